@@ -1,0 +1,162 @@
+"""The nouns of the store: identifiers, documents, boundaries and the state of a vbucket.
+
+Knows plain values only: no LMDB, no sockets, no clock. Everything here is immutable and may cross any border of the
+program; `ingest` sees this module and nothing else of `storage`. Identifiers are `NewType`s of int, minted by `ingest`
+(for what comes from the source) and by request validation (for what readers ask).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NewType
+
+Vbid = NewType("Vbid", int)
+Seqno = NewType("Seqno", int)
+Vbuuid = NewType("Vbuuid", int)
+ManifestUid = NewType("ManifestUid", int)
+Branch = NewType("Branch", int)
+
+SEQNO_MAX = 2**64 - 1
+"""Largest sequence number: 64 bit unsigned."""
+
+DEFAULT_COLLECTION = 0
+"""Collection id of `_default._default`."""
+
+
+class Kind(IntEnum):
+    """What a stored row is. The values are the DCP opcodes of the messages that carry them."""
+
+    MUTATION = 0x57
+    DELETION = 0x58
+    EXPIRATION = 0x59
+    SYSTEM_EVENT = 0x5F
+
+
+class BranchReason(IntEnum):
+    """Why a branch was opened."""
+
+    FIRST = 1
+    ROLLBACK = 2
+    REFILL = 3
+    ABANDONED = 4
+    OSO = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverEntry:
+    """One history of the source: `vbuuid` began after `seqno`."""
+
+    vbuuid: Vbuuid
+    seqno: Seqno
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRange:
+    """An open (incomplete) snapshot: first and last seqno as the marker gave them, and the marker's flags."""
+
+    start_seqno: Seqno
+    end_seqno: Seqno
+    flags: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """A collection as it stands at some seqno of a vbucket. Documents with seqno <= `begin_seqno` are not of it."""
+
+    collection_id: int
+    scope_id: int
+    name: str
+    begin_seqno: Seqno
+    max_ttl: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Scopes and collections of a vbucket from some seqno on."""
+
+    uid: ManifestUid
+    scopes: dict[int, str] = field(default_factory=dict)
+    collections: dict[int, Collection] = field(default_factory=dict)
+
+    @staticmethod
+    def initial() -> Manifest:
+        """The manifest of a bucket nobody has touched: `_default._default` alone, from seqno 0."""
+        default = Collection(DEFAULT_COLLECTION, 0, "_default", Seqno(0))
+        return Manifest(ManifestUid(0), {0: "_default"}, {DEFAULT_COLLECTION: default})
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A published snapshot end that is kept: a vbucket can be read as of it, and rolled back to it."""
+
+    branch: Branch
+    seqno: Seqno
+    snap_start_seqno: Seqno
+    vbuuid: Vbuuid
+    time_ms: int
+    """Wall clock when it was published, milliseconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class VbucketState:
+    """Everything that resuming a vbucket needs; stored in the same transaction as the rows it speaks of."""
+
+    vbid: Vbid
+    branch: Branch
+    """The served branch: what readers see."""
+    published_seqno: Seqno
+    history_floor_seqno: Seqno
+    staging_branch: Branch
+    """Where rows are written; differs from `branch` only while a refill or an OSO snapshot is under way."""
+    staged_seqno: Seqno
+    """Position on the staging branch: rows (or seqno advances) received and accepted, published or not."""
+    staging_published_seqno: Seqno
+    """Newest complete snapshot end on the staging branch: equals `published_seqno` unless the branches differ, then 0."""
+    open_snapshot: SnapshotRange | None
+    """The snapshot that staged rows above the newest complete end belong to; None between snapshots."""
+    failover_log: tuple[FailoverEntry, ...]
+    """Newest first, as the source sent it, pruned by rollbacks."""
+    source_purge_seqno: Seqno
+    local_purge_seqno: Seqno
+    manifest: Manifest
+    """As of `staged_seqno`."""
+    rollback_count: int = 0
+    last_rollback_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A row as readers get it. `value` is the body, decompressed and without xattrs, unless asked for raw."""
+
+    vbid: Vbid
+    collection_id: int
+    key: bytes
+    """Without the collection id prefix."""
+    seqno: Seqno
+    rev_seqno: int
+    cas: int
+    flags: int
+    expiry: int
+    """Seconds since 1970; 0: never. For tombstones: the delete time where the source gave one."""
+    datatype: int
+    """Bits as on the wire: 1 JSON, 2 Snappy, 4 XATTR; describes `value` as it stands in this object."""
+    value: bytes
+    kind: Kind = Kind.MUTATION
+    branch: Branch = Branch(0)
+
+    @property
+    def deleted(self) -> bool:
+        """True for tombstones (deletions and expirations)."""
+        return self.kind is not Kind.MUTATION
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which bucket a data directory mirrors; every environment's `meta` must match `mirror.json`."""
+
+    cluster_uuid: str
+    bucket_name: str
+    bucket_uuid: str
+    vbucket_count: int
+    group_count: int
