@@ -1,0 +1,93 @@
+"""The rollback rule of both roles: what a producer answers to a stream request, and what a consumer does about it.
+
+Knows seqnos, failover logs and purge seqnos as plain values. Must never know rows, streams, time or the store: every
+function here is pure and total, and says what is true, not what to do about it.
+
+Producer (`producer_answer`): the numbered rule of protocol facts 2.5 (kv_engine docs/dcp/documentation/rollback.md and
+failover-table.cc), where the purge seqno is compared with the *start* seqno. It gives the recorded answer of two real
+engines in all cases of captures/rollback_answers_*.json.
+
+Consumer: invariants of the failover log kept beside the data are that it is newest first and its seqnos never rise on
+the way to older entries; the vbuuid of a boundary B is that of the newest entry with seqno <= B, and 0 for B = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from storage.model import SEQNO_MAX, FailoverEntry, Vbuuid
+
+NO_VBUUID = Vbuuid(0)
+"""The vbuuid of a request from 0: names no history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """The request fits the producer's history: the stream begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The consumer holds what the producer does not: it must go back to `seqno` or below and ask again."""
+
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfRange:
+    """The request contradicts itself (ERANGE): not snap_start <= start <= snap_end, or start > end."""
+
+
+ProducerAnswer = Accept | Rollback | OutOfRange
+
+
+def producer_answer(
+    start_seqno: int,
+    snap_start_seqno: int,
+    snap_end_seqno: int,
+    vbuuid: int,
+    failover_log: Sequence[FailoverEntry],
+    high_seqno: int,
+    purge_seqno: int,
+    *,
+    end_seqno: int = SEQNO_MAX,
+    strict_vbuuid: bool = False,
+    ignore_purged_tombstones: bool = False,
+    client_purge_seqno: int | None = None,
+    holds_whole_filter: bool = False,
+) -> ProducerAnswer:
+    """Answer a stream request as kv_engine does; case numbers are those of protocol facts 2.5.
+
+    `failover_log` is the producer's, newest first. `strict_vbuuid` and `ignore_purged_tombstones` are the stream
+    request flags 0x20 and 0x80; `client_purge_seqno` is the request's `purge_seqno` (8.0); `holds_whole_filter` is for
+    a filtered stream whose client already has all there is of its collections.
+    """
+    if start_seqno > end_seqno or not snap_start_seqno <= start_seqno <= snap_end_seqno:  # case 0
+        return OutOfRange()
+    if start_seqno == 0 and (not strict_vbuuid or vbuuid == 0):  # case 1
+        return Accept()
+    purge_matters = not ignore_purged_tombstones and not holds_whole_filter and client_purge_seqno != purge_seqno
+    if start_seqno != 0 and start_seqno < purge_seqno and purge_matters:  # case 2: deletions were lost in between
+        return Rollback(0)
+    upper_seqno = history_end_seqno(failover_log, vbuuid, high_seqno)
+    if upper_seqno is None:  # case 3: a history nobody here has heard of
+        return Rollback(0)
+    # Case 4. At the edge of a snapshot only that edge counts: nothing of the snapshot, or all of it, is held.
+    if start_seqno == snap_start_seqno:
+        snap_end_seqno = start_seqno
+    if snap_end_seqno <= upper_seqno:
+        return Accept()
+    if start_seqno == snap_end_seqno:
+        snap_start_seqno = start_seqno
+    return Rollback(min(upper_seqno, snap_start_seqno))
+
+
+def history_end_seqno(failover_log: Sequence[FailoverEntry], vbuuid: int, high_seqno: int) -> int | None:
+    """Last seqno that the history `vbuuid` shares with the log's owner; None where the log does not have it."""
+    upper_seqno = high_seqno
+    for entry in failover_log:
+        if entry.vbuuid == vbuuid:
+            return upper_seqno
+        upper_seqno = entry.seqno
+    return None

@@ -1,0 +1,1 @@
+"""Tests: one folder per room, one file per module."""
