@@ -1,0 +1,43 @@
+"""Style and types, with the settings of pyproject.toml: ruff, and mypy at its strictest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=os.environ | {"NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("arguments", [("check",), ("format", "--check")], ids=["lint", "format"])
+def test_ruff_is_content(arguments: tuple[str, ...]) -> None:
+    result = run("ruff", *arguments, ".")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_mypy_is_content() -> None:
+    result = run("mypy")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("script", ["cli/setup.sh", ".ci/run"])
+def test_scripts_parse(script: str) -> None:
+    shell = "bash" if script == ".ci/run" else "sh"
+    assert shutil.which(shell)
+    result = subprocess.run([shell, "-n", ROOT / script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,132 @@
+"""Rooms, files and names: what the house agreed on, held by tests instead of by memory."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("mirror", "storage", "cli")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MODULES = [path for path in SOURCES if path.name != "__init__.py"]
+DOORS = [path for path in SOURCES if path.name == "__init__.py"]
+
+VAGUE_ROOMS = {"util", "utils", "helper", "helpers", "misc", "common", "base", "tools", "lib", "stuff", "functions"}
+
+AVOIDED_WORDS = {
+    "shard": "vbucket",
+    "shards": "vbuckets",
+    "lsn": "seqno",
+    "lineage": "branch",
+    "rewind": "rollback",
+    "vbno": "vbid",
+}
+AVOIDED_NAMES = {
+    "committed_seqno": "published_seqno (a DCP Commit is another thing)",
+    "last_committed_seqno": "published_seqno",
+    "latest_seqno": "high_seqno",
+    "max_seqno": "high_seqno",
+    "vb_uuid": "vbuuid",
+    "vbucket_uuid": "vbuuid",
+    "ttl_event": "expiration",
+    "failover_table": "failover_log",
+}
+TEST_STANDS_ELSEWHERE: dict[str, str] = {}
+"""module -> test file, where the plain rule cannot hold; each with its reason beside it."""
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every name that this file gives to something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def words_of(identifier: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", identifier)]
+
+
+def test_the_sources_are_found() -> None:
+    assert len(MODULES) > 5
+    assert len(DOORS) >= 3
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_a_module_says_what_it_knows(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring, "no docstring"
+    assert "placeholder" not in docstring.lower(), "the docstring still waits to be written"
+    if path.name != "__init__.py":
+        assert len(docstring.split()) >= 12, "say what it knows, what it must never know, and its invariants"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_no_room_is_named_after_nothing(path: Path) -> None:
+    parts = {path.stem, *path.relative_to(ROOT).parent.parts}
+    assert not parts & VAGUE_ROOMS
+
+
+@pytest.mark.parametrize("path", DOORS, ids=name_of)
+def test_an_init_is_a_door(path: Path) -> None:
+    """Imports, `__all__`, `__version__`: nothing happens in a doorway."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            assert {ast.unparse(target) for target in targets} <= {"__all__", "__version__"}, ast.unparse(node)
+            continue
+        pytest.fail(f"line {node.lineno}: {ast.unparse(node)[:80]}")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_each_module_has_its_test_file(path: Path) -> None:
+    """`mirror/wire/frame.py` is tested by `tests/wire/test_frame.py`; a module at the top by `tests/*/test_<name>.py`."""
+    if name_of(path) in TEST_STANDS_ELSEWHERE:
+        assert (ROOT / TEST_STANDS_ELSEWHERE[name_of(path)]).is_file()
+        return
+    room = path.parent.name
+    file = f"test_{path.stem.strip('_')}.py"
+    places = list((ROOT / "tests").glob(f"*/{file}")) if room == "mirror" else [ROOT / "tests" / room / file]
+    assert any(place.is_file() for place in places), f"write tests/{room}/{file}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_the_words_are_those_of_the_field(path: Path) -> None:
+    wrong = []
+    for line, identifier in identifiers(ast.parse(path.read_text())):
+        if identifier.lower() in AVOIDED_NAMES:
+            wrong.append(f"line {line}: {identifier}, say {AVOIDED_NAMES[identifier.lower()]}")
+        for word in words_of(identifier):
+            if word in AVOIDED_WORDS:
+                wrong.append(f"line {line}: {identifier}, say {AVOIDED_WORDS[word]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_on_words_can_fail() -> None:
+    tree = ast.parse("def rewind_it(LSN): shardCount = 1")
+    found = {word for _, identifier in identifiers(tree) for word in words_of(identifier)}
+    assert {"rewind", "lsn", "shard"} <= found
+
+
+def test_the_top_of_the_house_holds_what_was_agreed() -> None:
+    allowed = {"pyproject.toml", "mirror", "storage", "cli", "tests", "systemd", "README.md", "LICENSE", "CHANGELOG.md"}
+    built = {"build", "dist"}
+    there = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    assert {name for name in there if not name.endswith(".egg-info")} - built <= allowed
