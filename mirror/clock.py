@@ -1,0 +1,103 @@
+"""Time and chance, behind one door: the only module that asks the machine for either.
+
+Everything that needs the hour, a pause or a random number takes a `Clock`, so that a test can hand in its own and run
+a day in a moment with one seed. Invariant: `monotonic` never goes back; `wall_ms` may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """What the rest of the program may know about time and chance."""
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary start, never going back."""
+        ...
+
+    def wall_ms(self) -> int:
+        """Milliseconds since 1970."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds`."""
+        ...
+
+    def jitter(self) -> float:
+        """A random number in [0, 1)."""
+        ...
+
+    def unique(self) -> str:
+        """A short name that nobody else has."""
+        ...
+
+
+class SystemClock:
+    """The machine's own time and chance."""
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary start, never going back."""
+        return time.monotonic()
+
+    def wall_ms(self) -> int:
+        """Milliseconds since 1970."""
+        return time.time_ns() // 1_000_000
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds`."""
+        await asyncio.sleep(seconds)
+
+    def jitter(self) -> float:
+        """A random number in [0, 1)."""
+        return random.random()
+
+    def unique(self) -> str:
+        """A short name that nobody else has."""
+        return uuid.uuid4().hex[:16]
+
+
+class ManualClock:
+    """A clock that moves only when told, with chance from a seed: for tests and simulations."""
+
+    def __init__(self, *, start_ms: int = 1_700_000_000_000, seed: int = 0) -> None:
+        """Start at `start_ms`, wall and monotonic alike."""
+        self._now_ms = float(start_ms)
+        self._random = random.Random(seed)
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary start, never going back."""
+        return self._now_ms / 1000
+
+    def wall_ms(self) -> int:
+        """Milliseconds since 1970."""
+        return int(self._now_ms)
+
+    async def sleep(self, seconds: float) -> None:
+        """Return once `advance` has moved the clock that far."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self._now_ms + seconds * 1000, waiter))
+        await waiter
+
+    def advance(self, seconds: float) -> None:
+        """Move on, and wake whoever is due."""
+        assert seconds >= 0, "time does not go back"
+        self._now_ms += seconds * 1000
+        due = [waiter for at, waiter in self._sleepers if at <= self._now_ms]
+        self._sleepers = [(at, waiter) for at, waiter in self._sleepers if at > self._now_ms]
+        for waiter in due:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def jitter(self) -> float:
+        """A number in [0, 1) from the seed."""
+        return self._random.random()
+
+    def unique(self) -> str:
+        """A name from the seed."""
+        return f"{self._random.getrandbits(64):016x}"

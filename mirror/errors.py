@@ -1,0 +1,160 @@
+"""Everything that can go wrong around the store and the protocol, as one tree.
+
+Knows nothing but words: what went wrong, how to mend it, whether trying again can help, and which exit code of the
+command line it means. Must never import any other room. A rollback is not here: it is a normal event.
+
+    MirrorError
+    ├── ConfigError                  a setting is wrong (exit 2)
+    ├── ClusterError                 the source
+    │   ├── ConnectFailed            nobody answers, or the connection broke (retried; exit 1)
+    │   ├── HandshakeFailed          it answers, but not as a data node does (retried; exit 1)
+    │   ├── SourceTimeout            it stopped answering (retried; exit 1)
+    │   ├── AuthRejected             wrong user or password (exit 4)
+    │   ├── PrivilegeMissing         the user may not do what is needed (exit 4)
+    │   ├── BucketMissing            no such bucket, or no access to it (exit 4)
+    │   ├── TlsFailed                certificate or protocol version refused (exit 4)
+    │   ├── NotSupported             the server lacks something required (exit 4)
+    │   ├── NotMyVbucket             the map is out of date (retried; exit 1)
+    │   └── BucketChanged            the source is not the bucket that the data came from (exit 3)
+    └── SupervisionError             workers, their pipes, their locks (exit 1)
+
+Invariants: `what` is one sentence without a trailing newline and never holds a secret; `hint` says what to do.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the command line: what scripts may rely on."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    DATA = 3
+    REFUSED = 4
+    ABSENT = 5
+    INTERRUPTED = 130
+
+
+class MirrorError(Exception):
+    """Root of the tree. Its text is `what`, then the hint."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+    retryable: bool = False
+    default_hint: str = ""
+
+    def __init__(self, what: str, *, hint: str | None = None, retryable: bool | None = None) -> None:
+        """`what` went wrong; `hint` how to mend it; `retryable` whether the same call may succeed later."""
+        super().__init__(what)
+        self.what = what
+        self.hint = self.default_hint if hint is None else hint
+        if retryable is not None:
+            self.retryable = retryable
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return f"{self.what} ({self.hint})" if self.hint else self.what
+
+
+class ConfigError(MirrorError):
+    """A setting is missing or wrong."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, what: str, *, hint: str | None = None, setting: str | None = None) -> None:
+        """`setting` is the name of the setting, as `config show` prints it."""
+        super().__init__(what, hint=hint)
+        self.setting = setting
+
+
+class ClusterError(MirrorError):
+    """The source did not do what was asked."""
+
+    retryable = True
+
+    def __init__(
+        self, what: str, *, hint: str | None = None, retryable: bool | None = None, node: str | None = None
+    ) -> None:
+        """`node` is the host and port it happened at."""
+        super().__init__(what, hint=hint, retryable=retryable)
+        self.node = node
+
+
+class ConnectFailed(ClusterError):
+    """Nobody answers at the address, or the connection broke."""
+
+    default_hint = "check host, port, and that the data service runs there and a firewall lets it through"
+
+
+class HandshakeFailed(ClusterError):
+    """Something answers, but not as a data node does."""
+
+    default_hint = "check that the port is the KV port (11210, or 11207 with TLS)"
+
+
+class SourceTimeout(ClusterError):
+    """The node stopped answering."""
+
+    default_hint = "check the node's load and the network; the connection is made anew"
+
+
+class AuthRejected(ClusterError):
+    """Wrong user or password."""
+
+    exit_code = ExitCode.REFUSED
+    retryable = False
+    default_hint = (
+        "check the user in the connection string, and the password in DCP_MIRROR_PASSWORD, "
+        "DCP_MIRROR_PASSWORD_FILE or the secrets folder"
+    )
+
+
+class PrivilegeMissing(ClusterError):
+    """The user may not do what is needed."""
+
+    exit_code = ExitCode.REFUSED
+    retryable = False
+    default_hint = "grant the user the role Data DCP Reader on the bucket"
+
+
+class BucketMissing(ClusterError):
+    """No such bucket, or no access to it."""
+
+    exit_code = ExitCode.REFUSED
+    retryable = False
+    default_hint = "check the bucket name in the connection string, and that the user may read it"
+
+
+class TlsFailed(ClusterError):
+    """The TLS handshake failed: certificate, name or version."""
+
+    exit_code = ExitCode.REFUSED
+    retryable = False
+    default_hint = "give the cluster's CA certificate as tls_ca_file and use the name that the certificate carries"
+
+
+class NotSupported(ClusterError):
+    """The server lacks a feature without which there is no mirroring."""
+
+    exit_code = ExitCode.REFUSED
+    retryable = False
+
+
+class NotMyVbucket(ClusterError):
+    """The vbucket is elsewhere: the map is out of date."""
+
+    default_hint = "the cluster map is fetched again"
+
+
+class BucketChanged(ClusterError):
+    """The source's bucket is not the one that the data directory mirrors; the data is left as it is."""
+
+    exit_code = ExitCode.DATA
+    retryable = False
+    default_hint = "the bucket was made anew or is another one: mirror it into a new data directory"
+
+
+class SupervisionError(MirrorError):
+    """Workers, their pipes, their locks."""

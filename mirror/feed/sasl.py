@@ -1,0 +1,232 @@
+"""Authentication over SASL, both sides: SCRAM-SHA512, -SHA256, -SHA1 and PLAIN.
+
+Knows the messages of RFC 5802 and nothing of sockets or opcodes. One exchange per object, in three messages; anything
+out of order or out of shape is a `SaslError` that never quotes a secret. Passwords are taken as UTF-8 bytes as they
+stand, which is what the server hashes.
+
+Why not the library `scramp` here: since 1.5 it refuses a nonce with a blank in it and fewer than 4096 iterations, but
+the official SDKs send blanks (`captures/sdk_72_conn2.jsonl`) and clusters have been set up with 4000 iterations. It is
+the independent peer in this module's tests.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Sequence
+
+from mirror.errors import AuthRejected, ExitCode
+
+HASHES = {"SCRAM-SHA512": "sha512", "SCRAM-SHA256": "sha256", "SCRAM-SHA1": "sha1"}
+"""Mechanism name as the server spells it -> hash; the best first."""
+
+MECHANISMS = (*HASHES, "PLAIN")
+"""What both of our sides speak, the best first."""
+
+ITERATIONS_MAX = 10_000_000
+"""More would let a hostile server keep the processor busy; servers use 4,000 to 15,000."""
+
+ITERATIONS_MIN = 1_000
+"""Fewer would give a hostile server an easy hash to crack."""
+
+ITERATIONS_DEFAULT = 4096
+MESSAGE_BYTES_MAX = 4096
+"""Bound on any SASL message: names and nonces are short."""
+
+
+class SaslError(AuthRejected):
+    """The exchange cannot go on: bad message, bad proof, or nothing in common."""
+
+    exit_code = ExitCode.REFUSED
+
+
+def choose_mechanism(offered: Sequence[str], *, plain_allowed: bool) -> str:
+    """Return the best mechanism that both sides know; PLAIN only where it is allowed."""
+    for mechanism in HASHES:
+        if mechanism in offered:
+            return mechanism
+    if "PLAIN" in offered:
+        if plain_allowed:
+            return "PLAIN"
+        raise SaslError(
+            "the server offers only PLAIN, which would send the password in the clear",
+            hint="use couchbases:// (TLS), or set plain_allowed",
+        )
+    raise SaslError(f"the server offers no mechanism we know: {', '.join(offered) or 'none at all'}")
+
+
+def plain_encode(username: str, password: str) -> bytes:
+    """Return the one message of PLAIN."""
+    return b"\0" + username.encode() + b"\0" + password.encode()
+
+
+def plain_decode(message: bytes) -> tuple[str, str]:
+    """Return (username, password) of a PLAIN message."""
+    parts = message.split(b"\0")
+    if len(message) > MESSAGE_BYTES_MAX or len(parts) != 3:
+        raise SaslError("bad PLAIN message")
+    try:
+        return parts[1].decode(), parts[2].decode()
+    except UnicodeDecodeError:
+        raise SaslError("PLAIN message is not UTF-8") from None
+
+
+class ScramClient:
+    """The client's side: `first()`, `final(challenge)`, `verify(outcome)`."""
+
+    def __init__(self, mechanism: str, username: str, password: str, *, nonce: str | None = None) -> None:
+        """`nonce` is for tests; else it is random."""
+        self._hash = _hash_of(mechanism)
+        self._password = password
+        self._nonce = nonce or secrets.token_hex(16)
+        self._first_bare = f"n={_escape(username)},r={self._nonce}"
+        self._server_signature: bytes | None = None
+
+    def first(self) -> bytes:
+        """Return the first message."""
+        return f"n,,{self._first_bare}".encode()
+
+    def final(self, challenge: bytes) -> bytes:
+        """Return the answer to the server's challenge."""
+        text = _text(challenge)
+        fields = _fields(text)
+        nonce = fields.get("r", "")
+        if not nonce.startswith(self._nonce) or len(nonce) == len(self._nonce):
+            raise SaslError("the server's challenge does not carry our nonce")
+        iterations = _iterations(fields.get("i", ""))
+        salted = hashlib.pbkdf2_hmac(self._hash, self._password.encode(), _unbase64(fields.get("s", "")), iterations)
+        client_key = _hmac(self._hash, salted, b"Client Key")
+        without_proof = f"c=biws,r={nonce}"
+        auth_message = f"{self._first_bare},{text},{without_proof}".encode()
+        signature = _hmac(self._hash, hashlib.new(self._hash, client_key).digest(), auth_message)
+        self._server_signature = _hmac(self._hash, _hmac(self._hash, salted, b"Server Key"), auth_message)
+        return f"{without_proof},p={_base64(_xor(client_key, signature))}".encode()
+
+    def verify(self, outcome: bytes) -> None:
+        """Check that the server, too, knows the password."""
+        if self._server_signature is None:
+            raise SaslError("the server ended the exchange before its challenge was answered")
+        fields = _fields(_text(outcome))
+        if not hmac.compare_digest(_unbase64(fields.get("v", "")), self._server_signature):
+            raise SaslError("the server does not know the password: it may be an impostor")
+
+
+class ScramServer:
+    """The server's side: `challenge(first)`, `outcome(final)`."""
+
+    def __init__(
+        self,
+        mechanism: str,
+        password_of: Callable[[str], str | None],
+        *,
+        iterations: int = ITERATIONS_DEFAULT,
+        salt: bytes | None = None,
+        nonce: str | None = None,
+    ) -> None:
+        """`password_of` gives a user's password, None for an unknown one (who is refused only at the end)."""
+        self._hash = _hash_of(mechanism)
+        self._password_of = password_of
+        self._iterations = iterations
+        self._salt = salt or secrets.token_bytes(16)
+        self._own_nonce = nonce or secrets.token_hex(16)
+        self._nonce = ""
+        self._exchange = ""
+        self.username = ""
+
+    def challenge(self, first: bytes) -> bytes:
+        """Return the challenge for a client's first message."""
+        text = _text(first)
+        gs2, _, bare = text.partition(",,")
+        if gs2 not in ("n", "y") or self._nonce:
+            raise SaslError("bad first SCRAM message")
+        fields = _fields(bare)
+        if not fields.get("r") or "n" not in fields:
+            raise SaslError("first SCRAM message without user or nonce")
+        self.username = _unescape(fields["n"])
+        self._nonce = fields["r"] + self._own_nonce
+        reply = f"r={self._nonce},s={_base64(self._salt)},i={self._iterations}"
+        self._exchange = f"{bare},{reply}"
+        self._header = _base64(f"{gs2},,".encode())
+        return reply.encode()
+
+    def outcome(self, final: bytes) -> bytes:
+        """Return the last message, or raise SaslError when the client does not know the password."""
+        text = _text(final)
+        fields = _fields(text)
+        if not self._nonce or fields.get("r") != self._nonce or fields.get("c") != self._header:
+            raise SaslError("bad final SCRAM message")
+        password = self._password_of(self.username)
+        known = password is not None
+        salted = hashlib.pbkdf2_hmac(self._hash, (password or "").encode(), self._salt, self._iterations)
+        client_key = _hmac(self._hash, salted, b"Client Key")
+        auth_message = f"{self._exchange},{text.rpartition(',p=')[0]}".encode()
+        signature = _hmac(self._hash, hashlib.new(self._hash, client_key).digest(), auth_message)
+        proof = _unbase64(fields.get("p", ""))
+        if not hmac.compare_digest(proof, _xor(client_key, signature)) or not known:
+            raise SaslError("wrong user or password")
+        return f"v={_base64(_hmac(self._hash, _hmac(self._hash, salted, b'Server Key'), auth_message))}".encode()
+
+
+def _hash_of(mechanism: str) -> str:
+    if mechanism not in HASHES:
+        raise SaslError(f"unknown SCRAM mechanism {mechanism[:40]!r}")
+    return HASHES[mechanism]
+
+
+def _hmac(name: str, key: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, message, name)
+
+
+def _xor(left: bytes, right: bytes) -> bytes:
+    return bytes(a ^ b for a, b in zip(left, right, strict=True))
+
+
+def _text(message: bytes) -> str:
+    if len(message) > MESSAGE_BYTES_MAX:
+        raise SaslError("SCRAM message too long")
+    try:
+        return message.decode()
+    except UnicodeDecodeError:
+        raise SaslError("SCRAM message is not UTF-8") from None
+
+
+def _fields(text: str) -> dict[str, str]:
+    fields = {}
+    for part in text.split(","):
+        if part[1:2] != "=":
+            raise SaslError("bad SCRAM message")
+        fields[part[0]] = part[2:]
+    if "e" in fields:
+        raise SaslError(f"the server refused the exchange: {fields['e'][:80]}")
+    return fields
+
+
+def _iterations(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 8):
+        raise SaslError("bad SCRAM iteration count")
+    count = int(text)
+    if not ITERATIONS_MIN <= count <= ITERATIONS_MAX:
+        raise SaslError(f"the server asks for {count} SCRAM iterations, allowed: {ITERATIONS_MIN} to {ITERATIONS_MAX}")
+    return count
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _unbase64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise SaslError("bad base64 in a SCRAM message") from None
+
+
+def _escape(name: str) -> str:
+    return name.replace("=", "=3D").replace(",", "=2C")
+
+
+def _unescape(name: str) -> str:
+    return name.replace("=2C", ",").replace("=3D", "=")

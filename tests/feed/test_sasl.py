@@ -1,0 +1,160 @@
+"""SASL, both sides: against each other, against an independent library, and against a recorded exchange."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import scramp
+
+from mirror.feed.sasl import (
+    HASHES,
+    MECHANISMS,
+    SaslError,
+    ScramClient,
+    ScramServer,
+    choose_mechanism,
+    plain_decode,
+    plain_encode,
+)
+
+SCRAMP_NAMES = {"SCRAM-SHA512": "SCRAM-SHA-512", "SCRAM-SHA256": "SCRAM-SHA-256", "SCRAM-SHA1": "SCRAM-SHA-1"}
+PASSWORDS = {"demo": "demo", "o=d,d": "pass wörd"}
+
+
+def exchange(client: ScramClient, server: ScramServer) -> None:
+    client.verify(server.outcome(client.final(server.challenge(client.first()))))
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+@pytest.mark.parametrize("user", PASSWORDS)
+def test_client_and_server_agree(mechanism: str, user: str) -> None:
+    server = ScramServer(mechanism, PASSWORDS.get)
+    exchange(ScramClient(mechanism, user, PASSWORDS[user]), server)
+    assert server.username == user
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+@pytest.mark.parametrize(("user", "password"), [("demo", "wrong"), ("nobody", "demo"), ("nobody", "")])
+def test_wrong_user_or_password_is_refused(mechanism: str, user: str, password: str) -> None:
+    with pytest.raises(SaslError, match="wrong user or password") as caught:
+        exchange(ScramClient(mechanism, user, password), ScramServer(mechanism, PASSWORDS.get))
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+def test_client_agrees_with_an_independent_server(mechanism: str) -> None:
+    library = scramp.ScramMechanism(SCRAMP_NAMES[mechanism])
+    stored = library.make_auth_info("demo")
+    server = library.make_server(lambda user: stored)
+    client = ScramClient(mechanism, "demo", "demo")
+    server.set_client_first(client.first().decode())
+    server.set_client_final(client.final(server.get_server_first().encode()).decode())
+    client.verify(server.get_server_final().encode())
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+def test_server_agrees_with_an_independent_client(mechanism: str) -> None:
+    client = scramp.ScramClient([SCRAMP_NAMES[mechanism]], "demo", "demo")
+    server = ScramServer(mechanism, PASSWORDS.get)
+    client.set_server_first(server.challenge(client.get_client_first().encode()).decode())
+    client.set_server_final(server.outcome(client.get_client_final().encode()).decode())
+
+
+def test_recorded_exchange_of_an_sdk_with_a_real_server_is_reproduced(captures: Path) -> None:
+    """The SDK's nonce holds blanks, and its proof and the server's signature must come out to the byte."""
+    lines = [json.loads(line) for line in (captures / "sdk_72_conn2.jsonl").read_text().splitlines()[:6]]
+    sent = [bytes.fromhex(line["hex"]) for line in lines]
+    first = sent[0][sent[0].index(b"n,,") :]
+    challenge = sent[2][sent[2].index(b"r=") :]
+    final = sent[3][sent[3].index(b"c=biws") :]
+    outcome = sent[4][sent[4].index(b"v=") :]
+    nonce = first.decode().partition("r=")[2]
+    assert " " in nonce
+    client = ScramClient("SCRAM-SHA512", "@admin", "password", nonce=nonce)
+    assert client.first() == first
+    assert client.final(challenge) == final
+    client.verify(outcome)
+
+    salt = base64.b64decode(challenge.partition(b"s=")[2].partition(b",")[0])
+    own_nonce = challenge.decode().partition(",")[0][2 + len(nonce) :]
+    server = ScramServer("SCRAM-SHA512", {"@admin": "password"}.get, salt=salt, nonce=own_nonce)
+    assert server.challenge(first) == challenge
+    assert server.outcome(final) == outcome
+
+
+def test_client_refuses_an_impostor() -> None:
+    client = ScramClient("SCRAM-SHA256", "demo", "demo")
+    server = ScramServer("SCRAM-SHA256", PASSWORDS.get)
+    client.final(server.challenge(client.first()))
+    with pytest.raises(SaslError, match="impostor"):
+        client.verify(b"v=AAAA")
+
+
+@pytest.mark.parametrize(
+    ("challenge", "said"),
+    [
+        (b"", "bad SCRAM"),
+        (b"r=other,s=AAAA,i=4096", "nonce"),
+        (b"r=abc,s=AAAA,i=4096", "nonce"),
+        (b"r=abcd,s=AAAA,i=99999999", "iterations"),
+        (b"r=abcd,s=AAAA,i=1", "iterations"),
+        (b"r=abcd,s=AAAA,i=-5", "iteration"),
+        (b"r=abcd,s=*,i=4096", "base64"),
+        (b"e=other-error", "refused"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"r=" + b"a" * 5000, "too long"),
+    ],
+)
+def test_bad_challenge_is_one_clear_error(challenge: bytes, said: str) -> None:
+    with pytest.raises(SaslError, match=said):
+        ScramClient("SCRAM-SHA1", "demo", "demo", nonce="abc").final(challenge)
+
+
+@pytest.mark.parametrize("first", [b"", b"p=x,,n=a,r=b", b"n,,r=b", b"n,,n=a", b"n,,garbage", b"\xff"])
+def test_bad_first_message_is_refused(first: bytes) -> None:
+    with pytest.raises(SaslError):
+        ScramServer("SCRAM-SHA1", PASSWORDS.get).challenge(first)
+
+
+@pytest.mark.parametrize("final", [b"", b"c=biws,r=x,p=AAAA", b"c=AAAA,r=abcsrv,p=AAAA", b"c=biws,r=abcsrv"])
+def test_bad_final_message_is_refused(final: bytes) -> None:
+    server = ScramServer("SCRAM-SHA1", PASSWORDS.get, nonce="srv")
+    server.challenge(b"n,,n=demo,r=abc")
+    with pytest.raises(SaslError):
+        server.outcome(final)
+
+
+def test_steps_out_of_order_are_refused() -> None:
+    with pytest.raises(SaslError):
+        ScramServer("SCRAM-SHA1", PASSWORDS.get).outcome(b"c=biws,r=,p=AAAA")
+    with pytest.raises(SaslError):
+        ScramClient("SCRAM-SHA1", "demo", "demo").verify(b"v=AAAA")
+    with pytest.raises(SaslError):
+        ScramClient("MD5", "demo", "demo")
+
+
+def test_plain_both_ways() -> None:
+    assert plain_decode(plain_encode("demo", "pä")) == ("demo", "pä")
+    for bad in (b"", b"demo", b"\0demo", b"\0a\0b\0c", b"\0\xff\0x"):
+        with pytest.raises(SaslError):
+            plain_decode(bad)
+
+
+def test_best_common_mechanism_is_chosen_and_plain_needs_leave() -> None:
+    assert choose_mechanism(MECHANISMS, plain_allowed=True) == "SCRAM-SHA512"
+    assert choose_mechanism(["PLAIN", "SCRAM-SHA1"], plain_allowed=True) == "SCRAM-SHA1"
+    assert choose_mechanism(["PLAIN"], plain_allowed=True) == "PLAIN"
+    with pytest.raises(SaslError, match="in the clear") as caught:
+        choose_mechanism(["PLAIN"], plain_allowed=False)
+    assert "couchbases://" in caught.value.hint
+    with pytest.raises(SaslError, match="no mechanism"):
+        choose_mechanism(["CRAM-MD5"], plain_allowed=True)
+
+
+def test_no_secret_in_error_texts() -> None:
+    with pytest.raises(SaslError) as caught:
+        exchange(ScramClient("SCRAM-SHA1", "demo", "hunter2"), ScramServer("SCRAM-SHA1", PASSWORDS.get))
+    assert "hunter2" not in str(caught.value)
