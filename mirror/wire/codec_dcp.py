@@ -1,0 +1,640 @@
+"""DCP messages: frames to events and back, by a table with one row per opcode.
+
+Knows the shape of each message (extras, key, value); must never know whether it is legal now (`states`) or what it
+does. Invariants: a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event
+`decode(to_frame(e)) == e`; cas and datatype of messages that have none are ignored when read, and sent as 0.
+Sources: kv_engine docs/dcp/documentation/commands/* (one file per opcode); where their figures contradict each other
+the recordings of real servers decide (see the table in tests/wire/goldens.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mirror.wire import events as ev
+from mirror.wire import frame as fr
+from mirror.wire.constants import (
+    BODY_LENGTH_MAX,
+    DCP_NAME_LENGTH_MAX,
+    FAILOVER_LOG_LENGTH_MAX,
+    Magic,
+    MarkerVersion,
+    Opcode,
+    Status,
+    VbucketState,
+    opcode_name,
+)
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+from mirror.wire.frame import Frame
+
+__all__ = [
+    "answer",
+    "decode",
+    "decode_all_vb_seqnos",
+    "decode_all_vb_seqnos_request",
+    "decode_failover_log",
+    "decode_rollback_seqno",
+    "encode",
+    "encode_all_vb_seqnos",
+    "encode_all_vb_seqnos_request",
+    "encode_failover_log",
+    "encode_rollback_seqno",
+    "opcode_of",
+    "to_frame",
+]
+
+_U8 = struct.Struct(">B")
+_U32 = struct.Struct(">I")
+_U64 = struct.Struct(">Q")
+_OPEN = struct.Struct(">4xI")
+_STREAM_REQUEST = struct.Struct(">I4xQQQQQ")
+_MARKER_V1 = struct.Struct(">QQI")
+_MARKER_V2_0 = struct.Struct(">QQIQQ")
+_MARKER_V2_1 = struct.Struct(">QQIQQQ")
+_MARKER_V2_2 = struct.Struct(">QQIQQQQ")
+_MARKER_V2_2_SHORT = struct.Struct(">QQIQQQ")
+_MUTATION = struct.Struct(">QQIIIHB")
+_PREPARE = struct.Struct(">QQIIIBBB")
+_DELETION_V1 = struct.Struct(">QQH")
+_DELETION_V2 = struct.Struct(">QQIx")
+_EXPIRATION = struct.Struct(">QQI")
+_TWO_SEQNOS = struct.Struct(">QQ")
+_SYSTEM_EVENT = struct.Struct(">QIB")
+_FAILOVER_ENTRY = struct.Struct(">QQ")
+_VB_SEQNO = struct.Struct(">HQ")
+_CACHED_ITEM = struct.Struct(">QQQIIIHBB")
+
+_CACHED_KEY_LENGTH_MIN = 2
+
+_NONE, _MAY, _MUST = "no", "may", "must"
+
+_Parts = tuple[bytes, bytes, bytes]
+"""Extras, key, value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One opcode: its event, its shape, and the two functions between them."""
+
+    event: type[Any]
+    extras: tuple[int, ...]
+    key: str
+    value: str
+    decode: Callable[[Frame], Any]
+    encode: Callable[[Any], _Parts]
+
+
+def _stream(frame: Frame) -> dict[str, Any]:
+    return {"opaque": frame.opaque, "stream_id": frame.stream_id}
+
+
+def _error(frame: Frame, detail: str, status: int = Status.EINVAL) -> RemoteProtocolError:
+    vbid = None if frame.is_response else frame.vbucket
+    return RemoteProtocolError(detail, op=frame.opcode, vbid=vbid, status=status)
+
+
+# Snapshot markers: the version is the extras' length, or else the one byte in them and the value's length.
+
+_MARKERS: dict[tuple[int, int], tuple[MarkerVersion, struct.Struct, tuple[str, ...]]] = {
+    (0, 36): (MarkerVersion.V2_0, _MARKER_V2_0, ()),
+    (1, 44): (MarkerVersion.V2_1, _MARKER_V2_1, ("timestamp",)),
+    (2, 52): (MarkerVersion.V2_2, _MARKER_V2_2, ("purge_seqno", "high_prepared_seqno")),
+    (2, 44): (MarkerVersion.V2_2_SHORT, _MARKER_V2_2_SHORT, ("purge_seqno",)),
+}
+"""(version byte, value length) -> version, layout, and the fields after the five that all share."""
+
+_MARKER_BY_VERSION = {int(version): (byte, layout, more) for (byte, _), (version, layout, more) in _MARKERS.items()}
+
+
+def _decode_marker(frame: Frame) -> ev.SnapshotMarker:
+    if len(frame.extras) == _MARKER_V1.size:
+        if frame.value:
+            raise _error(frame, f"a V1 marker with a value of {len(frame.value)} bytes")
+        start, end, flags = _MARKER_V1.unpack(frame.extras)
+        return ev.SnapshotMarker(frame.vbucket, start, end, flags, **_stream(frame))
+    found = _MARKERS.get((frame.extras[0], len(frame.value)))
+    if found is None:
+        raise _error(frame, f"no marker version has byte {frame.extras[0]} and a value of {len(frame.value)} bytes")
+    version, layout, more = found
+    start, end, flags, visible, completed, *rest = layout.unpack(frame.value)
+    return ev.SnapshotMarker(
+        frame.vbucket,
+        start,
+        end,
+        flags,
+        visible,
+        completed,
+        version=int(version),
+        **dict(zip(more, rest, strict=True)),
+        **_stream(frame),
+    )
+
+
+def _encode_marker(e: ev.SnapshotMarker) -> _Parts:
+    if e.version == MarkerVersion.V1:
+        return _MARKER_V1.pack(e.start_seqno, e.end_seqno, e.flags), b"", b""
+    found = _MARKER_BY_VERSION.get(e.version)
+    if found is None:
+        raise LocalProtocolError(f"no such marker version: {e.version}", op=Opcode.DCP_SNAPSHOT_MARKER, vbid=e.vbid)
+    byte, layout, more = found
+    rest = (getattr(e, name) for name in more)
+    value = layout.pack(e.start_seqno, e.end_seqno, e.flags, e.max_visible_seqno, e.high_completed_seqno, *rest)
+    return _U8.pack(byte), b"", value
+
+
+# Documents.
+
+
+def _split_metadata(frame: Frame, length: int) -> tuple[bytes, bytes]:
+    if length == 0:
+        return frame.value, b""
+    if length > len(frame.value):
+        raise _error(frame, f"metadata of {length} bytes in {len(frame.value)} bytes of value")
+    return frame.value[:-length], frame.value[-length:]
+
+
+def _decode_mutation(frame: Frame) -> ev.Mutation:
+    seqno, rev_seqno, flags, expiry, lock_time, metadata_length, nru = _MUTATION.unpack(frame.extras)
+    value, metadata = _split_metadata(frame, metadata_length)
+    return ev.Mutation(
+        frame.vbucket,
+        frame.key,
+        seqno,
+        rev_seqno,
+        frame.cas,
+        flags,
+        expiry,
+        lock_time,
+        frame.datatype,
+        value,
+        nru,
+        metadata,
+        **_stream(frame),
+    )
+
+
+def _encode_mutation(e: ev.Mutation) -> _Parts:
+    extras = _MUTATION.pack(e.seqno, e.rev_seqno, e.flags, e.expiry, e.lock_time, len(e.metadata), e.nru)
+    return extras, e.key, e.value + e.metadata
+
+
+def _decode_deletion(frame: Frame) -> ev.Deletion:
+    metadata_length, delete_time = 0, None
+    if len(frame.extras) == _DELETION_V1.size:
+        seqno, rev_seqno, metadata_length = _DELETION_V1.unpack(frame.extras)
+    else:
+        seqno, rev_seqno, delete_time = _DELETION_V2.unpack(frame.extras)
+    value, metadata = _split_metadata(frame, metadata_length)
+    return ev.Deletion(
+        frame.vbucket,
+        frame.key,
+        seqno,
+        rev_seqno,
+        frame.cas,
+        frame.datatype,
+        value,
+        delete_time,
+        metadata,
+        **_stream(frame),
+    )
+
+
+def _encode_deletion(e: ev.Deletion) -> _Parts:
+    if e.delete_time is None:
+        return _DELETION_V1.pack(e.seqno, e.rev_seqno, len(e.metadata)), e.key, e.value + e.metadata
+    if e.metadata:
+        raise LocalProtocolError("a deletion with a time has no metadata", op=Opcode.DCP_DELETION, vbid=e.vbid)
+    return _DELETION_V2.pack(e.seqno, e.rev_seqno, e.delete_time), e.key, e.value
+
+
+def _decode_expiration(frame: Frame) -> ev.Expiration:
+    seqno, rev_seqno, delete_time = _EXPIRATION.unpack(frame.extras)
+    return ev.Expiration(
+        frame.vbucket,
+        frame.key,
+        seqno,
+        rev_seqno,
+        frame.cas,
+        frame.datatype,
+        frame.value,
+        delete_time,
+        **_stream(frame),
+    )
+
+
+def _encode_expiration(e: ev.Expiration) -> _Parts:
+    return _EXPIRATION.pack(e.seqno, e.rev_seqno, e.delete_time), e.key, e.value
+
+
+def _decode_prepare(frame: Frame) -> ev.Prepare:
+    seqno, rev_seqno, flags, expiry, lock_time, nru, deleted, durability = _PREPARE.unpack(frame.extras)
+    return ev.Prepare(
+        frame.vbucket,
+        frame.key,
+        seqno,
+        rev_seqno,
+        frame.cas,
+        flags,
+        expiry,
+        lock_time,
+        frame.datatype,
+        frame.value,
+        nru,
+        deleted,
+        durability,
+        **_stream(frame),
+    )
+
+
+def _encode_prepare(e: ev.Prepare) -> _Parts:
+    extras = _PREPARE.pack(e.seqno, e.rev_seqno, e.flags, e.expiry, e.lock_time, e.nru, e.deleted, e.durability)
+    return extras, e.key, e.value
+
+
+def _decode_commit(frame: Frame) -> ev.Commit:
+    prepared_seqno, seqno = _TWO_SEQNOS.unpack(frame.extras)
+    return ev.Commit(frame.vbucket, frame.key, prepared_seqno, seqno, **_stream(frame))
+
+
+def _decode_abort(frame: Frame) -> ev.Abort:
+    prepared_seqno, seqno = _TWO_SEQNOS.unpack(frame.extras)
+    return ev.Abort(frame.vbucket, frame.key, prepared_seqno, seqno, **_stream(frame))
+
+
+def _encode_commit_or_abort(e: ev.Commit | ev.Abort) -> _Parts:
+    return _TWO_SEQNOS.pack(e.prepared_seqno, e.seqno), e.key, b""
+
+
+# The rest of a stream.
+
+
+def _decode_system_event(frame: Frame) -> ev.SystemEvent:
+    seqno, event, version = _SYSTEM_EVENT.unpack(frame.extras)
+    return ev.SystemEvent(frame.vbucket, seqno, event, version, frame.key, frame.value, **_stream(frame))
+
+
+def _encode_system_event(e: ev.SystemEvent) -> _Parts:
+    return _SYSTEM_EVENT.pack(e.seqno, e.event, e.version), e.key, e.value
+
+
+def _decode_cache_transfer(frame: Frame) -> ev.CacheTransfer:
+    items, pos, body = [], 0, frame.value
+    while pos < len(body):
+        if len(body) - pos < _CACHED_ITEM.size:
+            raise _error(frame, f"cached item of {len(body) - pos} bytes is shorter than its head")
+        cas, seqno, rev_seqno, value_length, flags, expiry, key_length, datatype, hint = _CACHED_ITEM.unpack_from(
+            body, pos
+        )
+        key_pos = pos + _CACHED_ITEM.size
+        value_pos = key_pos + key_length
+        pos = value_pos + value_length
+        if key_length < _CACHED_KEY_LENGTH_MIN or pos > len(body):
+            raise _error(frame, f"cached item with a key of {key_length} and a value of {value_length} bytes")
+        key, value = body[key_pos:value_pos], body[value_pos:pos]
+        items.append(ev.CachedItem(key, seqno, rev_seqno, cas, flags, expiry, datatype, hint, value))
+    return ev.CacheTransfer(frame.vbucket, tuple(items), **_stream(frame))
+
+
+def _encode_cache_transfer(e: ev.CacheTransfer) -> _Parts:
+    parts = []
+    for i in e.items:
+        lengths = (len(i.value), i.flags, i.expiry, len(i.key), i.datatype, i.cache_hint)
+        parts += [_CACHED_ITEM.pack(i.cas, i.seqno, i.rev_seqno, *lengths), i.key, i.value]
+    return b"", b"", b"".join(parts)
+
+
+def _decode_set_vbucket_state(frame: Frame) -> ev.SetVbucketState:
+    return ev.SetVbucketState(frame.vbucket, frame.extras[0], frame.value, **_stream(frame))
+
+
+def _only_u32(event: type[Any]) -> Callable[[Frame], Any]:
+    def decode_one(frame: Frame) -> Any:
+        return event(frame.vbucket, _U32.unpack(frame.extras)[0], **_stream(frame))
+
+    return decode_one
+
+
+def _only_u64(event: type[Any]) -> Callable[[Frame], Any]:
+    def decode_one(frame: Frame) -> Any:
+        return event(frame.vbucket, _U64.unpack(frame.extras)[0], **_stream(frame))
+
+    return decode_one
+
+
+def _only_vbid(event: type[Any]) -> Callable[[Frame], Any]:
+    def decode_one(frame: Frame) -> Any:
+        return event(frame.vbucket, **_stream(frame))
+
+    return decode_one
+
+
+def _nothing(_event: Any) -> _Parts:
+    return b"", b"", b""
+
+
+# What a consumer asks.
+
+
+def _decode_open(frame: Frame) -> ev.DcpOpen:
+    if len(frame.key) > DCP_NAME_LENGTH_MAX:
+        raise _error(frame, f"a name of {len(frame.key)} bytes, {DCP_NAME_LENGTH_MAX} are allowed")
+    return ev.DcpOpen(frame.key, _OPEN.unpack(frame.extras)[0], frame.value, opaque=frame.opaque)
+
+
+def _encode_open(e: ev.DcpOpen) -> _Parts:
+    if not 0 < len(e.name) <= DCP_NAME_LENGTH_MAX:
+        raise LocalProtocolError(f"a name of {len(e.name)} bytes", op=Opcode.DCP_OPEN)
+    return _OPEN.pack(e.flags), e.name, e.value
+
+
+def _decode_stream_request(frame: Frame) -> ev.StreamRequest:
+    flags, start, end, vbuuid, snap_start, snap_end = _STREAM_REQUEST.unpack(frame.extras)
+    return ev.StreamRequest(
+        frame.vbucket, flags, start, end, vbuuid, snap_start, snap_end, frame.value, **_stream(frame)
+    )
+
+
+def _encode_stream_request(e: ev.StreamRequest) -> _Parts:
+    extras = _STREAM_REQUEST.pack(e.flags, e.start_seqno, e.end_seqno, e.vbuuid, e.snap_start_seqno, e.snap_end_seqno)
+    return extras, b"", e.value
+
+
+_ROWS: dict[int, _Row] = {
+    Opcode.DCP_OPEN: _Row(ev.DcpOpen, (8,), _MUST, _MAY, _decode_open, _encode_open),
+    Opcode.DCP_ADD_STREAM: _Row(
+        ev.AddStream, (4,), _NONE, _NONE, _only_u32(ev.AddStream), lambda e: (_U32.pack(e.flags), b"", b"")
+    ),
+    Opcode.DCP_CLOSE_STREAM: _Row(ev.CloseStream, (0,), _NONE, _NONE, _only_vbid(ev.CloseStream), _nothing),
+    Opcode.DCP_STREAM_REQ: _Row(ev.StreamRequest, (48,), _NONE, _MAY, _decode_stream_request, _encode_stream_request),
+    Opcode.DCP_GET_FAILOVER_LOG: _Row(
+        ev.GetFailoverLog, (0,), _NONE, _NONE, lambda f: ev.GetFailoverLog(f.vbucket, opaque=f.opaque), _nothing
+    ),
+    Opcode.DCP_STREAM_END: _Row(
+        ev.StreamEnd, (4,), _NONE, _NONE, _only_u32(ev.StreamEnd), lambda e: (_U32.pack(e.reason), b"", b"")
+    ),
+    Opcode.DCP_SNAPSHOT_MARKER: _Row(ev.SnapshotMarker, (20, 1), _NONE, _MAY, _decode_marker, _encode_marker),
+    Opcode.DCP_MUTATION: _Row(ev.Mutation, (31,), _MUST, _MAY, _decode_mutation, _encode_mutation),
+    Opcode.DCP_DELETION: _Row(ev.Deletion, (18, 21), _MUST, _MAY, _decode_deletion, _encode_deletion),
+    Opcode.DCP_EXPIRATION: _Row(ev.Expiration, (20,), _MUST, _MAY, _decode_expiration, _encode_expiration),
+    Opcode.DCP_FLUSH: _Row(ev.Flush, (0,), _NONE, _NONE, _only_vbid(ev.Flush), _nothing),
+    Opcode.DCP_SET_VBUCKET_STATE: _Row(
+        ev.SetVbucketState, (1,), _NONE, _MAY, _decode_set_vbucket_state, lambda e: (_U8.pack(e.state), b"", e.value)
+    ),
+    Opcode.DCP_NOOP: _Row(ev.DcpNoop, (0,), _NONE, _NONE, lambda f: ev.DcpNoop(opaque=f.opaque), _nothing),
+    Opcode.DCP_BUFFER_ACK: _Row(
+        ev.BufferAck,
+        (4,),
+        _NONE,
+        _NONE,
+        lambda f: ev.BufferAck(_U32.unpack(f.extras)[0], f.vbucket, opaque=f.opaque),
+        lambda e: (_U32.pack(e.count), b"", b""),
+    ),
+    Opcode.DCP_CONTROL: _Row(
+        ev.DcpControl,
+        (0,),
+        _MUST,
+        _MUST,
+        lambda f: ev.DcpControl(f.key, f.value, opaque=f.opaque),
+        lambda e: (b"", e.name, e.value),
+    ),
+    Opcode.DCP_SYSTEM_EVENT: _Row(ev.SystemEvent, (13,), _MAY, _MAY, _decode_system_event, _encode_system_event),
+    Opcode.DCP_PREPARE: _Row(ev.Prepare, (31,), _MUST, _MAY, _decode_prepare, _encode_prepare),
+    Opcode.DCP_SEQNO_ACKNOWLEDGED: _Row(
+        ev.SeqnoAcknowledged,
+        (8,),
+        _NONE,
+        _NONE,
+        _only_u64(ev.SeqnoAcknowledged),
+        lambda e: (_U64.pack(e.prepared_seqno), b"", b""),
+    ),
+    Opcode.DCP_COMMIT: _Row(ev.Commit, (16,), _MUST, _NONE, _decode_commit, _encode_commit_or_abort),
+    Opcode.DCP_ABORT: _Row(ev.Abort, (16,), _MUST, _NONE, _decode_abort, _encode_commit_or_abort),
+    Opcode.DCP_SEQNO_ADVANCED: _Row(
+        ev.SeqnoAdvanced, (8,), _NONE, _NONE, _only_u64(ev.SeqnoAdvanced), lambda e: (_U64.pack(e.seqno), b"", b"")
+    ),
+    Opcode.DCP_OSO_SNAPSHOT: _Row(
+        ev.OsoSnapshot, (4,), _NONE, _NONE, _only_u32(ev.OsoSnapshot), lambda e: (_U32.pack(e.flags), b"", b"")
+    ),
+    Opcode.DCP_CACHE_TRANSFER: _Row(
+        ev.CacheTransfer, (0,), _NONE, _MUST, _decode_cache_transfer, _encode_cache_transfer
+    ),
+    Opcode.DCP_CACHE_TRANSFER_END: _Row(
+        ev.CacheTransferEnd, (0,), _NONE, _NONE, _only_vbid(ev.CacheTransferEnd), _nothing
+    ),
+}
+"""Every request of DCP, by opcode."""
+
+_OPCODE_OF = {row.event: int(opcode) for opcode, row in _ROWS.items()}
+_WITH_CAS = frozenset(
+    int(opcode) for opcode in (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION, Opcode.DCP_PREPARE)
+)
+_PRESENT = {_NONE: (False,), _MAY: (False, True), _MUST: (True,)}
+
+
+# Answers.
+
+
+def _decode_response(frame: Frame) -> ev.Response:
+    return ev.Response(
+        frame.opcode,
+        frame.status,
+        frame.value,
+        frame.extras,
+        frame.key,
+        frame.datatype,
+        frame.cas,
+        opaque=frame.opaque,
+    )
+
+
+def _decode_stream_response(frame: Frame) -> ev.Response:
+    log: ev.FailoverLog = ()
+    rollback_seqno = None
+    if frame.status == Status.SUCCESS:
+        log = tuple(decode_failover_log(frame.value))
+    elif frame.status == Status.ROLLBACK:
+        rollback_seqno = decode_rollback_seqno(frame.value)
+    return ev.StreamResponse(
+        frame.opcode,
+        frame.status,
+        frame.value,
+        frame.extras,
+        frame.key,
+        frame.datatype,
+        frame.cas,
+        None,
+        log,
+        rollback_seqno,
+        opaque=frame.opaque,
+    )
+
+
+def _decode_failover_log_response(frame: Frame) -> ev.Response:
+    log = tuple(decode_failover_log(frame.value)) if frame.status == Status.SUCCESS else ()
+    return ev.FailoverLogResponse(
+        frame.opcode,
+        frame.status,
+        frame.value,
+        frame.extras,
+        frame.key,
+        frame.datatype,
+        frame.cas,
+        None,
+        log,
+        opaque=frame.opaque,
+    )
+
+
+_RESPONSES: dict[int, Callable[[Frame], ev.Response]] = {
+    Opcode.DCP_STREAM_REQ: _decode_stream_response,
+    Opcode.DCP_GET_FAILOVER_LOG: _decode_failover_log_response,
+}
+"""Answers with a body of their own; all others decode to a plain Response."""
+
+
+def _response_body(e: ev.Response) -> bytes:
+    if isinstance(e, ev.StreamResponse) and e.status == Status.ROLLBACK and e.rollback_seqno is not None:
+        return encode_rollback_seqno(e.rollback_seqno)
+    if isinstance(e, (ev.StreamResponse, ev.FailoverLogResponse)) and e.failover_log:
+        return encode_failover_log(e.failover_log)
+    return e.value
+
+
+# The two ways through the table.
+
+
+def decode(frame: Frame) -> ev.DcpEvent:
+    """The event a frame is. Unknown opcodes and shapes are a RemoteProtocolError."""
+    row = _ROWS.get(frame.opcode)
+    if row is None or frame.magic in (Magic.SERVER_REQUEST, Magic.SERVER_RESPONSE):
+        raise _error(frame, f"not a message of DCP (opcode 0x{frame.opcode:02x})", Status.UNKNOWN_COMMAND)
+    if frame.is_response:
+        return _RESPONSES.get(frame.opcode, _decode_response)(frame)
+    if len(frame.extras) not in row.extras:
+        wanted = " or ".join(map(str, row.extras))
+        raise _error(frame, f"extras of {len(frame.extras)} bytes, not {wanted}")
+    if bool(frame.key) not in _PRESENT[row.key]:
+        raise _error(frame, f"a key of {len(frame.key)} bytes: there {row.key} be one")
+    if bool(frame.value) not in _PRESENT[row.value]:
+        raise _error(frame, f"a value of {len(frame.value)} bytes: there {row.value} be one")
+    event: ev.DcpEvent = row.decode(frame)
+    return event
+
+
+def opcode_of(event: ev.Event) -> int:
+    """The opcode of an event."""
+    if isinstance(event, ev.Response):
+        return event.op
+    opcode = _OPCODE_OF.get(type(event))
+    if opcode is None:
+        raise LocalProtocolError(f"{type(event).__name__} is not a message of DCP")
+    return opcode
+
+
+def to_frame(event: ev.Event, *, opaque: int | None = None) -> Frame:
+    """The frame that says an event; `opaque` replaces the event's own."""
+    opcode = opcode_of(event)
+    opaque = event.opaque if opaque is None else opaque
+    if isinstance(event, ev.Response):
+        magic = int(Magic.RESPONSE)
+        value = _response_body(event)
+        return Frame(
+            magic, opcode, event.datatype, event.status, opaque, event.cas, b"", event.extras, event.key, value
+        )
+    row = _ROWS[opcode]
+    try:
+        extras, key, value = row.encode(event)
+    except struct.error as error:
+        raise LocalProtocolError(f"a field does not fit: {error}", op=opcode) from None
+    if len(value) > BODY_LENGTH_MAX:
+        raise LocalProtocolError(f"a value of {len(value)} bytes", op=opcode)
+    if bool(key) not in _PRESENT[row.key] or bool(value) not in _PRESENT[row.value]:
+        raise LocalProtocolError(f"there {row.key} be a key and {row.value} be a value", op=opcode)
+    cas, datatype = (event.cas, event.datatype) if opcode in _WITH_CAS else (0, 0)  # type: ignore[attr-defined]
+    return fr.request(
+        opcode,
+        datatype=datatype,
+        vbucket=getattr(event, "vbid", 0),
+        opaque=opaque,
+        cas=cas,
+        framing=fr.stream_id_framing(getattr(event, "stream_id", None)),
+        extras=extras,
+        key=key,
+        value=value,
+    )
+
+
+def encode(event: ev.Event, *, opaque: int | None = None) -> bytes:
+    """The bytes that say an event; `opaque` replaces the event's own."""
+    return fr.encode(to_frame(event, opaque=opaque))
+
+
+def answer(event: ev.Event, status: int = Status.SUCCESS, value: bytes = b"", datatype: int = 0) -> ev.Response:
+    """The plain answer to a request of DCP."""
+    assert not isinstance(event, ev.Response), f"{opcode_name(event.op)} is itself an answer"
+    return ev.Response(opcode_of(event), int(status), value, datatype=datatype, request=event, opaque=event.opaque)
+
+
+# Bodies of answers.
+
+
+def decode_failover_log(body: bytes) -> list[tuple[int, int]]:
+    """(vbuuid, seqno) pairs, newest first."""
+    count, rest = divmod(len(body), _FAILOVER_ENTRY.size)
+    if rest or count > FAILOVER_LOG_LENGTH_MAX:
+        raise RemoteProtocolError(f"a failover log of {len(body)} bytes", op=Opcode.DCP_GET_FAILOVER_LOG)
+    return list(_FAILOVER_ENTRY.iter_unpack(body))
+
+
+def encode_failover_log(log: ev.FailoverLog | list[tuple[int, int]]) -> bytes:
+    """The body that says a failover log."""
+    return b"".join(_FAILOVER_ENTRY.pack(vbuuid, seqno) for vbuuid, seqno in log)
+
+
+def decode_rollback_seqno(body: bytes) -> int:
+    """The seqno in the answer ROLLBACK."""
+    if len(body) != _U64.size:
+        raise RemoteProtocolError(f"a rollback seqno of {len(body)} bytes", op=Opcode.DCP_STREAM_REQ)
+    seqno: int = _U64.unpack(body)[0]
+    return seqno
+
+
+def encode_rollback_seqno(seqno: int) -> bytes:
+    """The body of the answer ROLLBACK."""
+    return _U64.pack(seqno)
+
+
+def decode_all_vb_seqnos(body: bytes) -> list[tuple[int, int]]:
+    """(vbid, high seqno) pairs of GET_ALL_VB_SEQNOS."""
+    if len(body) % _VB_SEQNO.size:
+        raise RemoteProtocolError(f"seqnos of vbuckets in {len(body)} bytes", op=Opcode.GET_ALL_VB_SEQNOS)
+    return list(_VB_SEQNO.iter_unpack(body))
+
+
+def encode_all_vb_seqnos(seqnos: list[tuple[int, int]]) -> bytes:
+    """The body that says (vbid, high seqno) pairs."""
+    return b"".join(_VB_SEQNO.pack(vbid, seqno) for vbid, seqno in seqnos)
+
+
+def encode_all_vb_seqnos_request(state: int | None = None, collection_id: int | None = None) -> bytes:
+    """Extras of GET_ALL_VB_SEQNOS: no restriction, a VbucketState, or a state and a collection."""
+    if collection_id is not None:
+        return _U32.pack(state or VbucketState.ALIVE) + _U32.pack(collection_id)
+    return b"" if state is None else _U32.pack(state)
+
+
+def decode_all_vb_seqnos_request(frame: Frame) -> tuple[int, int | None]:
+    """(VbucketState, collection id or None) that a GET_ALL_VB_SEQNOS asks for."""
+    if len(frame.extras) not in (0, 4, 8) or frame.key or frame.value:
+        raise _error(frame, f"extras of {len(frame.extras)} bytes, not 0, 4 or 8, or a key or a value")
+    state, collection_id = int(VbucketState.ALIVE), None
+    if frame.extras:
+        state = _U32.unpack_from(frame.extras)[0]
+    if len(frame.extras) == 8:
+        collection_id = _U32.unpack_from(frame.extras, 4)[0]
+    if state not in frozenset(VbucketState):
+        raise _error(frame, f"no such vbucket state: {state}")
+    return state, collection_id

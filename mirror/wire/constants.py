@@ -1,0 +1,501 @@
+"""The words of the memcached binary protocol and of DCP: numbers with names, and the bounds put on lengths.
+
+Knows numbers only; imports nothing of the project. Must never know what a message means or when it is legal.
+Invariants: every value is the one on the wire; unknown numbers are no error here (a frame keeps plain ints).
+Sources: kv_engine docs/BinaryProtocol.md, docs/dcp/documentation/commands/*, docs/Collections.md.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+__all__ = [
+    "BODY_LENGTH_MAX",
+    "DCP_NAME_LENGTH_MAX",
+    "DCP_OPCODE_FIRST",
+    "DCP_OPCODE_LAST",
+    "FAILOVER_LOG_LENGTH_MAX",
+    "HEADER_SIZE",
+    "KEY_LENGTH_MAX",
+    "NO_END_SEQNO",
+    "ControlKey",
+    "Datatype",
+    "DcpOpenFlag",
+    "DurabilityLevel",
+    "Feature",
+    "FrameInfoId",
+    "Magic",
+    "MarkerVersion",
+    "Opcode",
+    "OsoFlag",
+    "ServerOpcode",
+    "SnapshotFlag",
+    "Status",
+    "StreamEndReason",
+    "StreamRequestFlag",
+    "SystemEventId",
+    "VbucketState",
+    "opcode_name",
+    "status_name",
+]
+
+HEADER_SIZE = 24
+"""Every frame starts with a header of this many bytes."""
+
+BODY_LENGTH_MAX = 32 * 1024 * 1024
+"""Largest body believed: a 20 MiB document, 1 MiB of system xattrs, and slack for keys, extras, compression overhead
+and the largest cluster configurations. A header that claims more is an error, not a reason to wait."""
+
+KEY_LENGTH_MAX = 65_535
+"""What the plain header can say. Documents are bounded by the server (250 bytes and the collection id)."""
+
+DCP_NAME_LENGTH_MAX = 200
+"""Longest name of a DCP connection (open-connection.md)."""
+
+FAILOVER_LOG_LENGTH_MAX = 4096
+"""Entries believed in one failover log. Servers keep 25 by default; far more is a broken peer."""
+
+NO_END_SEQNO = 2**64 - 1
+"""End seqno of a stream without end."""
+
+
+class Magic(IntEnum):
+    """First byte of a frame."""
+
+    REQUEST = 0x80
+    RESPONSE = 0x81
+    FLEX_REQUEST = 0x08
+    FLEX_RESPONSE = 0x18
+    SERVER_REQUEST = 0x82
+    SERVER_RESPONSE = 0x83
+
+
+class Opcode(IntEnum):
+    """Second byte of a frame sent by or to a client."""
+
+    GET = 0x00
+    SET = 0x01
+    ADD = 0x02
+    REPLACE = 0x03
+    DELETE = 0x04
+    INCREMENT = 0x05
+    DECREMENT = 0x06
+    QUIT = 0x07
+    FLUSH = 0x08
+    GETQ = 0x09
+    NOOP = 0x0A
+    VERSION = 0x0B
+    GETK = 0x0C
+    GETKQ = 0x0D
+    APPEND = 0x0E
+    PREPEND = 0x0F
+    STAT = 0x10
+    SETQ = 0x11
+    ADDQ = 0x12
+    REPLACEQ = 0x13
+    DELETEQ = 0x14
+    INCREMENTQ = 0x15
+    DECREMENTQ = 0x16
+    QUITQ = 0x17
+    FLUSHQ = 0x18
+    APPENDQ = 0x19
+    PREPENDQ = 0x1A
+    VERBOSITY = 0x1B
+    TOUCH = 0x1C
+    GAT = 0x1D
+    GATQ = 0x1E
+    HELLO = 0x1F
+    SASL_LIST_MECHS = 0x20
+    SASL_AUTH = 0x21
+    SASL_STEP = 0x22
+    IOCTL_GET = 0x23
+    IOCTL_SET = 0x24
+    SET_VBUCKET = 0x3D
+    GET_VBUCKET = 0x3E
+    DEL_VBUCKET = 0x3F
+    GET_ALL_VB_SEQNOS = 0x48
+    GET_EX = 0x49
+    GET_EX_REPLICA = 0x4A
+    MUTATE_WITH_META = 0x4B
+    DCP_OPEN = 0x50
+    DCP_ADD_STREAM = 0x51
+    DCP_CLOSE_STREAM = 0x52
+    DCP_STREAM_REQ = 0x53
+    DCP_GET_FAILOVER_LOG = 0x54
+    DCP_STREAM_END = 0x55
+    DCP_SNAPSHOT_MARKER = 0x56
+    DCP_MUTATION = 0x57
+    DCP_DELETION = 0x58
+    DCP_EXPIRATION = 0x59
+    DCP_FLUSH = 0x5A
+    DCP_SET_VBUCKET_STATE = 0x5B
+    DCP_NOOP = 0x5C
+    DCP_BUFFER_ACK = 0x5D
+    DCP_CONTROL = 0x5E
+    DCP_SYSTEM_EVENT = 0x5F
+    DCP_PREPARE = 0x60
+    DCP_SEQNO_ACKNOWLEDGED = 0x61
+    DCP_COMMIT = 0x62
+    DCP_ABORT = 0x63
+    DCP_SEQNO_ADVANCED = 0x64
+    DCP_OSO_SNAPSHOT = 0x65
+    DCP_CACHE_TRANSFER = 0x66
+    DCP_CACHE_TRANSFER_END = 0x67
+    STOP_PERSISTENCE = 0x80
+    START_PERSISTENCE = 0x81
+    SET_PARAM = 0x82
+    GET_REPLICA = 0x83
+    CREATE_BUCKET = 0x85
+    DELETE_BUCKET = 0x86
+    LIST_BUCKETS = 0x87
+    SELECT_BUCKET = 0x89
+    PAUSE_BUCKET = 0x8A
+    RESUME_BUCKET = 0x8B
+    OBSERVE_SEQNO = 0x91
+    OBSERVE = 0x92
+    EVICT_KEY = 0x93
+    GET_LOCKED = 0x94
+    UNLOCK_KEY = 0x95
+    GET_FAILOVER_LOG = 0x96
+    GET_META = 0xA0
+    GETQ_META = 0xA1
+    SET_WITH_META = 0xA2
+    SETQ_WITH_META = 0xA3
+    ADD_WITH_META = 0xA4
+    ADDQ_WITH_META = 0xA5
+    DEL_WITH_META = 0xA8
+    DELQ_WITH_META = 0xA9
+    ENABLE_TRAFFIC = 0xAD
+    DISABLE_TRAFFIC = 0xAE
+    IFCONFIG = 0xAF
+    RETURN_META = 0xB2
+    COMPACT_DB = 0xB3
+    SET_CLUSTER_CONFIG = 0xB4
+    GET_CLUSTER_CONFIG = 0xB5
+    GET_RANDOM_KEY = 0xB6
+    SEQNO_PERSISTENCE = 0xB7
+    GET_KEYS = 0xB8
+    SET_COLLECTIONS_MANIFEST = 0xB9
+    GET_COLLECTIONS_MANIFEST = 0xBA
+    GET_COLLECTION_ID = 0xBB
+    GET_SCOPE_ID = 0xBC
+    SUBDOC_GET = 0xC5
+    SUBDOC_EXISTS = 0xC6
+    SUBDOC_DICT_ADD = 0xC7
+    SUBDOC_DICT_UPSERT = 0xC8
+    SUBDOC_DELETE = 0xC9
+    SUBDOC_REPLACE = 0xCA
+    SUBDOC_ARRAY_PUSH_LAST = 0xCB
+    SUBDOC_ARRAY_PUSH_FIRST = 0xCC
+    SUBDOC_ARRAY_INSERT = 0xCD
+    SUBDOC_ARRAY_ADD_UNIQUE = 0xCE
+    SUBDOC_COUNTER = 0xCF
+    SUBDOC_MULTI_LOOKUP = 0xD0
+    SUBDOC_MULTI_MUTATION = 0xD1
+    SUBDOC_GET_COUNT = 0xD2
+    SUBDOC_REPLACE_BODY_WITH_XATTR = 0xD3
+    RANGE_SCAN_CREATE = 0xDA
+    RANGE_SCAN_CONTINUE = 0xDB
+    RANGE_SCAN_CANCEL = 0xDC
+    ISASL_REFRESH = 0xF1
+    GET_CMD_TIMER = 0xF3
+    RBAC_REFRESH = 0xF7
+    DROP_PRIVILEGE = 0xFB
+    ADJUST_TIMEOFDAY = 0xFC
+    GET_ERROR_MAP = 0xFE
+
+
+DCP_OPCODE_FIRST = int(Opcode.DCP_OPEN)
+DCP_OPCODE_LAST = int(Opcode.DCP_CACHE_TRANSFER_END)
+"""All opcodes between these two (both included) are DCP's."""
+
+
+class ServerOpcode(IntEnum):
+    """Second byte of a frame with magic SERVER_REQUEST or SERVER_RESPONSE (Duplex.md)."""
+
+    CLUSTERMAP_CHANGE_NOTIFICATION = 0x01
+    AUTHENTICATE = 0x02
+    ACTIVE_EXTERNAL_USERS = 0x03
+    GET_AUTHORIZATION = 0x04
+
+
+class Status(IntEnum):
+    """Status of a response; stands where a request has its vbucket."""
+
+    SUCCESS = 0x00
+    KEY_ENOENT = 0x01
+    KEY_EEXISTS = 0x02
+    E2BIG = 0x03
+    EINVAL = 0x04
+    NOT_STORED = 0x05
+    DELTA_BADVAL = 0x06
+    NOT_MY_VBUCKET = 0x07
+    NO_BUCKET = 0x08
+    LOCKED = 0x09
+    DCP_STREAM_NOT_FOUND = 0x0A
+    OPAQUE_NO_MATCH = 0x0B
+    WOULD_THROTTLE = 0x0C
+    CONFIG_ONLY = 0x0D
+    NOT_LOCKED = 0x0E
+    CAS_VALUE_INVALID = 0x0F
+    AUTH_STALE = 0x1F
+    AUTH_ERROR = 0x20
+    AUTH_CONTINUE = 0x21
+    ERANGE = 0x22
+    ROLLBACK = 0x23
+    EACCESS = 0x24
+    NOT_INITIALIZED = 0x25
+    RATE_LIMITED_NETWORK_INGRESS = 0x30
+    RATE_LIMITED_NETWORK_EGRESS = 0x31
+    RATE_LIMITED_MAX_CONNECTIONS = 0x32
+    RATE_LIMITED_MAX_COMMANDS = 0x33
+    BUCKET_SIZE_LIMIT_EXCEEDED = 0x35
+    BUCKET_PAUSED = 0x50
+    CANCELLED = 0x51
+    UNKNOWN_FRAME_INFO = 0x80
+    UNKNOWN_COMMAND = 0x81
+    ENOMEM = 0x82
+    NOT_SUPPORTED = 0x83
+    EINTERNAL = 0x84
+    EBUSY = 0x85
+    ETMPFAIL = 0x86
+    XATTR_EINVAL = 0x87
+    UNKNOWN_COLLECTION = 0x88
+    CANNOT_APPLY_COLLECTIONS_MANIFEST = 0x8A
+    UNKNOWN_SCOPE = 0x8C
+    DCP_STREAM_ID_INVALID = 0x8D
+    DURABILITY_INVALID_LEVEL = 0xA0
+    DURABILITY_IMPOSSIBLE = 0xA1
+    SYNC_WRITE_IN_PROGRESS = 0xA2
+    SYNC_WRITE_AMBIGUOUS = 0xA3
+    SYNC_WRITE_RE_COMMIT_IN_PROGRESS = 0xA4
+    RANGE_SCAN_CANCELLED = 0xA5
+    RANGE_SCAN_MORE = 0xA6
+    RANGE_SCAN_COMPLETE = 0xA7
+    VB_UUID_NOT_EQUAL = 0xA8
+    SUBDOC_PATH_ENOENT = 0xC0
+    SUBDOC_PATH_MISMATCH = 0xC1
+    SUBDOC_PATH_EINVAL = 0xC2
+    SUBDOC_PATH_E2BIG = 0xC3
+    SUBDOC_DOC_E2DEEP = 0xC4
+    SUBDOC_VALUE_CANTINSERT = 0xC5
+    SUBDOC_DOC_NOT_JSON = 0xC6
+    SUBDOC_NUM_ERANGE = 0xC7
+    SUBDOC_DELTA_EINVAL = 0xC8
+    SUBDOC_PATH_EEXISTS = 0xC9
+    SUBDOC_VALUE_ETOODEEP = 0xCA
+    SUBDOC_INVALID_COMBO = 0xCB
+    SUBDOC_MULTI_PATH_FAILURE = 0xCC
+    SUBDOC_SUCCESS_DELETED = 0xCD
+    SUBDOC_XATTR_INVALID_FLAG_COMBO = 0xCE
+    SUBDOC_XATTR_INVALID_KEY_COMBO = 0xCF
+    SUBDOC_XATTR_UNKNOWN_MACRO = 0xD0
+    SUBDOC_XATTR_UNKNOWN_VATTR = 0xD1
+    SUBDOC_XATTR_CANT_MODIFY_VATTR = 0xD2
+    SUBDOC_MULTI_PATH_FAILURE_DELETED = 0xD3
+    SUBDOC_INVALID_XATTR_ORDER = 0xD4
+    SUBDOC_XATTR_UNKNOWN_VATTR_MACRO = 0xD5
+    SUBDOC_CAN_ONLY_REVIVE_DELETED_DOCUMENTS = 0xD6
+    SUBDOC_DELETED_DOCUMENT_CANT_HAVE_VALUE = 0xD7
+
+
+class Datatype(IntFlag):
+    """What a value is. Snappy is over the whole value, xattrs included."""
+
+    RAW = 0x00
+    JSON = 0x01
+    SNAPPY = 0x02
+    XATTR = 0x04
+
+
+class Feature(IntEnum):
+    """What HELLO negotiates."""
+
+    TLS = 0x02
+    TCP_NODELAY = 0x03
+    MUTATION_SEQNO = 0x04
+    TCP_DELAY = 0x05
+    XATTR = 0x06
+    XERROR = 0x07
+    SELECT_BUCKET = 0x08
+    SNAPPY = 0x0A
+    JSON = 0x0B
+    DUPLEX = 0x0C
+    CLUSTERMAP_CHANGE_NOTIFICATION = 0x0D
+    UNORDERED_EXECUTION = 0x0E
+    TRACING = 0x0F
+    ALT_REQUEST = 0x10
+    SYNC_REPLICATION = 0x11
+    COLLECTIONS = 0x12
+    SNAPPY_EVERYWHERE = 0x13
+    PRESERVE_TTL = 0x14
+    VATTR = 0x15
+    SUBDOC_CREATE_AS_DELETED = 0x17
+    SUBDOC_DOCUMENT_MACRO_SUPPORT = 0x18
+    SUBDOC_REPLACE_BODY_WITH_XATTR = 0x19
+    REPORT_UNIT_USAGE = 0x1A
+    NON_BLOCKING_THROTTLING_MODE = 0x1B
+    SUBDOC_REPLICA_READ = 0x1C
+    GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION = 0x1D
+    DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP = 0x1E
+    CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF = 0x1F
+    SUBDOC_ALLOWS_ACCESS_ON_MULTIPLE_XATTR_KEYS = 0x20
+    SUBDOC_BINARY_XATTR = 0x21
+    RANGE_SCAN_INCLUDE_XATTR = 0x22
+    SUBDOC_ALLOW_REPLICA_READ_ON_DELETED_DOCS = 0x23
+    GET_RANDOM_KEY_INCLUDE_XATTR = 0x24
+    MUTATE_WITH_META = 0x25
+    DCP_SKIP_DELETES_IN_INITIAL_BACKFILL = 0x26
+
+
+class FrameInfoId(IntEnum):
+    """Kinds of frame info in the framing extras of a request (BinaryProtocol.md)."""
+
+    REORDER = 0
+    DURABILITY = 1
+    DCP_STREAM_ID = 2
+    OPEN_TRACING = 3
+    IMPERSONATE = 4
+    PRESERVE_TTL = 5
+
+
+class DcpOpenFlag(IntFlag):
+    """Flags of DCP_OPEN."""
+
+    PRODUCER = 0x01
+    INVALID = 0x02
+    INCLUDE_XATTRS = 0x04
+    NO_VALUE = 0x08
+    INCLUDE_DELETE_TIMES = 0x20
+    NO_VALUE_WITH_UNDERLYING_DATATYPE = 0x40
+    INCLUDE_DELETED_USER_XATTRS = 0x100
+    SKIP_DELETES_IN_INITIAL_BACKFILL = 0x200
+
+
+class StreamRequestFlag(IntFlag):
+    """Flags of DCP_STREAM_REQ, and of DCP_ADD_STREAM."""
+
+    TAKEOVER = 0x01
+    DISK_ONLY = 0x02
+    TO_LATEST = 0x04
+    NO_VALUE = 0x08
+    ACTIVE_VB_ONLY = 0x10
+    STRICT_VBUUID = 0x20
+    FROM_LATEST = 0x40
+    IGNORE_PURGED_TOMBSTONES = 0x80
+    CACHE_TRANSFER = 0x100
+
+
+class SnapshotFlag(IntFlag):
+    """Flags of a snapshot marker."""
+
+    MEMORY = 0x01
+    DISK = 0x02
+    CHECKPOINT = 0x04
+    ACK = 0x08
+    HISTORY = 0x10
+    MAY_DUPLICATE_KEYS = 0x20
+
+
+class MarkerVersion(IntEnum):
+    """Which shape a snapshot marker has on the wire.
+
+    V1: extras of 20 bytes. The others: one byte of extras (0, 1, 2, 2) and a value of 36, 44, 52, 44 bytes. V2_1 is in
+    no release; V2_2_SHORT is what documents of some ages call V2.2: without the high prepared seqno.
+    """
+
+    V1 = 10
+    V2_0 = 20
+    V2_1 = 21
+    V2_2 = 22
+    V2_2_SHORT = 122
+
+
+class OsoFlag(IntFlag):
+    """Flags of DCP_OSO_SNAPSHOT."""
+
+    START = 0x01
+    END = 0x02
+
+
+class StreamEndReason(IntEnum):
+    """Why a stream ended. Any of them may hide a rollback: resume by a full stream request always."""
+
+    OK = 0
+    CLOSED = 1
+    STATE_CHANGED = 2
+    DISCONNECTED = 3
+    SLOW = 4
+    BACKFILL_FAIL = 5
+    ROLLBACK = 6
+    FILTER_EMPTY = 7
+    LOST_PRIVILEGES = 8
+
+
+class SystemEventId(IntEnum):
+    """Kinds of DCP_SYSTEM_EVENT. COLLECTION_BEGIN is a creation or, for a known collection, a flush."""
+
+    COLLECTION_BEGIN = 0
+    COLLECTION_END = 1
+    SCOPE_CREATE = 3
+    SCOPE_DROP = 4
+    COLLECTION_MODIFY = 5
+
+
+class VbucketState(IntEnum):
+    """State of a vbucket on a node; ALIVE only in GET_ALL_VB_SEQNOS (active, replica or pending)."""
+
+    ALIVE = 0
+    ACTIVE = 1
+    REPLICA = 2
+    PENDING = 3
+    DEAD = 4
+
+
+class DurabilityLevel(IntEnum):
+    """How many nodes a durable write waits for."""
+
+    NONE = 0
+    MAJORITY = 1
+    MAJORITY_AND_PERSIST_ON_MASTER = 2
+    PERSIST_TO_MAJORITY = 3
+
+
+class ControlKey:
+    """Names of the settings that DCP_CONTROL makes (control.md; protocol facts 2.3)."""
+
+    ENABLE_NOOP = b"enable_noop"
+    SET_NOOP_INTERVAL = b"set_noop_interval"
+    CONNECTION_BUFFER_SIZE = b"connection_buffer_size"
+    SET_PRIORITY = b"set_priority"
+    SUPPORTS_CURSOR_DROPPING = b"supports_cursor_dropping"
+    SUPPORTS_CURSOR_DROPPING_VULCAN = b"supports_cursor_dropping_vulcan"
+    FORCE_VALUE_COMPRESSION = b"force_value_compression"
+    SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM = b"send_stream_end_on_client_close_stream"
+    SUPPORTS_HIFI_MFU = b"supports_hifi_MFU"
+    ENABLE_EXPIRY_OPCODE = b"enable_expiry_opcode"
+    ENABLE_STREAM_ID = b"enable_stream_id"
+    ENABLE_SYNC_WRITES = b"enable_sync_writes"
+    CONSUMER_NAME = b"consumer_name"
+    BACKFILL_ORDER = b"backfill_order"
+    INCLUDE_DELETED_USER_XATTRS = b"include_deleted_user_xattrs"
+    ENABLE_OUT_OF_ORDER_SNAPSHOTS = b"enable_out_of_order_snapshots"
+    V7_DCP_STATUS_CODES = b"v7_dcp_status_codes"
+    CHANGE_STREAMS = b"change_streams"
+    FLATBUFFERS_SYSTEM_EVENTS = b"flatbuffers_system_events"
+    MAX_MARKER_VERSION = b"max_marker_version"
+    CACHE_TRANSFER = b"cache_transfer"
+
+
+_OPCODE_NAMES = {int(opcode): opcode.name for opcode in Opcode}
+_STATUS_NAMES = {int(status): status.name for status in Status}
+
+
+def opcode_name(opcode: int) -> str:
+    """The name of an opcode, or its hexadecimal number when it has none."""
+    return _OPCODE_NAMES.get(opcode, f"0x{opcode:02x}")
+
+
+def status_name(status: int) -> str:
+    """The name of a status, or its hexadecimal number when it has none."""
+    return _STATUS_NAMES.get(status, f"0x{status:02x}")

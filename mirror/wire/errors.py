@@ -1,0 +1,58 @@
+"""What can go wrong between two peers, and whose fault it is.
+
+    ProtocolError
+    |-- LocalProtocolError    we were about to break the rules: nothing was sent, the peer need not know
+    `-- RemoteProtocolError   the peer broke them: what it sends from here on cannot be trusted, close the connection
+
+Knows the names of opcodes; must never know a connection or a buffer. Invariant: every error says what is wrong in
+`detail` and, where they are known, at which opcode and vbucket. Decoding bytes of a peer raises RemoteProtocolError
+and nothing else; any other exception out of this room is a defect of it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mirror.wire.constants import Status, opcode_name
+
+__all__ = ["LocalProtocolError", "ProtocolError", "RemoteProtocolError"]
+
+
+class ProtocolError(Exception):
+    """A rule of the protocol was broken. Abstract: raised as one of its two children."""
+
+    retryable: ClassVar[bool] = False
+    hint: ClassVar[str] = ""
+
+    def __init__(
+        self, detail: str, *, op: int | None = None, vbid: int | None = None, status: int = Status.EINVAL
+    ) -> None:
+        """Say what is wrong, and where."""
+        self.detail = detail
+        self.op = op
+        self.vbid = vbid
+        self.status = int(status)
+        """What a server would answer with, where the message can be answered at all."""
+        super().__init__(detail)
+
+    def __str__(self) -> str:
+        """Where, then what."""
+        where = []
+        if self.op is not None:
+            where.append(opcode_name(self.op))
+        if self.vbid is not None:
+            where.append(f"vb {self.vbid}")
+        return f"{' '.join(where)}: {self.detail}" if where else self.detail
+
+
+class LocalProtocolError(ProtocolError):
+    """We tried to send or do what the protocol does not allow now; the connection is as it was."""
+
+    hint: ClassVar[str] = "A defect of this program: report it with the lines before it in the log."
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent what the protocol does not allow; close the connection and start anew."""
+
+    retryable: ClassVar[bool] = True
+    hint: ClassVar[str] = "Is a Couchbase data service listening there, on the data port (11210, or 11207 for TLS)?"

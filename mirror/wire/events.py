@@ -1,0 +1,468 @@
+"""The nouns of DCP: every message as a frozen value, either direction.
+
+Knows the fields of messages and plain ints; must never know bytes, connections or what a message means for a store.
+Invariants: events compare by their fields; `opaque` and `stream_id` say to which stream a message belongs; `key` is the
+key of the wire, with the LEB128 collection id in front where the connection has collections. What a message does not
+carry reads 0 (seqnos of older snapshot markers) or None (delete time), as said on the field.
+Sources: kv_engine docs/dcp/documentation/commands/* and protocol facts 2.4-2.11.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mirror.wire.constants import MarkerVersion
+
+__all__ = [
+    "Abort",
+    "AddStream",
+    "BufferAck",
+    "CacheTransfer",
+    "CacheTransferEnd",
+    "CachedItem",
+    "CloseStream",
+    "CollectionCreated",
+    "CollectionDropped",
+    "CollectionModified",
+    "Commit",
+    "DcpControl",
+    "DcpEvent",
+    "DcpNoop",
+    "DcpOpen",
+    "Deletion",
+    "Event",
+    "Expiration",
+    "FailoverLog",
+    "FailoverLogResponse",
+    "Flush",
+    "GetFailoverLog",
+    "Mutation",
+    "OsoSnapshot",
+    "Prepare",
+    "Response",
+    "ScopeCreated",
+    "ScopeDropped",
+    "SeqnoAcknowledged",
+    "SeqnoAdvanced",
+    "SetVbucketState",
+    "SnapshotMarker",
+    "StreamEnd",
+    "StreamEvent",
+    "StreamRequest",
+    "StreamResponse",
+    "SystemEvent",
+    "SystemEventContent",
+]
+
+FailoverLog = tuple[tuple[int, int], ...]
+"""(vbuuid, seqno) pairs, newest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Anything said over DCP. A message of a stream carries the opaque of its stream request."""
+
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEvent(Event):
+    """A message about a stream of a vbucket."""
+
+    stream_id: int | None = None
+
+
+# What a producer sends in a stream.
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMarker(StreamEvent):
+    """The next messages up to `end_seqno` are one snapshot. `start_seqno` is not to be trusted.
+
+    Fields after `flags` are 0 where the marker's version does not carry them. `high_completed_seqno` is valid on disk
+    snapshots only. `version` is a MarkerVersion.
+    """
+
+    vbid: int
+    start_seqno: int
+    end_seqno: int
+    flags: int
+    max_visible_seqno: int = 0
+    high_completed_seqno: int = 0
+    purge_seqno: int = 0
+    high_prepared_seqno: int = 0
+    version: int = int(MarkerVersion.V1)
+    timestamp: int = 0
+    """V2_1 only, a version that no release sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation(StreamEvent):
+    """A document as of `seqno`. An expiry in the past means: expired, and not yet deleted."""
+
+    vbid: int
+    key: bytes
+    seqno: int
+    rev_seqno: int
+    cas: int
+    flags: int = 0
+    expiry: int = 0
+    lock_time: int = 0
+    datatype: int = 0
+    value: bytes = b""
+    nru: int = 0
+    metadata: bytes = b""
+    """Extended metadata after the value: servers before 7.0, when asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion(StreamEvent):
+    """A tombstone. `datatype` describes `value` (xattrs, if asked for), not the old document."""
+
+    vbid: int
+    key: bytes
+    seqno: int
+    rev_seqno: int
+    cas: int
+    datatype: int = 0
+    value: bytes = b""
+    delete_time: int | None = None
+    """None: the message was of the form without a time (V1). 0: not known, the deletion came from memory."""
+    metadata: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Expiration(StreamEvent):
+    """A tombstone of a document whose time was over."""
+
+    vbid: int
+    key: bytes
+    seqno: int
+    rev_seqno: int
+    cas: int
+    datatype: int = 0
+    value: bytes = b""
+    delete_time: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(StreamEvent):
+    """First half of a durable write; not visible until its commit."""
+
+    vbid: int
+    key: bytes
+    seqno: int
+    rev_seqno: int
+    cas: int
+    flags: int = 0
+    expiry: int = 0
+    lock_time: int = 0
+    datatype: int = 0
+    value: bytes = b""
+    nru: int = 0
+    deleted: int = 0
+    durability: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(StreamEvent):
+    """The write prepared at `prepared_seqno` is visible from `seqno` on."""
+
+    vbid: int
+    key: bytes
+    prepared_seqno: int
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(StreamEvent):
+    """The write prepared at `prepared_seqno` never happened."""
+
+    vbid: int
+    key: bytes
+    prepared_seqno: int
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class SystemEvent(StreamEvent):
+    """Scopes or collections changed at `seqno`; `system_events.decode_system_event` reads key and value."""
+
+    vbid: int
+    seqno: int
+    event: int
+    version: int
+    key: bytes = b""
+    value: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class SeqnoAdvanced(StreamEvent):
+    """Nothing up to `seqno` is missing. Does not close a snapshot that ends later."""
+
+    vbid: int
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class OsoSnapshot(StreamEvent):
+    """Start (flag 1) or end (flag 2) of a snapshot whose seqnos come in no order."""
+
+    vbid: int
+    flags: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd(StreamEvent):
+    """The stream is over; `reason` is a StreamEndReason, or a number newer than this code."""
+
+    vbid: int
+    reason: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetVbucketState(StreamEvent):
+    """Takeover between nodes: the vbucket's new state."""
+
+    vbid: int
+    state: int
+    value: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Flush(StreamEvent):
+    """Forget the vbucket's data. Documented, sent by no release."""
+
+    vbid: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedItem:
+    """One record of a CacheTransfer."""
+
+    key: bytes
+    seqno: int
+    rev_seqno: int
+    cas: int
+    flags: int = 0
+    expiry: int = 0
+    datatype: int = 0
+    cache_hint: int = 0
+    value: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTransfer(StreamEvent):
+    """Documents of a node's cache, in no order; not for copies of a bucket."""
+
+    vbid: int
+    items: tuple[CachedItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTransferEnd(StreamEvent):
+    """The cache is through; the ordinary stream begins."""
+
+    vbid: int
+
+
+# What a consumer asks.
+
+
+@dataclass(frozen=True, slots=True)
+class DcpOpen(Event):
+    """Make this connection speak DCP. `flags` are DcpOpenFlag."""
+
+    name: bytes
+    flags: int
+    value: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpControl(Event):
+    """One setting of the connection; the names are in ControlKey."""
+
+    name: bytes
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AddStream(StreamEvent):
+    """Tells a consumer to open a stream. Between nodes only."""
+
+    vbid: int
+    flags: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest(StreamEvent):
+    """Stream what comes after `start_seqno`. `value` is JSON (filter, uid, sid, purge seqno) or empty."""
+
+    vbid: int
+    flags: int
+    start_seqno: int
+    end_seqno: int
+    vbuuid: int
+    snap_start_seqno: int
+    snap_end_seqno: int
+    value: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream(StreamEvent):
+    """Stop the stream of a vbucket."""
+
+    vbid: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetFailoverLog(Event):
+    """Ask for the histories of a vbucket."""
+
+    vbid: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferAck(Event):
+    """`count` bytes have left the consumer's buffer. Never answered."""
+
+    count: int
+    vbid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SeqnoAcknowledged(StreamEvent):
+    """A replica has prepared everything up to `prepared_seqno`."""
+
+    vbid: int
+    prepared_seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class DcpNoop(Event):
+    """Are you there? To be answered at once with its opaque."""
+
+
+# Answers.
+
+
+@dataclass(frozen=True, slots=True)
+class Response(Event):
+    """An answer; `op` and `opaque` are the question's. `value` of a failure may be a JSON error context."""
+
+    op: int
+    status: int
+    value: bytes = b""
+    extras: bytes = b""
+    key: bytes = b""
+    datatype: int = 0
+    cas: int = 0
+    request: object | None = field(default=None, compare=False)
+    """The question, where the connection knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResponse(Response):
+    """Answer to a stream request: accepted with a failover log, rollback with a seqno, or refused with neither."""
+
+    failover_log: FailoverLog = ()
+    rollback_seqno: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverLogResponse(Response):
+    """Answer to GetFailoverLog."""
+
+    failover_log: FailoverLog = ()
+
+
+# What a system event says.
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionCreated:
+    """A collection begins: new, or, if it was known, flushed. `flush_uid` is 0 where the form does not tell."""
+
+    manifest_uid: int
+    scope_id: int
+    collection_id: int
+    name: str
+    max_ttl: int | None = None
+    history: bool = False
+    metered: bool = False
+    flush_uid: int = 0
+    default_collection_mvs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionModified:
+    """A collection got other settings; its documents stay."""
+
+    manifest_uid: int
+    scope_id: int
+    collection_id: int
+    name: str
+    max_ttl: int | None = None
+    history: bool = False
+    metered: bool = False
+    flush_uid: int = 0
+    default_collection_mvs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionDropped:
+    """A collection ends, and with it, without a word, every document it had below this seqno."""
+
+    manifest_uid: int
+    scope_id: int
+    collection_id: int
+    system_collection: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeCreated:
+    """A scope begins."""
+
+    manifest_uid: int
+    scope_id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeDropped:
+    """A scope ends; its collections end with events of their own."""
+
+    manifest_uid: int
+    scope_id: int
+    system_scope: bool = False
+
+
+SystemEventContent = CollectionCreated | CollectionModified | CollectionDropped | ScopeCreated | ScopeDropped
+
+DcpEvent = (
+    SnapshotMarker
+    | Mutation
+    | Deletion
+    | Expiration
+    | Prepare
+    | Commit
+    | Abort
+    | SystemEvent
+    | SeqnoAdvanced
+    | OsoSnapshot
+    | StreamEnd
+    | SetVbucketState
+    | Flush
+    | CacheTransfer
+    | CacheTransferEnd
+    | DcpOpen
+    | DcpControl
+    | AddStream
+    | StreamRequest
+    | CloseStream
+    | GetFailoverLog
+    | BufferAck
+    | SeqnoAcknowledged
+    | DcpNoop
+    | Response
+)

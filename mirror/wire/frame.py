@@ -1,0 +1,276 @@
+"""One frame of the memcached binary protocol and its bytes: 24-byte header, plain or flexible framing.
+
+Knows where the fields stand and which lengths can be true; must never know what an opcode means, nor whose turn it is.
+Invariants: `decode(encode(f)) == (f, f.wire_size)`; no length is used before it is checked against its bound and
+against the others; an opcode without a name is no error here. Sources: kv_engine docs/BinaryProtocol.md (packet
+structure, flexible framing extras), protocol facts 2.1; the stream id's frame info: include/memcached/dcp_stream_id.h.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, FrameInfoId, Magic, Status, opcode_name
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+
+__all__ = [
+    "HEADER",
+    "Frame",
+    "decode",
+    "encode",
+    "encode_frame_infos",
+    "frame_infos",
+    "frame_size",
+    "request",
+    "response",
+    "stream_id_framing",
+]
+
+Buffer = bytes | bytearray | memoryview
+
+HEADER = struct.Struct(">BBHBBHIIQ")
+"""magic, opcode, key length (flexible: framing length and key length, a byte each), extras length, datatype,
+vbucket or status, body length, opaque, cas."""
+assert HEADER.size == HEADER_SIZE
+
+_LENGTHS = struct.Struct(">BBHBxxxI")
+"""The part of the header that says how long a frame is."""
+
+_PLAIN = 0
+_FLEX = 1
+_KIND = {
+    int(Magic.REQUEST): _PLAIN,
+    int(Magic.RESPONSE): _PLAIN,
+    int(Magic.SERVER_REQUEST): _PLAIN,
+    int(Magic.SERVER_RESPONSE): _PLAIN,
+    int(Magic.FLEX_REQUEST): _FLEX,
+    int(Magic.FLEX_RESPONSE): _FLEX,
+}
+_RESPONSES = frozenset((int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE), int(Magic.SERVER_RESPONSE)))
+_FLEX_OF = {int(Magic.REQUEST): int(Magic.FLEX_REQUEST), int(Magic.RESPONSE): int(Magic.FLEX_RESPONSE)}
+
+_ESCAPE = 15
+"""A nibble of 15 in a frame info says: add the next byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame, whole. `vbucket` holds the status where the frame is a response."""
+
+    magic: int
+    opcode: int
+    datatype: int = 0
+    vbucket: int = 0
+    opaque: int = 0
+    cas: int = 0
+    framing: bytes = b""
+    extras: bytes = b""
+    key: bytes = b""
+    value: bytes = b""
+
+    @property
+    def status(self) -> int:
+        """The status of a response."""
+        return self.vbucket
+
+    @property
+    def is_response(self) -> bool:
+        """True for the three magics that answer something."""
+        return self.magic in _RESPONSES
+
+    @property
+    def wire_size(self) -> int:
+        """Bytes on the wire; what flow control counts."""
+        return HEADER_SIZE + len(self.framing) + len(self.extras) + len(self.key) + len(self.value)
+
+    @property
+    def stream_id(self) -> int | None:
+        """The DCP stream id in the framing extras, None without one."""
+        if not self.framing:
+            return None
+        for info_id, content in frame_infos(self.framing):
+            if info_id == FrameInfoId.DCP_STREAM_ID:
+                if len(content) != 2:
+                    raise RemoteProtocolError(f"a stream id of {len(content)} bytes", op=self.opcode, vbid=self.vbucket)
+                return int.from_bytes(content)
+        return None
+
+
+def frame_size(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> int:
+    """Size in bytes of the frame that starts at `pos`, judged from its header alone; 0 when more bytes are needed.
+
+    The magic is judged as soon as it is there, the lengths as soon as all 24 bytes are.
+    """
+    available = len(buf) - pos
+    if available <= 0:
+        return 0
+    kind = _KIND.get(buf[pos])
+    if kind is None:
+        raise RemoteProtocolError(f"no such magic: 0x{buf[pos]:02x}")
+    if available < HEADER_SIZE:
+        return 0
+    body_length: int
+    _, opcode, key_length, extras_length, body_length = _LENGTHS.unpack_from(buf, pos)
+    if body_length > body_length_max:
+        raise _bad_length(buf, pos, opcode, f"body length {body_length} is above the limit of {body_length_max}")
+    framing_length = 0
+    if kind == _FLEX:
+        framing_length, key_length = key_length >> 8, key_length & 0xFF
+    if framing_length + extras_length + key_length > body_length:
+        lengths = f"framing {framing_length}, extras {extras_length} and key {key_length}"
+        raise _bad_length(buf, pos, opcode, f"{lengths} do not fit in a body of {body_length} bytes")
+    return HEADER_SIZE + body_length
+
+
+def _bad_length(buf: Buffer, pos: int, opcode: int, detail: str) -> RemoteProtocolError:
+    vbid = None if buf[pos] in _RESPONSES else int.from_bytes(buf[pos + 6 : pos + 8])
+    return RemoteProtocolError(detail, op=opcode, vbid=vbid, status=Status.EINVAL)
+
+
+def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> tuple[Frame, int]:
+    """The frame that starts at `pos` and the position after it. A frame that is not whole is an error here."""
+    size = frame_size(buf, pos, body_length_max)
+    available = len(buf) - pos
+    if size == 0 or size > available:
+        wanted = size or HEADER_SIZE
+        raise RemoteProtocolError(f"truncated frame: {max(available, 0)} of {wanted} bytes")
+    magic, opcode, key_length, extras_length, datatype, vbucket, _, opaque, cas = HEADER.unpack_from(buf, pos)
+    framing_length = 0
+    if _KIND[magic] == _FLEX:
+        framing_length, key_length = key_length >> 8, key_length & 0xFF
+    extras_pos = pos + HEADER_SIZE + framing_length
+    key_pos = extras_pos + extras_length
+    value_pos = key_pos + key_length
+    end = pos + size
+    frame = Frame(
+        magic,
+        opcode,
+        datatype,
+        vbucket,
+        opaque,
+        cas,
+        bytes(buf[pos + HEADER_SIZE : extras_pos]),
+        bytes(buf[extras_pos:key_pos]),
+        bytes(buf[key_pos:value_pos]),
+        bytes(buf[value_pos:end]),
+    )
+    return frame, end
+
+
+def encode(frame: Frame) -> bytes:
+    """The bytes of a frame. What cannot be said in a header is a LocalProtocolError."""
+    framing_length, extras_length, key_length = len(frame.framing), len(frame.extras), len(frame.key)
+    kind = _KIND.get(frame.magic)
+    if kind is None:
+        raise LocalProtocolError(f"no such magic: 0x{frame.magic:02x}", op=frame.opcode)
+    if kind == _FLEX:
+        if framing_length > 0xFF or key_length > 0xFF:
+            detail = f"framing of {framing_length} and key of {key_length} bytes do not fit in a flexible header"
+            raise LocalProtocolError(detail, op=frame.opcode)
+        key_field = framing_length << 8 | key_length
+    elif framing_length:
+        raise LocalProtocolError(f"magic 0x{frame.magic:02x} cannot carry framing extras", op=frame.opcode)
+    else:
+        key_field = key_length
+    body_length = framing_length + extras_length + key_length + len(frame.value)
+    try:
+        header = HEADER.pack(
+            frame.magic,
+            frame.opcode,
+            key_field,
+            extras_length,
+            frame.datatype,
+            frame.vbucket,
+            body_length,
+            frame.opaque,
+            frame.cas,
+        )
+    except struct.error as error:
+        raise LocalProtocolError(f"does not fit in a header: {error}", op=frame.opcode) from None
+    return b"".join((header, frame.framing, frame.extras, frame.key, frame.value))
+
+
+def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:
+    """The (id, content) pairs in framing extras. First the id's escape byte, then the length's."""
+    infos = []
+    pos, end = 0, len(framing)
+    while pos < end:
+        info_id, length = framing[pos] >> 4, framing[pos] & 0x0F
+        pos += 1
+        if info_id == _ESCAPE and pos < end:
+            info_id += framing[pos]
+            pos += 1
+        elif info_id == _ESCAPE:
+            raise RemoteProtocolError("framing extras end inside of a frame info")
+        if length == _ESCAPE and pos < end:
+            length += framing[pos]
+            pos += 1
+        elif length == _ESCAPE:
+            raise RemoteProtocolError("framing extras end inside of a frame info")
+        if length > end - pos:
+            raise RemoteProtocolError(f"frame info {info_id} of {length} bytes, {end - pos} are left")
+        infos.append((info_id, framing[pos : pos + length]))
+        pos += length
+    return infos
+
+
+def encode_frame_infos(infos: list[tuple[int, bytes]]) -> bytes:
+    """Framing extras of (id, content) pairs."""
+    parts = []
+    for info_id, content in infos:
+        length = len(content)
+        if not (0 <= info_id <= _ESCAPE + 0xFF and length <= _ESCAPE + 0xFF):
+            raise LocalProtocolError(f"frame info {info_id} of {length} bytes cannot be said")
+        head = [min(info_id, _ESCAPE) << 4 | min(length, _ESCAPE)]
+        if info_id >= _ESCAPE:
+            head.append(info_id - _ESCAPE)
+        if length >= _ESCAPE:
+            head.append(length - _ESCAPE)
+        parts.append(bytes(head) + content)
+    return b"".join(parts)
+
+
+def stream_id_framing(stream_id: int | None) -> bytes:
+    """Framing extras that carry a DCP stream id; none for None."""
+    if stream_id is None:
+        return b""
+    if not 0 <= stream_id <= 0xFFFF:
+        raise LocalProtocolError(f"stream id {stream_id} is not 16 bits")
+    return b"\x22" + stream_id.to_bytes(2)
+
+
+def request(
+    opcode: int,
+    *,
+    datatype: int = 0,
+    vbucket: int = 0,
+    opaque: int = 0,
+    cas: int = 0,
+    framing: bytes = b"",
+    extras: bytes = b"",
+    key: bytes = b"",
+    value: bytes = b"",
+) -> Frame:
+    """A request; with framing extras a flexible one."""
+    magic = int(Magic.FLEX_REQUEST if framing else Magic.REQUEST)
+    return Frame(magic, int(opcode), int(datatype), vbucket, opaque, cas, framing, extras, key, value)
+
+
+def response(
+    to: Frame,
+    status: int = Status.SUCCESS,
+    *,
+    datatype: int = 0,
+    cas: int = 0,
+    framing: bytes = b"",
+    extras: bytes = b"",
+    key: bytes = b"",
+    value: bytes = b"",
+) -> Frame:
+    """The answer to a request: its opcode and opaque, and a status."""
+    if to.is_response:
+        raise LocalProtocolError(f"{opcode_name(to.opcode)} is itself a response", op=to.opcode)
+    magic = int(Magic.SERVER_RESPONSE if to.magic == Magic.SERVER_REQUEST else Magic.RESPONSE)
+    magic = _FLEX_OF.get(magic, magic) if framing else magic
+    return Frame(magic, to.opcode, int(datatype), int(status), to.opaque, cas, framing, extras, key, value)
