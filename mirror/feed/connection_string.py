@@ -1,0 +1,124 @@
+"""The connection string: `couchbase://user@host[:port][,host2]/bucket`, its parts and nothing else.
+
+Knows text; opens nothing, resolves nothing. A string that cannot be meant is a `ConfigError` that says which part is
+wrong. A password in it is refused: command lines are public. Invariant: `str(parse(s))` names the same source as `s`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from mirror.errors import ConfigError
+
+KV_PORT = 11210
+KV_PORT_TLS = 11207
+HOSTS_MAX = 64
+"""More first nodes than this is a mistake; the map names the rest."""
+
+_SCHEMES = {"couchbase": False, "couchbases": True}
+_NAME = re.compile(
+    r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?$"
+)
+_BUCKET = re.compile(r"^[A-Za-z0-9_.%-]{1,100}$")
+_EXAMPLE = "couchbase://user@host/bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host (name, IPv4 or IPv6 without brackets) and its KV port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """`host:port`, with brackets around IPv6."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionString:
+    """Where the source is and what of it is meant."""
+
+    tls: bool
+    user: str | None
+    addresses: tuple[Address, ...]
+    bucket: str
+    explicit_port: bool = False
+    """True where a port was given: then names are hosts, never DNS SRV records."""
+
+    def __str__(self) -> str:
+        """The string again, with every port."""
+        user = f"{quote(self.user, safe='')}@" if self.user else ""
+        hosts = ",".join(str(address) for address in self.addresses)
+        return f"couchbase{'s' if self.tls else ''}://{user}{hosts}/{quote(self.bucket, safe='')}"
+
+
+def parse(text: str) -> ConnectionString:
+    """Take a connection string apart. Raises ConfigError."""
+    scheme, separator, rest = text.strip().partition("://")
+    if not separator or scheme not in _SCHEMES:
+        raise _wrong(f"{scheme[:40]!r} is not a scheme we know", f"write {_EXAMPLE} or couchbases://...")
+    tls = _SCHEMES[scheme]
+    rest, _, options = rest.partition("?")
+    if options:
+        raise _wrong("options after '?' are not taken", "set them as settings: `dcp-mirror config show` lists them")
+    authority, separator, path = rest.partition("/")
+    bucket = unquote(path.rstrip("/"))
+    if not bucket:
+        raise _wrong("no bucket is named", f"write it after the host: {_EXAMPLE}")
+    if not _BUCKET.match(bucket):
+        raise _wrong(f"{bucket[:100]!r} cannot be a bucket's name", "names are letters, digits and . _ - %")
+    user_text, _, hosts_text = authority.rpartition("@")
+    if ":" in user_text:
+        raise _wrong(
+            "it must not hold a password", "set DCP_MIRROR_PASSWORD or a password file, and write user@host only"
+        )
+    parts = hosts_text.split(",")
+    if len(parts) > HOSTS_MAX:
+        raise _wrong(
+            f"it names {len(parts)} hosts, at most {HOSTS_MAX} are taken", "name a few; the map names the rest"
+        )
+    default_port = KV_PORT_TLS if tls else KV_PORT
+    addresses = tuple(_address(part.strip(), default_port) for part in parts)
+    explicit = any(_has_port(part.strip()) for part in parts)
+    return ConnectionString(tls, unquote(user_text) or None, addresses, bucket, explicit)
+
+
+def _has_port(text: str) -> bool:
+    return text.rpartition("]")[2].startswith(":") if text.startswith("[") else text.count(":") == 1
+
+
+def _address(text: str, default_port: int) -> Address:
+    if text.startswith("["):
+        host, closed, port_text = text[1:].partition("]")
+        if not closed or (port_text and not port_text.startswith(":")):
+            raise _wrong(f"{text[:60]!r} has unpaired brackets", "write IPv6 as [::1]:11210")
+        port_text = port_text[1:] if port_text else ""
+        _check_ip6(host)
+    elif text.count(":") > 1:
+        raise _wrong(f"{text[:60]!r} is ambiguous", "write IPv6 in brackets: [::1]:11210")
+    else:
+        host, _, port_text = text.partition(":")
+        if not _NAME.match(host):
+            raise _wrong(f"{host[:60]!r} cannot be a host", f"write {_EXAMPLE}")
+    if _has_port(text) or port_text:
+        if not (port_text.isascii() and port_text.isdigit() and 0 < int(port_text[:6]) < 65_536):
+            raise _wrong(
+                f"{port_text[:20]!r} cannot be a port", "a port is the KV port, usually 11210 (11207 with TLS)"
+            )
+        return Address(host, int(port_text))
+    return Address(host, default_port)
+
+
+def _check_ip6(host: str) -> None:
+    try:
+        ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        raise _wrong(f"{host[:60]!r} is not an IPv6 address", "write IPv6 as [::1]:11210") from None
+
+
+def _wrong(what: str, hint: str) -> ConfigError:
+    return ConfigError(f"the connection string is wrong: {what}", hint=hint, setting="source")

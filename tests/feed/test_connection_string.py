@@ -1,0 +1,79 @@
+"""Connection strings: what is meant, and what is refused with a remedy."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirror.errors import ConfigError
+from mirror.feed.connection_string import Address, ConnectionString, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("couchbase://demo@localhost/demo", ConnectionString(False, "demo", (Address("localhost", 11210),), "demo")),
+        ("couchbases://u@h/b", ConnectionString(True, "u", (Address("h", 11207),), "b")),
+        ("couchbase://h:12000/b", ConnectionString(False, None, (Address("h", 12000),), "b", True)),
+        (
+            "couchbase://u@10.0.0.1,10.0.0.2:99/b.x-y_z%25",
+            ConnectionString(False, "u", (Address("10.0.0.1", 11210), Address("10.0.0.2", 99)), "b.x-y_z%", True),
+        ),
+        ("couchbase://u@[::1]:1/b", ConnectionString(False, "u", (Address("::1", 1),), "b", True)),
+        ("couchbase://u@[fe80::1]/b/", ConnectionString(False, "u", (Address("fe80::1", 11210),), "b")),
+        ("couchbase://a%40b@h/b", ConnectionString(False, "a@b", (Address("h", 11210),), "b")),
+        ("couchbase://a@b@h/b", ConnectionString(False, "a@b", (Address("h", 11210),), "b")),
+    ],
+)
+def test_what_is_meant(text: str, meant: ConnectionString) -> None:
+    assert parse(text) == meant
+    again = parse(str(meant))
+    assert (again.tls, again.user, again.addresses, again.bucket) == (
+        meant.tls,
+        meant.user,
+        meant.addresses,
+        meant.bucket,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "scheme"),
+        ("localhost", "scheme"),
+        ("http://h/b", "scheme"),
+        ("couchbase://h", "no bucket"),
+        ("couchbase://h/", "no bucket"),
+        ("couchbase:///b", "host"),
+        ("couchbase://u@/b", "host"),
+        ("couchbase://h/a/b", "bucket's name"),
+        ("couchbase://h:0/b", "port"),
+        ("couchbase://h:/b", "port"),
+        ("couchbase://h:65536/b", "port"),
+        ("couchbase://h:x/b", "port"),
+        ("couchbase://u:hunter2@h/b", "password"),
+        ("couchbase://::1/b", "brackets|ambiguous"),
+        ("couchbase://[::1/b", "brackets"),
+        ("couchbase://[::1]x/b", "brackets"),
+        ("couchbase://[host]/b", "IPv6"),
+        ("couchbase://a b/b", "host"),
+        ("couchbase://h/b?network=external", "options"),
+        ("couchbase://" + ",".join(["h"] * 65) + "/b", "hosts"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_clear_error(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        parse(text)
+    assert caught.value.setting == "source"
+    assert caught.value.hint
+    assert "hunter2" not in str(caught.value)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_parsed_or_refused(text: str) -> None:
+    for prefix in ("", "couchbase://"):
+        try:
+            parse(prefix + text)
+        except ConfigError as error:
+            assert error.setting == "source"  # noqa: PT017 - either outcome is right, the shape of the error is what is tested
