@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from storage.model import SEQNO_MAX, FailoverEntry, Vbuuid
+from storage.model import SEQNO_MAX, FailoverEntry, Seqno, Vbuuid
 
 NO_VBUUID = Vbuuid(0)
 """The vbuuid of a request from 0: names no history."""
@@ -90,4 +90,69 @@ def history_end_seqno(failover_log: Sequence[FailoverEntry], vbuuid: int, high_s
         if entry.vbuuid == vbuuid:
             return upper_seqno
         upper_seqno = entry.seqno
+    return None
+
+
+# --- consumer ---
+
+
+@dataclass(frozen=True, slots=True)
+class CommonHistory:
+    """The newest history that consumer and producer share, and how far they share it."""
+
+    vbuuid: Vbuuid
+    seqno: Seqno
+    failover_log: tuple[FailoverEntry, ...]
+    """The consumer's log from that history on: what is newer is not the source's past."""
+
+
+def vbuuid_at(failover_log: Sequence[FailoverEntry], seqno: int) -> Vbuuid:
+    """Name the history that `seqno` lies on: the newest entry with seqno <= it. None (0) for seqno 0."""
+    if seqno:
+        for entry in failover_log:
+            if entry.seqno <= seqno:
+                return entry.vbuuid
+    return NO_VBUUID
+
+
+def prune_failover_log(
+    failover_log: Sequence[FailoverEntry], boundary_seqno: int, boundary_vbuuid: Vbuuid | None = None
+) -> tuple[FailoverEntry, ...]:
+    """Drop what began above the boundary; where nothing is left, the vbuuid kept with the boundary stands in."""
+    kept = tuple(entry for entry in failover_log if entry.seqno <= boundary_seqno)
+    if not kept and boundary_seqno and boundary_vbuuid:
+        return (FailoverEntry(boundary_vbuuid, Seqno(boundary_seqno)),)
+    return kept
+
+
+def falls(rollback_seqno: int, start_seqno: int, bound_seqno: int | None) -> bool:
+    """Say whether a rollback answer is below what was asked for and below the answer before it (`bound_seqno`).
+
+    One that is not would be asked for again and again.
+    """
+    return rollback_seqno < start_seqno and (bound_seqno is None or rollback_seqno < bound_seqno)
+
+
+def common_history(
+    own_log: Sequence[FailoverEntry],
+    own_seqno: int,
+    source_log: Sequence[FailoverEntry],
+    source_high_seqno: int | None = None,
+) -> CommonHistory | None:
+    """Find the newest common history by the logs alone (design.md 4, before accepting a rollback to 0).
+
+    Our entries are tried newest first, also where several share a seqno: after a failover without loss the newest
+    entry starts at our very position, the source may never have heard of it, and the one before it is still common.
+    The histories are shared up to the lower of the ends that the two logs give them. None if nothing above 0 is shared.
+    """
+    high_seqno = SEQNO_MAX if source_high_seqno is None else source_high_seqno
+    for index, entry in enumerate(own_log):
+        source_end_seqno = history_end_seqno(source_log, entry.vbuuid, high_seqno)
+        if source_end_seqno is None:
+            continue
+        own_end_seqno = own_log[index - 1].seqno if index else own_seqno
+        seqno = min(own_end_seqno, source_end_seqno, own_seqno)
+        if seqno == 0:
+            return None
+        return CommonHistory(entry.vbuuid, Seqno(seqno), tuple(own_log[index:]))
     return None

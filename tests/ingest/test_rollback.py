@@ -24,7 +24,8 @@ def recorded_answer(status: str, rollback_seqno: int | None) -> ProducerAnswer:
     if status == "ROLLBACK":
         assert rollback_seqno is not None
         return Rollback(rollback_seqno)
-    return {"SUCCESS": Accept(), "ERANGE": OutOfRange()}[status]
+    answers: dict[str, ProducerAnswer] = {"SUCCESS": Accept(), "ERANGE": OutOfRange()}
+    return answers[status]
 
 
 @pytest.mark.parametrize("server", ["605", "72"])

@@ -1,0 +1,239 @@
+"""What can happen to a vbucket: everything `VbucketMachine.handle` takes that is not a wire event.
+
+Knows nouns only: no decisions, no I/O. Wire events of a stream (SnapshotMarker, SeqnoAdvanced, SystemEvent,
+OsoSnapshot, StreamEnd, Prepare, Commit, Abort) are handed to the machine as `mirror.wire` decoded them.
+
+Opaques must be unique over all connections that a machine ever sees (one counter per consumer): the machine ignores
+what carries another opaque than its stream's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from storage.model import SEQNO_MAX, FailoverEntry, VbucketState, Vbuuid
+
+Row = tuple[bytes, bytes]
+"""Key: branch u32, seqno u64 (big endian). Value: the event's whole frame in stored form."""
+
+
+# --- from the feed: connections and time ---
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A connection to the active node is ready (DCP opened, controls sent): streams may be asked for.
+
+    Also the way to end `refused` once its cause was mended. A machine that had a stream is told Stop or
+    ConnectionLost before; if not, it closes that stream first.
+    """
+
+    collections: bool = True
+    """HELLO Collections was granted: keys carry their collection id and snapshots always reach their end."""
+    sends_purge_seqno: bool = False
+    """V2.2 markers were granted (8.0): a mid-snapshot request may say which purge seqno its rows were taken at."""
+    end_seqno: int = SEQNO_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The stream is to be closed and none asked for until Start: the vbucket moves, or the program stops."""
+
+    text: str = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """The connection that carried (or was to carry) the stream is gone."""
+
+    text: str = "the connection was lost"
+
+
+@dataclass(frozen=True, slots=True)
+class NoActiveNode:
+    """The cluster map names no active node for the vbucket; a later map brings Start."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryDue:
+    """The delay asked for by RetryAfter is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class HighSeqno:
+    """The source's high seqno of the vbucket, as polled. `seqno` may exceed what a filtered stream will show."""
+
+    seqno: int
+
+
+# --- from the feed: answers to requests ---
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequested:
+    """RequestStream was sent, with this opaque. Handed in before anything that carries the opaque."""
+
+    opaque: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAccepted:
+    """The stream request was answered with success and the source's failover log, newest first."""
+
+    opaque: int
+    failover_log: Sequence[FailoverEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRollback:
+    """The stream request was answered with ROLLBACK to `seqno`."""
+
+    opaque: int
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRefused:
+    """The stream request was answered with any other status; `context` is the answer's body."""
+
+    opaque: int
+    status: int
+    context: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverLogReceived:
+    """Answer to GetFailoverLog, newest first; `high_seqno` where the feed knows it."""
+
+    failover_log: Sequence[FailoverEntry]
+    high_seqno: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverLogRefused:
+    """GetFailoverLog was answered with an error."""
+
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRun:
+    """Consecutive data frames of one stream, in stored form (see wire.scan.Run). `VbucketMachine.handle_run` is the
+    same without the object.
+    """
+
+    opaque: int
+    rows: list[Row]
+    byte_count: int
+
+
+# --- from the performer: what the store did ---
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The boundary `seqno` is published and durable."""
+
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """RollbackTo was performed: `state` stands at the newest kept boundary."""
+
+    state: VbucketState
+    vbuuid: Vbuuid | None = None
+    """The vbuuid kept with that boundary, for when no entry of the pruned failover log is old enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoBoundary:
+    """RollbackTo was not performed: no boundary above 0 is kept at or below its seqno. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """AbandonStaged was performed: `state` stands at the newest complete boundary of the staging branch."""
+
+    state: VbucketState
+
+
+@dataclass(frozen=True, slots=True)
+class RefillBegun:
+    """BeginRefill was performed: `state.staging_branch` is a new, empty branch beside the served one."""
+
+    state: VbucketState
+
+
+@dataclass(frozen=True, slots=True)
+class RefillRefused:
+    """BeginRefill was not performed (too little free space, say): the old copy is kept."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class OsoBegun:
+    """BeginOso was performed. Handed in at once, before the next event of the stream."""
+
+    state: VbucketState
+
+
+@dataclass(frozen=True, slots=True)
+class StagingRefused:
+    """The store refused rows (seqnos not rising inside a run): the rest of that list of instructions was dropped."""
+
+    state: VbucketState
+    text: str
+
+
+LocalEvent = (
+    Start
+    | Stop
+    | ConnectionLost
+    | NoActiveNode
+    | RetryDue
+    | HighSeqno
+    | StreamRequested
+    | StreamAccepted
+    | StreamRollback
+    | StreamRefused
+    | FailoverLogReceived
+    | FailoverLogRefused
+    | RowsRun
+    | Published
+    | RolledBack
+    | NoBoundary
+    | Abandoned
+    | RefillBegun
+    | RefillRefused
+    | OsoBegun
+    | StagingRefused
+)
+
+__all__ = [
+    "Abandoned",
+    "ConnectionLost",
+    "FailoverLogReceived",
+    "FailoverLogRefused",
+    "HighSeqno",
+    "LocalEvent",
+    "NoActiveNode",
+    "NoBoundary",
+    "OsoBegun",
+    "Published",
+    "RefillBegun",
+    "RefillRefused",
+    "RetryDue",
+    "RolledBack",
+    "Row",
+    "RowsRun",
+    "StagingRefused",
+    "Start",
+    "Stop",
+    "StreamAccepted",
+    "StreamRefused",
+    "StreamRequested",
+    "StreamRollback",
+]

@@ -1,0 +1,201 @@
+"""What a machine wants done: the values `VbucketMachine.handle` returns.
+
+Knows what each deed means and what its performer owes; must never know how it is done. Every instruction carries the
+vbucket and its `cause`, so that an effect can be traced to what brought it about.
+
+What a performer owes, for all of them:
+- instructions of one list are performed in list order; where one fails, the rest of its list is dropped and the
+  machine is told (StagingRefused), or, where the store itself failed, replaced by a new one made from the stored state;
+- the instructions that say "answered by" are followed by that event, and until then nothing is sent for the vbucket;
+- durable before acknowledged: AnswerMarker is only returned for a snapshot whose Published was handed in.
+
+The instances are not frozen because two of them are made for every live snapshot; nobody may change one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mirror.ingest.events import Row
+from mirror.ingest.offset import StreamOffset
+from storage.model import FailoverEntry, Manifest, Seqno, SnapshotRange, Vbid
+
+
+class Status(StrEnum):
+    """What a vbucket is doing, in one word for people."""
+
+    WAITING = "waiting"
+    REQUESTING = "requesting"
+    BACKFILLING = "backfilling"
+    STREAMING = "streaming"
+    ROLLING_BACK = "rolling-back"
+    REFILLING = "refilling"
+    REFUSED = "refused"
+    NO_ACTIVE_NODE = "no-active-node"
+    FINISHED = "finished"
+
+
+class RetryReason(StrEnum):
+    """Why a stream is asked for again later; `backoff` has a schedule for each."""
+
+    STREAM_ENDED = "stream-ended"
+    SOURCE_BUSY = "source-busy"
+    NOT_MY_VBUCKET = "not-my-vbucket"
+    COLLECTION_UNKNOWN = "collection-unknown"
+    VIOLATION = "violation"
+    REFUSED_FOR_NOW = "refused-for-now"
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One thing to do for one vbucket."""
+
+    vbid: Vbid
+    cause: str
+
+
+# --- towards the source ---
+
+
+@dataclass(slots=True)
+class RequestStream(Instruction):
+    """Send STREAM_REQ with a fresh opaque; hand in StreamRequested, later the answer."""
+
+    offset: StreamOffset
+    end_seqno: int
+    flags: int
+    purge_seqno: int | None = None
+    """To be sent as `purge_seqno` (decimal string) in the request's JSON value; None: leave it out."""
+
+
+@dataclass(slots=True)
+class CloseStream(Instruction):
+    """Send CLOSE_STREAM for the vbucket. What still comes with `opaque` is dropped, and acked."""
+
+    opaque: int | None
+
+
+@dataclass(slots=True)
+class GetFailoverLog(Instruction):
+    """Send GET_FAILOVER_LOG. Answered by FailoverLogReceived or FailoverLogRefused."""
+
+
+@dataclass(slots=True)
+class AnswerMarker(Instruction):
+    """Answer the snapshot marker that asked for it, with its opaque. Its snapshot is durable."""
+
+    opaque: int
+
+
+@dataclass(slots=True)
+class RefreshMap(Instruction):
+    """Get a new cluster map; `config` is one if not empty."""
+
+    config: bytes = b""
+
+
+@dataclass(slots=True)
+class Reconnect(Instruction):
+    """Close the connection and log in again: its authentication or bucket is no longer good."""
+
+
+# --- towards the store ---
+
+
+@dataclass(slots=True)
+class StageRows(Instruction):
+    """Accept rows above the staged position, hidden until a publish. The bytes may be acked once they are accepted.
+
+    Rows carry the branch that the scanner was given: after BeginOso in the same buffer that is not yet the staging
+    branch, and the performer rewrites their keys.
+    """
+
+    rows: list[Row]
+    byte_count: int
+    open_snapshot: SnapshotRange
+    unordered: bool = False
+    """Rows of an OSO snapshot: keys ascend, seqnos do not."""
+
+
+@dataclass(slots=True)
+class Advance(Instruction):
+    """Move the staged position without a row."""
+
+    seqno: Seqno
+    open_snapshot: SnapshotRange | None
+
+
+@dataclass(slots=True)
+class StageSystemEvent(Instruction):
+    """Stage a system event's row and the manifest as it stands from there on."""
+
+    seqno: Seqno
+    row_value: bytes
+    """The event's whole frame in stored form."""
+    manifest: Manifest
+    open_snapshot: SnapshotRange
+
+
+@dataclass(slots=True)
+class PublishSnapshot(Instruction):
+    """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
+
+    With seqno 0 (only while a refill or an OSO snapshot is under way): the source holds nothing at all.
+    """
+
+    seqno: Seqno
+    snap_start_seqno: Seqno
+    source_purge_seqno: int | None = None
+
+
+@dataclass(slots=True)
+class SaveFailoverLog(Instruction):
+    """Keep the log, newest first, no later than the first row of the stream that it came with."""
+
+    failover_log: tuple[FailoverEntry, ...]
+    source_purge_seqno: int | None = None
+
+
+@dataclass(slots=True)
+class RollbackTo(Instruction):
+    """Go back to the newest kept boundary at or below `seqno`, staged rows included. Answered by RolledBack.
+
+    Where no boundary above 0 is kept there, nothing is changed. Answered by NoBoundary.
+    """
+
+    seqno: Seqno
+
+
+@dataclass(slots=True)
+class AbandonStaged(Instruction):
+    """Drop the staged rows of the open snapshot. Answered by Abandoned."""
+
+
+@dataclass(slots=True)
+class BeginRefill(Instruction):
+    """Open a branch without a parent, to be filled beside the served one. Answered by RefillBegun or RefillRefused."""
+
+
+@dataclass(slots=True)
+class BeginOso(Instruction):
+    """Open a branch for an out-of-order snapshot. Answered by OsoBegun, at once."""
+
+
+# --- towards people and clocks ---
+
+
+@dataclass(slots=True)
+class RetryAfter(Instruction):
+    """Hand in RetryDue after the delay that `backoff` gives for the reason and the attempt (0 is the first)."""
+
+    reason: RetryReason
+    attempt: int
+
+
+@dataclass(slots=True)
+class Report(Instruction):
+    """What the vbucket does now, why, and what mends it."""
+
+    status: Status
+    text: str

@@ -1,0 +1,82 @@
+"""The point a stream is asked to begin at, and the one rule that holds for it.
+
+Knows what a stream request says about the consumer's position, and how to derive it from what is stored. Must never
+know streams, answers or rows.
+
+Invariant, held by construction: snap_start_seqno <= start_seqno <= snap_end_seqno (a producer answers anything else
+with ERANGE; protocol facts 2.4). Of the three kinds of offset:
+- fresh: all zero and no vbuuid;
+- between snapshots: E,E,E where E is the newest complete boundary. The range of a marker whose first item was not yet
+  accepted is never part of an offset;
+- inside a snapshot: start is the last staged seqno X, the range is [E, end of the open snapshot]. The range begins at
+  our own boundary and not at the marker's start, which is not reliable (2.6): where it names the first item, a request
+  with start == snap_start would claim that nothing of the snapshot is held, and be accepted on a history on which
+  what was deduplicated away below it never comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mirror.ingest.rollback import NO_VBUUID, vbuuid_at
+from storage.model import FailoverEntry, Seqno, SnapshotRange, Vbuuid
+
+
+class OffsetInvalid(ValueError):
+    """The three seqnos contradict each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOffset:
+    """Where a stream is asked to begin: everything up to `start_seqno` is held, on the history `vbuuid`."""
+
+    vbuuid: Vbuuid
+    start_seqno: Seqno
+    snap_start_seqno: Seqno
+    snap_end_seqno: Seqno
+
+    def __post_init__(self) -> None:
+        """Refuse what a producer would answer with ERANGE."""
+        if not 0 <= self.snap_start_seqno <= self.start_seqno <= self.snap_end_seqno:
+            raise OffsetInvalid(
+                f"a stream cannot begin at {self.start_seqno} of [{self.snap_start_seqno}, {self.snap_end_seqno}]"
+            )
+
+    @property
+    def inside_snapshot(self) -> bool:
+        """True if part of a snapshot is held, so that only its continuation makes it whole."""
+        return self.snap_start_seqno != self.snap_end_seqno
+
+    @staticmethod
+    def fresh() -> StreamOffset:
+        """Nothing is held: from 0, of no history."""
+        return StreamOffset(NO_VBUUID, Seqno(0), Seqno(0), Seqno(0))
+
+    @staticmethod
+    def between_snapshots(seqno: Seqno, vbuuid: Vbuuid) -> StreamOffset:
+        """Everything up to the complete boundary `seqno` is held and nothing beyond it."""
+        return StreamOffset(vbuuid, seqno, seqno, seqno) if seqno else StreamOffset.fresh()
+
+
+def resume_offset(
+    boundary_seqno: Seqno,
+    staged_seqno: Seqno,
+    open_snapshot: SnapshotRange | None,
+    failover_log: Sequence[FailoverEntry],
+) -> StreamOffset:
+    """Derive the offset from what is held: a newest complete boundary, and perhaps part of the snapshot after it.
+
+    Inside a snapshot the history is the one its *end* lies on: the rows came from a stream of that history, and the
+    older one would be answered with a rollback to its branch point although nothing was lost.
+    """
+    if not is_resumable(boundary_seqno, staged_seqno, open_snapshot):
+        return StreamOffset.between_snapshots(boundary_seqno, vbuuid_at(failover_log, boundary_seqno))
+    assert open_snapshot is not None  # is_resumable said so
+    end_seqno = open_snapshot.end_seqno
+    return StreamOffset(vbuuid_at(failover_log, end_seqno), staged_seqno, boundary_seqno, end_seqno)
+
+
+def is_resumable(boundary_seqno: Seqno, staged_seqno: Seqno, open_snapshot: SnapshotRange | None) -> bool:
+    """Say whether the staged rows may be continued: part of a snapshot is held and its end is known and ahead."""
+    return open_snapshot is not None and boundary_seqno < staged_seqno < open_snapshot.end_seqno
