@@ -1,0 +1,90 @@
+"""Bytes as they arrive, turned into whole frames.
+
+Knows where frames begin and end; must never know what is in them. Invariants: bytes leave in the order they came, each
+exactly once; a byte is copied a bounded number of times however small the pieces it came in (pieces are kept apart
+until the frame they belong to is whole); a header is judged as soon as it is there, so a length that cannot be true is
+an error at once and never a wait. Holds at most one incomplete frame and what was fed since the last drain: who feeds must
+drain (`next_frame` until None, or `take` and `release`) before feeding again.
+"""
+
+from __future__ import annotations
+
+from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.frame import Frame, decode, frame_size
+
+__all__ = ["FrameBuffer"]
+
+
+class FrameBuffer:
+    """A queue of bytes that knows how long the frame at its front is."""
+
+    __slots__ = ("_data", "_pieces", "_pos", "_size", "_wanted", "body_length_max")
+
+    def __init__(self, body_length_max: int = BODY_LENGTH_MAX) -> None:
+        """Empty; `body_length_max` is the largest body believed."""
+        assert 0 < body_length_max < 1 << 32
+        self.body_length_max = body_length_max
+        self._data = b""
+        self._pos = 0
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._wanted = 1
+
+    def __len__(self) -> int:
+        """Bytes that came and did not leave."""
+        return self._size
+
+    def feed(self, data: bytes | bytearray | memoryview) -> None:
+        """Take what the peer sent."""
+        if data:
+            self._pieces.append(bytes(data))
+            self._size += len(data)
+
+    @property
+    def ready(self) -> bool:
+        """True when `take` has something new to look at; False: more bytes have to come first."""
+        return self._size >= self._wanted
+
+    def take(self) -> tuple[bytes, int]:
+        """All bytes here, and the position in them of the first that did not leave. To be followed by `release`."""
+        if self._pieces:
+            rest = self._data[self._pos :] if self._pos else self._data
+            self._data = b"".join((rest, *self._pieces)) if rest else b"".join(self._pieces)
+            self._pieces.clear()
+            self._pos = 0
+        return self._data, self._pos
+
+    def release(self, pos: int) -> None:
+        """Let everything before `pos` of what `take` gave leave; judge the header that stands there now."""
+        assert not self._pieces, "release belongs to the take before it; nothing may be fed in between"
+        assert self._pos <= pos <= len(self._data)
+        self._size -= pos - self._pos
+        self._pos = pos
+        if self._size == 0:
+            self._data, self._pos, self._wanted = b"", 0, 1
+            return
+        size = frame_size(self._data, pos, self.body_length_max)
+        self._wanted = size or HEADER_SIZE
+
+    def next_frame(self) -> Frame | None:
+        """The frame at the front, or None when it is not whole yet."""
+        if self._size < self._wanted:
+            return None
+        data, pos = self.take()
+        size = frame_size(data, pos, self.body_length_max)
+        if size == 0 or size > self._size:
+            self._wanted = size or HEADER_SIZE
+            return None
+        frame, end = decode(data, pos, self.body_length_max)
+        self._size -= size
+        self._pos = end
+        self._wanted = 1
+        if self._size == 0:
+            self._data, self._pos = b"", 0
+        return frame
+
+    def end(self) -> None:
+        """The peer will send no more: bytes still here are a frame that was cut."""
+        if self._size:
+            raise RemoteProtocolError(f"the connection ended inside of a frame: {self._size} bytes of it came")

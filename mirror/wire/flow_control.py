@@ -1,0 +1,147 @@
+"""Who owes whom how many bytes: the consumer's ledger and the producer's window.
+
+Knows sizes; must never know connections or clocks (who owns a timer calls `take_ack(force=True)`). Invariants: every
+byte that counts is acknowledged exactly once, also bytes of messages that were dropped; acknowledgements never exceed
+what was received. Sources: kv_engine docs/dcp/documentation/flow-control.md, commands/buffer-ack.md, commands/
+prepare.md (MB-46634: two bytes that are counted and never sent); protocol facts 2.8.
+"""
+
+from __future__ import annotations
+
+from mirror.wire.constants import Magic, Opcode
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+from mirror.wire.frame import Frame
+
+__all__ = ["ACK_SHARE", "FlowControlLedger", "ProducerWindow", "counted_size"]
+
+ACK_SHARE = 0.2
+"""Part of the window after which a consumer acknowledges; the server's own consumer uses the same."""
+
+_ACK_MAX = 0xFFFF_FFFF
+"""Largest number of bytes that one BUFFER_ACK can say."""
+
+_REQUESTS = frozenset((int(Magic.REQUEST), int(Magic.FLEX_REQUEST)))
+
+_COUNTED: dict[int, int] = {
+    int(Opcode.DCP_STREAM_END): 0,
+    int(Opcode.DCP_SNAPSHOT_MARKER): 0,
+    int(Opcode.DCP_MUTATION): 0,
+    int(Opcode.DCP_DELETION): 0,
+    int(Opcode.DCP_EXPIRATION): 0,
+    int(Opcode.DCP_SET_VBUCKET_STATE): 0,
+    int(Opcode.DCP_SYSTEM_EVENT): 0,
+    int(Opcode.DCP_PREPARE): 2,
+    int(Opcode.DCP_COMMIT): 0,
+    int(Opcode.DCP_ABORT): 0,
+    int(Opcode.DCP_SEQNO_ADVANCED): 0,
+    int(Opcode.DCP_OSO_SNAPSHOT): 0,
+    int(Opcode.DCP_CACHE_TRANSFER): 0,
+    int(Opcode.DCP_CACHE_TRANSFER_END): 0,
+}
+"""Requests of a producer that count, and the bytes counted beyond those sent. A noop does not count, nor a response."""
+
+
+def counted_size(frame: Frame) -> int:
+    """Bytes of the window that a frame sent by a producer uses; 0 for what does not count."""
+    more = _COUNTED.get(frame.opcode)
+    if more is None or frame.magic not in _REQUESTS:
+        return 0
+    return frame.wire_size + more
+
+
+class FlowControlLedger:
+    """The consumer's side: what was received, what of it may be acknowledged, and when to say so."""
+
+    __slots__ = ("_held", "_threshold", "_unacked", "acked_total", "received_total", "window_bytes")
+
+    def __init__(self, window_bytes: int, ack_share: float = ACK_SHARE) -> None:
+        """`window_bytes` is what connection_buffer_size was set to; 0: no flow control."""
+        assert 0 <= window_bytes <= _ACK_MAX
+        assert 0 < ack_share <= 1
+        self.window_bytes = window_bytes
+        self._threshold = max(1, int(window_bytes * ack_share))
+        self._unacked = 0
+        self._held = 0
+        self.received_total = 0
+        self.acked_total = 0
+
+    @property
+    def unacked(self) -> int:
+        """Bytes that may be acknowledged and were not yet."""
+        return self._unacked
+
+    @property
+    def held(self) -> int:
+        """Bytes received that may not be acknowledged yet: nobody took them over."""
+        return self._held
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes of the window in use, as far as this side knows."""
+        return self._unacked + self._held
+
+    def received(self, count: int, *, hold: bool = False) -> None:
+        """`count` bytes came. With `hold` they wait for `release` before they may be acknowledged."""
+        assert count >= 0
+        self.received_total += count
+        if hold:
+            self._held += count
+        else:
+            self._unacked += count
+
+    def release(self, count: int) -> None:
+        """`count` of the held bytes were taken over (or dropped): they may be acknowledged."""
+        if not 0 <= count <= self._held:
+            raise LocalProtocolError(f"release of {count} bytes, {self._held} are held", op=Opcode.DCP_BUFFER_ACK)
+        self._held -= count
+        self._unacked += count
+
+    def take_ack(self, *, force: bool = False) -> int:
+        """Bytes to acknowledge now; 0 when nothing is due. `force`: whatever there is (a timer, an idle moment)."""
+        if self.window_bytes == 0 or self._unacked == 0:
+            return 0
+        if not (force or self._unacked >= self._threshold or self.outstanding >= self.window_bytes):
+            return 0
+        count = min(self._unacked, _ACK_MAX)
+        self._unacked -= count
+        self.acked_total += count
+        return count
+
+
+class ProducerWindow:
+    """The producer's side: may it send? One message may overshoot, so the rule looks at what is out before it."""
+
+    __slots__ = ("_outstanding", "window_bytes")
+
+    def __init__(self, window_bytes: int = 0) -> None:
+        """0: no flow control, always open."""
+        assert window_bytes >= 0
+        self.window_bytes = window_bytes
+        self._outstanding = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes sent that were not acknowledged."""
+        return self._outstanding
+
+    @property
+    def is_open(self) -> bool:
+        """True when one more message may be sent."""
+        return self.window_bytes == 0 or self._outstanding < self.window_bytes
+
+    def resize(self, window_bytes: int) -> None:
+        """The consumer sent connection_buffer_size (again)."""
+        assert window_bytes >= 0
+        self.window_bytes = window_bytes
+
+    def sent(self, count: int) -> None:
+        """`count` bytes that count were sent."""
+        assert count >= 0
+        self._outstanding += count
+
+    def acked(self, count: int) -> None:
+        """The consumer acknowledged; more than was sent is its error."""
+        if count > self._outstanding:
+            detail = f"acknowledged {count} bytes, {self._outstanding} are outstanding"
+            raise RemoteProtocolError(detail, op=Opcode.DCP_BUFFER_ACK)
+        self._outstanding -= count
