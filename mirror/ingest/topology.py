@@ -1,0 +1,239 @@
+"""The cluster map: which node serves which vbucket, from the JSON that nodes send, and what differs between two maps.
+
+Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets, names being resolved or
+who asks. Everything in the JSON is judged before it is believed: what is missing or of the wrong type is a
+MalformedClusterMap that names the field, never another exception.
+
+Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), epoch first, both
+unbounded ints; a map never replaces a newer one (`newer_than`). Nodes are told apart by host and ports.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NO_NODE = -1
+"""In `active`: the map names no active node for the vbucket."""
+
+HOST_PLACEHOLDER = "$HOST"
+"""Stands for the address that the map was asked from."""
+
+VBUCKET_COUNT_MAX = 65_536
+"""A vbucket id has 16 bits on the wire; more rows than that cannot be a map."""
+
+
+class MalformedClusterMap(ValueError):
+    """The JSON is not a cluster map; the text names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A data node: where its KV service listens. A port of None: not offered (plain, or TLS)."""
+
+    host: str
+    kv_port: int | None
+    tls_port: int | None = None
+    mgmt_port: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Host and port, as people write them."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = self.kv_port if self.kv_port is not None else self.tls_port
+        return host if port is None else f"{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterMap:
+    """One revision of the map. A cluster-level map (no bucket selected) has no bucket name and no vbuckets."""
+
+    rev_epoch: int
+    rev: int
+    bucket_name: str | None
+    bucket_uuid: str | None
+    nodes: tuple[Node, ...]
+    active: tuple[int, ...]
+    cluster_uuid: str | None = None
+
+    @property
+    def vbucket_count(self) -> int:
+        """How many vbuckets the bucket has; 0 in a cluster-level map."""
+        return len(self.active)
+
+    def node_of(self, vbid: int) -> Node | None:
+        """The node that serves the vbucket now."""
+        index = self.active[vbid] if 0 <= vbid < len(self.active) else NO_NODE
+        return None if index == NO_NODE else self.nodes[index]
+
+    def vbids_of(self, node: Node) -> list[int]:
+        """All vbuckets that the node serves."""
+        return [vbid for vbid, index in enumerate(self.active) if index != NO_NODE and self.nodes[index] == node]
+
+    def newer_than(self, other: ClusterMap | None) -> bool:
+        """True if this map is to replace the other."""
+        return other is None or (self.rev_epoch, self.rev) > (other.rev_epoch, other.rev)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A vbucket's node changed; None: it has none."""
+
+    vbid: int
+    source: Node | None
+    target: Node | None
+
+
+def moved_vbuckets(old: ClusterMap | None, new: ClusterMap) -> list[Move]:
+    """What differs between two maps, in vbucket order; without an old map, everything that has a node."""
+    count = max(old.vbucket_count if old else 0, new.vbucket_count)
+    moves = []
+    for vbid in range(count):
+        source, target = (old.node_of(vbid) if old else None), new.node_of(vbid)
+        if source != target:
+            moves.append(Move(vbid, source, target))
+    return moves
+
+
+def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default") -> ClusterMap:
+    """Read a cluster configuration that was sent by `host`.
+
+    `network` picks alternate addresses by name ("external"); a node without that network keeps its own address.
+    """
+    config = _load(text)
+    nodes_ext = [_NodeExt.parse(item, host, network) for item in _list(config.get("nodesExt", []), "nodesExt")]
+    server_map = config.get("vBucketServerMap")
+    nodes = tuple(ext.node for ext in nodes_ext if ext.serves_kv)
+    active: tuple[int, ...] = ()
+    if server_map is not None:
+        nodes, active = _parse_server_map(_dict(server_map, "vBucketServerMap"), nodes_ext, host)
+    return ClusterMap(
+        rev_epoch=_int(config.get("revEpoch", 0), "revEpoch"),
+        rev=_int(config.get("rev", 0), "rev"),
+        bucket_name=_text_or_none(config.get("name"), "name"),
+        bucket_uuid=_text_or_none(config.get("uuid"), "uuid"),
+        nodes=nodes,
+        active=active,
+        cluster_uuid=_text_or_none(config.get("clusterUUID"), "clusterUUID"),
+    )
+
+
+def network_of(text: bytes | str, contacted_host: str) -> str:
+    """Choose the network by the address that was contacted: the one whose addresses hold it, else "default"."""
+    config = _load(text)
+    for item in _list(config.get("nodesExt", []), "nodesExt"):
+        alternates = _dict(_dict(item, "nodesExt").get("alternateAddresses", {}), "alternateAddresses")
+        for network, alternate in alternates.items():
+            if _dict(alternate, f"alternateAddresses.{network}").get("hostname") == contacted_host:
+                return str(network)
+    return "default"
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeExt:
+    """One row of nodesExt: the node as it is to be reached, and the own address by which serverList names it."""
+
+    node: Node
+    own_address: tuple[str, int | None]
+    serves_kv: bool
+
+    @staticmethod
+    def parse(item: Any, contacted_host: str, network: str) -> _NodeExt:
+        row = _dict(item, "nodesExt")
+        services = _dict(row.get("services", {}), "nodesExt.services")
+        own_host = _host(row.get("hostname", contacted_host), contacted_host, "nodesExt.hostname")
+        own = _node(own_host, services)
+        alternates = _dict(row.get("alternateAddresses", {}), "alternateAddresses")
+        node = own
+        if network in alternates:
+            alternate = _dict(alternates[network], f"alternateAddresses.{network}")
+            alternate_host = _host(alternate.get("hostname", own_host), contacted_host, "alternateAddresses.hostname")
+            # Without ports of its own the other network reaches the same ones.
+            ports = _dict(alternate["ports"], "alternateAddresses.ports") if "ports" in alternate else services
+            node = _node(alternate_host, ports)
+        return _NodeExt(node, (own_host, own.kv_port), "kv" in services or "kvSSL" in services)
+
+
+def _parse_server_map(
+    server_map: dict[str, Any], nodes_ext: Sequence[_NodeExt], contacted_host: str
+) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+    """Nodes in the order of serverList, which the rows of the map count in, and the first column of the map."""
+    by_address = {ext.own_address: ext.node for ext in nodes_ext}
+    nodes = []
+    for server in _list(server_map.get("serverList"), "serverList"):
+        host, port = _host_and_port(server, contacted_host)
+        nodes.append(by_address.get((host, port), Node(host, port)))
+    rows = _list(server_map.get("vBucketMap"), "vBucketMap")
+    if len(rows) > VBUCKET_COUNT_MAX:
+        raise MalformedClusterMap(f"vBucketMap has {len(rows)} rows")
+    active = []
+    for vbid, row in enumerate(rows):
+        chain = _list(row, "vBucketMap")
+        index = _int(chain[0], "vBucketMap") if chain else NO_NODE
+        if not NO_NODE <= index < len(nodes):
+            raise MalformedClusterMap(f"vBucketMap: vbucket {vbid} is on node {index} of {len(nodes)}")
+        active.append(index)
+    return tuple(nodes), tuple(active)
+
+
+def _load(text: bytes | str) -> dict[str, Any]:
+    try:
+        return _dict(json.loads(text), "the cluster map")
+    except MalformedClusterMap:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise MalformedClusterMap(f"the cluster map is not JSON: {error}") from None
+
+
+def _node(host: str, ports: dict[str, Any]) -> Node:
+    return Node(host, _port(ports, "kv"), _port(ports, "kvSSL"), _port(ports, "mgmt"))
+
+
+def _host(value: Any, contacted_host: str, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise MalformedClusterMap(f"{field} is not a host name: {value!r:.100}")
+    return value.replace(HOST_PLACEHOLDER, contacted_host).removeprefix("[").removesuffix("]")
+
+
+def _host_and_port(value: Any, contacted_host: str) -> tuple[str, int]:
+    if not isinstance(value, str):
+        raise MalformedClusterMap(f"serverList: {value!r:.100} is not a host and a port")
+    host, colon, port = value.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) < 65_536:
+        raise MalformedClusterMap(f"serverList: {value!r:.100} is not a host and a port")
+    return _host(host, contacted_host, "serverList"), int(port)
+
+
+def _port(ports: dict[str, Any], service: str) -> int | None:
+    if service not in ports:
+        return None
+    port = _int(ports[service], f"services.{service}")
+    if not 0 < port < 65_536:
+        raise MalformedClusterMap(f"services.{service}: {port} is not a port")
+    return port
+
+
+def _dict(value: Any, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MalformedClusterMap(f"{field} is not an object: {value!r:.100}")
+    return value
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise MalformedClusterMap(f"{field} is not a list: {value!r:.100}")
+    return value
+
+
+def _int(value: Any, field: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise MalformedClusterMap(f"{field} is not a whole number: {value!r:.100}")
+    return value
+
+
+def _text_or_none(value: Any, field: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise MalformedClusterMap(f"{field} is not a text: {value!r:.100}")
+    return value

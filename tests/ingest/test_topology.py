@@ -1,0 +1,163 @@
+"""Cluster maps: what is read from the JSON, what differs between two, and that bad JSON has one kind of error."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mirror.ingest.topology import (
+    ClusterMap,
+    MalformedClusterMap,
+    Move,
+    Node,
+    moved_vbuckets,
+    network_of,
+    parse_cluster_map,
+)
+
+A = Node("a.example", 11210, 11207, 8091)
+B = Node("b.example", 11210, 11207, 8091)
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    services = {"kv": 11210, "kvSSL": 11207, "mgmt": 8091}
+    external = {"external": {"hostname": "b.outside", "ports": {"kv": 31210, "mgmt": 38091}}}
+    whole: dict[str, Any] = {
+        "rev": 7,
+        "revEpoch": 2,
+        "name": "orders",
+        "uuid": "0123",
+        "nodesExt": [
+            {"hostname": "query.example", "services": {"n1ql": 8093}},
+            {"services": services, "thisNode": True},
+            {"hostname": "b.example", "services": services, "alternateAddresses": external},
+        ],
+        "vBucketServerMap": {
+            "serverList": ["b.example:11210", "$HOST:11210"],
+            "vBucketMap": [[0, 1], [1, 0], [-1, 0], []],
+        },
+    }
+    return whole | changes
+
+
+def parsed(network: str = "default", **changes: Any) -> ClusterMap:
+    return parse_cluster_map(json.dumps(config(**changes)), "a.example", network=network)
+
+
+def test_a_bucket_map_names_the_node_of_each_vbucket_in_the_order_of_the_server_list() -> None:
+    cluster_map = parsed()
+    assert (cluster_map.rev_epoch, cluster_map.rev) == (2, 7)
+    assert (cluster_map.bucket_name, cluster_map.bucket_uuid) == ("orders", "0123")
+    assert cluster_map.nodes == (B, A)
+    assert [cluster_map.node_of(vbid) for vbid in range(5)] == [B, A, None, None, None]
+    assert cluster_map.vbids_of(B) == [0]
+
+
+def test_the_placeholder_is_the_host_that_was_asked_also_when_that_is_an_ipv6_address() -> None:
+    text = json.dumps(config(vBucketServerMap={"serverList": ["$HOST:11210"], "vBucketMap": [[0]]}))
+    assert parse_cluster_map(text, "::1").node_of(0) == Node("::1", 11210, 11207, 8091)
+    assert parse_cluster_map(text, "::1").nodes[0].name == "[::1]:11210"
+
+
+def test_alternate_addresses_are_taken_for_the_nodes_that_have_them() -> None:
+    assert parsed("external").nodes == (Node("b.outside", 31210, None, 38091), A)
+
+
+def test_an_alternate_address_without_ports_keeps_the_ports() -> None:
+    row = {"hostname": "b.example", "services": {"kv": 11210}, "alternateAddresses": {"external": {"hostname": "out"}}}
+    assert parsed("external", nodesExt=[row]).nodes[0] == Node("out", 11210)
+
+
+def test_the_network_is_the_one_whose_address_was_contacted() -> None:
+    assert network_of(json.dumps(config()), "b.outside") == "external"
+    assert network_of(json.dumps(config()), "b.example") == "default"
+
+
+def test_a_server_without_extended_information_is_reached_as_the_list_says() -> None:
+    assert parsed(nodesExt=[]).nodes == (Node("b.example", 11210), Node("a.example", 11210))
+
+
+def test_a_cluster_level_map_has_data_nodes_and_no_vbuckets() -> None:
+    text = json.dumps({"rev": 1, "nodesExt": config()["nodesExt"]})
+    cluster_map = parse_cluster_map(text, "a.example")
+    assert cluster_map.nodes == (A, B)
+    assert cluster_map.bucket_name is None
+    assert cluster_map.vbucket_count == 0
+
+
+def test_the_epoch_outranks_the_revision_and_neither_is_bound_to_32_bits() -> None:
+    huge = 2**40
+    assert parsed(revEpoch=3, rev=1).newer_than(parsed())
+    assert parsed(rev=huge + 1).newer_than(parsed(rev=huge))
+    assert not parsed().newer_than(parsed())
+    assert parsed().newer_than(None)
+
+
+def test_the_difference_of_two_maps_is_the_vbuckets_that_moved() -> None:
+    old = parsed()
+    new = parsed(vBucketServerMap={"serverList": ["$HOST:11210"], "vBucketMap": [[0], [0], [-1], [0], [0]]})
+    assert moved_vbuckets(old, new) == [Move(0, B, A), Move(3, None, A), Move(4, None, A)]
+    assert moved_vbuckets(None, old) == [Move(0, None, B), Move(1, None, A)]
+    assert moved_vbuckets(new, old)[-1] == Move(4, A, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rev": "7"}, "rev"),
+        ({"rev": True}, "rev"),
+        ({"name": 5}, "name"),
+        ({"nodesExt": {}}, "nodesExt"),
+        ({"nodesExt": [5]}, "nodesExt"),
+        ({"nodesExt": [{"hostname": ""}]}, "hostname"),
+        ({"nodesExt": [{"services": {"kv": 70_000}}]}, "kv"),
+        ({"vBucketServerMap": []}, "vBucketServerMap"),
+        ({"vBucketServerMap": {"vBucketMap": []}}, "serverList"),
+        ({"vBucketServerMap": {"serverList": ["a"], "vBucketMap": []}}, "serverList"),
+        ({"vBucketServerMap": {"serverList": ["a:0"], "vBucketMap": []}}, "serverList"),
+        ({"vBucketServerMap": {"serverList": [5], "vBucketMap": []}}, "serverList"),
+        ({"vBucketServerMap": {"serverList": ["a:1"], "vBucketMap": [[1]]}}, "vBucketMap"),
+        ({"vBucketServerMap": {"serverList": ["a:1"], "vBucketMap": [[-2]]}}, "vBucketMap"),
+        ({"vBucketServerMap": {"serverList": ["a:1"], "vBucketMap": [[]] * 65_537}}, "vBucketMap"),
+    ],
+)
+def test_a_map_that_cannot_be_true_is_an_error_that_names_the_field(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(MalformedClusterMap, match=field):
+        parsed(**changes)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"7"])
+def test_what_is_no_json_is_one_kind_of_error(text: bytes) -> None:
+    with pytest.raises(MalformedClusterMap, match="cluster map"):
+        parse_cluster_map(text, "a.example")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 70_000) | st.text(max_size=3) | st.just("a:1"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = ["rev", "revEpoch", "name", "uuid", "nodesExt", "vBucketServerMap"]
+BUCKET_FIELDS = ["serverList", "vBucketMap"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), JSON),
+    st.none() | st.dictionaries(st.sampled_from(BUCKET_FIELDS), JSON),
+)
+def test_any_json_is_a_map_whose_indices_hold_or_a_malformed_one(
+    whole: dict[str, Any], server_map: dict[str, Any] | None
+) -> None:
+    if server_map is not None:
+        whole["vBucketServerMap"] = server_map
+    try:
+        cluster_map = parse_cluster_map(json.dumps(whole), "h")
+    except MalformedClusterMap:
+        return
+    for vbid in range(cluster_map.vbucket_count):
+        cluster_map.node_of(vbid)
