@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 Vbid = NewType("Vbid", int)
 Seqno = NewType("Seqno", int)
@@ -112,7 +112,7 @@ class VbucketState:
     staged_seqno: Seqno
     """Position on the staging branch: rows (or seqno advances) received and accepted, published or not."""
     staging_published_seqno: Seqno
-    """Newest complete snapshot end on the staging branch: equals `published_seqno` unless the branches differ, then 0."""
+    """Newest published end on the staging branch: `published_seqno`, or 0 when the branches differ."""
     open_snapshot: SnapshotRange | None
     """The snapshot that staged rows above the newest complete end belong to; None between snapshots."""
     failover_log: tuple[FailoverEntry, ...]
@@ -125,9 +125,11 @@ class VbucketState:
     last_rollback_ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A row as readers get it. `value` is the body, decompressed and without xattrs, unless asked for raw."""
+class Document(NamedTuple):
+    """A row as readers get it. `value` is the body, decompressed and without xattrs, unless asked for raw.
+
+    A tuple because it is made once per read: a frozen dataclass of these fields takes three times as long to build.
+    """
 
     vbid: Vbid
     collection_id: int

@@ -1,0 +1,256 @@
+"""Opening branches: rollback, abandoning staged rows, refill; and reading a vbucket's state back.
+
+Each function works inside one write transaction given by the writer and leaves the vbucket whole: `branch`, `pub`,
+`state`, `rollback` and the boundary row change together or not at all. Rows of the branch that is left are not touched;
+they are hidden by the cut and removed later by the purger. Branch numbers rise and are never reused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from storage import chain, keys, records
+from storage.environment import Environment
+from storage.errors import CorruptedError
+from storage.model import (
+    Boundary,
+    Branch,
+    BranchReason,
+    FailoverEntry,
+    Manifest,
+    Seqno,
+    Vbid,
+    VbucketState,
+)
+
+ManifestKey = tuple[int, int]
+"""(branch, seqno) of a manifest row; (0, 0): the initial manifest, for which there is no row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A vbucket as its environment describes it."""
+
+    state: VbucketState
+    indexed_seqno: int
+    manifest_key: ManifestKey
+    manifests: list[tuple[int, int, Manifest]]
+    """(branch, seqno, manifest) of the staging branch above what is published, rising."""
+
+
+def unpack_pub(data: bytes | None, path: str, vbid: int) -> tuple[int, int, int, int, int, int]:
+    """The fields of `keys.PUB`; CorruptedError when the row is missing or of another size."""
+    if data is None or len(data) != keys.PUB.size:
+        raise CorruptedError("the pub record is missing or damaged", path=path, vbid=vbid)
+    return keys.PUB.unpack(data)
+
+
+def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
+    """Read the state of a vbucket; CorruptedError names what contradicts what."""
+    vbid_key = keys.VBID_KEY.pack(vbid)
+    pub = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
+    branch, published, floor, manifest_branch, manifest_seqno, _ = pub
+    try:
+        fields = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))
+    except CorruptedError as error:
+        raise CorruptedError(error.message, path=environment.path, vbid=vbid, hint=error.hint) from error
+    staging, staged, staging_published, indexed, snapshot, log, purge, local_purge, rollbacks, last = fields
+    if staged < staging_published or (staging == branch and staging_published != published):
+        raise CorruptedError(
+            f"positions contradict each other (published {published}, staged {staged})",
+            path=environment.path,
+            vbid=vbid,
+        )
+    manifest_key = (manifest_branch, manifest_seqno)
+    manifest = manifest_at(environment, txn, vbid, manifest_key)
+    above = []
+    cursor = txn.cursor(environment.db(keys.DB_MANIFEST))
+    if cursor.set_range(keys.MANIFEST_KEY.pack(vbid, staging, staging_published + 1)):
+        for key, value in cursor.iternext():
+            row_vbid, row_branch, row_seqno = keys.MANIFEST_KEY.unpack(key)
+            if (row_vbid, row_branch) != (vbid, staging) or row_seqno > staged:
+                break
+            manifest = records.decode_manifest(value)
+            above.append((row_branch, row_seqno, manifest))
+    if staging != branch and not above:
+        manifest = Manifest.initial()
+    state = VbucketState(
+        vbid=vbid,
+        branch=Branch(branch),
+        published_seqno=Seqno(published),
+        history_floor_seqno=Seqno(floor),
+        staging_branch=Branch(staging),
+        staged_seqno=Seqno(staged),
+        staging_published_seqno=Seqno(staging_published),
+        open_snapshot=snapshot,
+        failover_log=log,
+        source_purge_seqno=Seqno(purge),
+        local_purge_seqno=Seqno(local_purge),
+        manifest=manifest,
+        rollback_count=rollbacks,
+        last_rollback_ms=last,
+    )
+    return Loaded(state, indexed, manifest_key if staging == branch else (0, 0), above)
+
+
+def manifest_at(environment: Environment, txn: Any, vbid: int, key: ManifestKey) -> Manifest:
+    """The manifest of a row key."""
+    if key == (0, 0):
+        return Manifest.initial()
+    return records.decode_manifest(txn.get(keys.MANIFEST_KEY.pack(vbid, *key), db=environment.db(keys.DB_MANIFEST)))
+
+
+def manifest_key_on(environment: Environment, txn: Any, vbid: int, links: chain.Chain) -> ManifestKey:
+    """The newest manifest row that a chain sees."""
+    cursor = txn.cursor(environment.db(keys.DB_MANIFEST))
+    for link in links:
+        limit = keys.MANIFEST_KEY.pack(vbid, link.branch, link.cut)
+        found = cursor.prev() if cursor.set_range(limit + b"\x00") else cursor.last()
+        if found and cursor.key()[:6] == limit[:6]:
+            _, branch, seqno = keys.MANIFEST_KEY.unpack(cursor.key())
+            return branch, seqno
+    return 0, 0
+
+
+def put_published(
+    environment: Environment,
+    txn: Any,
+    state: VbucketState,
+    branch: int,
+    seqno: int,
+    snap_start_seqno: int,
+    manifest_key: ManifestKey,
+    now_ms: int,
+) -> None:
+    """Make `branch` up to `seqno` what readers see, and keep that boundary."""
+    vbid_key = keys.VBID_KEY.pack(state.vbid)
+    floor = state.history_floor_seqno if state.staging_published_seqno else seqno
+    pub = keys.PUB.pack(branch, seqno, floor, *manifest_key, 0)
+    txn.put(vbid_key, pub, db=environment.db(keys.DB_PUB))
+    put_boundary(environment, txn, state, branch, seqno, snap_start_seqno, now_ms)
+
+
+def put_boundary(
+    environment: Environment, txn: Any, state: VbucketState, branch: int, seqno: int, start: int, now_ms: int
+) -> None:
+    """The boundary row of a published snapshot end."""
+    vbuuid = vbuuid_at(state.failover_log, seqno)
+    key = keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX
+    txn.put(key, keys.BOUNDARY.pack(min(start, seqno), vbuuid, now_ms), db=environment.db(keys.rows_db(state.vbid)))
+
+
+def vbuuid_at(log: tuple[FailoverEntry, ...], seqno: int) -> int:
+    """The history that `seqno` belongs to: the newest entry that began at or below it; 0 when there is none."""
+    for entry in log:
+        if entry.seqno <= seqno:
+            return entry.vbuuid
+    return 0
+
+
+def _next_branch(environment: Environment, txn: Any, vbid: int) -> int:
+    cursor = txn.cursor(environment.db(keys.DB_BRANCH))
+    last = cursor.prev() if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
+    if not last or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):
+        raise CorruptedError("the vbucket has no branch", path=environment.path, vbid=vbid)
+    number: int = keys.BRANCH_KEY.unpack(cursor.key())[1] + 1
+    return number
+
+
+def _open_branch(
+    environment: Environment, txn: Any, vbid: int, parent: int | None, base: int, vbuuid: int, reason: int, now_ms: int
+) -> int:
+    number = _next_branch(environment, txn, vbid)
+    row = records.encode_branch(parent, base, vbuuid, reason, now_ms)
+    txn.put(keys.BRANCH_KEY.pack(vbid, number), row, db=environment.db(keys.DB_BRANCH))
+    return number
+
+
+def _put_state(
+    environment: Environment, txn: Any, state: VbucketState, branch: int, seqno: int, **changes: Any
+) -> None:
+    """`state` of a vbucket that stands on `branch` at the complete end `seqno`, with nothing staged above it."""
+    row = records.encode_state(
+        branch,
+        seqno,
+        seqno,
+        seqno,
+        None,
+        changes.get("failover_log", state.failover_log),
+        changes.get("source_purge_seqno", state.source_purge_seqno),
+        state.local_purge_seqno,
+        changes.get("rollback_count", state.rollback_count),
+        changes.get("last_rollback_ms", state.last_rollback_ms),
+    )
+    txn.put(keys.VBID_KEY.pack(state.vbid), row, db=environment.db(keys.DB_STATE))
+
+
+def prune_failover_log(log: tuple[FailoverEntry, ...], boundary: Boundary) -> tuple[FailoverEntry, ...]:
+    """What is left of the log after a rollback to `boundary` (protocol facts 2.5)."""
+    kept = tuple(entry for entry in log if entry.seqno <= boundary.seqno)
+    if not kept and boundary.vbuuid:
+        return (FailoverEntry(boundary.vbuuid, Seqno(0)),)
+    return kept
+
+
+def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary: Boundary, now_ms: int) -> None:
+    """Open a branch at a kept boundary of the served chain and serve it."""
+    vbid, at = state.vbid, boundary.seqno
+    log = prune_failover_log(state.failover_log, boundary)
+    to_vbuuid = vbuuid_at(log, at)
+    served = chain.load(environment, txn, vbid, state.branch, at)
+    manifest_key = manifest_key_on(environment, txn, vbid, served)
+    branch = _open_branch(environment, txn, vbid, state.branch, at, to_vbuuid, BranchReason.ROLLBACK, now_ms)
+    pub = keys.PUB.pack(branch, at, min(state.history_floor_seqno, at), *manifest_key, 0)
+    txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
+    key = keys.ROW.pack(branch, at) + keys.BOUNDARY_SUFFIX
+    value = keys.BOUNDARY.pack(boundary.snap_start_seqno, to_vbuuid, boundary.time_ms)
+    txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
+    number = state.rollback_count + 1
+    from_vbuuid = vbuuid_at(state.failover_log, state.published_seqno)
+    record = records.encode_rollback(state.branch, state.published_seqno, branch, at, from_vbuuid, to_vbuuid, now_ms)
+    txn.put(keys.ROLLBACK_KEY.pack(vbid, number), record, db=environment.db(keys.DB_ROLLBACK))
+    _put_state(environment, txn, state, branch, at, failover_log=log, rollback_count=number, last_rollback_ms=now_ms)
+
+
+def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_key: ManifestKey, now_ms: int) -> None:
+    """Leave rows of an unfinished snapshot behind on their branch, where no chain will ever see them."""
+    vbid = state.vbid
+    base = state.published_seqno
+    if staging_reason(environment, txn, state) is BranchReason.REFILL:
+        begin_refill(environment, txn, state, BranchReason.REFILL, now_ms)
+        return
+    # Also for a broken OSO snapshot: rows of its branch are in the tree, so going on needs a newer branch to append to.
+    vbuuid = vbuuid_at(state.failover_log, base)
+    branch = _open_branch(environment, txn, vbid, state.branch, base, vbuuid, BranchReason.ABANDONED, now_ms)
+    pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)
+    txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
+    if base:
+        served = chain.load(environment, txn, vbid, state.branch, base)
+        boundary = chain.newest_boundary(environment, txn, vbid, served, base)
+        if boundary is None or boundary.seqno != base:
+            raise CorruptedError(f"published seqno {base} has no boundary", path=environment.path, vbid=vbid)
+        value = keys.BOUNDARY.pack(boundary.snap_start_seqno, boundary.vbuuid, boundary.time_ms)
+        key = keys.ROW.pack(branch, base) + keys.BOUNDARY_SUFFIX
+        txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
+    _put_state(environment, txn, state, branch, base)
+
+
+def staging_reason(environment: Environment, txn: Any, state: VbucketState) -> BranchReason:
+    """Why the staging branch was opened."""
+    key = keys.BRANCH_KEY.pack(state.vbid, state.staging_branch)
+    reason = BranchReason(records.decode_branch(txn.get(key, db=environment.db(keys.DB_BRANCH)))[3])
+    assert (state.staging_branch == state.branch) or reason in (BranchReason.REFILL, BranchReason.OSO), state
+    # A published refill or OSO branch is served like any other.
+    return reason if state.staging_branch != state.branch else BranchReason.FIRST
+
+
+def begin_refill(environment: Environment, txn: Any, state: VbucketState, reason: BranchReason, now_ms: int) -> None:
+    """A staging branch without parent, beside what is served. The flag in `pub` says that a refill is under way."""
+    branch = _open_branch(environment, txn, state.vbid, None, 0, 0, reason, now_ms)
+    vbid_key = keys.VBID_KEY.pack(state.vbid)
+    pub = list(unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, state.vbid))
+    if reason is BranchReason.REFILL:
+        pub[5] |= keys.PUB_STALE
+    txn.put(vbid_key, keys.PUB.pack(*pub), db=environment.db(keys.DB_PUB))
+    _put_state(environment, txn, state, branch, 0, failover_log=(), source_purge_seqno=Seqno(0))

@@ -1,0 +1,176 @@
+"""A mirror's directory: `mirror.json`, group folders, and the locks that keep one writer per group.
+
+Invariant: `mirror.json` is written last, by fsync and rename; a directory without it counts as empty. The number of
+groups never changes afterwards; vbucket v belongs to group v % groups.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+
+import msgpack
+
+from storage import keys, records
+from storage.environment import DATA_FILE, Environment, storage_error
+from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, ReadOnly, StorageError, WrongBucket
+from storage.model import BranchReason, Identity
+
+FORMAT = 1
+FILE = "mirror.json"
+LOCK_FILE = "writer.lock"
+VBUCKETS_MAX = 65536
+GROUPS_MAX = 1024
+
+
+def exists(path: str) -> bool:
+    """True when `path` holds a mirror."""
+    return os.path.exists(os.path.join(path, FILE))
+
+
+def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
+    """Make `path` a mirror of `identity`: environments first, `mirror.json` last. Refuses an existing mirror."""
+    if exists(path):
+        raise StorageError("already holds a mirror", path=path)
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        for group in range(identity.group_count):
+            folder = group_path(path, group)
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            if os.path.exists(os.path.join(folder, DATA_FILE)):  # left by a creation that did not reach mirror.json
+                os.unlink(os.path.join(folder, DATA_FILE))
+            create_environment(folder, group, group_vbids(identity, group), identity, time_ms=time_ms)
+        temporary = os.path.join(path, FILE + ".new")
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump({"format": FORMAT, **asdict(identity)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, os.path.join(path, FILE))
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
+def create_environment(path: str, group: int, vbids: Sequence[int], identity: Identity, *, time_ms: int = 0) -> None:
+    """A new environment whose vbuckets are empty: branch 1, nothing published."""
+    environment = Environment(path, vbids, writable=True, create=True, sync="full")
+    try:
+        environment.open_all()
+        with environment.begin(write=True) as txn:
+            branch, pub, state = (environment.db(name) for name in (keys.DB_BRANCH, keys.DB_PUB, keys.DB_STATE))
+            for vbid in vbids:
+                first = records.encode_branch(None, 0, 0, BranchReason.FIRST, time_ms)
+                txn.put(keys.BRANCH_KEY.pack(vbid, 1), first, db=branch)
+                txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(1, 0, 0, 0, 0, 0), db=pub)
+                empty = records.encode_state(1, 0, 0, 0, None, (), 0, 0, 0, None)
+                txn.put(keys.VBID_KEY.pack(vbid), empty, db=state)
+            meta = environment.db(keys.DB_META)
+            txn.put(b"identity", identity_bytes(identity, group), db=meta)
+            txn.put(b"fence", (0).to_bytes(8, "big"), db=meta)
+    finally:
+        environment.close()
+
+
+def identity_bytes(identity: Identity, group: int) -> bytes:
+    """What `meta` holds under `identity`: it must be equal to this, byte for byte, or the file is another mirror's."""
+    return bytes(msgpack.packb([FORMAT, group, *asdict(identity).values()]))
+
+
+def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
+    """Raise unless `stored` (from `meta`) is the identity that `mirror.json` describes."""
+    if stored == identity_bytes(identity, group):
+        return
+    try:
+        fields_stored = msgpack.unpackb(stored or b"")
+        stored_format = fields_stored[0]
+    except Exception as error:
+        raise CorruptedError("the environment does not say what it is", path=path) from error
+    if stored_format != FORMAT:
+        raise FormatTooNew(f"format {stored_format}; this program knows format {FORMAT}", path=path)
+    raise WrongBucket(
+        f"holds group {fields_stored[1]} of bucket {fields_stored[3]!r} ({fields_stored[4]}), "
+        f"but mirror.json says group {group} of {identity.bucket_name!r} ({identity.bucket_uuid})",
+        path=path,
+        hint="put the right folder in its place",
+    )
+
+
+def load(path: str) -> Identity:
+    """The identity of the mirror at `path`.
+
+    Raises NotAMirror, ReadOnly (no permission), FormatTooNew, or CorruptedError when `mirror.json` makes no sense.
+    """
+    file_path = os.path.join(path, FILE)
+    try:
+        with open(file_path, encoding="utf-8") as file:
+            data = json.load(file)
+    except FileNotFoundError as error:
+        what = "no mirror here yet" if os.path.isdir(path) else "no such directory"
+        raise NotAMirror(what, path=path, hint="`dcp-mirror run --source ... --data ...` makes one") from error
+    except NotADirectoryError as error:
+        raise NotAMirror("not a directory", path=path) from error
+    except PermissionError as error:
+        raise ReadOnly("permission denied", path=file_path, hint="run as the user that owns the mirror") from error
+    except (OSError, ValueError) as error:
+        raise CorruptedError(f"cannot be read: {error}", path=file_path, hint="restore it from a backup") from error
+    if not isinstance(data, dict) or not isinstance(data.get("format"), int):
+        raise CorruptedError("holds no mirror description", path=file_path, hint="restore it from a backup")
+    if data["format"] != FORMAT:
+        raise FormatTooNew(
+            f"format {data['format']}; this program knows format {FORMAT}",
+            path=file_path,
+            hint="use the version of dcp-mirror that wrote it",
+        )
+    try:
+        identity = Identity(**{field.name: data[field.name] for field in fields(Identity)})
+    except KeyError as error:
+        raise CorruptedError(f"lacks {error}", path=file_path, hint="restore it from a backup") from error
+    texts = (identity.cluster_uuid, identity.bucket_name, identity.bucket_uuid)
+    numbers = (identity.vbucket_count, identity.group_count)
+    if (
+        not all(isinstance(text, str) for text in texts)
+        or not all(isinstance(number, int) for number in numbers)
+        or not 1 <= identity.vbucket_count <= VBUCKETS_MAX
+        or not 1 <= identity.group_count <= GROUPS_MAX
+    ):
+        raise CorruptedError("holds values that cannot be true", path=file_path, hint="restore it from a backup")
+    return identity
+
+
+def group_path(path: str, group: int) -> str:
+    """Folder of a group's environment."""
+    return os.path.join(path, f"group-{group:04d}")
+
+
+def group_vbids(identity: Identity, group: int) -> range:
+    """The vbuckets of a group, in rising order."""
+    return range(group, identity.vbucket_count, identity.group_count)
+
+
+class GroupLock:
+    """The exclusive lock of a group's writer, held for life; the kernel gives it up when the process dies."""
+
+    def __init__(self, path: str) -> None:
+        """Take the lock of the group folder `path`, or raise Locked at once."""
+        try:
+            self._descriptor = os.open(os.path.join(path, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise storage_error(error, path) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise Locked(
+                "another process is writing this group", path=path, hint="stop the other dcp-mirror on this data first"
+            ) from error
+
+    def release(self) -> None:
+        """Give the lock up."""
+        os.close(self._descriptor)

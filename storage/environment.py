@@ -1,0 +1,215 @@
+"""Opening and closing LMDB environments: map size, reader slots, handles, the fork guard, and errors by name.
+
+Knows LMDB; knows nothing of rows. Invariants: an environment file is open at most once in a process (LMDB's own rule),
+never used after fork, its map is large from the start (a sparse reservation of address space, not of disk), and every
+tree handle is opened in a transaction of its own before any transaction that uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lmdb
+
+from storage import keys
+from storage.errors import Closed, CorruptedError, Full, Locked, ReadOnly, StorageError
+
+MAP_SIZE = 64 << 30
+"""Address space reserved per environment, bytes. The file only takes what is written; the writer grows it when full."""
+READERS_MAX = 1024
+"""Reader slots: each open read transaction of any process takes one; LMDB's default of 126 is soon used up."""
+DATA_FILE = "data.mdb"
+
+
+def storage_error(error: Exception, path: str) -> StorageError:
+    """An LMDB or operating system error by the name this program uses for it."""
+    code = getattr(error, "errno", None)
+    text = str(error)
+    if isinstance(error, StorageError):
+        return error
+    if isinstance(error, lmdb.MapFullError):
+        return Full("the LMDB map is full and cannot grow", path=path, hint="free address space or raise the limit")
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in text or "File too large" in text:
+        return Full(
+            "no space left to write", path=path, hint="free disk space or lift the quota; nothing published is lost"
+        )
+    if (
+        code in (errno.EACCES, errno.EROFS, errno.EPERM)
+        or isinstance(error, lmdb.ReadonlyError)
+        or any(part in text for part in ("Permission denied", "Read-only file system", "Operation not permitted"))
+    ):
+        return ReadOnly(
+            "permission denied",
+            path=path,
+            hint="the process needs read and write access to the directory and its lock file",
+        )
+    if isinstance(error, lmdb.ReadersFullError):
+        return Locked(f"all {READERS_MAX} reader slots are taken", path=path, hint="close readers, then try again")
+    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)):
+        return CorruptedError(
+            f"the LMDB file is damaged or is none: {error}",
+            path=path,
+            hint="set the group's folder aside; the mirror fills that group again from the source",
+        )
+    return StorageError(f"{type(error).__name__}: {error}", path=path)
+
+
+class Environment:
+    """One LMDB environment of a vbucket group, for one writer or for any number of reading threads."""
+
+    def __init__(
+        self,
+        path: str,
+        vbids: Sequence[int],
+        *,
+        writable: bool = False,
+        create: bool = False,
+        sync: str = "safe",
+        map_size: int = MAP_SIZE,
+    ) -> None:
+        """Open `path`. `vbids` are the vbuckets whose trees may be used; `sync` is safe, full or unsafe."""
+        self.path = path
+        self.vbids = tuple(vbids)
+        self.writable = writable
+        self._pid = os.getpid()
+        self._map_lock = threading.Lock()
+        self._handles: dict[bytes, Any] = {}
+        if not create and not os.path.exists(os.path.join(path, DATA_FILE)):
+            raise CorruptedError("the group's data file is missing", path=path, hint="run `dcp-mirror check`")
+        try:
+            self.env = lmdb.open(
+                path,
+                map_size=map_size,
+                max_dbs=2 * len(self.vbids) + len(keys.SHARED_DBS) + 8,
+                max_readers=READERS_MAX,
+                max_spare_txns=8,
+                readonly=not writable,
+                create=create,
+                metasync=sync == "full",
+                sync=sync != "unsafe",
+                readahead=False,
+                meminit=False,
+            )
+        except lmdb.Error as error:
+            raise storage_error(error, path) from error
+        if writable:
+            self.env.reader_check()
+
+    def db(self, name: bytes) -> Any:
+        """Handle of a tree. Opened once, in a transaction of its own, before any transaction that uses it."""
+        handle = self._handles.get(name)
+        if handle is None:
+            handle = self._open_db(name)
+        return handle
+
+    def _open_db(self, name: bytes) -> Any:
+        dups = name[:1] == b"k" and name[1:].isdigit()
+        with self._map_lock:
+            if name in self._handles:
+                return self._handles[name]
+            try:
+                with self.env.begin(write=self.writable) as txn:
+                    handle = self.env.open_db(name, txn=txn, dupsort=dups, dupfixed=dups, create=self.writable)
+            except lmdb.NotFoundError as error:
+                raise CorruptedError(f"tree {name.decode()} is missing", path=self.path) from error
+            except lmdb.Error as error:
+                raise storage_error(error, self.path) from error
+            self._handles[name] = handle
+            return handle
+
+    def open_all(self) -> None:
+        """Open (and in a new environment create) every tree in one transaction."""
+        names = [*keys.SHARED_DBS, *(f(vbid) for vbid in self.vbids for f in (keys.rows_db, keys.keys_db))]
+        opened = {}
+        try:
+            with self.env.begin(write=self.writable) as txn:
+                for name in names:
+                    dups = name[:1] == b"k" and name[1:].isdigit()
+                    opened[name] = self.env.open_db(name, txn=txn, dupsort=dups, dupfixed=dups, create=self.writable)
+        except lmdb.Error as error:
+            raise storage_error(error, self.path) from error
+        self._handles.update(opened)
+
+    def begin(self, *, write: bool = False) -> Any:
+        """A transaction on the newest commit. A map grown by the writer is taken over here."""
+        try:
+            return self.env.begin(write=write)
+        except lmdb.MapResizedError:
+            with self._map_lock:
+                self.env.set_mapsize(0)
+            return self.begin(write=write)
+        except lmdb.ReadersFullError as error:
+            if self.env.reader_check():
+                return self.begin(write=write)
+            raise storage_error(error, self.path) from error
+        except lmdb.Error as error:
+            if os.getpid() != self._pid:
+                raise Closed("opened before fork; open it again in the child", path=self.path) from error
+            raise storage_error(error, self.path) from error
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Any]:
+        """A read transaction as a context; LMDB errors leave it by their names here."""
+        txn = self.begin()
+        try:
+            yield txn
+        except lmdb.Error as error:
+            raise storage_error(error, self.path) from error
+        finally:
+            txn.abort()
+
+    def grow(self) -> int:
+        """Double the map (no transaction may be open in this process); the new size in bytes."""
+        size = int(self.env.info()["map_size"]) * 2
+        self.env.set_mapsize(size)
+        return size
+
+    def file_bytes(self) -> int:
+        """Size of the data file."""
+        return os.stat(os.path.join(self.path, DATA_FILE)).st_size
+
+    def close(self) -> None:
+        """Close; handles and transactions are invalid afterwards."""
+        self._handles.clear()
+        self.env.close()
+
+
+class _Shared:
+    """Reading environments of this process by path: LMDB must not open a file twice in one process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open: dict[str, tuple[Environment, int]] = {}
+        self.pid = os.getpid()
+
+    def acquire(self, path: str, vbids: Sequence[int], map_size: int) -> Environment:
+        real = os.path.realpath(path)
+        with self.lock:
+            if self.pid != os.getpid():  # after fork the parent's environments are not ours to use or to close
+                self.open = {}
+                self.pid = os.getpid()
+            environment, count = self.open.get(real, (None, 0))
+            if environment is None:
+                environment = Environment(real, vbids, map_size=map_size)
+            self.open[real] = (environment, count + 1)
+            return environment
+
+    def release(self, environment: Environment) -> None:
+        with self.lock:
+            if self.pid != os.getpid():
+                return
+            _, count = self.open[environment.path]
+            if count > 1:
+                self.open[environment.path] = (environment, count - 1)
+            else:
+                del self.open[environment.path]
+                environment.close()
+
+
+SHARED_READERS = _Shared()
+"""The one place of this package with process-wide state, because LMDB has the same."""

@@ -1,0 +1,139 @@
+"""Key rows of a large staged snapshot, built just before it is published.
+
+Rows of a snapshot that spans several transactions are appended to `v<vbid>` alone; nobody can see them, so nobody needs
+their key rows yet. When the snapshot is complete this job reads them back, sorts and inserts the key rows in slices of
+bounded size: random insertion as rows come is several times slower and writes ten times the bytes.
+Invariants: memory holds at most one run of `RUN_ROWS` key rows and a chunk of each spilled run; every write transaction
+holds at most `SLICE_ROWS` rows; doing the whole job again after a crash changes nothing (existing dups are kept).
+"""
+
+from __future__ import annotations
+
+import heapq
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from typing import IO, Any
+
+import msgpack
+
+from storage import keys, records
+from storage.environment import Environment
+
+RUN_ROWS = 200_000
+"""Key rows sorted in memory at once: about 40 MB."""
+SLICE_ROWS = 20_000
+"""Rows read or written in one step: some 20-50 ms, so that noops and heartbeats are answered in between."""
+_CHUNK_ROWS = 2_000
+
+KeyRow = tuple[bytes, bytes]
+
+
+class IndexJob:
+    """Builds the key rows of rows (from_seqno, to_seqno] of one branch of a vbucket, a slice at a time."""
+
+    def __init__(self, environment: Environment, vbid: int, prefix: bytes, from_seqno: int, to_seqno: int) -> None:
+        """Nothing is read or written before the first `step`."""
+        self.environment = environment
+        self.vbid = vbid
+        self.prefix = prefix
+        self.to_seqno = to_seqno
+        self._position = from_seqno
+        self._read_all = False
+        self._run: list[KeyRow] = []
+        self._spilled: list[IO[bytes]] = []
+        self._sorted: Iterator[KeyRow] | None = None
+        self._append = False
+
+    def read_slice(self) -> bool:
+        """Read the next slice of rows. False when all are read."""
+        if self._read_all:
+            return False
+        with self.environment.read() as txn:
+            rows = rows_between(
+                self.environment, txn, self.vbid, self.prefix, self._position, self.to_seqno, SLICE_ROWS
+            )
+        if len(rows) < SLICE_ROWS:
+            self._read_all = True
+        if rows:
+            self._position = int.from_bytes(rows[-1][0][4:], "big")
+        self._run += records.key_rows(rows)
+        if len(self._run) >= RUN_ROWS:
+            self._spill()
+        return not self._read_all
+
+    def _spill(self) -> None:
+        """Write the sorted run to a file without a name in the group's folder; it goes with the process."""
+        self._run.sort()
+        file = tempfile.TemporaryFile(dir=self.environment.path)  # noqa: SIM115 - lives as long as the job
+        for start in range(0, len(self._run), _CHUNK_ROWS):
+            file.write(msgpack.packb(self._run[start : start + _CHUNK_ROWS]))
+        file.seek(0)
+        self._spilled.append(file)
+        self._run = []
+
+    def sort(self, txn: Any) -> None:
+        """Get ready for writing: one sorted stream out of all runs."""
+        if self._spilled and self._run:
+            self._spill()
+        if self._spilled:
+            self._sorted = heapq.merge(*(_read_run(file) for file in self._spilled))
+        else:
+            self._run.sort()
+            self._sorted = iter(self._run)
+        self._append = txn.stat(self.environment.db(keys.keys_db(self.vbid)))["entries"] == 0
+
+    def write_slice(self, txn: Any) -> bool:
+        """Insert the next slice in `txn`, which the caller commits. False when nothing is left."""
+        if self._sorted is None:
+            self.sort(txn)
+        assert self._sorted is not None
+        self._slice = list(islice(self._sorted, SLICE_ROWS))
+        return self.write_again(txn)
+
+    def write_again(self, txn: Any) -> bool:
+        """Insert the current slice (once more, after the map was grown)."""
+        put_key_rows(self.environment, txn, self.vbid, self._slice, append=self._append)
+        return len(self._slice) == SLICE_ROWS
+
+    def close(self) -> None:
+        """Give up spilled files."""
+        for file in self._spilled:
+            file.close()
+        self._spilled = []
+        self._run = []
+
+
+def _read_run(file: IO[bytes]) -> Iterator[KeyRow]:
+    unpacker = msgpack.Unpacker(file, use_list=False, max_buffer_size=1 << 30)
+    for chunk in unpacker:
+        yield from chunk
+
+
+def rows_between(
+    environment: Environment, txn: Any, vbid: int, prefix: bytes, after_seqno: int, to_seqno: int, limit: int
+) -> list[tuple[bytes, bytes]]:
+    """At most `limit` rows (boundaries left out) of a branch with after_seqno < seqno <= to_seqno, rising."""
+    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    end = prefix + to_seqno.to_bytes(8, "big")
+    rows: list[tuple[bytes, bytes]] = []
+    if after_seqno >= to_seqno or not cursor.set_range(prefix + (after_seqno + 1).to_bytes(8, "big")):
+        return rows
+    for key, value in cursor.iternext():
+        if key > end:
+            break
+        if len(key) == keys.ROW_KEY_SIZE:
+            rows.append((key, value))
+            if len(rows) == limit:
+                break
+    return rows
+
+
+def put_key_rows(environment: Environment, txn: Any, vbid: int, rows: list[KeyRow], *, append: bool = False) -> None:
+    """Insert sorted key rows; pairs that are there already stay as they are."""
+    if not rows:
+        return
+    consumed, added = txn.cursor(environment.db(keys.keys_db(vbid))).putmulti(rows, dupdata=False, append=append)
+    # LMDB drops out-of-order rows of an append without a word (py-lmdb returns the count), so the count is the proof.
+    assert consumed == len(rows), (vbid, consumed, len(rows))
+    assert added == consumed or not append, (vbid, consumed, added)

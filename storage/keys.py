@@ -1,0 +1,78 @@
+"""Keys and fixed structs: how identifiers become bytes that sort as numbers do.
+
+Knows layouts only (FORMAT.md, "Keyspaces"); everything is big-endian so that LMDB's memcmp order is numeric order.
+Invariant: a row key is 12 bytes, a boundary key is the 12 bytes of its seqno and one 0x01, so a boundary sorts right
+after the row with the same seqno and before the next row.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+ROW = struct.Struct(">IQ")
+"""branch u32, seqno u64: key of a row in `v<vbid>`, and the first 12 bytes of a dup in `k<vbid>`."""
+DUP = struct.Struct(">IQB")
+"""branch u32, seqno u64, kind u8: a dup of `k<vbid>`."""
+DUP_SIZE = DUP.size
+PREFIX = struct.Struct(">I")
+BRANCH_KEY = struct.Struct(">HI")
+MANIFEST_KEY = struct.Struct(">HIQ")
+ROLLBACK_KEY = struct.Struct(">HI")
+VBID_KEY = struct.Struct(">H")
+PUB = struct.Struct(">IQQIQB")
+"""served branch u32, published_seqno u64, history_floor u64, manifest branch u32, manifest seqno u64, flags u8."""
+BOUNDARY = struct.Struct(">QQQ")
+"""snap_start_seqno u64, vbuuid u64, time_ms u64: value of a boundary row."""
+BOUNDARY_SUFFIX = b"\x01"
+ROW_KEY_SIZE = ROW.size
+BOUNDARY_KEY_SIZE = ROW_KEY_SIZE + 1
+
+PUB_STALE = 1
+"""Flag of `pub`: a refill from 0 is under way beside what is served."""
+
+DB_BRANCH = b"branch"
+DB_PUB = b"pub"
+DB_STATE = b"state"
+DB_MANIFEST = b"manifest"
+DB_ROLLBACK = b"rollback"
+DB_META = b"meta"
+SHARED_DBS = (DB_BRANCH, DB_PUB, DB_STATE, DB_MANIFEST, DB_ROLLBACK, DB_META)
+
+
+def rows_db(vbid: int) -> bytes:
+    """Name of the append log of a vbucket."""
+    return b"v%d" % vbid
+
+
+def keys_db(vbid: int) -> bytes:
+    """Name of the key tree of a vbucket."""
+    return b"k%d" % vbid
+
+
+def encode_collection_id(collection_id: int) -> bytes:
+    """Unsigned LEB128 of a collection id, canonical form (kv_engine docs/Collections.md, "Encoding")."""
+    if not 0 <= collection_id < 2**32:
+        raise ValueError(f"collection id {collection_id} is not a 32 bit number")
+    out = bytearray()
+    while collection_id > 0x7F:
+        out.append(collection_id & 0x7F | 0x80)
+        collection_id >>= 7
+    out.append(collection_id)
+    return bytes(out)
+
+
+def split_key(wire_key: bytes) -> tuple[int, bytes]:
+    """Collection id and document key of a prefixed key. Raises ValueError when the prefix does not end."""
+    collection_id = shift = 0
+    for index, byte in enumerate(wire_key[:5]):
+        collection_id |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return collection_id, wire_key[index + 1 :]
+        shift += 7
+    raise ValueError(f"collection id prefix of key {wire_key[:8].hex()} does not end within 5 bytes")
+
+
+def vbid_of(key: bytes, vbucket_count: int) -> int:
+    """The vbucket of a document key, as every Couchbase SDK computes it: CRC-32, bits 16 to 30, modulo the count."""
+    return ((zlib.crc32(key) >> 16) & 0x7FFF) % vbucket_count

@@ -1,0 +1,294 @@
+"""Values: how rows, states and the small records of the store are read and written.
+
+Knows byte layouts (FORMAT.md, "Values") and the model; never LMDB. A row is the DCP message as it came from the wire
+(24-byte header, extras, prefixed key, value); its vbucket and opaque fields mean nothing here. Everything else is a
+msgpack array whose first element is the record's version.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import cramjam
+import msgpack
+
+from storage import keys
+from storage.errors import CorruptedError
+from storage.model import (
+    Branch,
+    Collection,
+    Document,
+    FailoverEntry,
+    Kind,
+    Manifest,
+    ManifestUid,
+    Seqno,
+    SnapshotRange,
+    Vbid,
+    Vbuuid,
+)
+
+HEADER = struct.Struct(">BBHBBHIIQ")
+"""magic, opcode, key length, extras length, datatype, vbucket, body length, opaque, cas."""
+MAGIC = 0x80
+DATATYPE_SNAPPY = 0x02
+DATATYPE_XATTR = 0x04
+VALUE_LENGTH_MAX = 32 * 1024 * 1024
+"""A document of 20 MiB and its xattrs, with room to spare: nothing larger is believed."""
+
+_MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
+_MUTATION_EXTRAS = 31
+_DELETION_V1 = struct.Struct(">QQH")
+_DELETION_V2 = struct.Struct(">QQIB")
+_EXPIRATION = struct.Struct(">QQI")
+_MUTATION_KIND = Kind.MUTATION
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The key-tree rows of `rows` ((row key, frame) pairs), in their order; system events have none."""
+    out = []
+    for row_key, frame in rows:
+        opcode = frame[1]
+        if opcode != 0x5F:
+            start = 24 + frame[4]
+            out.append((frame[start : start + (frame[2] << 8 | frame[3])], row_key + frame[1:2]))
+    return out
+
+
+def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False) -> Document:
+    """A stored row as a Document; `raw` leaves the value compressed and with its xattrs.
+
+    Raises CorruptedError when the bytes contradict the format.
+    """
+    if frame[1] == 0x57 and frame[4] == _MUTATION_EXTRAS:
+        (_, _, key_length, _, datatype, _, body_length, _, cas, seqno, rev_seqno, flags, expiry, _, nmeta, _) = (
+            _MUTATION.unpack_from(frame)
+        )
+        key_start = 24 + _MUTATION_EXTRAS
+        value_start = key_start + key_length
+        value = frame[value_start : len(frame) - nmeta] if nmeta else frame[value_start:]
+        if 24 + body_length != len(frame) or value_start > len(frame):
+            raise CorruptedError("a row's lengths do not add up", vbid=vbid, hint="run `dcp-mirror check`")
+        if frame[key_start] < 0x80:
+            collection_id = frame[key_start]
+            key = frame[key_start + 1 : value_start]
+        else:
+            collection_id, key = keys.split_key(frame[key_start:value_start])
+        if datatype & 6 and not raw:
+            value, datatype = body_of(value, datatype)
+        return Document(
+            vbid,
+            collection_id,
+            key,
+            Seqno(seqno),
+            rev_seqno,
+            cas,
+            flags,
+            expiry,
+            datatype,
+            value,
+            _MUTATION_KIND,
+            branch,
+        )
+    return _decode_other(vbid, branch, frame, raw)
+
+
+def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool) -> Document:
+    """Tombstones and system events; system events carry their name as key and collection id 0."""
+    try:
+        _, opcode, key_length, extras_length, datatype, _, body_length, _, cas = HEADER.unpack_from(frame)
+        kind = _KINDS.get(opcode)
+        if kind is None or 24 + body_length != len(frame) or extras_length + key_length > body_length:
+            raise CorruptedError(f"a row of opcode 0x{opcode:02x} cannot be read", vbid=vbid)
+        nmeta = delete_time = 0
+        if kind is Kind.DELETION and extras_length == _DELETION_V1.size:
+            seqno, rev_seqno, nmeta = _DELETION_V1.unpack_from(frame, 24)
+        elif kind is Kind.DELETION and extras_length == _DELETION_V2.size:
+            seqno, rev_seqno, delete_time, _ = _DELETION_V2.unpack_from(frame, 24)
+        elif kind is Kind.EXPIRATION and extras_length == _EXPIRATION.size:
+            seqno, rev_seqno, delete_time = _EXPIRATION.unpack_from(frame, 24)
+        elif kind is Kind.SYSTEM_EVENT and extras_length == 13:
+            seqno, rev_seqno = int.from_bytes(frame[24:32], "big"), 0
+        else:
+            raise CorruptedError(f"a {kind.name.lower()} row has {extras_length} bytes of extras", vbid=vbid)
+        key_start = 24 + extras_length
+        wire_key = frame[key_start : key_start + key_length]
+        value = frame[key_start + key_length : len(frame) - nmeta]
+        collection_id, key = (0, wire_key) if kind is Kind.SYSTEM_EVENT else keys.split_key(wire_key)
+    except (struct.error, IndexError, ValueError) as error:
+        raise CorruptedError(f"a row cannot be read: {error}", vbid=vbid) from error
+    if datatype & 6 and not raw:
+        value, datatype = body_of(value, datatype)
+    return Document(
+        vbid, collection_id, key, Seqno(seqno), rev_seqno, cas, 0, delete_time, datatype, value, kind, branch
+    )
+
+
+def body_of(value: bytes, datatype: int) -> tuple[bytes, int]:
+    """The document body alone: decompressed, without the xattr section; and the datatype that is left."""
+    if datatype & DATATYPE_SNAPPY:
+        value = decompress(value)
+        datatype &= ~DATATYPE_SNAPPY
+    if datatype & DATATYPE_XATTR:
+        if len(value) < 4 or (end := 4 + int.from_bytes(value[:4], "big")) > len(value):
+            raise CorruptedError("the xattr section of a value is longer than the value")
+        value = value[end:]
+        datatype &= ~DATATYPE_XATTR
+    return value, datatype
+
+
+def decompress(value: bytes) -> bytes:
+    """Snappy (raw format). The length that the data claims is bounded before it is believed."""
+    claimed = shift = 0
+    for byte in value[:5]:
+        claimed |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    if not value or claimed > VALUE_LENGTH_MAX:
+        raise CorruptedError(f"a compressed value claims {claimed} bytes; at most {VALUE_LENGTH_MAX} are possible")
+    try:
+        return bytes(cramjam.snappy.decompress_raw(value))
+    except Exception as error:
+        raise CorruptedError(f"a compressed value cannot be decompressed: {error}") from error
+
+
+def encode_mutation(
+    key: bytes,
+    value: bytes,
+    seqno: int,
+    *,
+    collection_id: int = 0,
+    rev_seqno: int = 1,
+    cas: int = 1,
+    flags: int = 0,
+    expiry: int = 0,
+    datatype: int = 0,
+) -> bytes:
+    """A stored mutation, for benchmarks and tools that write rows without a source."""
+    wire_key = keys.encode_collection_id(collection_id) + key
+    body_length = _MUTATION_EXTRAS + len(wire_key) + len(value)
+    head = _MUTATION.pack(
+        MAGIC, 0x57, len(wire_key), _MUTATION_EXTRAS, datatype, 0, body_length, 0, cas, seqno, rev_seqno, flags, expiry,
+        0, 0, 0,
+    )  # fmt: skip
+    return head + wire_key + value
+
+
+def encode_deletion(
+    key: bytes, seqno: int, *, collection_id: int = 0, rev_seqno: int = 2, cas: int = 1, expired: bool = False
+) -> bytes:
+    """A stored tombstone without value, for benchmarks and tools that write rows without a source."""
+    wire_key = keys.encode_collection_id(collection_id) + key
+    extras = _EXPIRATION.pack(seqno, rev_seqno, 0) if expired else _DELETION_V1.pack(seqno, rev_seqno, 0)
+    opcode = Kind.EXPIRATION if expired else Kind.DELETION
+    body_length = len(extras) + len(wire_key)
+    return HEADER.pack(MAGIC, opcode, len(wire_key), len(extras), 0, 0, body_length, 0, cas) + extras + wire_key
+
+
+StateFields = tuple[int, int, int, int, SnapshotRange | None, tuple[FailoverEntry, ...], int, int, int, int | None]
+
+
+def _pack(*fields: Any) -> bytes:
+    return bytes(msgpack.packb((1, *fields)))
+
+
+def _unpack(data: bytes | None, what: str, count: int) -> list[Any]:
+    if data is None:
+        raise CorruptedError(f"the {what} record is missing", hint="run `dcp-mirror check`")
+    try:
+        fields = msgpack.unpackb(data)
+    except Exception as error:
+        raise CorruptedError(f"the {what} record cannot be read: {error}") from error
+    if not isinstance(fields, list) or len(fields) != count + 1 or fields[0] != 1:
+        raise CorruptedError(f"the {what} record has an unknown shape")
+    return fields[1:]
+
+
+def encode_branch(parent: int | None, base_seqno: int, vbuuid: int, reason: int, time_ms: int) -> bytes:
+    """A row of `branch`."""
+    return _pack(parent, base_seqno, vbuuid, reason, time_ms)
+
+
+def decode_branch(data: bytes | None) -> tuple[int | None, int, int, int, int]:
+    """(parent, base_seqno, vbuuid, reason, time_ms)."""
+    parent, base_seqno, vbuuid, reason, time_ms = _unpack(data, "branch", 5)
+    return parent, base_seqno, vbuuid, reason, time_ms
+
+
+def encode_state(
+    staging_branch: int,
+    staged_seqno: int,
+    staging_published_seqno: int,
+    indexed_seqno: int,
+    open_snapshot: SnapshotRange | None,
+    failover_log: Sequence[FailoverEntry],
+    source_purge_seqno: int,
+    local_purge_seqno: int,
+    rollback_count: int,
+    last_rollback_ms: int | None,
+) -> bytes:
+    """A row of `state`."""
+    return _pack(
+        staging_branch,
+        staged_seqno,
+        staging_published_seqno,
+        indexed_seqno,
+        (open_snapshot.start_seqno, open_snapshot.end_seqno, open_snapshot.flags) if open_snapshot else None,
+        [(entry.vbuuid, entry.seqno) for entry in failover_log],
+        source_purge_seqno,
+        local_purge_seqno,
+        rollback_count,
+        last_rollback_ms,
+    )
+
+
+def decode_state(data: bytes | None) -> StateFields:
+    """The fields of `encode_state`, in its order."""
+    branch, staged, published, indexed, snapshot, log, purge, local_purge, rollbacks, last = _unpack(data, "state", 10)
+    return (
+        branch,
+        staged,
+        published,
+        indexed,
+        SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None,
+        tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in log),
+        purge,
+        local_purge,
+        rollbacks,
+        last,
+    )
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """A row of `manifest`."""
+    collections = [
+        (c.collection_id, c.scope_id, c.name, c.begin_seqno, c.max_ttl) for c in manifest.collections.values()
+    ]
+    return _pack(manifest.uid, list(manifest.scopes.items()), collections)
+
+
+def decode_manifest(data: bytes | None) -> Manifest:
+    """A Manifest from its row."""
+    uid, scopes, collections = _unpack(data, "manifest", 3)
+    return Manifest(
+        ManifestUid(uid),
+        dict(scopes),
+        {c[0]: Collection(c[0], c[1], c[2], Seqno(c[3]), c[4]) for c in collections},
+    )
+
+
+def encode_rollback(
+    from_branch: int, from_seqno: int, to_branch: int, to_seqno: int, from_vbuuid: int, to_vbuuid: int, time_ms: int
+) -> bytes:
+    """A row of `rollback`."""
+    return _pack(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms)
+
+
+def decode_rollback(data: bytes | None) -> tuple[int, int, int, int, int, int, int]:
+    """(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms)."""
+    a, b, c, d, e, f, g = _unpack(data, "rollback", 7)
+    return a, b, c, d, e, f, g

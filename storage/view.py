@@ -1,0 +1,715 @@
+"""Reading a mirror: point reads, scans by key and by seqno, changes, boundaries; from any process, at any time.
+
+Knows the format and nothing of the service. Invariants: one answer is read in one LMDB transaction (served branch,
+published_seqno and rows together); a scan keeps the boundary it began with and renews its transaction between chunks,
+so it neither blocks the purger nor makes the file grow, and raises ViewInvalidated when a rollback or the purger has
+passed it. A View may be used by many threads; a generator it returned by one at a time. After fork open a new one.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lmdb
+
+from storage import branches, chain, directory, index, keys, records
+from storage.environment import MAP_SIZE, SHARED_READERS, Environment, storage_error
+from storage.errors import Closed, CorruptedError, NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
+from storage.model import (
+    DEFAULT_COLLECTION,
+    SEQNO_MAX,
+    Boundary,
+    Branch,
+    Document,
+    Identity,
+    Manifest,
+    Seqno,
+    Vbid,
+    VbucketState,
+    Vbuuid,
+)
+
+CHUNK_ROWS = 2_000
+"""Rows that a scan reads in one transaction."""
+
+CollectionName = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """An `as_of` by wall clock: the newest kept boundary published at or before `ms` milliseconds since 1970."""
+
+    ms: int
+
+
+AsOf = int | Time | None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A position in the changes of a vbucket: everything up to `seqno` on `branch` was seen."""
+
+    vbid: Vbid
+    branch: Branch
+    seqno: Seqno
+
+    def __str__(self) -> str:
+        """`vbid:branch:seqno`."""
+        return f"{self.vbid}:{self.branch}:{self.seqno}"
+
+    @staticmethod
+    def parse(text: str) -> Token:
+        """The inverse of str(); ValueError says what is wrong."""
+        parts = text.split(":")
+        if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts):
+            raise ValueError(f"{text!r} is not a token; expected vbid:branch:seqno")
+        vbid, branch, seqno = map(int, parts)
+        if vbid > 0xFFFF or branch >= 2**32 or seqno > SEQNO_MAX:
+            raise ValueError(f"{text!r} is not a token; a number is too large")
+        return Token(Vbid(vbid), Branch(branch), Seqno(seqno))
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A rollback that readers went through: from (branch, seqno) to a new branch that begins at `to_seqno`."""
+
+    vbid: Vbid
+    from_branch: Branch
+    from_seqno: Seqno
+    to_branch: Branch
+    to_seqno: Seqno
+    from_vbuuid: Vbuuid
+    to_vbuuid: Vbuuid
+    time_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One published event. `kind` is mutation, deletion, expiration, system_event, rollback, retraction or restoration.
+
+    A rollback comes first on its new branch, then what it retracted (each newest retracted version) and restored (the
+    version that is visible again, if any). `token` resumes after this event.
+    """
+
+    kind: str
+    token: Token
+    document: Document | None = None
+    rollback: Rollback | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one vbucket serves, now or as of a boundary. `links` is its chain, newest first."""
+
+    branch: int
+    seqno: int
+    floor_seqno: int
+    manifest_key: tuple[int, int]
+    stale: bool
+    links: chain.Chain
+
+
+class Opened(NamedTuple):
+    """What reading a vbucket needs again and again: its environment and the handles of its trees."""
+
+    environment: Environment
+    pub: Any
+    keys: Any
+    rows: Any
+    vbid_key: bytes
+
+
+def open_view(path: str, *, map_size: int = MAP_SIZE) -> View:
+    """Open the mirror at `path` for reading, whether its service runs or not.
+
+    Raises NotAMirror, ReadOnly (no write access to a lock file), CorruptedError, FormatTooNew, WrongBucket.
+    """
+    return View(path, map_size=map_size)
+
+
+class View:
+    """A reader of one mirror. Use it as a context manager, or close it."""
+
+    def __init__(self, path: str, *, map_size: int = MAP_SIZE) -> None:
+        """Use `open_view`."""
+        self.path = path
+        self.identity: Identity = directory.load(path)
+        self._map_size = map_size
+        self._environments: dict[int, Environment] = {}
+        self._chains: dict[tuple[int, int], chain.Chain] = {}
+        self._manifests: dict[tuple[int, int, int], Manifest] = {}
+        self._groups = self.identity.group_count
+        self._count = self.identity.vbucket_count
+        self._closed = False
+        self._opened: dict[int, Opened] = {}
+
+    def __enter__(self) -> View:
+        """Nothing to do: opening was enough."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the environments up; generators of this view must not be used afterwards."""
+        self._closed = True
+        self._opened.clear()
+        for environment in self._environments.values():
+            SHARED_READERS.release(environment)
+        self._environments.clear()
+
+    # -- plumbing -------------------------------------------------------------------------------------------------
+
+    def vbid_of(self, key: bytes) -> Vbid:
+        """The vbucket of a document key."""
+        return Vbid(keys.vbid_of(key, self._count))
+
+    def _environment(self, vbid: int) -> Environment:
+        if self._closed:
+            raise Closed("the view is closed", path=self.path)
+        if not 0 <= vbid < self._count:
+            raise StorageError(f"there is no vbucket {vbid}; this bucket has {self._count}", path=self.path)
+        group = vbid % self._groups
+        environment = self._environments.get(group)
+        if environment is None:
+            path = directory.group_path(self.path, group)
+            environment = SHARED_READERS.acquire(path, directory.group_vbids(self.identity, group), self._map_size)
+            try:
+                environment.open_all()
+                with environment.read() as txn:
+                    meta = environment.db(keys.DB_META)
+                    directory.check_identity(txn.get(b"identity", db=meta), self.identity, group, environment.path)
+            except BaseException:
+                SHARED_READERS.release(environment)
+                raise
+            self._environments[group] = environment
+        return environment
+
+    def _open(self, vbid: int) -> Opened:
+        opened = self._opened.get(vbid)
+        if opened is None:
+            environment = self._environment(vbid)
+            trees = (keys.DB_PUB, keys.keys_db(vbid), keys.rows_db(vbid))
+            pub, key_tree, row_tree = (environment.db(tree) for tree in trees)
+            opened = Opened(environment, pub, key_tree, row_tree, keys.VBID_KEY.pack(vbid))
+            self._opened[vbid] = opened
+        return opened
+
+    def _served(self, environment: Environment, txn: Any, vbid: int) -> Served:
+        data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
+        branch, seqno, floor, m_branch, m_seqno, flags = branches.unpack_pub(data, environment.path, vbid)
+        links = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
+        return Served(branch, seqno, floor, (m_branch, m_seqno), bool(flags & keys.PUB_STALE), links)
+
+    def _whole_chain(self, environment: Environment, txn: Any, vbid: int, branch: int) -> chain.Chain:
+        """A branch's chain never changes, so it is read once."""
+        links = self._chains.get((vbid, branch))
+        if links is None:
+            links = self._chains[vbid, branch] = chain.load(environment, txn, vbid, branch, SEQNO_MAX)
+        return links
+
+    def _manifest(self, environment: Environment, txn: Any, vbid: int, key: tuple[int, int]) -> Manifest:
+        manifest = self._manifests.get((vbid, *key))
+        if manifest is None:
+            manifest = self._manifests[vbid, *key] = branches.manifest_at(environment, txn, vbid, key)
+        return manifest
+
+    def _as_of(self, environment: Environment, txn: Any, vbid: int, as_of: AsOf) -> tuple[Served, Boundary | None]:
+        """What is served as of a seqno or a time: the newest kept boundary not after it."""
+        served = self._served(environment, txn, vbid)
+        if as_of is None:
+            return served, None
+        boundary = None
+        if isinstance(as_of, Time):
+            for candidate in chain.boundaries(environment, txn, Vbid(vbid), served.links):
+                if candidate.time_ms <= as_of.ms:
+                    boundary = candidate
+                    break
+        else:
+            boundary = chain.newest_boundary(environment, txn, Vbid(vbid), served.links, as_of)
+        if boundary is None or boundary.seqno < served.floor_seqno:
+            raise NoSuchBoundary(
+                f"nothing is kept as of {as_of.ms if isinstance(as_of, Time) else as_of}; "
+                f"history begins at seqno {served.floor_seqno}",
+                vbid=vbid,
+                hint="ask for a later point, or keep more history",
+            )
+        links = chain.recut(served.links, boundary.seqno)
+        manifest_key = branches.manifest_key_on(environment, txn, vbid, links)
+        return Served(served.branch, boundary.seqno, served.floor_seqno, manifest_key, served.stale, links), boundary
+
+    # -- collections ----------------------------------------------------------------------------------------------
+
+    def manifest(self, vbid: int = 0) -> Manifest:
+        """Scopes and collections as one vbucket knows them now."""
+        environment = self._environment(vbid)
+        with environment.read() as txn:
+            return self._manifest(environment, txn, vbid, self._served(environment, txn, vbid).manifest_key)
+
+    def _collection_id(self, manifest: Manifest, name: CollectionName | None) -> int:
+        if name is None:
+            return DEFAULT_COLLECTION
+        if isinstance(name, int):
+            return name
+        scope, _, collection = name.rpartition(".")
+        scope = scope or "_default"
+        for entry in manifest.collections.values():
+            if entry.name == collection and manifest.scopes.get(entry.scope_id) == scope:
+                return entry.collection_id
+        known = sorted(
+            f"{manifest.scopes.get(entry.scope_id, '?')}.{entry.name}" for entry in manifest.collections.values()
+        )
+        raise UnknownCollection(
+            f"no collection {name!r}", path=self.path, hint=f"known here: {', '.join(known[:20]) or 'none'}"
+        )
+
+    @staticmethod
+    def _alive(manifest: Manifest, collection_id: int, seqno: int) -> bool:
+        """False for rows of a collection that was dropped, or flushed after the row."""
+        collection = manifest.collections.get(collection_id)
+        return collection is not None and seqno > collection.begin_seqno
+
+    # -- point reads ----------------------------------------------------------------------------------------------
+
+    def get(
+        self,
+        key: bytes | str,
+        collection: CollectionName | None = None,
+        *,
+        as_of: AsOf = None,
+        now: float | None = None,
+        raw: bool = False,
+    ) -> Document | None:
+        """One document, or None when it is absent, deleted or expired.
+
+        `collection` is a name (`scope.collection`) or an id; `as_of` a seqno of the key's vbucket or a `Time`; `now`
+        (seconds since 1970) decides expiry and defaults to the clock, or to the boundary's time with `as_of`; `raw`
+        leaves the value compressed and with its xattrs. Raises UnknownCollection, NoSuchBoundary.
+        """
+        if isinstance(key, str):
+            key = key.encode()
+        vbid = ((zlib.crc32(key) >> 16) & 0x7FFF) % self._count
+        opened = self._opened.get(vbid) or self._open(vbid)
+        txn = opened.environment.begin()
+        try:
+            return self._get(txn, opened, vbid, key, collection, as_of, now, raw)
+        except (struct.error, lmdb.Error) as error:
+            raise self._damaged(error, opened, vbid) from error
+        finally:
+            txn.abort()
+
+    def get_many(
+        self,
+        document_keys: Iterable[bytes | str],
+        collection: CollectionName | None = None,
+        *,
+        as_of: AsOf = None,
+        now: float | None = None,
+        raw: bool = False,
+    ) -> dict[bytes, Document]:
+        """Those of the documents that exist, by key. Documents of one group are read in one transaction."""
+        by_group: dict[int, list[tuple[int, bytes]]] = {}
+        for key in document_keys:
+            encoded = key.encode() if isinstance(key, str) else key
+            vbid = keys.vbid_of(encoded, self._count)
+            by_group.setdefault(vbid % self._groups, []).append((vbid, encoded))
+        found = {}
+        for wanted in by_group.values():
+            with self._open(wanted[0][0]).environment.read() as txn:
+                for vbid, key in wanted:
+                    document = self._get(txn, self._open(vbid), vbid, key, collection, as_of, now, raw)
+                    if document is not None:
+                        found[key] = document
+        return found
+
+    def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
+        """True when `get` would return a document."""
+        return self.get(key, collection, raw=True) is not None
+
+    def _get(
+        self,
+        txn: Any,
+        opened: Opened,
+        vbid: int,
+        key: bytes,
+        collection: CollectionName | None,
+        as_of: AsOf,
+        now: float | None,
+        raw: bool,
+    ) -> Document | None:
+        links: chain.Chain | None = None
+        if as_of is None:
+            branch, seqno, _, m_branch, m_seqno, _ = keys.PUB.unpack(txn.get(opened.vbid_key, db=opened.pub) or b"")
+            manifest_key = (m_branch, m_seqno)
+        else:
+            served, boundary = self._as_of(opened.environment, txn, vbid, as_of)
+            branch, seqno, links, manifest_key = served.links[0].branch, served.seqno, served.links, served.manifest_key
+            if now is None and boundary is not None:
+                now = boundary.time_ms / 1000
+        if collection is None and not manifest_key[0]:
+            manifest = None
+            wire_key = b"\x00" + key
+        else:
+            manifest = self._manifest(opened.environment, txn, vbid, manifest_key)
+            collection_id = self._collection_id(manifest, collection)
+            wire_key = keys.encode_collection_id(collection_id) + key
+        cursor = txn.cursor(opened.keys)
+        if not cursor.set_key(wire_key) or not cursor.last_dup():
+            return None
+        dup: bytes | None = cursor.value()
+        dup_branch, dup_seqno, kind = keys.DUP.unpack(dup or b"")
+        if dup_branch != branch or dup_seqno > seqno:  # there are rows that this view does not see: look further
+            if links is None:
+                links = chain.recut(self._whole_chain(opened.environment, txn, vbid, branch), seqno)
+            dup = chain.newest_version(cursor, wire_key, links)
+            if dup is None:
+                return None
+            dup_branch, dup_seqno, kind = keys.DUP.unpack(dup)
+        if kind != 0x57 or (manifest is not None and not self._alive(manifest, collection_id, dup_seqno)):
+            return None
+        document = self._row(txn, opened, vbid, dup or b"", raw)
+        if document.expiry and document.expiry <= (time.time() if now is None else now):
+            return None
+        return document
+
+    def _row(self, txn: Any, opened: Opened, vbid: int, dup: bytes, raw: bool) -> Document:
+        frame = txn.get(dup[:12], db=opened.rows)
+        if frame is None:
+            raise CorruptedError("a key points to a row that is missing", path=opened.environment.path, vbid=vbid)
+        return records.decode_row(Vbid(vbid), Branch(int.from_bytes(dup[:4], "big")), frame, raw=raw)
+
+    @staticmethod
+    def _damaged(error: Exception, opened: Opened, vbid: int) -> StorageError:
+        if isinstance(error, lmdb.Error):
+            return storage_error(error, opened.environment.path)
+        return CorruptedError(f"a record is damaged: {error}", path=opened.environment.path, vbid=vbid)
+
+    # -- scans ----------------------------------------------------------------------------------------------------
+
+    def scan(
+        self,
+        vbid: int | None = None,
+        *,
+        prefix: bytes | str = b"",
+        start: bytes | str = b"",
+        end: bytes | str | None = None,
+        collection: CollectionName | None = None,
+        limit: int | None = None,
+        as_of: AsOf = None,
+        now: float | None = None,
+        deletions: bool = False,
+        raw: bool = False,
+    ) -> Iterator[Document]:
+        """Documents in key order within each collection of each vbucket, in rising vbid.
+
+        Without `vbid` all vbuckets, without `collection` all collections; `start` <= key < `end`. Each vbucket is seen
+        at one boundary. `deletions` adds tombstones (and expired documents). Raises ViewInvalidated in mid-scan when a
+        rollback or the purger passed that boundary.
+        """
+        prefix, start = (text.encode() if isinstance(text, str) else text for text in (prefix, start))
+        stop = end.encode() if isinstance(end, str) else end
+        left = limit if limit is not None else -1
+        for each in range(self._count) if vbid is None else (vbid,):
+            if left == 0:
+                return
+            for document in self._scan_vbucket(each, prefix, start, stop, collection, as_of, now, deletions, raw):
+                yield document
+                left -= 1
+                if left == 0:
+                    return
+
+    def _scan_vbucket(
+        self,
+        vbid: int,
+        prefix: bytes,
+        start: bytes,
+        end: bytes | None,
+        collection: CollectionName | None,
+        as_of: AsOf,
+        now: float | None,
+        deletions: bool,
+        raw: bool,
+    ) -> Iterator[Document]:
+        opened = self._open(vbid)
+        with opened.environment.read() as txn:
+            served, boundary = self._as_of(opened.environment, txn, vbid, as_of)
+            manifest = self._manifest(opened.environment, txn, vbid, served.manifest_key)
+        if now is None:
+            now = boundary.time_ms / 1000 if boundary is not None else time.time()
+        ids = list(manifest.collections) if collection is None else [self._collection_id(manifest, collection)]
+        for collection_prefix, collection_id in sorted((keys.encode_collection_id(each), each) for each in ids):
+            if collection_id not in manifest.collections:
+                continue
+            position = collection_prefix + max(prefix, start)
+            begin_seqno = manifest.collections[collection_id].begin_seqno
+            wanted = collection_prefix + prefix
+            stop = None if end is None else collection_prefix + end
+            while position:
+                chunk, position = self._scan_chunk(
+                    opened, vbid, served, position, wanted, stop, begin_seqno, deletions, raw
+                )
+                for document in chunk:
+                    if deletions or not document.expiry or document.expiry > now:
+                        yield document
+
+    def _scan_chunk(
+        self,
+        opened: Opened,
+        vbid: int,
+        served: Served,
+        position: bytes,
+        wanted: bytes,
+        stop: bytes | None,
+        begin_seqno: int,
+        deletions: bool,
+        raw: bool,
+    ) -> tuple[list[Document], bytes]:
+        """Documents from `position` on, and where to go on (empty: the end)."""
+        cuts = {link.branch: link.cut for link in served.links}
+        found: list[bytes] = []
+        current = position
+        best: bytes | None = None
+        seen = 0
+        next_position = b""
+        with opened.environment.read() as txn:
+            self._revalidate(opened.environment, txn, vbid, served)
+            cursor = txn.cursor(opened.keys)
+            if not cursor.set_range(position):
+                return [], b""
+            for key, dup in cursor.iternext():
+                if key != current:
+                    if best is not None:
+                        found.append(best)
+                        best = None
+                    if key[: len(wanted)] != wanted or (stop is not None and key >= stop):
+                        break
+                    if seen >= CHUNK_ROWS:
+                        next_position = key
+                        break
+                    current = key
+                elif key[: len(wanted)] != wanted:  # the very first key, equal to `position`
+                    break
+                seen += 1
+                branch, seqno, kind = keys.DUP.unpack(dup)
+                if seqno <= cuts.get(branch, -1):
+                    best = dup if seqno > begin_seqno and (kind == 0x57 or deletions) else None
+            if best is not None:
+                found.append(best)
+            return [self._row(txn, opened, vbid, dup, raw) for dup in found], next_position
+
+    def _revalidate(self, environment: Environment, txn: Any, vbid: int, pinned: Served) -> None:
+        """Raise ViewInvalidated unless everything that `pinned` sees is still on the served chain and kept."""
+        data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
+        branch, seqno, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
+        tip = pinned.links[0]
+        if branch != tip.branch or seqno < pinned.seqno:
+            links = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
+            if not any(link.branch == tip.branch and link.cut >= pinned.seqno for link in links):
+                raise ViewInvalidated(
+                    f"a rollback or refill passed seqno {pinned.seqno}", vbid=vbid, hint="start the read again"
+                )
+        if floor > pinned.seqno:
+            raise ViewInvalidated(f"history before seqno {floor} is gone", vbid=vbid, hint="start the read again")
+
+    def scan_seqno(
+        self, vbid: int, after_seqno: int = 0, to_seqno: int = SEQNO_MAX, *, raw: bool = False
+    ) -> Iterator[Document]:
+        """Every kept event of a vbucket (all versions, tombstones, system events), rising in seqno, up to what is
+        published now. Raises ViewInvalidated when a rollback passes it.
+        """
+        opened = self._open(vbid)
+        with opened.environment.read() as txn:
+            served = self._served(opened.environment, txn, vbid)
+        yield from self._rows_of(opened, vbid, served, after_seqno, min(to_seqno, served.seqno), raw)
+
+    def _rows_of(
+        self, opened: Opened, vbid: int, served: Served, after_seqno: int, to_seqno: int, raw: bool
+    ) -> Iterator[Document]:
+        for link in reversed(served.links):
+            position, last = max(after_seqno, link.base_seqno), min(to_seqno, link.cut)
+            prefix = keys.PREFIX.pack(link.branch)
+            while position < last:
+                with opened.environment.read() as txn:
+                    self._revalidate(opened.environment, txn, vbid, served)
+                    rows = index.rows_between(opened.environment, txn, vbid, prefix, position, last, CHUNK_ROWS)
+                for _, frame in rows:
+                    yield records.decode_row(Vbid(vbid), Branch(link.branch), frame, raw=raw)
+                if len(rows) < CHUNK_ROWS:
+                    break
+                position = int.from_bytes(rows[-1][0][4:], "big")
+
+    def count(self, vbid: int, *, now: float | None = None) -> int:
+        """Live documents of a vbucket, counted by walking its keys (expiry is not looked at)."""
+        opened = self._open(vbid)
+        with opened.environment.read() as txn:
+            served = self._served(opened.environment, txn, vbid)
+            manifest = self._manifest(opened.environment, txn, vbid, served.manifest_key)
+            begin = {cid: entry.begin_seqno for cid, entry in manifest.collections.items()}
+            cuts = {link.branch: link.cut for link in served.links}
+            total = 0
+            current = b""
+            alive = 0
+            for key, dup in txn.cursor(opened.keys).iternext():
+                if key != current:
+                    total += alive
+                    alive, current = 0, key
+                    cid = key[0] if key[0] < 0x80 else keys.split_key(key)[0]
+                    begin_seqno = begin.get(cid, SEQNO_MAX)
+                branch, seqno, kind = keys.DUP.unpack(dup)
+                if seqno <= cuts.get(branch, -1):
+                    alive = 1 if kind == 0x57 and seqno > begin_seqno else 0
+            return total + alive
+
+    # -- states, boundaries, changes ------------------------------------------------------------------------------
+
+    def state(self, vbid: int) -> VbucketState:
+        """The stored state of one vbucket."""
+        environment = self._environment(vbid)
+        with environment.read() as txn:
+            return branches.load(environment, txn, Vbid(vbid)).state
+
+    def states(self) -> list[VbucketState]:
+        """The stored states of all vbuckets, in rising vbid."""
+        return [self.state(vbid) for vbid in range(self._count)]
+
+    def stale(self, vbid: int) -> bool:
+        """True while a refill from 0 is under way beside what is served."""
+        environment = self._environment(vbid)
+        with environment.read() as txn:
+            return self._served(environment, txn, vbid).stale
+
+    def boundaries(self, vbid: int) -> list[Boundary]:
+        """The kept boundaries of the served history, newest first."""
+        opened = self._open(vbid)
+        with opened.environment.read() as txn:
+            served = self._served(opened.environment, txn, vbid)
+            found = chain.boundaries(opened.environment, txn, Vbid(vbid), served.links)
+            return [boundary for boundary in found if boundary.seqno >= served.floor_seqno]
+
+    def rollbacks(self, vbid: int) -> list[Rollback]:
+        """Rollbacks of a vbucket, oldest first."""
+        environment = self._environment(vbid)
+        db = environment.db(keys.DB_ROLLBACK)
+        found = []
+        with environment.read() as txn:
+            cursor = txn.cursor(db)
+            if cursor.set_range(keys.ROLLBACK_KEY.pack(vbid, 0)):
+                for key, value in cursor.iternext():
+                    if key[:2] != keys.VBID_KEY.pack(vbid):
+                        break
+                    a, b, c, d, e, f, g = records.decode_rollback(value)
+                    found.append(
+                        Rollback(Vbid(vbid), Branch(a), Seqno(b), Branch(c), Seqno(d), Vbuuid(e), Vbuuid(f), g)
+                    )
+        return found
+
+    def changes(self, vbid: int | None = None, *, since: Token | None = None, raw: bool = False) -> Iterator[Change]:
+        """Published events in order, up to now. With `since` those after a token (of its vbucket).
+
+        When the token's history was rolled back, the rollback comes first, with what it retracted and restored; the
+        last of these carries the first token of the new history. Raises ViewInvalidated when the history the token
+        stood on was replaced whole (a refill), or when a rollback happens while the generator runs.
+        """
+        for each in range(self._count) if vbid is None else (vbid,):
+            token = since if since is not None and since.vbid == each else None
+            yield from self._changes_of(each, token, raw)
+
+    def _changes_of(self, vbid: int, token: Token | None, raw: bool) -> Iterator[Change]:
+        opened = self._open(vbid)
+        with opened.environment.read() as txn:
+            served = self._served(opened.environment, txn, vbid)
+            lost: chain.Chain = ()
+            after = token.seqno if token else Seqno(0)
+            if token is not None:
+                on_chain = any(link.branch == token.branch and token.seqno <= link.cut for link in served.links)
+                if not on_chain:
+                    lost = self._lost_chain(opened, txn, vbid, token)
+                    cuts = {link.branch: link.cut for link in served.links}
+                    after = Seqno(
+                        max((min(link.cut, cuts[link.branch]) for link in lost if link.branch in cuts), default=-1)
+                    )
+                    if after < 0:
+                        raise ViewInvalidated(
+                            "the vbucket was filled anew since this token", vbid=vbid, hint="read it from the beginning"
+                        )
+                elif token.seqno < served.floor_seqno and token.seqno > 0:
+                    raise ViewInvalidated(
+                        f"history before seqno {served.floor_seqno} is gone",
+                        vbid=vbid,
+                        hint="read it from the beginning",
+                    )
+        if token is not None and lost:
+            yield from self._retractions(opened, vbid, served, lost, token, after, raw)
+        for document in self._rows_of(opened, vbid, served, after, served.seqno, raw):
+            yield Change(document.kind.name.lower(), Token(Vbid(vbid), document.branch, document.seqno), document)
+
+    def _lost_chain(self, opened: Opened, txn: Any, vbid: int, token: Token) -> chain.Chain:
+        try:
+            links = chain.load(opened.environment, txn, vbid, token.branch, token.seqno)
+        except CorruptedError as error:
+            raise ViewInvalidated(
+                f"this mirror knows no branch {token.branch}", vbid=vbid, hint="read it from the beginning"
+            ) from error
+        if token.seqno < links[0].base_seqno:
+            raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
+        return links
+
+    def _retractions(
+        self, opened: Opened, vbid: int, served: Served, lost: chain.Chain, token: Token, common: int, raw: bool
+    ) -> Iterator[Change]:
+        """The rollback, then each retracted newest version and what is visible again in its place."""
+        child = next(
+            link for link in reversed(served.links) if link.base_seqno == common and link.branch > lost[-1].branch
+        )
+        record = next(
+            (each for each in reversed(self.rollbacks(vbid)) if each.to_branch == child.branch),
+            Rollback(
+                Vbid(vbid), token.branch, token.seqno, Branch(child.branch), Seqno(common), Vbuuid(0), Vbuuid(0), 0
+            ),
+        )
+        held = Change("rollback", token, rollback=record)
+        restored_links = chain.recut(served.links, common)
+        for link in reversed(lost):
+            position = max(link.base_seqno, common)
+            prefix = keys.PREFIX.pack(link.branch)
+            while position < link.cut:
+                with opened.environment.read() as txn:
+                    self._revalidate(opened.environment, txn, vbid, served)
+                    rows = index.rows_between(opened.environment, txn, vbid, prefix, position, link.cut, CHUNK_ROWS)
+                    pairs = self._retracted_pairs(txn, opened, vbid, rows, lost, restored_links, raw)
+                for before, after in pairs:
+                    yield held
+                    held = Change("retraction", token, before)
+                    if after is not None:
+                        yield held
+                        held = Change("restoration", token, after)
+                if len(rows) < CHUNK_ROWS:
+                    break
+                position = int.from_bytes(rows[-1][0][4:], "big")
+        yield Change(held.kind, Token(Vbid(vbid), Branch(child.branch), Seqno(common)), held.document, held.rollback)
+
+    def _retracted_pairs(
+        self,
+        txn: Any,
+        opened: Opened,
+        vbid: int,
+        rows: list[tuple[bytes, bytes]],
+        lost: chain.Chain,
+        restored_links: chain.Chain,
+        raw: bool,
+    ) -> list[tuple[Document, Document | None]]:
+        pairs = []
+        cursor = txn.cursor(opened.keys)
+        for wire_key, dup in records.key_rows(rows):
+            if chain.newest_version(cursor, wire_key, lost) != dup:
+                continue  # superseded within the lost history: the reader's last word on this key comes later
+            again = chain.newest_version(cursor, wire_key, restored_links)
+            after = None if again is None or again[12] != 0x57 else self._row(txn, opened, vbid, again, raw)
+            pairs.append((self._row(txn, opened, vbid, dup, raw), after))
+        return pairs

@@ -1,0 +1,675 @@
+"""The writer of a vbucket group: staging, group commit, publishing.
+
+Knows rows, seqnos and LMDB; never sockets, time (a clock is given) or what a source is. One process owns a group for
+life (GroupLock), one thread calls this class, and every write transaction checks the fencing number.
+
+Invariants: what `state()` says is the last commit plus the operations accepted since; a commit writes rows, key rows,
+`state`, `pub`, boundary and manifest of all touched vbuckets in ONE transaction; a vbucket becomes visible at a new
+published_seqno only in a transaction after which every row up to it has its key row; on any failed commit but a full
+map everything pending is dropped and the states are read again from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from operator import lt
+from typing import Any
+
+import lmdb
+
+from storage import branches, chain, directory, index, keys, records
+from storage.environment import MAP_SIZE, Environment, storage_error
+from storage.errors import Closed, Locked, SeqnoOrder, StorageError
+from storage.model import (
+    Branch,
+    BranchReason,
+    FailoverEntry,
+    Identity,
+    Manifest,
+    Seqno,
+    SnapshotRange,
+    Vbid,
+    VbucketState,
+)
+
+INLINE_INDEX_ROWS = 20_000
+"""Deferred rows up to this count get their key rows in the publishing transaction itself; more go to an IndexJob."""
+GROW_TRIES_MAX = 16
+"""Doublings of the map for one commit; 16 of them are 65,536 times the size."""
+IDLE_SYNC_MS = 200
+"""With `safe`, the meta page of the last commit is synced when the group was idle for this long, milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """What a commit made visible: (vbid, published_seqno) of each vbucket that moved."""
+
+    published: list[tuple[Vbid, Seqno]]
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackResult:
+    """A rollback: the boundary it went to and where it came from. Boundary 0: none qualified, nothing was changed."""
+
+    boundary_seqno: Seqno
+    from_seqno: Seqno
+    branch: Branch
+
+
+class Vbucket:
+    """The writer's memory of one vbucket: its committed state and what is pending above it."""
+
+    __slots__ = (
+        "complete_count",
+        "complete_seqno",
+        "complete_start",
+        "dirty",
+        "flushed_seqno",
+        "indexed_seqno",
+        "job",
+        "manifest_key",
+        "manifests",
+        "pending_bytes",
+        "prefix",
+        "rows",
+        "state",
+        "unindexed_count",
+        "unordered",
+    )
+
+    def __init__(self, state: VbucketState, indexed_seqno: int, manifest_key: tuple[int, int]) -> None:
+        """Nothing is pending yet."""
+        self.state = state
+        self.prefix = keys.PREFIX.pack(state.staging_branch)
+        self.rows: list[tuple[bytes, bytes]] = []
+        self.pending_bytes = 0
+        self.complete_count = 0  # how many of `rows` belong to complete snapshots
+        self.complete_seqno: int | None = None  # newest complete end that is not published yet
+        self.complete_start = 0
+        self.flushed_seqno: int = state.staged_seqno
+        self.indexed_seqno = indexed_seqno
+        self.unindexed_count: int | None = 0 if indexed_seqno >= self.flushed_seqno else None  # None: not counted
+        self.manifest_key = manifest_key  # (branch, seqno) of the newest manifest row at or below what is published
+        self.manifests: list[tuple[int, int, Manifest]] = []  # (branch, seqno, manifest) above it, rising
+        self.job: index.IndexJob | None = None
+        self.dirty = False
+        self.unordered = False
+
+
+class GroupWriter:
+    """Owner of one group's environment. Not thread safe: one thread for life."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        group: int,
+        vbids: Sequence[int],
+        identity: Identity,
+        sync: str,
+        clock_ms: Callable[[], int],
+        map_size: int = MAP_SIZE,
+    ) -> None:
+        """Use `open`."""
+        self.path = path
+        self.group = group
+        self.vbids = [Vbid(vbid) for vbid in vbids]
+        self.identity = identity
+        self.sync = sync
+        self.clock_ms = clock_ms
+        self.map_size = map_size
+        self.pending_bytes = 0
+        self.commit_count = 0
+        self._jobs: list[Vbucket] = []
+        self._unsynced_since: int | None = None
+        self._closed = False
+        self._lock = directory.GroupLock(path)
+        try:
+            self._open_environment(claim=True)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        *,
+        group: int,
+        vbids: Sequence[int],
+        identity: Identity,
+        sync: str = "safe",
+        clock_ms: Callable[[], int],
+        map_size: int = MAP_SIZE,
+    ) -> GroupWriter:
+        """Take the group's lock and read its states.
+
+        Raises Locked, ReadOnly, CorruptedError, FormatTooNew, WrongBucket.
+        """
+        return cls(path, group=group, vbids=vbids, identity=identity, sync=sync, clock_ms=clock_ms, map_size=map_size)
+
+    # -- opening and states ---------------------------------------------------------------------------------------
+
+    def _open_environment(self, *, claim: bool) -> None:
+        self.environment = Environment(self.path, self.vbids, writable=True, sync=self.sync, map_size=self.map_size)
+        try:
+            self.environment.open_all()
+            meta = self.environment.db(keys.DB_META)
+            with self.environment.read() as txn:
+                directory.check_identity(txn.get(b"identity", db=meta), self.identity, self.group, self.path)
+                fence = int.from_bytes(txn.get(b"fence", db=meta) or b"", "big")
+            if claim:
+                self._fence = fence + 1
+                with self.environment.begin(write=True) as txn:
+                    txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta)
+            self._load()
+        except lmdb.Error as error:
+            self.environment.close()
+            raise storage_error(error, self.path) from error
+        except BaseException:
+            self.environment.close()
+            raise
+
+    def _load(self) -> None:
+        """Read every vbucket's state from the newest commit."""
+        self.pending_bytes = 0
+        self._jobs = []
+        self._vbuckets: dict[int, Vbucket] = {}
+        with self.environment.read() as txn:
+            for vbid in self.vbids:
+                loaded = branches.load(self.environment, txn, vbid)
+                vbucket = Vbucket(loaded.state, loaded.indexed_seqno, loaded.manifest_key)
+                vbucket.manifests = loaded.manifests
+                self._vbuckets[vbid] = vbucket
+        for vbid in self.vbids:
+            self._leave_broken_oso(vbid)
+
+    def _leave_broken_oso(self, vbid: Vbid) -> None:
+        """An OSO snapshot is unordered, so a break cannot be resumed: its rows are left behind on their branch."""
+        state = self._vbuckets[vbid].state
+        if state.staging_branch != state.branch and state.staged_seqno > state.staging_published_seqno:
+            with self.environment.read() as txn:
+                reason = branches.staging_reason(self.environment, txn, state)
+            if reason is BranchReason.OSO:
+                self.abandon(vbid)
+
+    def _reload(self) -> None:
+        """After a failed commit: open the environment again and forget what was pending."""
+        for vbucket in self._jobs:
+            if vbucket.job:
+                vbucket.job.close()
+        self.environment.close()
+        self._open_environment(claim=False)
+
+    def state(self, vbid: int) -> VbucketState:
+        """The vbucket as it is after everything accepted so far; `published_seqno` counts commits only."""
+        return self._vbuckets[vbid].state
+
+    def states(self) -> list[VbucketState]:
+        """All states of the group."""
+        return [self._vbuckets[vbid].state for vbid in self.vbids]
+
+    def row_prefix(self, vbid: int) -> bytes:
+        """The first 4 bytes of the keys of rows that may be staged now: the staging branch."""
+        return self._vbuckets[vbid].prefix
+
+    def publishing(self, vbid: int) -> bool:
+        """True while a complete snapshot waits for its key rows or for the next commit."""
+        return self._vbuckets[vbid].complete_seqno is not None
+
+    @property
+    def has_pending(self) -> bool:
+        """True when a commit would change something that readers or a restart could see."""
+        return any(vbucket.dirty and self._commit_worthy(vbucket) for vbucket in self._vbuckets.values())
+
+    def figures(self) -> dict[str, int]:
+        """Sizes for status: bytes of the file, of the map, commits and pending bytes."""
+        info = self.environment.env.info()
+        return {
+            "file_bytes": self.environment.file_bytes(),
+            "map_bytes": int(info["map_size"]),
+            "commits": self.commit_count,
+            "pending_bytes": self.pending_bytes,
+            "indexing": len(self._jobs),
+        }
+
+    # -- accepting ------------------------------------------------------------------------------------------------
+
+    def stage(
+        self,
+        vbid: int,
+        rows: list[tuple[bytes, bytes]],
+        byte_count: int,
+        open_snapshot: SnapshotRange,
+        unordered: bool = False,
+    ) -> None:
+        """Accept rows ((staging branch + seqno, frame) pairs) of the open snapshot, above what is staged.
+
+        Raises SeqnoOrder, and accepts none of them, unless they strictly rise above staged_seqno. `unordered` (OSO)
+        lifts the rule.
+        """
+        if not rows:
+            return
+        vbucket = self._vbuckets[vbid]
+        state = vbucket.state
+        row_keys = [row[0] for row in rows]
+        last = int.from_bytes(row_keys[-1][4:], "big")
+        if row_keys[0][:4] != vbucket.prefix or row_keys[-1][:4] != vbucket.prefix:
+            raise SeqnoOrder("rows were made for another branch", path=self.path, vbid=vbid)
+        if unordered:
+            last = max(state.staged_seqno, int.from_bytes(max(row_keys)[4:], "big"))
+            vbucket.unordered = True
+        elif row_keys[0] <= vbucket.prefix + state.staged_seqno.to_bytes(8, "big") or not all(
+            map(lt, row_keys, islice(row_keys, 1, None))
+        ):
+            first = int.from_bytes(row_keys[0][4:], "big")
+            raise SeqnoOrder(
+                f"{len(rows)} rows from {first} to {last} do not rise above staged seqno {state.staged_seqno}",
+                path=self.path,
+                vbid=vbid,
+            )
+        vbucket.rows += rows
+        vbucket.pending_bytes += byte_count
+        self.pending_bytes += byte_count
+        vbucket.state = replace(state, staged_seqno=Seqno(last), open_snapshot=open_snapshot)
+        vbucket.dirty = True
+
+    def advance(self, vbid: int, seqno: int) -> None:
+        """Move the position without a row (SeqnoAdvanced). Raises SeqnoOrder when it would fall."""
+        vbucket = self._vbuckets[vbid]
+        if seqno < vbucket.state.staged_seqno:
+            raise SeqnoOrder(f"advance to {seqno} below {vbucket.state.staged_seqno}", path=self.path, vbid=vbid)
+        vbucket.state = replace(vbucket.state, staged_seqno=Seqno(seqno))
+        vbucket.dirty = True
+
+    def set_open_snapshot(self, vbid: int, open_snapshot: SnapshotRange | None) -> None:
+        """Record the range of the open snapshot (it may grow while it is open)."""
+        vbucket = self._vbuckets[vbid]
+        vbucket.state = replace(vbucket.state, open_snapshot=open_snapshot)
+        vbucket.dirty = True
+
+    def system_event(
+        self, vbid: int, seqno: int, row_value: bytes, manifest: Manifest, open_snapshot: SnapshotRange
+    ) -> None:
+        """Accept a system event: its row, and the manifest that holds from its seqno on."""
+        vbucket = self._vbuckets[vbid]
+        row = (keys.ROW.pack(vbucket.state.staging_branch, seqno), row_value)
+        self.stage(vbid, [row], len(row_value), open_snapshot)
+        vbucket.manifests.append((vbucket.state.staging_branch, seqno, manifest))
+        vbucket.state = replace(vbucket.state, manifest=manifest)
+
+    def publish(
+        self, vbid: int, boundary_seqno: int, snap_start_seqno: int, source_purge_seqno: int | None = None
+    ) -> None:
+        """The snapshot that ends at `boundary_seqno` is complete; it becomes visible with a coming commit.
+
+        `boundary_seqno` must be the staged seqno, or above it where the source skipped the end.
+        """
+        vbucket = self._vbuckets[vbid]
+        state = vbucket.state
+        assert boundary_seqno >= state.staged_seqno, (vbid, boundary_seqno, state.staged_seqno)
+        vbucket.complete_count = len(vbucket.rows)
+        vbucket.complete_seqno = boundary_seqno
+        vbucket.complete_start = snap_start_seqno
+        vbucket.state = replace(
+            state,
+            staged_seqno=Seqno(boundary_seqno),
+            open_snapshot=None,
+            source_purge_seqno=state.source_purge_seqno if source_purge_seqno is None else Seqno(source_purge_seqno),
+        )
+        vbucket.dirty = True
+
+    def save_failover_log(self, vbid: int, log: Sequence[FailoverEntry], source_purge_seqno: int | None = None) -> None:
+        """Replace the failover log, with the next commit and never later than the first rows of its stream."""
+        vbucket = self._vbuckets[vbid]
+        state = vbucket.state
+        vbucket.state = replace(
+            state,
+            failover_log=tuple(log),
+            source_purge_seqno=state.source_purge_seqno if source_purge_seqno is None else Seqno(source_purge_seqno),
+        )
+        vbucket.dirty = True
+
+    # -- committing -----------------------------------------------------------------------------------------------
+
+    def commit(self, *, flush_open: bool = False) -> CommitResult:
+        """One transaction with everything that is complete; rows of open snapshots too when `flush_open` is set.
+
+        A full map is grown and the batch replayed. On any other failure everything pending is dropped, the states are
+        read again (so machines and streams must start anew) and the error is raised: Full, ReadOnly, CorruptedError...
+        """
+        self._check_open()
+        touched = [v for v in self._vbuckets.values() if v.dirty and (flush_open or self._commit_worthy(v))]
+        if not touched:
+            return CommitResult([])
+        plans = self._write(lambda txn: [self._put_vbucket(txn, vbucket, flush_open) for vbucket in touched])
+        published = []
+        for vbucket, plan in zip(touched, plans, strict=True):
+            if self._settle(vbucket, plan):
+                published.append((vbucket.state.vbid, vbucket.state.published_seqno))
+        return CommitResult(published)
+
+    @staticmethod
+    def _commit_worthy(vbucket: Vbucket) -> bool:
+        """False while all that is pending are rows of an open snapshot: they wait in memory for its end."""
+        return vbucket.complete_seqno is not None or not vbucket.rows
+
+    def _write(self, work: Callable[[Any], Any]) -> Any:
+        """Run `work(txn)` in a write transaction under the fence; grow the map and run it again when it is full."""
+        meta = self.environment.db(keys.DB_META)
+        fence = self._fence.to_bytes(8, "big")
+        for _ in range(GROW_TRIES_MAX):
+            txn = self.environment.begin(write=True)
+            try:
+                if txn.get(b"fence", db=meta) != fence:
+                    raise Locked("another process took this group over", path=self.path)
+                result = work(txn)
+                txn.commit()
+            except lmdb.MapFullError:
+                txn.abort()
+                try:
+                    self.environment.grow()
+                except lmdb.Error as error:
+                    self._reload()
+                    raise storage_error(error, self.path) from error
+            except (lmdb.Error, OSError, StorageError) as error:
+                txn.abort()
+                self._reload()
+                raise storage_error(error, self.path) from error
+            except BaseException:
+                txn.abort()
+                raise
+            else:
+                self.commit_count += 1
+                self._unsynced_since = self.clock_ms()
+                return result
+        self._reload()
+        raise storage_error(lmdb.MapFullError("map full"), self.path)
+
+    def _put_vbucket(self, txn: Any, vbucket: Vbucket, flush_open: bool) -> tuple[int, bool]:
+        """Write one vbucket's part; returns (rows written, published?). Changes nothing in memory."""
+        environment = self.environment
+        state = vbucket.state
+        vbid = state.vbid
+        count = len(vbucket.rows) if flush_open else vbucket.complete_count
+        if vbucket.unordered:
+            vbucket.rows.sort()
+        rows = vbucket.rows if count == len(vbucket.rows) else vbucket.rows[:count]
+        if rows:
+            cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+            consumed, added = cursor.putmulti(rows, append=not vbucket.unordered)
+            if consumed != added or consumed != len(rows):
+                raise SeqnoOrder(f"of {len(rows)} rows {added} rise in seqno", path=self.path, vbid=vbid)
+        publish = False
+        if vbucket.complete_seqno is not None and vbucket.job is None:
+            complete = rows if vbucket.complete_count == len(rows) else rows[: vbucket.complete_count]
+            if vbucket.unindexed_count is not None and vbucket.unindexed_count <= INLINE_INDEX_ROWS:
+                if vbucket.unindexed_count:
+                    earlier = index.rows_between(
+                        environment, txn, vbid, vbucket.prefix, vbucket.indexed_seqno, vbucket.flushed_seqno,
+                        INLINE_INDEX_ROWS + 1,
+                    )  # fmt: skip
+                    complete = earlier + complete
+                index.put_key_rows(environment, txn, vbid, sorted(records.key_rows(complete)))
+                publish = True
+        now = self.clock_ms()
+        for branch, seqno, manifest in vbucket.manifests:
+            if branch == state.staging_branch and (flush_open or seqno <= (vbucket.complete_seqno or 0)):
+                key = keys.MANIFEST_KEY.pack(vbid, branch, seqno)
+                txn.put(key, records.encode_manifest(manifest), db=environment.db(keys.DB_MANIFEST))
+        if publish:
+            self._put_publish(txn, vbucket, now)
+        self._put_state(txn, vbucket, rows, publish)
+        return len(rows), publish
+
+    def _put_publish(self, txn: Any, vbucket: Vbucket, now_ms: int) -> None:
+        state = vbucket.state
+        assert vbucket.complete_seqno is not None
+        branches.put_published(
+            self.environment,
+            txn,
+            state,
+            state.staging_branch,
+            vbucket.complete_seqno,
+            vbucket.complete_start,
+            self._manifest_key_at(vbucket, vbucket.complete_seqno),
+            now_ms,
+        )
+
+    @staticmethod
+    def _manifest_key_at(vbucket: Vbucket, seqno: int) -> tuple[int, int]:
+        keys_below = [(branch, at) for branch, at, _ in vbucket.manifests if at <= seqno]
+        return keys_below[-1] if keys_below else vbucket.manifest_key
+
+    def _put_state(self, txn: Any, vbucket: Vbucket, rows: list[tuple[bytes, bytes]], publish: bool) -> None:
+        """The `state` row. What stays in memory (rows of an open snapshot) must not be counted as staged."""
+        state = vbucket.state
+        staged = state.staged_seqno
+        open_snapshot = state.open_snapshot
+        if len(rows) < len(vbucket.rows):
+            if vbucket.complete_seqno is not None:
+                staged, open_snapshot = Seqno(vbucket.complete_seqno), None
+            else:
+                staged, open_snapshot = Seqno(vbucket.flushed_seqno), state.open_snapshot
+                if staged == state.staging_published_seqno:
+                    open_snapshot = None
+        if publish:
+            assert vbucket.complete_seqno is not None
+            published, indexed = vbucket.complete_seqno, vbucket.complete_seqno
+        else:
+            published, indexed = state.staging_published_seqno, vbucket.indexed_seqno
+        txn.put(
+            keys.VBID_KEY.pack(state.vbid),
+            records.encode_state(
+                state.staging_branch,
+                staged,
+                published,
+                indexed,
+                open_snapshot,
+                state.failover_log,
+                state.source_purge_seqno,
+                state.local_purge_seqno,
+                state.rollback_count,
+                state.last_rollback_ms,
+            ),
+            db=self.environment.db(keys.DB_STATE),
+        )
+
+    def _settle(self, vbucket: Vbucket, plan: tuple[int, bool]) -> bool:
+        """Bring memory up to date after the commit. True when the vbucket was published."""
+        count, published = plan
+        if count == len(vbucket.rows):
+            flushed = vbucket.state.staged_seqno
+            dropped = vbucket.pending_bytes
+            vbucket.rows = []
+        else:
+            flushed = Seqno(vbucket.complete_seqno if vbucket.complete_seqno is not None else vbucket.flushed_seqno)
+            dropped = sum(len(value) for _, value in vbucket.rows[:count])
+            dropped = min(dropped, vbucket.pending_bytes)
+            vbucket.rows = vbucket.rows[count:]
+        vbucket.pending_bytes -= dropped
+        self.pending_bytes -= dropped
+        indexed_rows = 0
+        if published:
+            assert vbucket.complete_seqno is not None
+            indexed_rows = vbucket.complete_count
+            seqno = Seqno(vbucket.complete_seqno)
+            vbucket.manifest_key = self._manifest_key_at(vbucket, seqno)
+            vbucket.manifests = [entry for entry in vbucket.manifests if entry[1] > seqno]
+            vbucket.state = replace(
+                vbucket.state,
+                branch=vbucket.state.staging_branch,
+                published_seqno=seqno,
+                staging_published_seqno=seqno,
+            )
+            vbucket.indexed_seqno = seqno
+            vbucket.unindexed_count = 0
+            vbucket.complete_seqno = None
+            vbucket.unordered = False
+        if vbucket.unindexed_count is not None:
+            vbucket.unindexed_count += count - indexed_rows
+        vbucket.complete_count = 0
+        vbucket.flushed_seqno = flushed
+        vbucket.dirty = bool(vbucket.rows)
+        if vbucket.complete_seqno is not None and vbucket.job is None:
+            vbucket.job = index.IndexJob(
+                self.environment, vbucket.state.vbid, vbucket.prefix, vbucket.indexed_seqno, vbucket.complete_seqno
+            )
+            self._jobs.append(vbucket)
+        return published
+
+    # -- background -----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One bounded slice of background work. True while more waits; a finished index is published by `commit`."""
+        self._check_open()
+        if self._jobs:
+            self._index_step(self._jobs[0])
+            return bool(self._jobs)
+        idle_since = self._unsynced_since
+        if self.sync == "safe" and idle_since is not None and self.clock_ms() - idle_since >= IDLE_SYNC_MS:
+            self._sync()
+        return False
+
+    def _sync(self) -> None:
+        try:
+            self.environment.env.sync(True)
+        except lmdb.Error as error:
+            raise storage_error(error, self.path) from error
+        self._unsynced_since = None
+
+    def _index_step(self, vbucket: Vbucket) -> None:
+        job = vbucket.job
+        assert job is not None
+        try:
+            if job.read_slice():
+                return
+        except OSError as error:  # the temporary file of a spilled run found no room
+            self._reload()
+            raise storage_error(error, self.path) from error
+        written: list[bool] = []
+
+        def write(txn: Any) -> bool:
+            # A replay after the map was grown must write the same slice, not take the next one.
+            written.append(job.write_again(txn) if written else job.write_slice(txn))
+            return written[-1]
+
+        if self._write(write):
+            return
+        job.close()
+        self._jobs.remove(vbucket)
+        vbucket.job = None
+        vbucket.indexed_seqno = job.to_seqno
+        # Rows that came while the job ran are few against what it has done; commit indexes them, or starts another job.
+        vbucket.unindexed_count = self._count_unindexed(vbucket)
+        vbucket.dirty = True
+
+    def _count_unindexed(self, vbucket: Vbucket) -> int | None:
+        with self.environment.read() as txn:
+            rows = index.rows_between(
+                self.environment, txn, vbucket.state.vbid, vbucket.prefix, vbucket.indexed_seqno,
+                vbucket.flushed_seqno, INLINE_INDEX_ROWS + 1,
+            )  # fmt: skip
+        return len(rows) if len(rows) <= INLINE_INDEX_ROWS else None
+
+    def _cancel_job(self, vbucket: Vbucket) -> None:
+        if vbucket.job is not None:
+            vbucket.job.close()
+            vbucket.job = None
+            self._jobs.remove(vbucket)
+
+    # -- branches -------------------------------------------------------------------------------------------------
+
+    def rollback(self, vbid: int, to_seqno: int) -> RollbackResult:
+        """Truncate to the newest kept boundary <= `to_seqno`: one transaction, the same cost at any size.
+
+        When no boundary above 0 qualifies nothing is changed and the result's boundary is 0: the caller then refills.
+        """
+        self.commit()
+        vbucket = self._vbuckets[vbid]
+        state = vbucket.state
+        with self.environment.read() as txn:
+            served = chain.load(self.environment, txn, vbid, state.branch, state.published_seqno)
+            boundary = chain.newest_boundary(self.environment, txn, state.vbid, served, to_seqno)
+        if boundary is None:
+            return RollbackResult(Seqno(0), state.published_seqno, state.branch)
+        self._discard_pending(vbucket)
+        now = self.clock_ms()
+        self._write(lambda txn: branches.roll_back(self.environment, txn, state, boundary, now))
+        self._reread(vbid)
+        return RollbackResult(boundary.seqno, state.published_seqno, self._vbuckets[vbid].state.branch)
+
+    def abandon(self, vbid: int) -> None:
+        """Give up the staged rows of the open snapshot: they can never become visible. One transaction at most."""
+        self.commit()
+        vbucket = self._vbuckets[vbid]
+        self._discard_pending(vbucket)
+        state = vbucket.state
+        if vbucket.flushed_seqno == state.staging_published_seqno:  # nothing of it reached the disk
+            vbucket.state = replace(state, staged_seqno=state.staging_published_seqno, open_snapshot=None)
+            vbucket.dirty = True
+            self._forget_manifests(vbucket)
+            return
+        now = self.clock_ms()
+        self._write(lambda txn: branches.abandon(self.environment, txn, state, vbucket.manifest_key, now))
+        self._reread(vbid)
+
+    def begin_refill(self, vbid: int, reason: BranchReason = BranchReason.REFILL) -> None:
+        """Start again from 0 on a branch without parent; the served copy stays until the new one is published."""
+        self.commit()
+        vbucket = self._vbuckets[vbid]
+        self._discard_pending(vbucket)
+        state = vbucket.state
+        now = self.clock_ms()
+        self._write(lambda txn: branches.begin_refill(self.environment, txn, state, reason, now))
+        self._reread(vbid)
+
+    def begin_oso(self, vbid: int) -> None:
+        """Start an out-of-sequence snapshot: a branch of its own that is published whole or never."""
+        self.begin_refill(vbid, BranchReason.OSO)
+
+    def _forget_manifests(self, vbucket: Vbucket) -> None:
+        vbucket.manifests = []
+        with self.environment.read() as txn:
+            manifest = branches.manifest_at(self.environment, txn, vbucket.state.vbid, vbucket.manifest_key)
+        vbucket.state = replace(vbucket.state, manifest=manifest)
+
+    def _discard_pending(self, vbucket: Vbucket) -> None:
+        """Forget rows in memory; what is on disk above the newest complete end stays hidden."""
+        self._cancel_job(vbucket)
+        self.pending_bytes -= vbucket.pending_bytes
+        vbucket.rows = []
+        vbucket.pending_bytes = 0
+        vbucket.complete_count = 0
+        vbucket.complete_seqno = None
+        vbucket.unordered = False
+
+    def _reread(self, vbid: int) -> None:
+        with self.environment.read() as txn:
+            loaded = branches.load(self.environment, txn, Vbid(vbid))
+        vbucket = Vbucket(loaded.state, loaded.indexed_seqno, loaded.manifest_key)
+        vbucket.manifests = loaded.manifests
+        self._vbuckets[vbid] = vbucket
+
+    # -- end ------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the writer is closed", path=self.path)
+
+    def close(self) -> None:
+        """Commit what is complete, sync, and give the group up. Rows of open snapshots in memory are fetched again."""
+        if self._closed:
+            return
+        try:
+            self.commit()
+            if self.sync != "unsafe":
+                self._sync()
+        finally:
+            self._closed = True
+            for vbucket in list(self._jobs):
+                self._cancel_job(vbucket)
+            self.environment.close()
+            self._lock.release()
