@@ -1,1 +1,1 @@
-"""Placeholder docstring to be replaced by the owner of the room."""
+"""Processes: who runs what, restarts, signals, the control socket, systemd. Knows feed; decides in `plan` alone."""

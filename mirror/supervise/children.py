@@ -1,0 +1,165 @@
+"""Worker processes: how one is spawned, spoken to, killed and reaped.
+
+Knows processes, pipes and pulses; never what a worker works on, nor when one should live: that is `plan`'s matter. The
+store is opened by the child after it was spawned, never before: an LMDB environment must not cross a fork. Invariants:
+a child's death and each of its messages become events in one queue, its death last; secrets never appear on its
+command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mirror.errors import SupervisionError
+from mirror.supervise.channel import REQUEST, Channel, Message
+from mirror.supervise.figures import Gauge
+from mirror.supervise.heartbeat import Heartbeat
+from mirror.supervise.plan import Phase, WorkerFacts
+
+WAITING_BYTES_MAX = 8 * 1024 * 1024
+"""Commands queued to a child that takes none: it is stuck, and its heartbeat will say so; queue no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A child said something."""
+
+    child: Child
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A child is dead and reaped."""
+
+    child: Child
+    status: int
+    """As subprocess gives it: negative for a signal."""
+
+
+def worker_command(descriptor: int) -> list[str]:
+    """Return the command line of a worker whose end of the pipe is `descriptor`."""
+    return [sys.executable, "-P", "-m", "mirror.supervise.worker", str(descriptor)]
+
+
+class Child:
+    """One living worker process."""
+
+    def __init__(
+        self,
+        slot: int,
+        groups: tuple[int, ...],
+        process: asyncio.subprocess.Process,
+        channel: Channel,
+        heartbeat: Heartbeat,
+    ) -> None:
+        """Use `spawn`."""
+        self.slot = slot
+        self.groups = groups
+        self.pid = process.pid
+        self.heartbeat = heartbeat
+        self.phase = Phase.STARTING
+        self.stopping_since_ms = 0
+        self.outdated = False
+        """Runs with settings that are no longer in force."""
+        self.last_words: dict[str, Any] | None = None
+        """What it reported before it went."""
+        self.status: dict[str, Any] = {}
+        """Its last full report."""
+        self.gauge = Gauge(process.pid)
+        self._process = process
+        self._channel = channel
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._asked = 0
+        self._watch: asyncio.Task[None] | None = None
+
+    def facts(self, now_ms: int) -> WorkerFacts:
+        """What `plan` needs to know."""
+        return WorkerFacts(
+            self.slot,
+            self.groups,
+            self.phase,
+            overdue=self.heartbeat.overdue(now_ms),
+            stopping_since_ms=self.stopping_since_ms,
+            outdated=self.outdated,
+        )
+
+    def watch(self, post: Callable[[Heard | Gone], None]) -> None:
+        """Turn what it says, and its death, into events from now on."""
+        self._watch = asyncio.create_task(self._follow(post), name=f"child {self.slot}")
+
+    def send(self, message: Message) -> None:
+        """Queue a message for it."""
+        self._channel.send(message)
+
+    def kill(self) -> None:
+        """SIGKILL; its death arrives as an event."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+
+    async def request(self, command: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Ask it something. Raises SupervisionError when it dies, is stuck, or says no."""
+        if self._channel.waiting_bytes > WAITING_BYTES_MAX:
+            raise SupervisionError(f"worker {self.slot} takes no commands")
+        self._asked += 1
+        number = self._asked
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self.send({"op": REQUEST, "id": number, "command": command})
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise SupervisionError(f"worker {self.slot} did not answer within {timeout_s:g} s") from None
+        finally:
+            self._answers.pop(number, None)
+
+    def answered(self, message: Message) -> None:
+        """Hand an answer to whoever asked; one that nobody waits for any more is dropped."""
+        waiting = self._answers.get(message.get("id", 0))
+        if waiting is None or waiting.done():
+            return
+        if "error" in message:
+            waiting.set_exception(SupervisionError(str(message["error"])))
+        else:
+            waiting.set_result(message.get("value") or {})
+
+    async def _follow(self, post: Callable[[Heard | Gone], None]) -> None:
+        try:
+            while (message := await self._channel.receive()) is not None:
+                post(Heard(self, message))
+        except SupervisionError as error:
+            self.last_words = {"message": str(error)}
+            self.kill()
+        await self._channel.close()
+        status = await self._process.wait()
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_exception(SupervisionError(f"worker {self.slot} is gone"))
+        post(Gone(self, status))
+
+
+async def spawn(
+    slot: int,
+    groups: tuple[int, ...],
+    heartbeat: Heartbeat,
+    command: Callable[[int], Sequence[str]] = worker_command,
+) -> Child:
+    """Start a worker process. Raises OSError when the system cannot."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *command(theirs.fileno()), stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return Child(slot, groups, process, await Channel.open(ours), heartbeat)

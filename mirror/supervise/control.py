@@ -1,0 +1,117 @@
+"""The control socket `<data>/control.sock`: one JSON object a line in, one a line out.
+
+Knows sockets, paths and lines; never what a command does: that is one function given by the supervisor. The socket is
+made with mode 0600 and lives in the data directory, so who may read the data may ask. Paths longer than a socket
+address (107 bytes) go through the directory's descriptor. Invariants: every line gets exactly one line back, an error
+included; a client that sends garbage, too much or nothing harms itself alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mirror.errors import MirrorError, SupervisionError
+
+SOCKET_NAME = "control.sock"
+REQUEST_LENGTH_MAX = 1024 * 1024
+"""A command is a name and a few numbers; a megabyte is far beyond any."""
+CLIENTS_MAX = 64
+"""Operators, scripts and a status page; more at once is a mistake somewhere."""
+ANSWER_TIMEOUT_S = 30.0
+
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+@contextmanager
+def socket_address(directory: Path) -> Iterator[str]:
+    """An address for the socket in `directory` that always fits."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SupervisionError(f"{directory}: {error.strerror}") from error
+    try:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
+    finally:
+        os.close(descriptor)
+
+
+class ControlServer:
+    """Listens for commands."""
+
+    def __init__(self, directory: Path, handler: Handler) -> None:
+        """`handler` answers one command; a MirrorError it raises becomes an error answer."""
+        self._directory = directory
+        self._handler = handler
+        self._server: asyncio.Server | None = None
+        self._clients: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen. A socket left by a dead service is replaced: whoever calls this holds the service's lock."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with socket_address(self._directory) as address:
+                (self._directory / SOCKET_NAME).unlink(missing_ok=True)
+                mask = os.umask(0o177)
+                try:
+                    listener.bind(address)
+                finally:
+                    os.umask(mask)
+            self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=REQUEST_LENGTH_MAX)
+        except OSError as error:
+            listener.close()
+            raise SupervisionError(f"cannot listen on {self._directory / SOCKET_NAME}: {error.strerror}") from error
+        except SupervisionError:
+            listener.close()
+            raise
+
+    async def stop(self) -> None:
+        """Answer what is being answered, then stop listening and take the socket away."""
+        if self._server is None:
+            return
+        self._server.close()
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+        (self._directory / SOCKET_NAME).unlink(missing_ok=True)
+        self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "the server starts a task for each client"
+        if len(self._clients) >= CLIENTS_MAX:
+            writer.close()
+            return
+        self._clients.add(task)
+        try:
+            while line := await reader.readline():
+                writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+                await writer.drain()
+        except ValueError:
+            writer.write(b'{"ok": false, "error": "the request is too long"}\n')
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._clients.discard(task)
+            writer.close()
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+        except ValueError:
+            return {"ok": False, "error": "the request is no JSON"}
+        if not isinstance(request, dict) or not isinstance(request.get("op"), str):
+            return {"ok": False, "error": 'the request is no object with an "op"'}
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return {"ok": True, **await self._handler(request)}
+        except TimeoutError:
+            return {"ok": False, "error": f"no answer within {ANSWER_TIMEOUT_S:.0f} s"}
+        except MirrorError as error:
+            return {"ok": False, "error": str(error), "exit_code": int(error.exit_code)}

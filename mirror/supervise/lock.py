@@ -1,0 +1,74 @@
+"""One service per data directory: an exclusive lock that the kernel gives up when its holder dies.
+
+Knows a path and flock; never what the directory holds, save for telling a mirror's from a foreign one. Invariant: while
+the lock is held no second supervisor works on the directory, on this machine. The file stays behind and means nothing
+by itself: only the lock on it counts, and the process id in it is for people.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from mirror.errors import ConfigError, SupervisionError
+
+LOCK_NAME = "service.lock"
+OURS = ("mirror.json", "mirror.json.new", LOCK_NAME, "control.sock", "lost+found")
+"""What may lie in a directory that is to become a mirror, besides group folders: traces of an interrupted start."""
+
+
+class ServiceLock:
+    """The right to be the service of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Make the directory where it is missing and take its lock, or say at once why not."""
+        self.directory = directory
+        self._descriptor = -1
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_foreign(directory)
+            descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise ConfigError(
+                f"{directory} is not a directory", hint="give --data a directory", setting="data"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{directory} cannot be written: {error.strerror}",
+                hint="give --data a directory that this user may write to",
+                setting="data",
+            ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise SupervisionError(
+                f"another dcp-mirror{f' (process {holder})' if holder else ''} serves {directory}",
+                hint="one service per data directory: stop that one, or ask it by `dcp-mirror status`",
+            ) from None
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let the next one in."""
+        if self._descriptor >= 0:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raise ConfigError when `directory` is no mirror and holds somebody's files."""
+    names = sorted(entry.name for entry in directory.iterdir())
+    if "mirror.json" in names:
+        return
+    foreign = [name for name in names if name not in OURS and not name.startswith("group-")]
+    if foreign:
+        raise ConfigError(
+            f"{directory} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''}) and no mirror",
+            hint="give --data an empty or new directory",
+            setting="data",
+        )

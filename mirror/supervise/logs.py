@@ -1,0 +1,35 @@
+"""Logs of every process of the service: structlog to stderr, one line an event, readable or JSON.
+
+Knows structlog and nothing of what is logged. Standard output is never touched: it belongs to data. Invariant: an
+exception is logged with its traceback only at level debug; otherwise by its own words, which name the remedy.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def set_up(level: str, *, json: bool = False, process: str = "") -> None:
+    """Send logs of `level` and above to stderr; `process` names the process in each line."""
+    processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    if json:
+        processors.append(structlog.processors.JSONRenderer())
+    else:
+        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=32))
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    if process:
+        structlog.contextvars.bind_contextvars(process=process)

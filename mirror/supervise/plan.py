@@ -1,0 +1,123 @@
+"""Desired against actual: which workers to start, stop or kill now. Pure: the whole brain of supervision.
+
+Knows slots (places for a worker, numbered from 0), the groups each slot should own, and what each child's process is
+doing; never a process, a signal or a clock. The same question asked twice gives the same answer, so the supervisor
+asks after every event and simply does what it is told.
+
+Invariants:
+- A group is given to a slot only when no living process holds it: killed means reaped before it is given away.
+- Every group of the directory belongs to exactly one slot of the desired set.
+- Nothing is started while the service stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    """What the process of a slot is doing."""
+
+    ABSENT = "absent"
+    """No process: never started, or reaped."""
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    """Asked to stop, not gone yet."""
+    KILLED = "killed"
+    """Sent SIGKILL, not reaped yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What is known of a slot's process."""
+
+    slot: int
+    groups: tuple[int, ...]
+    phase: Phase
+    overdue: bool = False
+    """Silent for longer than its deadline."""
+    stopping_since_ms: int = 0
+    outdated: bool = False
+    """Runs with settings that are no longer in force."""
+    not_before_ms: int = 0
+    """With `ABSENT`: the end of its restart pause."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process may still hold the groups."""
+        return self.phase is not Phase.ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Spawn a worker for the slot, owning these groups."""
+
+    slot: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ask the slot's worker to commit, close and go."""
+
+    slot: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL the slot's worker; whether it starts again is the next plan's matter."""
+
+    slot: int
+    reason: str
+
+
+Action = Start | Stop | Kill
+
+
+def assign(group_count: int, worker_count: int) -> dict[int, tuple[int, ...]]:
+    """Slot -> its groups, as even as it goes; never more slots than groups."""
+    assert group_count >= 1, "a directory has at least one group"
+    assert worker_count >= 1, "at least one worker"
+    slots = min(group_count, worker_count)
+    return {slot: tuple(range(slot, group_count, slots)) for slot in range(slots)}
+
+
+def plan(
+    desired: Mapping[int, tuple[int, ...]],
+    actual: Sequence[WorkerFacts],
+    now_ms: int,
+    *,
+    stop_grace_ms: int,
+    stopping: bool = False,
+) -> list[Action]:
+    """What to do now so that `actual` comes nearer to `desired` (nothing at all is desired while `stopping`).
+
+    `stop_grace_ms` is how long a worker may take to commit and close before it is killed: that costs no data.
+    """
+    wanted = {} if stopping else dict(desired)
+    actions: list[Action] = []
+    for worker in actual:
+        if worker.phase in (Phase.STARTING, Phase.RUNNING):
+            if worker.overdue:
+                actions.append(Kill(worker.slot, "no heartbeat"))
+            elif stopping:
+                actions.append(Stop(worker.slot, "the service stops"))
+            elif wanted.get(worker.slot) != worker.groups:
+                actions.append(Stop(worker.slot, "its groups move"))
+            elif worker.outdated:
+                actions.append(Stop(worker.slot, "the settings changed"))
+        elif worker.phase is Phase.STOPPING and now_ms - worker.stopping_since_ms > stop_grace_ms:
+            actions.append(Kill(worker.slot, "did not stop in time"))
+    held = {group for worker in actual if worker.alive for group in worker.groups}
+    known = {worker.slot: worker for worker in actual}
+    for slot, groups in sorted(wanted.items()):
+        worker_known = known.get(slot)
+        if worker_known is not None and (worker_known.alive or now_ms < worker_known.not_before_ms):
+            continue
+        if held.isdisjoint(groups):
+            actions.append(Start(slot, groups))
+    return actions

@@ -1,0 +1,215 @@
+"""The status of a mirror as one document: what the workers report, joined, summed and timed. Pure.
+
+Knows the shape that `cli/JSON.md` promises and how to fill it from workers' rows or, without a service, from the
+store's states; never a process, a socket or a clock. Rates and lag in seconds come from comparing reports over time
+(`Trend`), with moments given by the caller. Invariants: a figure that is not known is None, never 0; totals are sums of
+the rows shown.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from storage.model import VbucketState
+
+Row = dict[str, Any]
+
+TREND_WINDOW_MS = 10_000
+"""Rates are over this much time: short enough to follow a change, long enough not to flicker."""
+TREND_REPORTS_MAX = 64
+"""Reports kept per trend; with one a second the window fits several times."""
+
+HEALTHY_STATES = frozenset({"streaming", "backfilling", "connecting", "resuming", "idle"})
+"""States in which nobody needs to do anything."""
+
+
+def stored_row(state: VbucketState, group: int) -> Row:
+    """What the store alone knows of a vbucket."""
+    return {
+        "vbid": int(state.vbid),
+        "group": group,
+        "state": "stored",
+        "detail": None,
+        "branch": int(state.branch),
+        "vbuuid": f"{state.failover_log[0].vbuuid:012x}" if state.failover_log else None,
+        "published_seqno": int(state.published_seqno),
+        "staged_seqno": int(state.staged_seqno),
+        "source_high_seqno": None,
+        "lag_seqnos": None,
+        "lag_s": None,
+        "documents": None,
+        "rollback_count": state.rollback_count,
+        "last_rollback_ms": state.last_rollback_ms,
+        "seqnos_per_s": None,
+    }
+
+
+def reported_row(report: Mapping[str, Any], group: int) -> Row:
+    """A worker's report of a vbucket, in the promised shape."""
+    high = report.get("source_high_seqno")
+    published = int(report.get("published_seqno") or 0)
+    log = report.get("failover_log") or ()
+    vbuuid = report.get("vbuuid") or (log[0][0] if log else None)
+    return {
+        "vbid": int(report["vbid"]),
+        "group": group,
+        "state": str(report.get("state") or "starting"),
+        "detail": report.get("text") or report.get("detail") or None,
+        "branch": int(report.get("branch") or 0),
+        "vbuuid": f"{vbuuid:012x}" if isinstance(vbuuid, int) and vbuuid else None,
+        "published_seqno": published,
+        "staged_seqno": int(report.get("staged_seqno") or 0),
+        "source_high_seqno": high,
+        "lag_seqnos": None if high is None else max(0, high - published),
+        "lag_s": None,
+        "documents": report.get("documents"),
+        "rollback_count": int(report.get("rollback_count") or 0),
+        "last_rollback_ms": report.get("last_rollback_ms"),
+        "seqnos_per_s": None,
+    }
+
+
+def summed(values: Iterable[int | float | None]) -> int | float | None:
+    """The sum of what is known; None when nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def totals(rows: Sequence[Row]) -> dict[str, Any]:
+    """The sums over all vbuckets."""
+    states: dict[str, int] = {}
+    for row in rows:
+        states[row["state"]] = states.get(row["state"], 0) + 1
+    lags = [row["lag_s"] for row in rows if row["lag_s"] is not None]
+    rollbacks = [row["last_rollback_ms"] for row in rows if row["last_rollback_ms"] is not None]
+    return {
+        "vbuckets": len(rows),
+        "states": states,
+        "documents": summed(row["documents"] for row in rows),
+        "published_seqnos": sum(row["published_seqno"] for row in rows),
+        "staged_seqnos": sum(row["staged_seqno"] for row in rows),
+        "source_high_seqnos": summed(row["source_high_seqno"] for row in rows),
+        "lag_seqnos": summed(row["lag_seqnos"] for row in rows),
+        "lag_s": max(lags) if lags else None,
+        "rollback_count": sum(row["rollback_count"] for row in rows),
+        "last_rollback_ms": max(rollbacks) if rollbacks else None,
+    }
+
+
+class Trend:
+    """How the vbuckets moved lately."""
+
+    def __init__(self) -> None:
+        """Nothing seen yet."""
+        self._reports: deque[tuple[int, dict[int, int], dict[str, int]]] = deque(maxlen=TREND_REPORTS_MAX)
+        self._behind_since_ms: dict[int, deque[tuple[int, int]]] = {}
+
+    def observe(self, rows: Sequence[Row], counters: Mapping[str, int], now_ms: int) -> None:
+        """Take in a report: rows as of now, and counters that only rise while the workers live."""
+        positions = {row["vbid"]: row["published_seqno"] for row in rows}
+        self._reports.append((now_ms, positions, dict(counters)))
+        while len(self._reports) > 2 and now_ms - self._reports[0][0] > TREND_WINDOW_MS:
+            self._reports.popleft()
+        for row in rows:
+            self._observe_lag(row, now_ms)
+
+    def _observe_lag(self, row: Row, now_ms: int) -> None:
+        high = row["source_high_seqno"]
+        waits = self._behind_since_ms.setdefault(row["vbid"], deque(maxlen=TREND_REPORTS_MAX))
+        while waits and waits[0][1] <= row["published_seqno"]:
+            waits.popleft()
+        if high is None:
+            return
+        if waits and high < waits[-1][1]:
+            waits.clear()  # the source itself went back: a failover lost the seqnos that were waited for
+        if high > row["published_seqno"] and (not waits or high > waits[-1][1]):
+            if len(waits) == waits.maxlen:
+                waits.pop()  # the oldest says how long; of the newer ones the last to come stands for the rest
+            waits.append((now_ms, high))
+
+    def fill(self, rows: Sequence[Row], now_ms: int) -> None:
+        """Write lag in seconds and rates into the rows."""
+        for row in rows:
+            waits = self._behind_since_ms.get(row["vbid"])
+            if row["source_high_seqno"] is not None:
+                row["lag_s"] = round((now_ms - waits[0][0]) / 1000, 1) if waits else 0.0
+            row["seqnos_per_s"] = self._rate(row["vbid"])
+
+    def _rate(self, vbid: int) -> float | None:
+        span_ms, first, last = self._span()
+        if not span_ms or vbid not in first or vbid not in last:
+            return None
+        return round(max(0, last[vbid] - first[vbid]) * 1000 / span_ms, 1)
+
+    def _span(self) -> tuple[int, dict[int, int], dict[int, int]]:
+        if len(self._reports) < 2:
+            return 0, {}, {}
+        (first_ms, first, _), (last_ms, last, _) = self._reports[0], self._reports[-1]
+        return last_ms - first_ms, first, last
+
+    def counter_rate(self, name: str) -> float | None:
+        """How fast a counter rises, a second. A worker that was replaced counts from 0 again: that step is left out."""
+        if len(self._reports) < 2:
+            return None
+        risen = 0
+        reports = list(self._reports)
+        for (_, _, before), (_, _, after) in pairwise(reports):
+            risen += max(0, after.get(name, 0) - before.get(name, 0))
+        span_ms = reports[-1][0] - reports[0][0]
+        return round(risen * 1000 / span_ms, 1) if span_ms else None
+
+
+class CatchUp:
+    """Whether every vbucket has published what the source had when it was first asked.
+
+    The mark of a vbucket is the source's high seqno of the first report in which its stream is open; a rollback takes
+    the mark away, and the next report sets it anew. A vbucket whose mark is 0 is done once its stream is accepted.
+    """
+
+    OPEN_STATES = frozenset({"streaming", "backfilling"})
+
+    def __init__(self, vbucket_count: int) -> None:
+        """No mark is known yet."""
+        self._vbucket_count = vbucket_count
+        self._marks: dict[int, int] = {}
+        self._rollbacks: dict[int, int] = {}
+        self._published: dict[int, int] = {}
+
+    def observe(self, rows: Sequence[Row]) -> None:
+        """Take in a report."""
+        for row in rows:
+            vbid = row["vbid"]
+            if self._rollbacks.get(vbid, row["rollback_count"]) != row["rollback_count"]:
+                self._marks.pop(vbid, None)
+            self._rollbacks[vbid] = row["rollback_count"]
+            if row["state"] not in self.OPEN_STATES or row["source_high_seqno"] is None:
+                continue
+            mark = self._marks.setdefault(vbid, row["source_high_seqno"])
+            if row["source_high_seqno"] < mark:
+                self._marks[vbid] = row["source_high_seqno"]
+            self._published[vbid] = row["published_seqno"]
+
+    @property
+    def vbuckets_done(self) -> int:
+        """How many vbuckets are where they should be."""
+        return sum(self._published.get(vbid, 0) >= mark for vbid, mark in self._marks.items())
+
+    @property
+    def done(self) -> bool:
+        """Whether all are."""
+        return self.vbuckets_done == self._vbucket_count
+
+    def progress(self) -> dict[str, Any]:
+        """Figures for people."""
+        wanted = sum(self._marks.values())
+        have = sum(min(self._published.get(vbid, 0), mark) for vbid, mark in self._marks.items())
+        return {
+            "vbuckets": self._vbucket_count,
+            "vbuckets_done": self.vbuckets_done,
+            "seqnos_wanted": wanted,
+            "seqnos_published": have,
+            "share": round(have / wanted, 4) if wanted else (1.0 if self.done else 0.0),
+        }

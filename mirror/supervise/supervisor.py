@@ -1,0 +1,609 @@
+"""The service: one loop that takes events from one queue and does what `plan` says.
+
+Knows processes, signals, the control socket and the data directory's outside; never a row, a stream or an LMDB
+environment. Every signal, message, death, command and tick becomes an event, so no two things ever happen at once.
+Invariants: a group is owned by at most one living process; data is never deleted here; a clean stop waits for every
+worker's last commit, and what does not go in time is killed and reaped before the service's lock is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.config import Settings, to_wire
+from mirror.errors import BucketChanged, ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
+from mirror.supervise.backoff import failures_after, restart_delay_ms
+from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, START, STOP
+from mirror.supervise.children import Child, Gone, Heard, spawn, worker_command
+from mirror.supervise.control import ControlServer
+from mirror.supervise.figures import Gauge
+from mirror.supervise.heartbeat import Heartbeat
+from mirror.supervise.lock import ServiceLock
+from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
+from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
+from mirror.supervise.systemd import Notifier
+from storage import directory
+from storage.model import Identity
+
+TICK_S = 0.2
+"""How often deadlines and restart pauses are looked at."""
+REPORT_INTERVAL_S = 1.0
+"""How often workers are asked for a full report. 1,024 vbuckets cost a few milliseconds of a worker each time."""
+REPORT_TIMEOUT_S = 10.0
+SOURCE_RETRY_MIN_S = 0.5
+SOURCE_RETRY_MAX_S = 10.0
+CATCH_UP_SOURCE_LIMIT_S = 60.0
+"""With `--until-caught-up` somebody waits for the end: give up on a source that nobody can reach."""
+
+log = structlog.get_logger("supervisor")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What must be known of the bucket before a mirror of it can be made."""
+
+    cluster_uuid: str
+    bucket_name: str
+    bucket_uuid: str
+    vbucket_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The service got a signal."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A background task of the supervisor ended, or must be looked at."""
+
+    task: asyncio.Task[None]
+
+
+class Tick:
+    """Time passed."""
+
+
+Event = Signalled | Finished | Tick | Heard | Gone
+
+LookUp = Callable[[Settings], Awaitable[Source]]
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place for a worker, and its record over all the processes that stood in it."""
+
+    child: Child | None = None
+    failures: int = 0
+    restarts: int = 0
+    not_before_ms: int = 0
+    last_exit: str | None = None
+    last_error: str | None = None
+    last_exit_ms: int | None = None
+
+
+class Supervisor:
+    """The service of one data directory."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        look_up: LookUp,
+        *,
+        clock: Clock,
+        groups_asked: int | None = None,
+        until_caught_up: bool = False,
+        reload: Callable[[], Settings] | None = None,
+        progress: Progress | None = None,
+        notifier: Notifier | None = None,
+        command: Callable[[int], Sequence[str]] = worker_command,
+    ) -> None:
+        """`groups_asked` is a number the operator named, which must then fit; `progress` gets each new status."""
+        if settings.data is None:
+            raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
+        if settings.source is None:
+            raise ConfigError("no source is given", hint="give --source couchbase://user@host/bucket", setting="source")
+        self._settings = settings
+        self._data = settings.data
+        self._look_up = look_up
+        self._clock = clock
+        self._groups_asked = groups_asked
+        self._until_caught_up = until_caught_up
+        self._reload = reload
+        self._progress = progress
+        self._notifier = notifier or Notifier()
+        self._command = command
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._background: set[asyncio.Task[None]] = set()
+        self._slots: dict[int, Slot] = {}
+        self._desired: dict[int, tuple[int, ...]] = {}
+        self._identity: Identity | None = None
+        self._rows: dict[int, Row] = {}
+        self._trend = Trend()
+        self._catch_up: CatchUp | None = None
+        self._state = "starting"
+        self._message = ""
+        self._source_error: str | None = None
+        self._stopping = False
+        self._interrupts = 0
+        self._exit = ExitCode.DONE
+        self._failure: MirrorError | None = None
+        self._was_ready = False
+        self._started = clock.monotonic()
+        self._gauge = Gauge(os.getpid())
+
+    # the service's life
+
+    async def run(self) -> ExitCode:
+        """Serve until told to stop, or until caught up if that is the order. Raises what makes serving impossible."""
+        lock = ServiceLock(self._data)
+        control = ControlServer(self._data, self._command_arrived)
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        for number in signals:
+            loop.add_signal_handler(number, self._events.put_nowait, Signalled(number))
+        try:
+            await control.start()
+            if directory.exists(str(self._data)):
+                self._identity = self._known(directory.load(str(self._data)))
+            self._spawn_task(self._ticks())
+            self._spawn_task(self._meet_source())
+            self._spawn_task(self._watchdog())
+            while not (self._stopping and not self._alive()):
+                self._handle(await self._events.get())
+                await self._act()
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+            for task in self._background:
+                task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)
+            await self._end_children()
+            await control.stop()
+            lock.release()
+        if self._failure is not None:
+            raise self._failure
+        return self._exit
+
+    def _known(self, identity: Identity) -> Identity:
+        asked = self._groups_asked
+        if asked is not None and asked != identity.group_count:
+            raise ConfigError(
+                f"{self._data} was made with {identity.group_count} groups, not {asked}",
+                hint=f"leave --groups out or give {identity.group_count}; another number needs a new directory",
+                setting="groups",
+            )
+        return identity
+
+    def stop(self, failure: MirrorError | None = None) -> None:
+        """Begin the end: workers commit and go; then `run` returns, or raises `failure`."""
+        if failure is not None and self._failure is None:
+            self._failure = failure
+        if not self._stopping:
+            self._stopping = True
+            self._set_state("stopping", "")
+            self._notifier.stopping()
+            log.info("stopping", workers=len(self._alive()))
+
+    def _set_state(self, state: str, message: str) -> None:
+        if (state, message) != (self._state, self._message):
+            self._state, self._message = state, message
+            self._notifier.status(f"{state}: {message}" if message else state)
+
+    def _spawn_task(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(lambda done: self._events.put_nowait(Finished(done)))
+
+    async def _ticks(self) -> None:
+        while True:
+            await self._clock.sleep(TICK_S)
+            self._events.put_nowait(Tick())
+
+    async def _watchdog(self) -> None:
+        interval_s = self._notifier.watchdog_interval_s()
+        while interval_s is not None:
+            self._notifier.watchdog()
+            await self._clock.sleep(interval_s)
+
+    # the source
+
+    async def _meet_source(self) -> None:
+        """Learn which bucket it is; make the directory, or compare; then start work."""
+        began = self._clock.monotonic()
+        delay_s = SOURCE_RETRY_MIN_S
+        limit_s = self._settings.bootstrap_timeout_s or (CATCH_UP_SOURCE_LIMIT_S if self._until_caught_up else 0)
+        while True:
+            try:
+                source = await self._look_up(self._settings)
+            except ClusterError as error:
+                if not error.retryable or (limit_s and self._clock.monotonic() - began >= limit_s):
+                    raise
+                if self._source_error != str(error):
+                    log.warning("the source cannot be reached, trying on", error=str(error))
+                self._source_error = str(error)
+                self._set_state("waiting for the source", str(error))
+                if self._identity is not None:
+                    self._begin_work()  # readers have what is there; workers try on by themselves
+            else:
+                break
+            await self._clock.sleep(delay_s)
+            delay_s = min(SOURCE_RETRY_MAX_S, delay_s * 2)
+        self._source_error = None
+        if self._identity is None:
+            self._identity = self._make_directory(source)
+        self._compare(source, self._identity)
+        self._begin_work()
+
+    def _make_directory(self, source: Source) -> Identity:
+        groups = min(self._settings.groups, source.vbucket_count)
+        identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, source.vbucket_count, groups)
+        directory.create(str(self._data), identity)
+        log.info("made a new mirror", data=str(self._data), bucket=source.bucket_name, groups=groups)
+        return identity
+
+    def _compare(self, source: Source, identity: Identity) -> None:
+        if source.bucket_uuid != identity.bucket_uuid:
+            raise BucketChanged(
+                f"{self._data} mirrors bucket {identity.bucket_name!r} ({identity.bucket_uuid}), and the source has "
+                f"{source.bucket_name!r} ({source.bucket_uuid})"
+            )
+        if source.vbucket_count != identity.vbucket_count:
+            raise BucketChanged(
+                f"{self._data} mirrors {identity.vbucket_count} vbuckets, and the source has {source.vbucket_count}"
+            )
+
+    def _begin_work(self) -> None:
+        assert self._identity is not None, "the directory is known before workers are planned"
+        if self._desired:
+            return
+        self._desired = assign(self._identity.group_count, self._settings.workers)
+        if self._until_caught_up:
+            self._catch_up = CatchUp(self._identity.vbucket_count)
+        self._spawn_task(self._reports())
+
+    # events
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Tick):
+            return
+        if isinstance(event, Heard):
+            self._heard(event)
+        elif isinstance(event, Gone):
+            self._gone(event)
+        elif isinstance(event, Signalled):
+            self._signalled(event.number)
+        else:
+            self._finished(event.task)
+
+    def _heard(self, event: Heard) -> None:
+        child, message = event.child, event.message
+        kind = message["op"]
+        child.heartbeat.beat(self._now_ms())
+        if kind == READY and child.phase is Phase.STARTING:
+            child.phase = Phase.RUNNING
+            log.info("worker ready", slot=child.slot, pid=child.pid, groups=list(child.groups))
+        elif kind == ANSWER:
+            child.answered(message)
+        elif kind == FAILED:
+            child.last_words = message
+        elif kind != BEAT:
+            log.warning("worker said something unknown", slot=child.slot, op=kind)
+
+    def _gone(self, event: Gone) -> None:
+        child = event.child
+        slot = self._slots[child.slot]
+        assert slot.child is child, "a slot holds one child at a time"
+        slot.child = None
+        slot.last_exit = exit_words(event.status)
+        slot.last_exit_ms = self._clock.wall_ms()
+        words = child.last_words or {}
+        slot.last_error = str(words["message"]) if words.get("message") else None
+        expected = child.phase is Phase.STOPPING and event.status == 0
+        if expected or self._stopping:
+            slot.failures = 0
+            return
+        slot.failures = failures_after(slot.failures, self._now_ms() - child.heartbeat.started_ms)
+        delay_ms = restart_delay_ms(slot.failures)
+        slot.not_before_ms = self._now_ms() + delay_ms
+        log.error(
+            "worker died, starting another",
+            slot=child.slot,
+            pid=child.pid,
+            exit=slot.last_exit,
+            error=slot.last_error,
+            pause_ms=delay_ms,
+        )
+        if words.get("fatal") and self._until_caught_up:
+            self.stop(ReportedFailure(words))
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            self._reload_settings()
+            return
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._until_caught_up:
+                self._exit = ExitCode.INTERRUPTED
+        if self._interrupts > 1:
+            log.warning("interrupted again: killing the workers; nothing published is lost")
+            for child in self._alive():
+                child.phase = Phase.KILLED
+                child.kill()
+        self.stop()
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            return
+        self._failure = self._failure or (error if isinstance(error, MirrorError) else None)
+        if self._failure is None:
+            raise error
+        self.stop()
+
+    def _reload_settings(self) -> None:
+        if self._reload is None or self._stopping:
+            return
+        self._notifier.reloading(self._clock.monotonic())
+        try:
+            fresh = self._reload()
+        except ConfigError as error:
+            log.error("the new settings are not taken; the old ones stay in force", error=str(error))
+        else:
+            fixed = {"data": self._settings.data, "source": self._settings.source, "groups": self._settings.groups}
+            fresh = fresh.model_copy(update=fixed)
+            changed = [name for name in Settings.model_fields if getattr(fresh, name) != getattr(self._settings, name)]
+            self._settings = fresh
+            log.info("settings read again", changed=changed)
+            if self._desired and self._identity is not None:
+                self._desired = assign(self._identity.group_count, fresh.workers)
+            if set(changed) - {"workers"}:
+                for child in self._alive():
+                    child.outdated = True
+        if self._was_ready:
+            self._notifier.ready()
+
+    # doing what the plan says
+
+    def _now_ms(self) -> int:
+        return int(self._clock.monotonic() * 1000)
+
+    def _alive(self) -> list[Child]:
+        return [slot.child for slot in self._slots.values() if slot.child is not None]
+
+    def _facts(self, now_ms: int) -> list[WorkerFacts]:
+        return [
+            slot.child.facts(now_ms)
+            if slot.child is not None
+            else WorkerFacts(number, (), Phase.ABSENT, not_before_ms=slot.not_before_ms)
+            for number, slot in self._slots.items()
+        ]
+
+    async def _act(self) -> None:
+        now_ms = self._now_ms()
+        grace_ms = int(self._settings.stop_timeout_s * 1000)
+        for action in plan(self._desired, self._facts(now_ms), now_ms, stop_grace_ms=grace_ms, stopping=self._stopping):
+            if isinstance(action, Start):
+                await self._start(action)
+                continue
+            child = self._slots[action.slot].child
+            assert child is not None, "only the living are stopped"
+            if isinstance(action, Stop):
+                child.phase = Phase.STOPPING
+                child.stopping_since_ms = now_ms
+                child.send({"op": STOP})
+            elif isinstance(action, Kill):
+                log.error("killing a worker", slot=child.slot, pid=child.pid, reason=action.reason)
+                child.last_words = {"message": action.reason}
+                child.phase = Phase.KILLED
+                child.kill()
+
+    async def _start(self, action: Start) -> None:
+        assert self._identity is not None, "nothing is planned before the directory is known"
+        slot = self._slots.setdefault(action.slot, Slot())
+        deadline_ms = int(self._settings.worker_heartbeat_timeout_s * 1000)
+        heartbeat = Heartbeat(self._now_ms(), deadline_ms)
+        try:
+            child = await spawn(action.slot, action.groups, heartbeat, self._command)
+        except OSError as error:
+            slot.failures += 1
+            slot.last_error = f"cannot be started: {error.strerror}"
+            slot.not_before_ms = self._now_ms() + restart_delay_ms(slot.failures)
+            log.error("cannot start a worker", slot=action.slot, error=str(error))
+            return
+        if slot.last_exit is not None:
+            slot.restarts += 1
+        slot.child = child
+        child.send(
+            {
+                "op": START,
+                "slot": action.slot,
+                "groups": list(action.groups),
+                "settings": to_wire(self._settings),
+            }
+        )
+        child.watch(self._events.put_nowait)
+
+    async def _end_children(self) -> None:
+        """Leave no child behind, whatever ended the service."""
+        for child in self._alive():
+            child.kill()
+        while self._alive():
+            event = await self._events.get()
+            if isinstance(event, Gone):
+                self._slots[event.child.slot].child = None
+
+    # reports
+
+    async def _reports(self) -> None:
+        while True:
+            await self._report()
+            await self._clock.sleep(REPORT_INTERVAL_S)
+
+    async def _report(self) -> None:
+        children = [child for child in self._alive() if child.phase is Phase.RUNNING]
+        await asyncio.gather(*(self._ask_for_report(child) for child in children))
+        counters: dict[str, int] = {}
+        for child in self._alive():
+            for name, value in (child.status.get("counters") or {}).items():
+                counters[name] = counters.get(name, 0) + value
+        rows = sorted(self._rows.values(), key=lambda row: row["vbid"])
+        now_ms = self._now_ms()
+        self._trend.observe(rows, counters, now_ms)
+        self._trend.fill(rows, now_ms)
+        self._judge(rows)
+        if self._progress is not None:
+            self._progress(self.status_document())
+
+    async def _ask_for_report(self, child: Child) -> None:
+        assert self._identity is not None, "workers run only when the directory is known"
+        try:
+            child.status = await child.request({"op": "status"}, REPORT_TIMEOUT_S)
+        except SupervisionError as error:
+            log.debug("no report", slot=child.slot, error=str(error))
+            return
+        for report in child.status.get("vbuckets") or ():
+            row = reported_row(report, report["vbid"] % self._identity.group_count)
+            self._rows[row["vbid"]] = row
+
+    def _judge(self, rows: list[Row]) -> None:
+        """Say in one word how it stands, and end when that was the order."""
+        assert self._identity is not None, "reports exist only when the directory is known"
+        if self._stopping:
+            return
+        sums = totals(rows)
+        running = sum(child.phase is Phase.RUNNING for child in self._alive())
+        if running and running == len(self._desired) and not self._was_ready:
+            self._was_ready = True
+            self._notifier.ready()
+            log.info("all workers run", workers=running)
+        if self._source_error is not None:
+            return
+        lag = sums["lag_seqnos"]
+        if lag is None or len(rows) < self._identity.vbucket_count:
+            self._set_state("starting", f"{len(rows)} of {self._identity.vbucket_count} vbuckets reported")
+        elif lag == 0:
+            self._set_state("caught up", f"{sums['published_seqnos']} seqnos published")
+        else:
+            self._set_state("mirroring", f"{lag} seqnos behind")
+        if self._catch_up is not None:
+            self._catch_up.observe(rows)
+            if self._catch_up.done:
+                log.info("caught up", **self._catch_up.progress())
+                self.stop()
+
+    def status_document(self) -> dict[str, Any]:
+        """All that `status` shows, in the shape of cli/JSON.md."""
+        rows = sorted(self._rows.values(), key=lambda row: row["vbid"])
+        identity = self._identity
+        return {
+            "service": "up",
+            "state": self._state,
+            "message": self._message,
+            "pid": os.getpid(),
+            "uptime_s": round(self._clock.monotonic() - self._started, 1),
+            "time_ms": self._clock.wall_ms(),
+            "data": str(self._data),
+            "source": self._settings.source,
+            "source_error": self._source_error,
+            "bucket": identity.bucket_name if identity else None,
+            "bucket_uuid": identity.bucket_uuid if identity else None,
+            "cluster_uuid": identity.cluster_uuid if identity else None,
+            "vbucket_count": identity.vbucket_count if identity else None,
+            "group_count": identity.group_count if identity else None,
+            "sync": self._settings.sync,
+            "supervisor": self._figures(self._gauge),
+            "workers": [self._worker_row(number, slot) for number, slot in sorted(self._slots.items())],
+            "totals": totals(rows)
+            | {
+                "seqnos_per_s": self._trend.counter_rate("rows"),
+                "bytes_per_s": self._trend.counter_rate("bytes"),
+            },
+            "catch_up": self._catch_up.progress() if self._catch_up is not None else None,
+            "vbuckets": rows,
+        }
+
+    def _worker_row(self, number: int, slot: Slot) -> dict[str, Any]:
+        child = slot.child
+        now_ms = self._now_ms()
+        return {
+            "slot": number,
+            "pid": child.pid if child else None,
+            "phase": child.phase.value if child else Phase.ABSENT.value,
+            "groups": list(child.groups if child else self._desired.get(number, ())),
+            "uptime_s": round((now_ms - child.heartbeat.started_ms) / 1000, 1) if child else None,
+            "heartbeat_age_s": round(child.heartbeat.age_ms(now_ms) / 1000, 2) if child else None,
+            "restarts": slot.restarts,
+            "last_exit": slot.last_exit,
+            "last_exit_ms": slot.last_exit_ms,
+            "last_error": slot.last_error,
+            "counters": dict(child.status.get("counters") or {}) if child else {},
+            **self._figures(child.gauge if child else None),
+        }
+
+    def _figures(self, gauge: Gauge | None) -> dict[str, Any]:
+        figures = gauge.read() if gauge is not None else None
+        return {
+            "cpu_percent": figures.cpu_percent if figures else None,
+            "private_bytes": figures.private_bytes if figures else None,
+            "resident_bytes": figures.resident_bytes if figures else None,
+            "threads": figures.thread_count if figures else None,
+            "open_files": figures.open_files_count if figures else None,
+        }
+
+    # commands
+
+    async def _command_arrived(self, request: dict[str, Any]) -> dict[str, Any]:
+        operation = request["op"]
+        if operation == "ping":
+            return {"pid": os.getpid()}
+        if operation == "status":
+            if self._desired and not self._stopping:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(2):
+                        await asyncio.gather(
+                            *(self._ask_for_report(c) for c in self._alive() if c.phase is Phase.RUNNING)
+                        )
+                self._trend.fill(list(self._rows.values()), self._now_ms())
+            return {"status": self.status_document()}
+        if operation == "reload":
+            self._events.put_nowait(Signalled(signal.SIGHUP))
+            return {}
+        if operation == "stop":
+            self._events.put_nowait(Signalled(signal.SIGTERM))
+            return {}
+        raise SupervisionError(f"unknown command {operation!r}", hint="ping, status, reload, stop")
+
+
+class ReportedFailure(MirrorError):
+    """A worker's own error, brought over the pipe with its exit code."""
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        """`words` are those of a FAILED message."""
+        super().__init__(str(words.get("message") or "a worker failed"))
+        self.exit_code = ExitCode(words.get("exit_code") or ExitCode.FAILED)
+
+
+def exit_words(status: int) -> str:
+    """How a process ended, for people."""
+    if status >= 0:
+        return f"exit {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"

@@ -1,0 +1,161 @@
+"""A worker process: opens its groups' stores, runs a consumer over them, and answers the supervisor.
+
+Knows how to be a good child; what the work is, the consumer knows. One Python thread: a second busy one slows LMDB
+writes tenfold, so beats, commands and the consumer share one event loop, and a loop that stands still is a heartbeat
+that stops. Invariants: stores are opened after the process was spawned; when the supervisor is gone, by whatever way,
+this process goes too; a terminal's Ctrl-C is the supervisor's to handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import structlog
+
+from mirror.errors import MirrorError
+from mirror.supervise import logs
+from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, REQUEST, START, STOP, Channel, Message
+from mirror.supervise.heartbeat import INTERVAL_MS
+from storage.errors import StorageError
+
+PR_SET_PDEATHSIG = 1
+
+log = structlog.get_logger("worker")
+
+
+class Work(Protocol):
+    """What a worker does between its start and its end."""
+
+    async def run(self) -> None:
+        """Do it until stopped. Raises what makes going on impossible."""
+        ...
+
+    async def stop(self) -> None:
+        """Commit, close, and let `run` return."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Report `vbuckets` (a list of rows) and `counters` (numbers that only rise)."""
+        ...
+
+    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Obey a command of the supervisor."""
+        ...
+
+
+Make = Callable[[Message], Awaitable[Work]]
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, even while it is stopped."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class Worker:
+    """The child's side of the pipe."""
+
+    def __init__(self, channel: Channel, make: Make) -> None:
+        """`make` opens the stores and returns the work."""
+        self._channel = channel
+        self._make = make
+        self._ending = asyncio.Event()
+        self._requests: set[asyncio.Task[None]] = set()
+
+    def end(self) -> None:
+        """Begin the end: commit, close, go."""
+        self._ending.set()
+
+    async def live(self) -> int:
+        """Live a child's life; returns its exit status."""
+        first = await self._channel.receive()
+        if first is None:
+            return 0
+        assert first["op"] == START, "the first message starts the work"
+        beats = asyncio.create_task(self._beat())
+        work: Work | None = None
+        doing: asyncio.Task[None] | None = None
+        listening: asyncio.Task[None] | None = None
+        try:
+            work = await self._make(first)
+            doing = asyncio.create_task(work.run())
+            listening = asyncio.create_task(self._listen(work))
+            self._channel.send({"op": READY})
+            ending = asyncio.create_task(self._ending.wait())
+            await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            if not doing.done():
+                await work.stop()
+            await doing
+        except (MirrorError, StorageError) as error:
+            self._report(str(error), int(error.exit_code), fatal=not error.retryable)
+            return int(error.exit_code)
+        except Exception as error:
+            log.exception("internal error")
+            self._report(f"internal error: {type(error).__name__}: {error}", 1, fatal=False)
+            return 1
+        finally:
+            beats.cancel()
+            for task in (listening, *self._requests):
+                if task is not None:
+                    task.cancel()
+            await self._channel.flush()
+            await self._channel.close()
+        return 0
+
+    def _report(self, message: str, exit_code: int, *, fatal: bool) -> None:
+        self._channel.send({"op": FAILED, "message": message, "exit_code": exit_code, "fatal": fatal})
+
+    async def _beat(self) -> None:
+        while True:
+            self._channel.send({"op": BEAT})
+            await asyncio.sleep(INTERVAL_MS / 1000)
+
+    async def _listen(self, work: Work) -> None:
+        while True:
+            message = await self._channel.receive()
+            if message is None or message["op"] == STOP:
+                self.end()
+                return
+            if message["op"] == REQUEST:
+                task = asyncio.create_task(self._answer(work, message))
+                self._requests.add(task)
+                task.add_done_callback(self._requests.discard)
+
+    async def _answer(self, work: Work, message: Message) -> None:
+        command = message["command"]
+        try:
+            value = work.status() if command["op"] == "status" else await work.request(command)
+        except (MirrorError, StorageError) as error:
+            self._channel.send({"op": ANSWER, "id": message["id"], "error": str(error)})
+        else:
+            self._channel.send({"op": ANSWER, "id": message["id"], "value": value})
+
+
+async def work_over(end: socket.socket, make: Make) -> int:
+    """Be a worker at this end of a pipe."""
+    worker = Worker(await Channel.open(end), make)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, worker.end)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)
+    return await worker.live()
+
+
+def main(arguments: list[str], make: Make) -> int:
+    """Entry of the process: the one argument is the number of the inherited descriptor."""
+    die_with_parent()
+    logs.set_up("info", process=f"worker {arguments[0] if arguments else '?'}")
+    try:
+        end = socket.socket(fileno=int(arguments[0]))
+    except (IndexError, ValueError, OSError):
+        print("a worker is started by its supervisor alone: use `dcp-mirror run`", file=sys.stderr)  # noqa: T201
+        return 2
+    return asyncio.run(work_over(end, make))

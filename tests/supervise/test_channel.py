@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from mirror.errors import SupervisionError
+from mirror.supervise import channel
+from mirror.supervise.channel import Channel
+
+
+@pytest_asyncio.fixture
+async def ends() -> AsyncIterator[tuple[Channel, Channel]]:
+    left, right = socket.socketpair()
+    one, other = await Channel.open(left), await Channel.open(right)
+    yield one, other
+    await one.close()
+    await other.close()
+
+
+async def test_messages_arrive_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    sent = [
+        {"op": "answer", "id": number, "value": {"vbuckets": [1, b"\x00", "x" * number * 1000]}} for number in range(50)
+    ]
+    for message in sent:
+        one.send(message)
+    assert [await other.receive() for _ in sent] == sent
+
+
+async def test_the_end_of_the_other_side_is_none(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    one.send({"op": "beat"})
+    await one.close()
+    assert await other.receive() == {"op": "beat"}
+    assert await other.receive() is None
+    one.send({"op": "beat"})
+
+
+async def test_an_end_in_the_middle_of_a_message_is_an_end() -> None:
+    left, right = socket.socketpair()
+    receiver = await Channel.open(right)
+    left.sendall(struct.pack(">I", 100) + b"half")
+    left.close()
+    assert await receiver.receive() is None
+    await receiver.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        struct.pack(">I", 0xFFFFFFFF),
+        struct.pack(">I", 1) + b"\xc1",
+        struct.pack(">I", 1) + b"\x90",
+        struct.pack(">I", 1) + b"\x80",
+    ],
+    ids=["too long", "no msgpack", "no object", "no op"],
+)
+async def test_garbage_is_an_error_by_name(garbage: bytes) -> None:
+    left, right = socket.socketpair()
+    receiver = await Channel.open(right)
+    left.sendall(garbage)
+    with pytest.raises(SupervisionError):
+        await receiver.receive()
+    left.close()
+    await receiver.close()
+
+
+async def test_too_long_a_message_is_refused_before_it_is_sent(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "MESSAGE_LENGTH_MAX", 100)
+    with pytest.raises(SupervisionError, match="limit"):
+        ends[0].send({"op": "answer", "value": "x" * 200})
+    ends[0].send({"op": "beat"})
+    assert await ends[1].receive() == {"op": "beat"}

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.errors import ConfigError, SupervisionError
+from mirror.supervise import control
+from mirror.supervise.control import SOCKET_NAME, ControlServer, socket_address
+
+
+async def echo(request: dict[str, Any]) -> dict[str, Any]:
+    if request["op"] == "fail":
+        raise ConfigError("that is wrong", hint="do it right")
+    if request["op"] == "sleep":
+        await asyncio.sleep(60)
+    return {"echo": request}
+
+
+async def ask(directory: Path, *lines: bytes) -> list[dict[str, Any]]:
+    with socket_address(directory) as address:
+        reader, writer = await asyncio.open_unix_connection(address)
+    for line in lines:
+        writer.write(line + b"\n")
+    writer.write_eof()
+    answers = [json.loads(line) for line in (await reader.read()).splitlines()]
+    writer.close()
+    await writer.wait_closed()
+    return answers
+
+
+async def test_one_line_in_and_one_line_out(tmp_path: Path) -> None:
+    server = ControlServer(tmp_path, echo)
+    await server.start()
+    answers = await ask(tmp_path, b'{"op": "one"}', b'{"op": "two"}')
+    assert answers == [{"ok": True, "echo": {"op": "one"}}, {"ok": True, "echo": {"op": "two"}}]
+    await server.stop()
+    assert not (tmp_path / SOCKET_NAME).exists()
+
+
+async def test_only_the_owner_may_ask(tmp_path: Path) -> None:
+    server = ControlServer(tmp_path, echo)
+    await server.start()
+    assert stat.S_IMODE((tmp_path / SOCKET_NAME).stat().st_mode) == 0o600
+    await server.stop()
+
+
+async def test_garbage_and_failures_get_a_line_each(tmp_path: Path) -> None:
+    server = ControlServer(tmp_path, echo)
+    await server.start()
+    answers = await ask(tmp_path, b"garbage", b"[1]", b'{"no": "op"}', b'{"op": "fail"}', b'{"op": "ok"}')
+    assert [answer["ok"] for answer in answers] == [False, False, False, False, True]
+    assert answers[3] == {"ok": False, "error": "that is wrong (do it right)", "exit_code": 2}
+    await server.stop()
+
+
+async def test_a_request_without_end_harms_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "REQUEST_LENGTH_MAX", 1000)
+    server = ControlServer(tmp_path, echo)
+    await server.start()
+    assert await ask(tmp_path, b"x" * 100_000) == [{"ok": False, "error": "the request is too long"}]
+    assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
+    await server.stop()
+
+
+async def test_a_command_that_hangs_is_answered_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "ANSWER_TIMEOUT_S", 0.05)
+    server = ControlServer(tmp_path, echo)
+    await server.start()
+    (answer,) = await ask(tmp_path, b'{"op": "sleep"}')
+    assert "no answer" in answer["error"]
+    await server.stop()
+
+
+async def test_a_path_longer_than_a_socket_address_works(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    deep.mkdir(parents=True)
+    server = ControlServer(deep, echo)
+    await server.start()
+    assert (await ask(deep, b'{"op": "ok"}'))[0]["ok"]
+    await server.stop()
+
+
+async def test_the_socket_of_a_dead_service_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / SOCKET_NAME).touch()
+    server = ControlServer(tmp_path, echo)
+    await server.start()
+    assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
+    await server.stop()
+
+
+async def test_more_clients_than_allowed_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "CLIENTS_MAX", 1)
+    server = ControlServer(tmp_path, echo)
+    await server.start()
+    with socket_address(tmp_path) as address:
+        reader, writer = await asyncio.open_unix_connection(address)
+        writer.write(b'{"op": "first"}\n')
+        assert json.loads(await reader.readline())["ok"]
+        second, closing = await asyncio.open_unix_connection(address)
+        assert await second.read() == b""
+    writer.close()
+    closing.close()
+    await server.stop()
+
+
+async def test_a_place_without_room_for_a_socket_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SupervisionError, match="missing"):
+        await ControlServer(tmp_path / "missing", echo).start()

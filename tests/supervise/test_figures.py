@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+
+from mirror.supervise.figures import Gauge, private_bytes
+
+
+def test_a_living_process_has_figures() -> None:
+    figures = Gauge(os.getpid()).read()
+    assert figures is not None
+    assert figures.cpu_percent >= 0
+    assert figures.private_bytes is not None
+    assert 1_000_000 < figures.private_bytes <= figures.resident_bytes
+    assert figures.thread_count >= 1
+    assert figures.open_files_count >= 3
+
+
+def test_private_memory_counts_what_the_process_holds_and_not_what_is_mapped(tmp_path: object) -> None:
+    before = private_bytes(os.getpid())
+    held = bytearray(os.urandom(32 * 1024 * 1024))
+    after = private_bytes(os.getpid())
+    assert before is not None
+    assert after is not None
+    assert after - before > 30 * 1024 * 1024
+    path = os.path.join(str(tmp_path), "file")
+    with open(path, "wb+") as file:
+        file.write(held)
+        file.flush()
+        with mmap.mmap(file.fileno(), len(held), prot=mmap.PROT_READ) as mapped:
+            assert mapped[:] == held  # pages in
+            mapped_too = private_bytes(os.getpid())
+    assert mapped_too is not None
+    assert mapped_too - after < 16 * 1024 * 1024
+
+
+def test_a_process_that_is_gone_has_none() -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        gauge = Gauge(process.pid)
+        process.wait()
+    assert gauge.read() is None
+    assert private_bytes(process.pid) is None
+    assert Gauge(process.pid).read() is None

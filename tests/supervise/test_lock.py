@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mirror.errors import ConfigError, SupervisionError
+from mirror.supervise.lock import ServiceLock
+
+
+def test_a_second_service_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+    lock = ServiceLock(tmp_path / "new" / "data")
+    with pytest.raises(SupervisionError, match=str(os.getpid())):
+        ServiceLock(tmp_path / "new" / "data")
+    lock.release()
+    lock.release()
+    ServiceLock(tmp_path / "new" / "data").release()
+
+
+def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
+    code = "import os, pathlib, sys; from mirror.supervise.lock import ServiceLock"
+    code += "; lock = ServiceLock(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    ServiceLock(tmp_path).release()
+
+
+def test_somebody_elses_directory_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        ServiceLock(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_traces_of_an_interrupted_start_are_ours(tmp_path: Path) -> None:
+    (tmp_path / "group-0000").mkdir()
+    (tmp_path / "mirror.json.new").touch()
+    ServiceLock(tmp_path).release()
+
+
+def test_a_mirror_may_hold_what_it_likes(tmp_path: Path) -> None:
+    (tmp_path / "mirror.json").touch()
+    (tmp_path / "notes of the operator").touch()
+    ServiceLock(tmp_path).release()
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="not a directory"):
+        ServiceLock(tmp_path / "file")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        ServiceLock(tmp_path / "file" / "below")
+
+
+def test_a_place_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        ServiceLock(Path("/proc/no-such-place"))

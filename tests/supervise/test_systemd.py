@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror.supervise.systemd import Notifier
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A service manager's end of the line."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.bind(str(tmp_path / "notify"))
+        end.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        yield end
+
+
+def test_the_words_are_those_systemd_knows(manager: socket.socket) -> None:
+    notifier = Notifier()
+    notifier.ready()
+    notifier.status("mirroring:  3 seqnos\nbehind")
+    notifier.status("mirroring: 3 seqnos behind")
+    notifier.watchdog()
+    notifier.reloading(12.5)
+    notifier.stopping()
+    heard = [manager.recv(4096).decode() for _ in range(5)]
+    assert heard == [
+        "READY=1",
+        "STATUS=mirroring: 3 seqnos behind",
+        "WATCHDOG=1",
+        "RELOADING=1\nMONOTONIC_USEC=12500000",
+        "STOPPING=1",
+    ]
+    notifier.close()
+
+
+def test_a_status_outside_latin_letters_arrives_too(manager: socket.socket) -> None:
+    notifier = Notifier()
+    notifier.status("bucket 鏡 lags")
+    assert manager.recv(4096).decode() == "STATUS=bucket ? lags"
+    notifier.close()
+
+
+def test_without_a_manager_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    monkeypatch.delenv("WATCHDOG_USEC", raising=False)
+    notifier = Notifier()
+    notifier.ready()
+    assert notifier.watchdog_interval_s() is None
+    notifier.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "interval_s"),
+    [
+        ({"WATCHDOG_USEC": "30000000"}, 15.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}, 15.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, None),
+        ({"WATCHDOG_USEC": "0"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None),
+        ({}, None),
+    ],
+)
+def test_the_watchdog_is_fed_twice_as_often_as_asked(environment: dict[str, str], interval_s: float | None) -> None:
+    assert Notifier(environment).watchdog_interval_s() == interval_s
