@@ -1,0 +1,431 @@
+"""One node: a DCP connection with all our streams of it, from login to its end.
+
+Knows how a connection is negotiated, which opaque belongs to which vbucket's stream, flow control and signs of life;
+must never know what a stream's messages mean, nor the store. Invariants:
+- a message whose opaque is not that of a live stream is dropped, yet acked (protocol facts 2.1, 2.8);
+- every byte that counts is acked once, when it was accepted or dropped, so the window never leaks shut;
+- a noop is answered before anything else that came with it is worked on;
+- a connection that is silent for twice the noop interval is ended; until a stream is open, our own noops keep it alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from mirror.clock import Clock
+from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTimeout
+from mirror.feed.bootstrap import Access, Handshake, enter, privilege_missing
+from mirror.feed.connection_string import Address
+from mirror.feed.transport import Link, OnAnswer, Opaques
+from mirror.ingest.events import StreamAccepted, StreamRefused, StreamRollback
+from mirror.ingest.instructions import RequestStream
+from mirror.wire import events as ev
+from mirror.wire.codec_dcp import decode, encode, to_frame
+from mirror.wire.constants import (
+    DCP_OPCODE_FIRST,
+    DCP_OPCODE_LAST,
+    ControlKey,
+    DcpOpenFlag,
+    Feature,
+    Magic,
+    Opcode,
+    Status,
+    status_name,
+)
+from mirror.wire.errors import ProtocolError, RemoteProtocolError
+from mirror.wire.flow_control import FlowControlLedger, counted_size
+from mirror.wire.frame import Frame, request, response
+from mirror.wire.frame import encode as encode_frame
+from mirror.wire.scan import Row, Run, is_data, row_of
+from storage.model import FailoverEntry, Seqno, Vbuuid
+
+ACK_INTERVAL_S = 5.0
+"""Whatever may be acked is acked this often even below the threshold; the server's own consumer does the same."""
+SERVER_NOOP_INTERVAL_S = 180.0
+"""What a server uses where it does not take our interval (dcp_noop_tx_interval)."""
+REQUIRED, OPTIONAL = True, False
+DEFAULT_COLLECTION_PREFIX = b"\0"
+"""What a stored key of the default collection begins with, and what connections without collections leave out."""
+
+StreamAnswer = StreamAccepted | StreamRollback | StreamRefused
+Accepted = bool
+
+
+class SessionOwner(Protocol):
+    """Who works on what the streams bring."""
+
+    def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
+        """Data of a live stream, in stored form. Accepted (or given up) when this returns."""
+        ...
+
+    def on_event(self, vbid: int, event: ev.Event) -> None:
+        """Any other message of a live stream; after StreamEnd its opaque is dead."""
+        ...
+
+    def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
+        """The answer to a stream request."""
+        ...
+
+    def on_closed(self, session: NodeSession, error: ClusterError) -> None:
+        """The connection is over; no stream of it lives any more."""
+        ...
+
+
+@dataclass(slots=True)
+class SessionFigures:
+    """What status shows of a connection."""
+
+    dropped_bytes: int = 0
+    """Acked without being used: stale opaques, streams closed a moment ago."""
+    noops_answered: int = 0
+
+
+class NodeSession:
+    """A DCP connection to one node. `open`, then `request_stream`; the owner is told the rest."""
+
+    def __init__(
+        self, access: Access, address: Address, owner: SessionOwner, clock: Clock, *, name: str, opaques: Opaques
+    ) -> None:
+        """`name` is the DCP name: reusing that of a live connection ends the other one."""
+        self.address = address
+        self.name = name
+        self.figures = SessionFigures()
+        self.ledger = FlowControlLedger(access.settings.connection_buffer_size)
+        self.noop_interval_s = access.settings.noop_interval_s
+        self.controls: dict[str, bool] = {}
+        """Control name -> whether the server took it."""
+        self.handshake = Handshake(frozenset())
+        self.ready = False
+        self._access = access
+        self._owner = owner
+        self._clock = clock
+        self._opaques = opaques
+        self._link: Link | None = None
+        self._streams: dict[int, int] = {}  # opaque -> vbid
+        self._watch: asyncio.Task[None] | None = None
+        self._acked_at = clock.monotonic()
+        self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
+
+    # -- opening --------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Log in, open DCP and negotiate. Raises ClusterError or ConfigError; then nothing stays open."""
+        for flags in self._open_flags():
+            link, self.handshake = await enter(
+                self._access, self.address, self._clock, name=self.name, opaques=self._opaques
+            )
+            try:
+                if not await self._dcp_open(link, self._flags_granted(flags)):
+                    link.close()
+                    continue
+                await self._negotiate(link)
+            except BaseException:
+                link.close()
+                raise
+            self._link = link
+            link.receiver = self
+            if link.closed:
+                raise HandshakeFailed(f"{self.address} hung up after the negotiation", node=str(self.address))
+            self.ready = True
+            self._watch = asyncio.create_task(self._keep_watch(link))
+            return
+        raise NotSupported(
+            f"{self.address} does not open a DCP connection of ours: EINVAL",
+            hint="Couchbase Server 5.5 or newer is needed",
+            node=str(self.address),
+        )
+
+    @staticmethod
+    def _open_flags() -> tuple[DcpOpenFlag, ...]:
+        """What we want, then less: a server that does not know a flag answers EINVAL, and may hang up."""
+        plain = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS
+        with_times = plain | DcpOpenFlag.INCLUDE_DELETE_TIMES
+        return (with_times | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, with_times, plain)
+
+    def _flags_granted(self, flags: DcpOpenFlag) -> DcpOpenFlag:
+        if Feature.XATTR not in self.handshake.features:
+            flags &= ~(DcpOpenFlag.INCLUDE_XATTRS | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS)
+        if not self.handshake.collections:  # came with 6.6; without collections nobody knows it
+            flags &= ~DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
+        return flags
+
+    async def _dcp_open(self, link: Link, flags: DcpOpenFlag) -> bool:
+        asked = to_frame(ev.DcpOpen(self.name.encode(), int(flags)))
+        answer = await link.request(
+            Opcode.DCP_OPEN,
+            extras=asked.extras,
+            key=asked.key,
+            value=asked.value,
+            timeout_s=self._access.settings.request_timeout_s,
+        )
+        if answer.status == Status.EINVAL:
+            return False
+        if answer.status == Status.EACCESS:
+            raise privilege_missing(link, "read DCP", self._access.source.bucket)
+        if answer.status != Status.SUCCESS:
+            raise HandshakeFailed(
+                f"{self.address} does not open DCP: {status_name(answer.status)}",
+                hint="the bucket may still be warming up",
+                node=str(self.address),
+            )
+        return True
+
+    async def _negotiate(self, link: Link) -> None:
+        """Controls, one at a time (protocol facts 2.3). What is optional may be refused."""
+        settings = self._access.settings
+        await self._control(link, ControlKey.ENABLE_NOOP, b"true", REQUIRED)
+        await self._set_noop_interval(link)
+        window = str(settings.connection_buffer_size).encode()
+        await self._control(link, ControlKey.CONNECTION_BUFFER_SIZE, window, REQUIRED)
+        await self._control(link, ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN, b"true", OPTIONAL)
+        await self._control(link, ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM, b"true", OPTIONAL)
+        await self._control(link, ControlKey.ENABLE_EXPIRY_OPCODE, b"true", OPTIONAL)
+        await self._control(link, ControlKey.V7_DCP_STATUS_CODES, b"true", OPTIONAL)
+        if self.handshake.collections:
+            await self._control(link, ControlKey.MAX_MARKER_VERSION, b"2.2", OPTIONAL)
+
+    async def _set_noop_interval(self, link: Link) -> None:
+        wanted = self.noop_interval_s
+        if wanted != int(wanted):
+            if await self._control(link, ControlKey.SET_NOOP_INTERVAL, f"{wanted:g}".encode(), OPTIONAL):
+                return
+            self.noop_interval_s = float(math.ceil(wanted))
+        whole = str(int(self.noop_interval_s)).encode()
+        if not await self._control(link, ControlKey.SET_NOOP_INTERVAL, whole, OPTIONAL):
+            self.noop_interval_s = SERVER_NOOP_INTERVAL_S
+
+    async def _control(self, link: Link, name: bytes, value: bytes, required: bool) -> Accepted:
+        answer = await link.request(
+            Opcode.DCP_CONTROL, key=name, value=value, timeout_s=self._access.settings.request_timeout_s
+        )
+        taken = answer.status == Status.SUCCESS
+        self.controls[name.decode()] = taken
+        if taken or (not required and answer.status in (Status.EINVAL, Status.NOT_SUPPORTED)):
+            return taken
+        if answer.status == Status.EACCESS:
+            raise privilege_missing(link, "read DCP", self._access.source.bucket)
+        if answer.status in (Status.EINVAL, Status.NOT_SUPPORTED):
+            raise NotSupported(
+                f"{self.address} does not take {name.decode()}={value.decode()}",
+                hint="Couchbase Server 5.5 or newer is needed",
+                node=str(self.address),
+            )
+        raise HandshakeFailed(
+            f"{self.address} does not take {name.decode()}: {status_name(answer.status)}", node=str(self.address)
+        )
+
+    # -- what the owner asks for ----------------------------------------------------------------------------------
+
+    @property
+    def link(self) -> Link:
+        """The connection; only while `ready`."""
+        assert self._link is not None, "the session is not open"
+        return self._link
+
+    @property
+    def sends_purge_seqno(self) -> bool:
+        """Markers carry the source's purge seqno."""
+        return self.controls.get(ControlKey.MAX_MARKER_VERSION.decode(), False)
+
+    @property
+    def stream_count(self) -> int:
+        """Streams that were asked for and have not ended."""
+        return len(self._streams)
+
+    def request_stream(self, asked: RequestStream, row_prefix: bytes) -> int:
+        """Send a stream request and return its opaque; the answer comes through `on_answer`."""
+        link = self.link
+        opaque = link.next_opaque()
+        value = b"" if asked.purge_seqno is None else b'{"purge_seqno":"%d"}' % asked.purge_seqno
+        offset = asked.offset
+        frame = to_frame(
+            ev.StreamRequest(
+                asked.vbid,
+                asked.flags,
+                offset.start_seqno,
+                asked.end_seqno,
+                offset.vbuuid,
+                offset.snap_start_seqno,
+                offset.snap_end_seqno,
+                value,
+                opaque=opaque,
+            )
+        )
+        self._streams[opaque] = asked.vbid
+        link.routes[opaque] = row_prefix
+        timeout_s = self._access.settings.request_timeout_s
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._stream_unanswered, asked.vbid, opaque)
+
+        def settle(outcome: Frame | ClusterError) -> None:
+            timer.cancel()
+            if isinstance(outcome, Frame):
+                self._stream_answered(asked.vbid, opaque, outcome)
+
+        link.ask(frame, settle)
+        return opaque
+
+    def close_stream(self, vbid: int, opaque: int | None) -> None:
+        """Send CLOSE_STREAM where the stream is live; what still comes with its opaque is dropped, and acked."""
+        if opaque is None or self._streams.get(opaque) != vbid:
+            return
+        self._forget(opaque)
+        if self.ready:
+            link = self.link
+            frame = request(Opcode.DCP_CLOSE_STREAM, vbucket=vbid, opaque=link.next_opaque())
+            link.ask(frame, lambda _outcome: None)
+
+    def get_failover_log(self, vbid: int, on_answer: OnAnswer) -> None:
+        """Ask for a vbucket's failover log."""
+        link = self.link
+        link.ask(request(Opcode.DCP_GET_FAILOVER_LOG, vbucket=vbid, opaque=link.next_opaque()), on_answer)
+
+    def answer_marker(self, vbid: int, opaque: int) -> None:
+        """Answer a snapshot marker that asked for it."""
+        marker = request(Opcode.DCP_SNAPSHOT_MARKER, vbucket=vbid, opaque=opaque)
+        self.link.send(encode_frame(response(marker)))
+
+    def set_row_prefix(self, opaque: int, row_prefix: bytes) -> None:
+        """Rows of the stream go to another branch from the next read on."""
+        if opaque in self._streams:
+            self.link.routes[opaque] = row_prefix
+
+    def close(self, error: ClusterError | None = None) -> None:
+        """End the connection."""
+        if self._link is not None:
+            self._link.close(error)
+
+    # -- what the link brings -------------------------------------------------------------------------------------
+
+    def on_batch(self, items: list[Run | Frame]) -> None:
+        """Everything that one read brought: noops first, then all in order, then the ack that is due."""
+        link = self.link
+        for item in items:
+            if isinstance(item, Frame) and item.opcode == Opcode.DCP_NOOP and item.magic == Magic.REQUEST:
+                link.send(encode_frame(response(item)))
+                self.figures.noops_answered += 1
+        try:
+            for item in items:
+                if link.closed:
+                    return
+                if isinstance(item, Run):
+                    self._on_run(item)
+                else:
+                    self._on_frame(item)
+        except ProtocolError as error:
+            if isinstance(error, RemoteProtocolError):
+                self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
+                return
+            raise
+        self._ack(force=False)
+
+    def on_lost(self, error: ClusterError) -> None:
+        """The connection is over."""
+        self.ready = False
+        self._streams = {}
+        if self._watch is not None:
+            self._watch.cancel()
+        if not self.closed.done():
+            self.closed.set_result(error)
+            self._owner.on_closed(self, error)
+
+    def _on_run(self, run: Run) -> None:
+        if self._streams.get(run.opaque) == run.vbid:
+            rows = run.rows if self.handshake.collections else [_with_collection(row) for row in run.rows]
+            self._owner.on_rows(run.vbid, run.opaque, rows, run.byte_count)
+        else:
+            self.figures.dropped_bytes += run.byte_count
+        self.ledger.received(run.byte_count)
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.magic not in (Magic.REQUEST, Magic.FLEX_REQUEST) or frame.opcode == Opcode.DCP_NOOP:
+            return
+        size = counted_size(frame)
+        vbid = self._streams.get(frame.opaque)
+        if vbid is None or vbid != frame.vbucket:
+            self.figures.dropped_bytes += size
+        elif is_data(frame):
+            key_prefix = b"" if self.handshake.collections else DEFAULT_COLLECTION_PREFIX
+            row = row_of(frame, self.link.routes[frame.opaque], key_prefix)
+            self._owner.on_rows(vbid, frame.opaque, [row], size)
+        elif DCP_OPCODE_FIRST <= frame.opcode <= DCP_OPCODE_LAST:
+            event = decode(frame)
+            if frame.opcode == Opcode.DCP_STREAM_END:
+                self._forget(frame.opaque)
+            self._owner.on_event(vbid, event)
+        self.ledger.received(size)
+
+    def _stream_answered(self, vbid: int, opaque: int, frame: Frame) -> None:
+        if self._streams.get(opaque) != vbid:
+            return  # closed by us meanwhile
+        answer: StreamAnswer
+        try:
+            event = decode(frame)
+        except RemoteProtocolError as error:
+            self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
+            return
+        assert isinstance(event, ev.StreamResponse)
+        if event.status == Status.SUCCESS:
+            log = tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in event.failover_log)
+            answer = StreamAccepted(opaque, log)
+        else:
+            self._forget(opaque)
+            if event.rollback_seqno is not None:
+                answer = StreamRollback(opaque, event.rollback_seqno)
+            else:
+                answer = StreamRefused(opaque, event.status, event.value)
+        self._owner.on_answer(vbid, answer)
+
+    def _stream_unanswered(self, vbid: int, opaque: int) -> None:
+        if self._streams.get(opaque) == vbid:
+            self.close(
+                SourceTimeout(f"{self.address} did not answer the stream request of vb {vbid}", node=str(self.address))
+            )
+
+    def _forget(self, opaque: int) -> None:
+        self._streams.pop(opaque, None)
+        self.link.routes.pop(opaque, None)
+
+    # -- signs of life --------------------------------------------------------------------------------------------
+
+    def _ack(self, *, force: bool) -> None:
+        count = self.ledger.take_ack(force=force)
+        if count and self.ready:
+            self.link.send(encode(ev.BufferAck(count, opaque=self.link.next_opaque())))
+            self._acked_at = self._clock.monotonic()
+
+    async def _keep_watch(self, link: Link) -> None:
+        interval_s = self.noop_interval_s
+        while not link.closed:
+            await self._clock.sleep(min(interval_s / 4, 1.0))
+            now = self._clock.monotonic()
+            silence_s = now - link.last_received
+            if silence_s > 2 * interval_s:
+                link.close(SourceTimeout(f"{self.address} was silent for {silence_s:.1f} s", node=str(self.address)))
+                return
+            if silence_s >= interval_s / 2 and not self._streams:
+                link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), lambda _outcome: None)
+            if now - self._acked_at >= ACK_INTERVAL_S:
+                self._ack(force=True)
+
+
+def _with_collection(row: Row) -> Row:
+    """The row as a connection with collections would have brought it: the key in the default collection."""
+    key, frame = row
+    key_pos = 24 + frame[4]
+    key_length = int.from_bytes(frame[2:4]) + 1
+    body_length = int.from_bytes(frame[8:12]) + 1
+    stored = b"".join(
+        (
+            frame[:2],
+            key_length.to_bytes(2),
+            frame[4:8],
+            body_length.to_bytes(4),
+            frame[12:key_pos],
+            DEFAULT_COLLECTION_PREFIX,
+            frame[key_pos:],
+        )
+    )
+    return key, stored

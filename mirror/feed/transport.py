@@ -1,0 +1,289 @@
+"""One connection to a node: TCP or TLS, bytes to frames, requests to their answers.
+
+Knows sockets, the scanner and opaques; must never know vbuckets, streams or the store. Invariants: bytes are scanned
+as they come, at a cost that is linear also for a frame of 20 MiB in small pieces; the buffer never holds more than one
+incomplete frame, whose length was judged before it was waited for; every request has an opaque of its own on this
+connection and is answered exactly once: by its response, or by the error that ended the connection or the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Protocol
+
+from mirror.clock import Clock
+from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout, TlsFailed
+from mirror.feed.connection_string import Address
+from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, opcode_name
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.frame import Frame, encode, frame_size, request
+from mirror.wire.scan import Run, scan
+
+OPAQUE_MAX = 2**32 - 1
+PENDING_REQUESTS_MAX = 8192
+"""Unanswered requests on one connection: a stream request for each of 1,024 vbuckets, and plenty of room."""
+WRITE_BUFFER_MAX = 8 * 1024 * 1024
+"""Unsent bytes of ours: requests and acks are small, so more means that the node does not read any more."""
+
+OnAnswer = Callable[[Frame | ClusterError], None]
+"""Takes the answer to a request, or why there will be none."""
+
+
+class Receiver(Protocol):
+    """Who is told what a connection brings, in the order of the bytes."""
+
+    def on_batch(self, items: list[Run | Frame]) -> None:
+        """Called with everything that one read brought and nobody asked for."""
+        ...
+
+    def on_lost(self, error: ClusterError) -> None:
+        """Called once, when the connection is over."""
+        ...
+
+
+class Opaques:
+    """A counter of opaques, shared by all connections of a consumer: a vbucket never sees the same one twice."""
+
+    def __init__(self) -> None:
+        """Start at 1."""
+        self._last = 0
+
+    def take(self) -> int:
+        """The next value; after four thousand million of them it starts again."""
+        self._last = self._last % OPAQUE_MAX + 1
+        return self._last
+
+
+class Link(asyncio.Protocol):
+    """One connection. Made by `open_link`."""
+
+    def __init__(self, address: Address, clock: Clock, opaques: Opaques | None = None) -> None:
+        """A link that waits for its transport."""
+        self.address = address
+        self.routes: dict[int, bytes] = {}
+        """Opaque of a stream -> prefix of its rows' keys; the scanner makes rows of nothing else."""
+        self.receiver: Receiver | None = None
+        self.received_bytes = 0
+        self._clock = clock
+        self.last_received = clock.monotonic()
+        self._transport: asyncio.Transport | None = None
+        self._pieces: list[bytes] = []
+        self._have = 0
+        self._need = 0
+        self._opaques = opaques or Opaques()
+        self._pending: dict[int, OnAnswer] = {}
+        self._error: ClusterError | None = None
+
+    # -- asyncio's side -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember the transport; no delay, and let the kernel notice dead peers too."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        raw = transport.get_extra_info("socket")
+        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """Scan what came; keep the start of an incomplete frame."""
+        if self._error is not None:
+            return
+        self.last_received = self._clock.monotonic()
+        self.received_bytes += len(data)
+        if self._need:
+            self._pieces.append(data)
+            self._have += len(data)
+            if self._have < self._need:
+                return
+            data = b"".join(self._pieces)
+            self._pieces = []
+        try:
+            items, pos = scan(data, 0, self.routes, BODY_LENGTH_MAX)
+            rest = data[pos:]
+            self._need = (frame_size(rest) or HEADER_SIZE) if rest else 0
+            self._pieces = [rest] if rest else []
+            self._have = len(rest)
+            self._dispatch(items)
+        except RemoteProtocolError as error:
+            self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The peer or the network ended it."""
+        why = f": {exc}" if exc else ""
+        self.close(ConnectFailed(f"the connection to {self.address} was closed{why}", node=str(self.address)))
+
+    # -- our side -------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """True when nothing more will come."""
+        return self._error is not None
+
+    @property
+    def secure(self) -> bool:
+        """True when the connection is TLS."""
+        return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
+
+    @property
+    def unanswered_count(self) -> int:
+        """How many requests wait for their answer."""
+        return len(self._pending)
+
+    def next_opaque(self) -> int:
+        """A value that no request of this connection uses, nor has used lately."""
+        while True:
+            opaque = self._opaques.take()
+            if opaque not in self._pending and opaque not in self.routes:
+                return opaque
+
+    def send(self, data: bytes) -> None:
+        """Send bytes that get no answer (or one that is answered already)."""
+        if self._error is not None or self._transport is None:
+            return
+        if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
+            self.close(SourceTimeout(f"{self.address} does not read what it is sent", node=str(self.address)))
+            return
+        self._transport.write(data)
+
+    def ask(self, frame: Frame, on_answer: OnAnswer) -> None:
+        """Send a request (its opaque from `next_opaque`); `on_answer` is called once, never from within this call."""
+        error = self._error
+        if error is None and len(self._pending) >= PENDING_REQUESTS_MAX:
+            error = SourceTimeout(f"{self.address} left {len(self._pending)} requests unanswered")
+        if error is not None:
+            asyncio.get_running_loop().call_soon(on_answer, error)
+            return
+        assert frame.opaque not in self._pending, "an opaque is used once"
+        self._pending[frame.opaque] = on_answer
+        self.send(encode(frame))
+
+    async def request(
+        self,
+        opcode: int,
+        *,
+        timeout_s: float,
+        vbucket: int = 0,
+        extras: bytes = b"",
+        key: bytes = b"",
+        value: bytes = b"",
+    ) -> Frame:
+        """Send a request and return its response, whatever its status. Raises ClusterError."""
+        opaque = self.next_opaque()
+        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+
+        def settle(outcome: Frame | ClusterError) -> None:
+            if answer.done():
+                return
+            if isinstance(outcome, Frame):
+                answer.set_result(outcome)
+            else:
+                answer.set_exception(outcome)
+
+        self.ask(request(opcode, vbucket=vbucket, opaque=opaque, extras=extras, key=key, value=value), settle)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            self._pending.pop(opaque, None)
+            raise SourceTimeout(
+                f"{self.address} did not answer {opcode_name(opcode)} within {timeout_s:g} s", node=str(self.address)
+            ) from None
+
+    def close(self, error: ClusterError | None = None) -> None:
+        """End the connection; whoever waits is told why."""
+        if self._error is not None:
+            return
+        self._error = error or ConnectFailed(f"the connection to {self.address} was closed by us", hint="")
+        if self._transport is not None:
+            self._transport.abort()
+        pending, self._pending = self._pending, {}
+        self._pieces = []
+        self.routes = {}
+        for on_answer in pending.values():
+            on_answer(self._error)
+        if self.receiver is not None:
+            self.receiver.on_lost(self._error)
+
+    def _dispatch(self, items: list[Run | Frame]) -> None:
+        """Answers to whoever asked, the rest to the receiver, in the order in which they came."""
+        batch: list[Run | Frame] = []
+        for item in items:
+            if isinstance(item, Frame) and item.is_response:
+                on_answer = self._pending.pop(item.opaque, None)
+                if on_answer is None:
+                    continue  # the answer to a request that nobody waits for any more
+                if batch:
+                    self._deliver(batch)
+                    batch = []
+                if self._error is None:
+                    on_answer(item)
+            else:
+                batch.append(item)
+        if batch:
+            self._deliver(batch)
+
+    def _deliver(self, batch: list[Run | Frame]) -> None:
+        if self.receiver is not None and self._error is None:
+            self.receiver.on_batch(batch)
+
+
+async def open_link(
+    address: Address,
+    *,
+    tls: ssl.SSLContext | None,
+    timeout_s: float,
+    clock: Clock,
+    opaques: Opaques | None = None,
+) -> Link:
+    """Connect. Raises ConnectFailed (retryable) or TlsFailed."""
+    loop = asyncio.get_running_loop()
+    where = str(address)
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, link = await loop.create_connection(
+                lambda: Link(address, clock, opaques),
+                address.host,
+                address.port,
+                ssl=tls,
+                server_hostname=address.host if tls is not None else None,
+            )
+            return link
+    except TimeoutError:
+        raise ConnectFailed(f"{where} did not take the connection within {timeout_s:g} s", node=where) from None
+    except ssl.SSLCertVerificationError as error:
+        raise TlsFailed(f"the certificate of {where} was refused: {error.verify_message}", node=where) from None
+    except ssl.SSLError as error:
+        reason = error.reason or str(error)
+        hint = "check that the port speaks TLS (usually 11207)" if "WRONG_VERSION" in reason.upper() else None
+        raise TlsFailed(f"TLS with {where} failed: {reason}", node=where, hint=hint) from None
+    except socket.gaierror as error:
+        raise ConnectFailed(
+            f"the name {address.host} cannot be resolved: {error.strerror}",
+            node=where,
+            hint="check the host in the connection string and the machine's DNS",
+        ) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConnectFailed(f"{where} cannot be reached: {reason}", node=where) from None
+
+
+def tls_context(
+    ca_file: str | None, cert_file: str | None, key_file: str | None, minimum_version: str
+) -> ssl.SSLContext:
+    """A context that verifies certificate and name. Raises TlsFailed for files that cannot be used."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3 if minimum_version == "1.3" else ssl.TLSVersion.TLSv1_2
+        if cert_file is not None:
+            context.load_cert_chain(cert_file, key_file)
+    except (OSError, ssl.SSLError) as error:
+        names = ", ".join(name for name in (ca_file, cert_file, key_file) if name)
+        raise TlsFailed(
+            f"a TLS file cannot be used ({names}): {error.strerror or error}",
+            hint="give PEM files as tls_ca_file, tls_client_cert_file and tls_client_key_file",
+        ) from None
+    return context
