@@ -3,8 +3,8 @@
 Knows where frames begin and end; must never know what is in them. Invariants: bytes leave in the order they came, each
 exactly once; a byte is copied a bounded number of times however small the pieces it came in (pieces are kept apart
 until the frame they belong to is whole); a header is judged as soon as it is there, so a length that cannot be true is
-an error at once and never a wait. Holds at most one incomplete frame and what was fed since the last drain: who feeds must
-drain (`next_frame` until None, or `take` and `release`) before feeding again.
+an error at once and never a wait. Holds at most one incomplete frame and what was fed since the last drain: who feeds
+must drain (`next_frame` until None, or `take` and `release`) before feeding again.
 """
 
 from __future__ import annotations

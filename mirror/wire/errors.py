@@ -33,6 +33,8 @@ class ProtocolError(Exception):
         self.vbid = vbid
         self.status = int(status)
         """What a server would answer with, where the message can be answered at all."""
+        self.opaque: int | None = None
+        """Opaque of the request at fault, where there is one to answer."""
         super().__init__(detail)
 
     def __str__(self) -> str:

@@ -1,0 +1,812 @@
+"""The key-value messages that a mirror, its embedded source and its readers speak: shapes and bodies, both roles.
+
+Knows extras and bodies of the ordinary protocol; must never know DCP (`codec_dcp`) nor what a bucket holds. Invariants:
+a request that passes `check_request` has extras, key and value of the lengths its opcode allows; every body is checked
+before it is cut; for each pair of functions `decode_x(encode_x(...))` gives the arguments back.
+Sources: kv_engine docs/BinaryProtocol.md, docs/SubDocument.md, docs/Collections.md, docs/range_scans/*,
+engines/ep/docs/protocol/*_with_meta.md, and the recordings of the official SDK.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mirror.wire import leb128
+from mirror.wire.constants import Datatype, Magic, Opcode, ServerOpcode, Status
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+from mirror.wire.events import Response
+from mirror.wire.frame import Frame, frame_infos, request
+
+__all__ = [
+    "Counter",
+    "LookupResult",
+    "LookupSpec",
+    "Meta",
+    "MutationResult",
+    "MutationSpec",
+    "ObservedSeqno",
+    "ScanItem",
+    "ScanLimits",
+    "Store",
+    "WithMeta",
+    "check_request",
+    "clustermap_notification",
+    "decode_cluster_config_request",
+    "decode_clustermap_notification",
+    "decode_collection_id",
+    "decode_counter",
+    "decode_error_context",
+    "decode_error_map_request",
+    "decode_expiry",
+    "decode_features",
+    "decode_flags",
+    "decode_hello",
+    "decode_lookup_results",
+    "decode_lookup_specs",
+    "decode_meta",
+    "decode_mutation_results",
+    "decode_mutation_specs",
+    "decode_mutation_token",
+    "decode_observe_seqno",
+    "decode_observe_seqno_request",
+    "decode_response",
+    "decode_sasl",
+    "decode_scan_continue",
+    "decode_scan_items",
+    "decode_server_duration_us",
+    "decode_store",
+    "decode_subdoc",
+    "decode_with_meta",
+    "encode_collection_id",
+    "encode_counter",
+    "encode_error_context",
+    "encode_expiry",
+    "encode_features",
+    "encode_flags",
+    "encode_lookup_results",
+    "encode_lookup_specs",
+    "encode_meta",
+    "encode_mutation_results",
+    "encode_mutation_specs",
+    "encode_mutation_token",
+    "encode_observe_seqno",
+    "encode_scan_continue",
+    "encode_scan_items",
+    "encode_server_duration",
+    "encode_store",
+    "encode_with_meta",
+    "get_cluster_config",
+    "get_collection_id",
+    "get_collections_manifest",
+    "get_error_map",
+    "get_meta",
+    "get_scope_id",
+    "hello",
+    "noop",
+    "observe_seqno",
+    "sasl_auth",
+    "sasl_list_mechs",
+    "sasl_step",
+    "select_bucket",
+]
+
+_U8 = struct.Struct(">B")
+_U16 = struct.Struct(">H")
+_U32 = struct.Struct(">I")
+_U64 = struct.Struct(">Q")
+_STORE = struct.Struct(">II")
+_COUNTER = struct.Struct(">QQI")
+_TOKEN = struct.Struct(">QQ")
+_REVISION = struct.Struct(">qq")
+_COLLECTION = struct.Struct(">QI")
+_META = struct.Struct(">IIIQ")
+_WITH_META = struct.Struct(">IIQQ")
+_OBSERVED = struct.Struct(">BHQQQ")
+_OBSERVED_FAILOVER = struct.Struct(">BHQQQQQ")
+_LOOKUP = struct.Struct(">BBH")
+_LOOKUP_RESULT = struct.Struct(">HI")
+_MUTATE = struct.Struct(">BBHI")
+_MUTATION_RESULT = struct.Struct(">BH")
+_SCAN_CONTINUE = struct.Struct(">16sIII")
+_SCAN_ITEM = struct.Struct(">IIQQB")
+
+SUBDOC_PATHS_MAX = 16
+"""Paths in one multi-path request (SubDocument.md)."""
+
+_DURATION_POWER = 1.74
+_DURATION_MAX = 0xFFFF
+
+_Spec = TypeVar("_Spec")
+
+# Shapes.
+
+_NONE, _MAY, _MUST = "no", "may", "must"
+_PRESENT = {_NONE: (False,), _MAY: (False, True), _MUST: (True,)}
+
+_Shape = tuple[tuple[int, ...], str, str]
+"""Lengths the extras can have, key, value."""
+
+_WITH_META_EXTRAS = (24, 26, 28, 30)
+_SHAPES: dict[int, _Shape] = {
+    **dict.fromkeys((Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ), ((0,), _MUST, _NONE)),
+    **dict.fromkeys((Opcode.DELETE, Opcode.DELETEQ, Opcode.UNLOCK_KEY, Opcode.GET_REPLICA), ((0,), _MUST, _NONE)),
+    **dict.fromkeys(
+        (Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ), ((8,), _MUST, _MAY)
+    ),
+    **dict.fromkeys((Opcode.APPEND, Opcode.APPENDQ, Opcode.PREPEND, Opcode.PREPENDQ), ((0,), _MUST, _MAY)),
+    **dict.fromkeys((Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ), ((20,), _MUST, _NONE)),
+    **dict.fromkeys((Opcode.TOUCH, Opcode.GAT, Opcode.GATQ), ((4,), _MUST, _NONE)),
+    Opcode.GET_LOCKED: ((0, 4), _MUST, _NONE),
+    **dict.fromkeys((Opcode.QUIT, Opcode.QUITQ, Opcode.NOOP, Opcode.VERSION), ((0,), _NONE, _NONE)),
+    **dict.fromkeys((Opcode.FLUSH, Opcode.FLUSHQ), ((0, 4), _NONE, _NONE)),
+    Opcode.VERBOSITY: ((4,), _NONE, _NONE),
+    Opcode.STAT: ((0,), _MAY, _MAY),
+    Opcode.HELLO: ((0,), _MAY, _MAY),
+    Opcode.SASL_LIST_MECHS: ((0,), _NONE, _NONE),
+    **dict.fromkeys((Opcode.SASL_AUTH, Opcode.SASL_STEP), ((0,), _MUST, _MAY)),
+    Opcode.SELECT_BUCKET: ((0,), _MAY, _NONE),
+    Opcode.GET_ERROR_MAP: ((0,), _NONE, _MUST),
+    Opcode.GET_CLUSTER_CONFIG: ((0, 16), _NONE, _NONE),
+    Opcode.GET_ALL_VB_SEQNOS: ((0, 4, 8), _NONE, _NONE),
+    Opcode.GET_FAILOVER_LOG: ((0,), _NONE, _NONE),
+    Opcode.GET_VBUCKET: ((0,), _NONE, _NONE),
+    Opcode.OBSERVE_SEQNO: ((0,), _NONE, _MUST),
+    Opcode.OBSERVE: ((0,), _NONE, _MUST),
+    **dict.fromkeys((Opcode.GET_META, Opcode.GETQ_META), ((0, 1), _MUST, _NONE)),
+    **dict.fromkeys(
+        (
+            Opcode.SET_WITH_META,
+            Opcode.SETQ_WITH_META,
+            Opcode.ADD_WITH_META,
+            Opcode.ADDQ_WITH_META,
+            Opcode.DEL_WITH_META,
+            Opcode.DELQ_WITH_META,
+        ),
+        (_WITH_META_EXTRAS, _MUST, _MAY),
+    ),
+    Opcode.GET_RANDOM_KEY: ((0, 4, 5), _NONE, _NONE),
+    Opcode.SEQNO_PERSISTENCE: ((8,), _NONE, _NONE),
+    Opcode.GET_KEYS: ((0, 4), _MAY, _NONE),
+    Opcode.SET_COLLECTIONS_MANIFEST: ((0,), _NONE, _MUST),
+    Opcode.GET_COLLECTIONS_MANIFEST: ((0,), _NONE, _NONE),
+    **dict.fromkeys((Opcode.GET_COLLECTION_ID, Opcode.GET_SCOPE_ID), ((0,), _MAY, _MAY)),
+    **dict.fromkeys((Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT), ((3, 4), _MUST, _MAY)),
+    **dict.fromkeys(
+        (
+            Opcode.SUBDOC_DICT_ADD,
+            Opcode.SUBDOC_DICT_UPSERT,
+            Opcode.SUBDOC_DELETE,
+            Opcode.SUBDOC_REPLACE,
+            Opcode.SUBDOC_ARRAY_PUSH_LAST,
+            Opcode.SUBDOC_ARRAY_PUSH_FIRST,
+            Opcode.SUBDOC_ARRAY_INSERT,
+            Opcode.SUBDOC_ARRAY_ADD_UNIQUE,
+            Opcode.SUBDOC_COUNTER,
+            Opcode.SUBDOC_REPLACE_BODY_WITH_XATTR,
+        ),
+        ((3, 4, 7, 8), _MUST, _MAY),
+    ),
+    Opcode.SUBDOC_MULTI_LOOKUP: ((0, 1), _MUST, _MUST),
+    Opcode.SUBDOC_MULTI_MUTATION: ((0, 1, 4, 5), _MUST, _MUST),
+    Opcode.RANGE_SCAN_CREATE: ((0,), _NONE, _MUST),
+    Opcode.RANGE_SCAN_CONTINUE: ((28,), _NONE, _NONE),
+    Opcode.RANGE_SCAN_CANCEL: ((16,), _NONE, _NONE),
+}
+"""Requests of clients that are known, by opcode."""
+
+_SERVER_SHAPES: dict[int, _Shape] = {
+    ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION: ((4, 16), _MAY, _MAY),
+}
+"""Requests that a server may make of a client (duplex)."""
+
+
+def check_request(frame: Frame) -> Frame:
+    """The frame itself, if it is a known request of a possible shape; else a RemoteProtocolError with a status."""
+    shapes = _SERVER_SHAPES if frame.magic == Magic.SERVER_REQUEST else _SHAPES
+    shape = shapes.get(frame.opcode)
+    if shape is None:
+        raise _error(frame, "no such command", Status.UNKNOWN_COMMAND)
+    extras, key, value = shape
+    if len(frame.extras) not in extras:
+        raise _error(frame, f"extras of {len(frame.extras)} bytes, not {' or '.join(map(str, extras))}")
+    if bool(frame.key) not in _PRESENT[key]:
+        raise _error(frame, f"a key of {len(frame.key)} bytes: there {key} be one")
+    if bool(frame.value) not in _PRESENT[value]:
+        raise _error(frame, f"a value of {len(frame.value)} bytes: there {value} be one")
+    return frame
+
+
+def decode_response(frame: Frame) -> Response:
+    """The plain answer that a response frame is."""
+    return Response(
+        frame.opcode,
+        frame.status,
+        frame.value,
+        frame.extras,
+        frame.key,
+        frame.datatype,
+        frame.cas,
+        opaque=frame.opaque,
+    )
+
+
+def _error(frame: Frame, detail: str, status: int = Status.EINVAL) -> RemoteProtocolError:
+    vbid = None if frame.is_response else frame.vbucket
+    return RemoteProtocolError(detail, op=frame.opcode, vbid=vbid, status=status)
+
+
+def _exactly(layout: struct.Struct, data: bytes, op: int, what: str) -> tuple[int, ...]:
+    if len(data) != layout.size:
+        raise RemoteProtocolError(f"{what} of {len(data)} bytes, not {layout.size}", op=op)
+    return layout.unpack(data)
+
+
+# Session.
+
+
+def hello(agent: bytes, features: Iterable[int], *, opaque: int = 0) -> Frame:
+    """HELLO: who we are, and what we would like to use."""
+    return request(Opcode.HELLO, opaque=opaque, key=agent, value=encode_features(features))
+
+
+def decode_hello(frame: Frame) -> tuple[bytes, tuple[int, ...]]:
+    """Agent and features of a HELLO."""
+    return frame.key, decode_features(frame.value)
+
+
+def encode_features(features: Iterable[int]) -> bytes:
+    """A list of features: the value of a HELLO and of its answer."""
+    return b"".join(_U16.pack(feature) for feature in features)
+
+
+def decode_features(value: bytes) -> tuple[int, ...]:
+    """The features asked for, or granted, in their order; unknown ones included."""
+    if len(value) % _U16.size:
+        raise RemoteProtocolError(f"a list of features of {len(value)} bytes", op=Opcode.HELLO)
+    return tuple(feature for (feature,) in _U16.iter_unpack(value))
+
+
+def sasl_list_mechs(*, opaque: int = 0) -> Frame:
+    """SASL_LIST_MECHS."""
+    return request(Opcode.SASL_LIST_MECHS, opaque=opaque)
+
+
+def sasl_auth(mechanism: bytes, data: bytes, *, opaque: int = 0) -> Frame:
+    """SASL_AUTH: the first message of a mechanism."""
+    return request(Opcode.SASL_AUTH, opaque=opaque, key=mechanism, value=data)
+
+
+def sasl_step(mechanism: bytes, data: bytes, *, opaque: int = 0) -> Frame:
+    """SASL_STEP: the next message of a mechanism."""
+    return request(Opcode.SASL_STEP, opaque=opaque, key=mechanism, value=data)
+
+
+def decode_sasl(frame: Frame) -> tuple[bytes, bytes]:
+    """Mechanism and data of SASL_AUTH or SASL_STEP."""
+    return frame.key, frame.value
+
+
+def select_bucket(name: bytes, *, opaque: int = 0) -> Frame:
+    """SELECT_BUCKET."""
+    return request(Opcode.SELECT_BUCKET, opaque=opaque, key=name)
+
+
+def noop(*, opaque: int = 0) -> Frame:
+    """The plain NOOP, for when no DCP stream is open."""
+    return request(Opcode.NOOP, opaque=opaque)
+
+
+def get_error_map(version: int = 2, *, opaque: int = 0) -> Frame:
+    """GET_ERROR_MAP in at most this version."""
+    return request(Opcode.GET_ERROR_MAP, opaque=opaque, value=_U16.pack(version))
+
+
+def decode_error_map_request(frame: Frame) -> int:
+    """The version that a GET_ERROR_MAP asks for."""
+    return _exactly(_U16, frame.value, frame.opcode, "an error map version")[0]
+
+
+def decode_error_context(value: bytes, datatype: int) -> str:
+    """What a server says about an error in the value of its answer; empty when it says nothing readable."""
+    if not value or not datatype & Datatype.JSON:
+        return ""
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return ""
+    error = found.get("error") if isinstance(found, dict) else None
+    if not isinstance(error, dict):
+        return ""
+    parts = [str(error[name]) for name in ("context", "ref") if name in error]
+    return " ".join(parts)
+
+
+def encode_error_context(context: str, **more: object) -> bytes:
+    """The value (datatype JSON) of an answer that explains an error."""
+    return json.dumps({"error": {"context": context}, **more}, separators=(",", ":")).encode()
+
+
+# Cluster configuration.
+
+
+def get_cluster_config(known: tuple[int, int] | None = None, *, opaque: int = 0) -> Frame:
+    """GET_CLUSTER_CONFIG; with (epoch, revision) only a newer one is sent (if HELLO granted it)."""
+    return request(Opcode.GET_CLUSTER_CONFIG, opaque=opaque, extras=b"" if known is None else _REVISION.pack(*known))
+
+
+def decode_cluster_config_request(frame: Frame) -> tuple[int, int] | None:
+    """The (epoch, revision) that the asker knows."""
+    if not frame.extras:
+        return None
+    epoch, revision = _exactly(_REVISION, frame.extras, frame.opcode, "a known revision")
+    return epoch, revision
+
+
+def clustermap_notification(epoch: int, revision: int, bucket: bytes, config: bytes = b"", *, opaque: int = 0) -> Frame:
+    """What a server pushes to a duplex client when the cluster changes; brief without `config`."""
+    opcode = int(ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION)
+    datatype = int(Datatype.JSON if config else Datatype.RAW)
+    extras = _REVISION.pack(epoch, revision)
+    return Frame(int(Magic.SERVER_REQUEST), opcode, datatype, 0, opaque, 0, b"", extras, bucket, config)
+
+
+def decode_clustermap_notification(frame: Frame) -> tuple[int, int, bytes, bytes]:
+    """Epoch (0 where the old form has none), revision, bucket name, configuration (empty: brief)."""
+    if len(frame.extras) == _U32.size:
+        return 0, _U32.unpack(frame.extras)[0], frame.key, frame.value
+    epoch, revision = _exactly(_REVISION, frame.extras, frame.opcode, "a revision")
+    return epoch, revision, frame.key, frame.value
+
+
+# Documents.
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Extras of SET, ADD and REPLACE."""
+
+    flags: int = 0
+    expiry: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Extras of INCREMENT and DECREMENT. An expiry of all ones: do not create."""
+
+    delta: int
+    initial: int = 0
+    expiry: int = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Extras of the answer to GET_META; `datatype` only where version 2 was asked for."""
+
+    deleted: bool
+    flags: int
+    expiry: int
+    rev_seqno: int
+    datatype: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WithMeta:
+    """Extras of SET_WITH_META and its like: the source's own metadata."""
+
+    flags: int
+    expiry: int
+    rev_seqno: int
+    cas: int
+    options: int | None = None
+    metadata_length: int | None = None
+
+
+def encode_store(store: Store) -> bytes:
+    """Extras of SET, ADD, REPLACE."""
+    return _STORE.pack(store.flags, store.expiry)
+
+
+def decode_store(extras: bytes) -> Store:
+    """What extras of SET, ADD, REPLACE say."""
+    flags, expiry = _exactly(_STORE, extras, Opcode.SET, "extras")
+    return Store(flags, expiry)
+
+
+def encode_counter(counter: Counter) -> bytes:
+    """Extras of INCREMENT, DECREMENT."""
+    return _COUNTER.pack(counter.delta, counter.initial, counter.expiry)
+
+
+def decode_counter(extras: bytes) -> Counter:
+    """What extras of INCREMENT, DECREMENT say."""
+    delta, initial, expiry = _exactly(_COUNTER, extras, Opcode.INCREMENT, "extras")
+    return Counter(delta, initial, expiry)
+
+
+def encode_expiry(expiry: int) -> bytes:
+    """Extras of TOUCH, GAT, GET_LOCKED."""
+    return _U32.pack(expiry)
+
+
+def decode_expiry(extras: bytes) -> int:
+    """What extras of TOUCH, GAT, GET_LOCKED say; 0 without any."""
+    return _exactly(_U32, extras, Opcode.TOUCH, "extras")[0] if extras else 0
+
+
+def encode_flags(flags: int) -> bytes:
+    """Extras of the answer to GET and its like."""
+    return _U32.pack(flags)
+
+
+def decode_flags(extras: bytes) -> int:
+    """Flags in the answer to GET and its like."""
+    return _exactly(_U32, extras, Opcode.GET, "extras")[0]
+
+
+def encode_mutation_token(vbuuid: int, seqno: int) -> bytes:
+    """Extras of the answer to a write, where HELLO granted MUTATION_SEQNO."""
+    return _TOKEN.pack(vbuuid, seqno)
+
+
+def decode_mutation_token(extras: bytes) -> tuple[int, int] | None:
+    """(vbuuid, seqno) of a write; None where the answer carries none."""
+    if not extras:
+        return None
+    vbuuid, seqno = _exactly(_TOKEN, extras, Opcode.SET, "a mutation token")
+    return vbuuid, seqno
+
+
+def get_meta(vbid: int, key: bytes, version: int = 2, *, opaque: int = 0) -> Frame:
+    """GET_META; version 2 asks for the datatype too."""
+    return request(Opcode.GET_META, vbucket=vbid, opaque=opaque, extras=_U8.pack(version), key=key)
+
+
+def encode_meta(meta: Meta) -> bytes:
+    """Extras of the answer to GET_META."""
+    extras = _META.pack(meta.deleted, meta.flags, meta.expiry, meta.rev_seqno)
+    return extras if meta.datatype is None else extras + _U8.pack(meta.datatype)
+
+
+def decode_meta(extras: bytes) -> Meta:
+    """What the answer to GET_META says."""
+    datatype = extras[-1] if len(extras) == _META.size + 1 else None
+    body = extras if datatype is None else extras[:-1]
+    deleted, flags, expiry, rev_seqno = _exactly(_META, body, Opcode.GET_META, "metadata")
+    return Meta(bool(deleted), flags, expiry, rev_seqno, datatype)
+
+
+def encode_with_meta(meta: WithMeta) -> bytes:
+    """Extras of SET_WITH_META and its like."""
+    extras = _WITH_META.pack(meta.flags, meta.expiry, meta.rev_seqno, meta.cas)
+    if meta.options is not None:
+        extras += _U32.pack(meta.options)
+    if meta.metadata_length is not None:
+        extras += _U16.pack(meta.metadata_length)
+    return extras
+
+
+def decode_with_meta(extras: bytes) -> WithMeta:
+    """What extras of SET_WITH_META and its like say."""
+    if len(extras) not in _WITH_META_EXTRAS:
+        raise RemoteProtocolError(f"extras of {len(extras)} bytes", op=Opcode.SET_WITH_META)
+    flags, expiry, rev_seqno, cas = _WITH_META.unpack_from(extras)
+    rest = extras[_WITH_META.size :]
+    options = _U32.unpack_from(rest)[0] if len(rest) >= _U32.size else None
+    metadata_length = _U16.unpack(rest[-2:])[0] if len(rest) % _U32.size else None
+    return WithMeta(flags, expiry, rev_seqno, cas, options, metadata_length)
+
+
+# Collections.
+
+
+def get_collections_manifest(*, opaque: int = 0) -> Frame:
+    """GET_COLLECTIONS_MANIFEST."""
+    return request(Opcode.GET_COLLECTIONS_MANIFEST, opaque=opaque)
+
+
+def get_collection_id(path: bytes, *, opaque: int = 0) -> Frame:
+    """GET_COLLECTION_ID of `scope.collection`."""
+    return request(Opcode.GET_COLLECTION_ID, opaque=opaque, value=path)
+
+
+def get_scope_id(path: bytes, *, opaque: int = 0) -> Frame:
+    """GET_SCOPE_ID of `scope`."""
+    return request(Opcode.GET_SCOPE_ID, opaque=opaque, value=path)
+
+
+def encode_collection_id(manifest_uid: int, collection_id: int) -> bytes:
+    """Extras of the answer to GET_COLLECTION_ID and GET_SCOPE_ID."""
+    return _COLLECTION.pack(manifest_uid, collection_id)
+
+
+def decode_collection_id(extras: bytes) -> tuple[int, int]:
+    """(manifest uid, id of the collection or scope)."""
+    manifest_uid, collection_id = _exactly(_COLLECTION, extras, Opcode.GET_COLLECTION_ID, "extras")
+    return manifest_uid, collection_id
+
+
+# Durability of a vbucket.
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedSeqno:
+    """Answer to OBSERVE_SEQNO; the last two only after a failover that the asker's vbuuid does not know."""
+
+    vbid: int
+    vbuuid: int
+    persisted_seqno: int
+    current_seqno: int
+    old_vbuuid: int | None = None
+    last_seqno_received: int | None = None
+
+
+def observe_seqno(vbid: int, vbuuid: int, *, opaque: int = 0) -> Frame:
+    """OBSERVE_SEQNO."""
+    return request(Opcode.OBSERVE_SEQNO, vbucket=vbid, opaque=opaque, value=_U64.pack(vbuuid))
+
+
+def decode_observe_seqno_request(frame: Frame) -> int:
+    """The vbuuid that an OBSERVE_SEQNO names."""
+    return _exactly(_U64, frame.value, frame.opcode, "a vbuuid")[0]
+
+
+def encode_observe_seqno(seen: ObservedSeqno) -> bytes:
+    """Value of the answer to OBSERVE_SEQNO."""
+    common = (seen.vbid, seen.vbuuid, seen.persisted_seqno, seen.current_seqno)
+    if seen.old_vbuuid is None:
+        return _OBSERVED.pack(0, *common)
+    return _OBSERVED_FAILOVER.pack(1, *common, seen.old_vbuuid, seen.last_seqno_received or 0)
+
+
+def decode_observe_seqno(value: bytes) -> ObservedSeqno:
+    """What the answer to OBSERVE_SEQNO says."""
+    if value[:1] == b"\1":
+        return ObservedSeqno(*_exactly(_OBSERVED_FAILOVER, value, Opcode.OBSERVE_SEQNO, "an answer")[1:])
+    if value[:1] != b"\0":
+        raise RemoteProtocolError(f"no such form of an answer: {value[:1].hex() or 'empty'}", op=Opcode.OBSERVE_SEQNO)
+    return ObservedSeqno(*_exactly(_OBSERVED, value, Opcode.OBSERVE_SEQNO, "an answer")[1:])
+
+
+# Sub-documents.
+
+
+@dataclass(frozen=True, slots=True)
+class LookupSpec:
+    """One path of SUBDOC_MULTI_LOOKUP."""
+
+    opcode: int
+    path: bytes
+    flags: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """Answer for one path of SUBDOC_MULTI_LOOKUP."""
+
+    status: int
+    value: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class MutationSpec:
+    """One path of SUBDOC_MULTI_MUTATION."""
+
+    opcode: int
+    path: bytes
+    value: bytes = b""
+    flags: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MutationResult:
+    """Answer for one path of SUBDOC_MULTI_MUTATION; only paths that return a value, or the one that failed."""
+
+    index: int
+    status: int
+    value: bytes = b""
+
+
+def encode_lookup_specs(specs: Iterable[LookupSpec]) -> bytes:
+    """Value of SUBDOC_MULTI_LOOKUP."""
+    return b"".join(_LOOKUP.pack(spec.opcode, spec.flags, len(spec.path)) + spec.path for spec in specs)
+
+
+def decode_lookup_specs(value: bytes) -> list[LookupSpec]:
+    """The paths that a SUBDOC_MULTI_LOOKUP asks for."""
+    cutter = _Cutter(value, Opcode.SUBDOC_MULTI_LOOKUP)
+    specs = []
+    while cutter:
+        opcode, flags, length = cutter.fields(_LOOKUP)
+        specs.append(LookupSpec(opcode, cutter.bytes(length), flags))
+    return _bounded(specs, Opcode.SUBDOC_MULTI_LOOKUP)
+
+
+def encode_lookup_results(results: Iterable[LookupResult]) -> bytes:
+    """Value of the answer to SUBDOC_MULTI_LOOKUP."""
+    return b"".join(_LOOKUP_RESULT.pack(result.status, len(result.value)) + result.value for result in results)
+
+
+def decode_lookup_results(value: bytes) -> list[LookupResult]:
+    """What the answer to SUBDOC_MULTI_LOOKUP says, in the order of the paths."""
+    cutter = _Cutter(value, Opcode.SUBDOC_MULTI_LOOKUP)
+    results = []
+    while cutter:
+        status, length = cutter.fields(_LOOKUP_RESULT)
+        results.append(LookupResult(status, cutter.bytes(length)))
+    return results
+
+
+def encode_mutation_specs(specs: Iterable[MutationSpec]) -> bytes:
+    """Value of SUBDOC_MULTI_MUTATION."""
+    parts = []
+    for spec in specs:
+        parts += [_MUTATE.pack(spec.opcode, spec.flags, len(spec.path), len(spec.value)), spec.path, spec.value]
+    return b"".join(parts)
+
+
+def decode_mutation_specs(value: bytes) -> list[MutationSpec]:
+    """The changes that a SUBDOC_MULTI_MUTATION asks for."""
+    cutter = _Cutter(value, Opcode.SUBDOC_MULTI_MUTATION)
+    specs = []
+    while cutter:
+        opcode, flags, path_length, value_length = cutter.fields(_MUTATE)
+        path = cutter.bytes(path_length)
+        specs.append(MutationSpec(opcode, path, cutter.bytes(value_length), flags))
+    return _bounded(specs, Opcode.SUBDOC_MULTI_MUTATION)
+
+
+def encode_mutation_results(results: Iterable[MutationResult]) -> bytes:
+    """Value of the answer to SUBDOC_MULTI_MUTATION. A value follows only where the path succeeded."""
+    parts = []
+    for result in results:
+        parts.append(_MUTATION_RESULT.pack(result.index, result.status))
+        if result.status == Status.SUCCESS:
+            parts += [_U32.pack(len(result.value)), result.value]
+    return b"".join(parts)
+
+
+def decode_mutation_results(value: bytes) -> list[MutationResult]:
+    """What the answer to SUBDOC_MULTI_MUTATION says."""
+    cutter = _Cutter(value, Opcode.SUBDOC_MULTI_MUTATION)
+    results = []
+    while cutter:
+        index, status = cutter.fields(_MUTATION_RESULT)
+        content = cutter.bytes(cutter.fields(_U32)[0]) if status == Status.SUCCESS else b""
+        results.append(MutationResult(index, status, content))
+    return results
+
+
+def decode_subdoc(frame: Frame) -> tuple[bytes, bytes, int, int | None, int]:
+    """Path, fragment, path flags, expiry (None: as it was) and document flags of a request with one path."""
+    if len(frame.extras) not in (3, 4, 7, 8):
+        raise _error(frame, f"extras of {len(frame.extras)} bytes")
+    path_length = _U16.unpack_from(frame.extras)[0]
+    if path_length > len(frame.value):
+        raise _error(frame, f"a path of {path_length} bytes in a value of {len(frame.value)}")
+    expiry = _U32.unpack_from(frame.extras, 3)[0] if len(frame.extras) >= 7 else None
+    document_flags = frame.extras[-1] if len(frame.extras) in (4, 8) else 0
+    return frame.value[:path_length], frame.value[path_length:], frame.extras[2], expiry, document_flags
+
+
+# Range scans.
+
+
+@dataclass(frozen=True, slots=True)
+class ScanLimits:
+    """Extras of RANGE_SCAN_CONTINUE; 0: no limit."""
+
+    uuid: bytes
+    item_limit: int = 0
+    time_limit_ms: int = 0
+    byte_limit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScanItem:
+    """One item of a range scan: a key alone, or a document."""
+
+    key: bytes
+    value: bytes | None = None
+    flags: int = 0
+    expiry: int = 0
+    seqno: int = 0
+    cas: int = 0
+    datatype: int = 0
+
+
+def encode_scan_continue(limits: ScanLimits) -> bytes:
+    """Extras of RANGE_SCAN_CONTINUE."""
+    if len(limits.uuid) != 16:
+        raise LocalProtocolError(f"a scan id of {len(limits.uuid)} bytes", op=Opcode.RANGE_SCAN_CONTINUE)
+    return _SCAN_CONTINUE.pack(limits.uuid, limits.item_limit, limits.time_limit_ms, limits.byte_limit)
+
+
+def decode_scan_continue(extras: bytes) -> ScanLimits:
+    """What extras of RANGE_SCAN_CONTINUE say."""
+    if len(extras) != _SCAN_CONTINUE.size:
+        raise RemoteProtocolError(f"extras of {len(extras)} bytes", op=Opcode.RANGE_SCAN_CONTINUE)
+    return ScanLimits(*_SCAN_CONTINUE.unpack(extras))
+
+
+def encode_scan_items(items: Iterable[ScanItem]) -> bytes:
+    """Value of an answer to RANGE_SCAN_CONTINUE."""
+    parts = []
+    for item in items:
+        if item.value is not None:
+            parts.append(_SCAN_ITEM.pack(item.flags, item.expiry, item.seqno, item.cas, item.datatype))
+        parts += [leb128.encode(len(item.key)), item.key]
+        if item.value is not None:
+            parts += [leb128.encode(len(item.value)), item.value]
+    return b"".join(parts)
+
+
+def decode_scan_items(value: bytes, *, keys_only: bool) -> list[ScanItem]:
+    """Items of an answer to RANGE_SCAN_CONTINUE; its extras say whether they are keys only."""
+    cutter = _Cutter(value, Opcode.RANGE_SCAN_CONTINUE)
+    items = []
+    while cutter:
+        if keys_only:
+            items.append(ScanItem(cutter.bytes(cutter.leb128())))
+            continue
+        flags, expiry, seqno, cas, datatype = cutter.fields(_SCAN_ITEM)
+        key = cutter.bytes(cutter.leb128())
+        items.append(ScanItem(key, cutter.bytes(cutter.leb128()), flags, expiry, seqno, cas, datatype))
+    return items
+
+
+# Server duration: framing extras of answers where HELLO granted TRACING.
+
+
+def encode_server_duration(duration_us: float) -> bytes:
+    """Framing extras that say how long the server took."""
+    encoded = min(_DURATION_MAX, round((max(duration_us, 0) * 2) ** (1 / _DURATION_POWER)))
+    return b"\x02" + _U16.pack(encoded)
+
+
+def decode_server_duration_us(framing: bytes) -> float | None:
+    """How long the server took, in microseconds."""
+    for info_id, content in frame_infos(framing):
+        if info_id == 0 and len(content) == _U16.size:
+            return float(_U16.unpack(content)[0] ** _DURATION_POWER / 2)
+    return None
+
+
+class _Cutter:
+    """Takes fields off the front of a body, and refuses to reach beyond its end."""
+
+    __slots__ = ("_data", "_op", "_pos")
+
+    def __init__(self, data: bytes, op: int) -> None:
+        self._data = data
+        self._op = op
+        self._pos = 0
+
+    def __bool__(self) -> bool:
+        return self._pos < len(self._data)
+
+    def bytes(self, length: int) -> bytes:
+        left = len(self._data) - self._pos
+        if length > left:
+            raise RemoteProtocolError(f"a field of {length} bytes where {left} are left", op=self._op)
+        start = self._pos
+        self._pos += length
+        return self._data[start : self._pos]
+
+    def fields(self, layout: struct.Struct) -> tuple[int, ...]:
+        return layout.unpack(self.bytes(layout.size))
+
+    def leb128(self) -> int:
+        number, self._pos = leb128.decode(self._data, self._pos)
+        return number
+
+
+def _bounded(specs: list[_Spec], op: int) -> list[_Spec]:
+    if not 0 < len(specs) <= SUBDOC_PATHS_MAX:
+        raise RemoteProtocolError(
+            f"{len(specs)} paths, 1 to {SUBDOC_PATHS_MAX} are allowed", op=op, status=Status.SUBDOC_INVALID_COMBO
+        )
+    return specs
