@@ -73,7 +73,7 @@ class Environment:
         map_size: int = MAP_SIZE,
     ) -> None:
         """Open `path`. `vbids` are the vbuckets whose trees may be used; `sync` is safe, full or unsafe."""
-        self.path = path
+        self.path = os.path.realpath(path)
         self.vbids = tuple(vbids)
         self.writable = writable
         self._pid = os.getpid()
@@ -101,39 +101,31 @@ class Environment:
             self.env.reader_check()
 
     def db(self, name: bytes) -> Any:
-        """Handle of a tree. Opened once, in a transaction of its own, before any transaction that uses it."""
-        handle = self._handles.get(name)
-        if handle is None:
-            handle = self._open_db(name)
-        return handle
-
-    def _open_db(self, name: bytes) -> Any:
-        dups = name[:1] == b"k" and name[1:].isdigit()
-        with self._map_lock:
-            if name in self._handles:
-                return self._handles[name]
-            try:
-                with self.env.begin(write=self.writable) as txn:
-                    handle = self.env.open_db(name, txn=txn, dupsort=dups, dupfixed=dups, create=self.writable)
-            except lmdb.NotFoundError as error:
-                raise CorruptedError(f"tree {name.decode()} is missing", path=self.path) from error
-            except lmdb.Error as error:
-                raise storage_error(error, self.path) from error
-            self._handles[name] = handle
-            return handle
+        """Handle of a tree; `open_all` was called first."""
+        return self._handles[name]
 
     def open_all(self) -> None:
-        """Open (and in a new environment create) every tree in one transaction."""
-        names = [*keys.SHARED_DBS, *(f(vbid) for vbid in self.vbids for f in (keys.rows_db, keys.keys_db))]
-        opened = {}
-        try:
-            with self.env.begin(write=self.writable) as txn:
-                for name in names:
-                    dups = name[:1] == b"k" and name[1:].isdigit()
-                    opened[name] = self.env.open_db(name, txn=txn, dupsort=dups, dupfixed=dups, create=self.writable)
-        except lmdb.Error as error:
-            raise storage_error(error, self.path) from error
-        self._handles.update(opened)
+        """Open (and in a new environment create) every tree, before any transaction that uses them."""
+        with self._map_lock:
+            if self._handles:
+                return
+            names = [*keys.SHARED_DBS, *(f(vbid) for vbid in self.vbids for f in (keys.rows_db, keys.keys_db))]
+            try:
+                if self.writable:
+                    with self.env.begin(write=True) as txn:
+                        self._handles = {name: self._open_db(name, txn=txn, create=True) for name in names}
+                else:
+                    # Not in a transaction of ours: py-lmdb resets a read transaction for later use instead of
+                    # committing it, and LMDB then forgets the handles that were opened in it.
+                    self._handles = {name: self._open_db(name, create=False) for name in names}
+            except lmdb.NotFoundError as error:
+                raise CorruptedError("a tree is missing", path=self.path, hint="run `dcp-mirror check`") from error
+            except lmdb.Error as error:
+                raise storage_error(error, self.path) from error
+
+    def _open_db(self, name: bytes, **options: Any) -> Any:
+        dups = name[:1] == b"k" and name[1:].isdigit()
+        return self.env.open_db(name, dupsort=dups, dupfixed=dups, **options)
 
     def begin(self, *, write: bool = False) -> Any:
         """A transaction on the newest commit. A map grown by the writer is taken over here."""
@@ -175,12 +167,15 @@ class Environment:
 
     def close(self) -> None:
         """Close; handles and transactions are invalid afterwards."""
-        self._handles.clear()
+        self._handles = {}
         self.env.close()
 
 
 class _Shared:
-    """Reading environments of this process by path: LMDB must not open a file twice in one process."""
+    """Environments of this process by path: LMDB must not open a file twice in one process.
+
+    A writer's environment is announced here too, so a view in the writer's own process reads through it.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -199,6 +194,11 @@ class _Shared:
             self.open[real] = (environment, count + 1)
             return environment
 
+    def announce(self, environment: Environment) -> None:
+        with self.lock:
+            assert environment.path not in self.open, environment.path
+            self.open[environment.path] = (environment, 1)
+
     def release(self, environment: Environment) -> None:
         with self.lock:
             if self.pid != os.getpid():
@@ -211,5 +211,5 @@ class _Shared:
                 environment.close()
 
 
-SHARED_READERS = _Shared()
+SHARED = _Shared()
 """The one place of this package with process-wide state, because LMDB has the same."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 from storage import branches, chain, directory, index, keys, records
-from storage.environment import MAP_SIZE, SHARED_READERS, Environment, storage_error
+from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import Closed, CorruptedError, NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import (
     DEFAULT_COLLECTION,
@@ -161,7 +161,7 @@ class View:
         self._closed = True
         self._opened.clear()
         for environment in self._environments.values():
-            SHARED_READERS.release(environment)
+            SHARED.release(environment)
         self._environments.clear()
 
     # -- plumbing -------------------------------------------------------------------------------------------------
@@ -179,14 +179,14 @@ class View:
         environment = self._environments.get(group)
         if environment is None:
             path = directory.group_path(self.path, group)
-            environment = SHARED_READERS.acquire(path, directory.group_vbids(self.identity, group), self._map_size)
+            environment = SHARED.acquire(path, directory.group_vbids(self.identity, group), self._map_size)
             try:
                 environment.open_all()
                 with environment.read() as txn:
                     meta = environment.db(keys.DB_META)
                     directory.check_identity(txn.get(b"identity", db=meta), self.identity, group, environment.path)
             except BaseException:
-                SHARED_READERS.release(environment)
+                SHARED.release(environment)
                 raise
             self._environments[group] = environment
         return environment

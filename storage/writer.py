@@ -20,7 +20,7 @@ from typing import Any
 import lmdb
 
 from storage import branches, chain, directory, index, keys, records
-from storage.environment import MAP_SIZE, Environment, storage_error
+from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import Closed, Locked, SeqnoOrder, StorageError
 from storage.model import (
     Branch,
@@ -165,6 +165,7 @@ class GroupWriter:
                 with self.environment.begin(write=True) as txn:
                     txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta)
             self._load()
+            SHARED.announce(self.environment)
         except lmdb.Error as error:
             self.environment.close()
             raise storage_error(error, self.path) from error
@@ -200,7 +201,7 @@ class GroupWriter:
         for vbucket in self._jobs:
             if vbucket.job:
                 vbucket.job.close()
-        self.environment.close()
+        SHARED.release(self.environment)
         self._open_environment(claim=False)
 
     def state(self, vbid: int) -> VbucketState:
@@ -671,5 +672,5 @@ class GroupWriter:
             self._closed = True
             for vbucket in list(self._jobs):
                 self._cancel_job(vbucket)
-            self.environment.close()
+            SHARED.release(self.environment)
             self._lock.release()

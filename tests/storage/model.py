@@ -1,0 +1,75 @@
+"""A model of a source and of what a mirror of it must show: dicts, snapshot by snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from storage import keys, records
+from storage.model import FailoverEntry, Identity, Seqno, Vbid, Vbuuid
+
+IDENTITY = Identity("cluster", "bucket", "uuid", 4, 2)
+
+Value = tuple[int, bytes | None]
+"""(seqno, value); None: a tombstone."""
+
+
+def keys_of(vbid: int, count: int, vbuckets: int = IDENTITY.vbucket_count) -> list[bytes]:
+    """The first `count` keys `k<n>` that belong to a vbucket."""
+    found: list[bytes] = []
+    number = 0
+    while len(found) < count:
+        key = b"k%d" % number
+        if keys.vbid_of(key, vbuckets) == vbid:
+            found.append(key)
+        number += 1
+    return found
+
+
+def row(prefix: bytes, key: bytes, value: bytes | None, seqno: int) -> tuple[bytes, bytes]:
+    """A row as the scanner would make it."""
+    frame = records.encode_deletion(key, seqno) if value is None else records.encode_mutation(key, value, seqno)
+    return prefix + seqno.to_bytes(8, "big"), frame
+
+
+def log(vbuuid: int = 77) -> tuple[FailoverEntry, ...]:
+    """A failover log of one entry."""
+    return (FailoverEntry(Vbuuid(vbuuid), Seqno(0)),)
+
+
+@dataclass
+class ModelVbucket:
+    """What one vbucket of a mirror must show."""
+
+    vbid: Vbid
+    published: int = 0
+    contents: dict[bytes, Value] = field(default_factory=dict)
+    """key -> newest published version."""
+    boundaries: dict[int, dict[bytes, Value]] = field(default_factory=dict)
+    """Every kept boundary of the served history and the contents at it."""
+    events: list[tuple[int, bytes, bytes | None]] = field(default_factory=list)
+    """Published events of the served history: (seqno, key, value)."""
+
+    def live(self) -> dict[bytes, Value]:
+        """Documents that a reader must find."""
+        return {key: entry for key, entry in self.contents.items() if entry[1] is not None}
+
+    def publish(self, seqno: int, events: list[tuple[int, bytes, bytes | None]]) -> None:
+        """A complete snapshot became visible."""
+        self.contents = dict(self.contents)
+        for at, key, value in events:
+            self.contents[key] = (at, value)
+        self.events += events
+        self.published = seqno
+        self.boundaries[seqno] = self.contents
+
+    def roll_back(self, to_seqno: int) -> int:
+        """Back to the newest kept boundary at or below; 0 when there is none."""
+        below = [seqno for seqno in self.boundaries if seqno <= to_seqno]
+        if not below:
+            return 0
+        seqno = max(below)
+        self.boundaries = {at: contents for at, contents in self.boundaries.items() if at <= seqno}
+        self.contents = self.boundaries[seqno]
+        self.published = seqno
+        self.events = [event for event in self.events if event[0] <= seqno]
+        return seqno

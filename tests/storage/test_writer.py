@@ -1,0 +1,420 @@
+"""The store against a model: random staging, publishing, rollbacks, refills and crashes; every view at every step."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import storage.index
+import storage.writer
+from storage import directory
+from storage.check import check
+from storage.environment import SHARED
+from storage.errors import Locked, NoSuchBoundary, SeqnoOrder, ViewInvalidated
+from storage.model import SnapshotRange, Vbid
+from storage.view import Token, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, ModelVbucket, keys_of, log, row
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits so small that a dozen rows reach the paths that millions take in service."""
+    monkeypatch.setattr(storage.writer, "INLINE_INDEX_ROWS", 3)
+    monkeypatch.setattr(storage.index, "SLICE_ROWS", 2)
+    monkeypatch.setattr(storage.index, "RUN_ROWS", 5)
+    monkeypatch.setattr(storage.index, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(storage.view, "CHUNK_ROWS", 3)
+
+
+class Clock:
+    """Milliseconds that rise by one at every look."""
+
+    now = 1_000_000
+
+    def __call__(self) -> int:
+        self.now += 1
+        return self.now
+
+
+def open_writer(path: str, group: int = 0, clock: Clock | None = None, map_size: int = 1 << 30) -> GroupWriter:
+    return GroupWriter.open(
+        directory.group_path(path, group),
+        group=group,
+        vbids=directory.group_vbids(IDENTITY, group),
+        identity=IDENTITY,
+        clock_ms=clock or Clock(),
+        map_size=map_size,
+    )
+
+
+def crash(writer: GroupWriter) -> None:
+    """What SIGKILL leaves: the environment as of the last commit, the lock given up."""
+    SHARED.release(writer.environment)
+    writer._lock.release()
+    writer._closed = True
+
+
+VBIDS = [0, 2]
+KEYS = {vbid: keys_of(vbid, 6) for vbid in VBIDS}
+
+
+class Store(RuleBasedStateMachine):
+    """Group 0 of a mirror and its model. A snapshot is staged in pieces; its events publish together or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = tempfile.mkdtemp() + "/mirror"
+        self.clock = Clock()
+
+    @initialize()
+    def create(self) -> None:
+        directory.create(self.path, IDENTITY)
+        self.writer = open_writer(self.path, clock=self.clock)
+        self.model = {vbid: ModelVbucket(Vbid(vbid)) for vbid in VBIDS}
+        self.reset_pending()
+        self.tokens: list[tuple[Token, dict[bytes, bytes]]] = []
+        self.view = open_view(self.path)
+
+    def reset_pending(self) -> None:
+        self.open: dict[int, list[tuple[int, bytes, bytes | None]]] = {vbid: [] for vbid in VBIDS}
+        """Events of the open snapshot."""
+        self.complete: dict[int, list[tuple[int, list[tuple[int, bytes, bytes | None]]]]] = {v: [] for v in VBIDS}
+        """Complete snapshots that no commit has published yet."""
+        self.refill = {vbid: self.writer.state(vbid).staging_branch != self.writer.state(vbid).branch for vbid in VBIDS}
+
+    def teardown(self) -> None:
+        if hasattr(self, "view"):
+            self.view.close()
+            if not self.writer._closed:
+                crash(self.writer)
+        shutil.rmtree(Path(self.path).parent)
+
+    @rule(
+        vbid=st.sampled_from(VBIDS), data=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=8)
+    )
+    def stage(self, vbid: int, data: list[tuple[int, bool]]) -> None:
+        at = self.writer.state(vbid).staged_seqno
+        events = []
+        for number, (key, deleted) in enumerate(data, start=1):
+            seqno = at + number
+            value = None if deleted else b"%d" % seqno
+            events.append((seqno, KEYS[vbid][key], value))
+        prefix = self.writer.row_prefix(vbid)
+        rows = [row(prefix, key, value, seqno) for seqno, key, value in events]
+        self.writer.stage(vbid, rows, sum(len(r[1]) for r in rows), SnapshotRange(at + 1, events[-1][0] + 3))
+        self.open[vbid] += events
+
+    @rule(vbid=st.sampled_from(VBIDS), skipped=st.sampled_from([0, 0, 0, 2]))
+    def complete_snapshot(self, vbid: int, skipped: int) -> None:
+        end = self.writer.state(vbid).staged_seqno + skipped
+        if end == 0 or (not self.open[vbid] and not skipped):
+            return
+        self.writer.publish(vbid, end, 0)
+        self.complete[vbid].append((end, self.open[vbid]))
+        self.open[vbid] = []
+
+    @rule(flush=st.booleans())
+    def commit(self, flush: bool) -> None:
+        self.settle(self.writer.commit(flush_open=flush).published)
+
+    def settle(self, published: list[tuple[Vbid, int]]) -> None:
+        """Take over into the model what a commit said it published."""
+        for vbid, seqno in published:
+            ready = self.complete[vbid]
+            assert ready
+            assert ready[-1][0] == seqno, (ready, seqno)
+            if self.refill[vbid]:
+                self.model[vbid] = ModelVbucket(vbid)
+                self.tokens = [entry for entry in self.tokens if entry[0].vbid != vbid]
+                self.refill[vbid] = False
+            self.model[vbid].publish(seqno, [event for _, events in ready for event in events])
+            self.complete[vbid] = []
+
+    @rule()
+    def step(self) -> None:
+        self.writer.step()
+
+    @rule()
+    def finish(self) -> None:
+        """All that is complete must become visible after finitely many steps."""
+        for _ in range(200):
+            self.settle(self.writer.commit().published)
+            if not self.writer.step() and not any(self.writer.publishing(vbid) for vbid in VBIDS):
+                break
+        assert not any(self.complete.values())
+
+    @rule(vbid=st.sampled_from(VBIDS), share=st.floats(0, 1.2))
+    def roll_back(self, vbid: int, share: float) -> None:
+        self.settle_first()
+        to = int(self.model[vbid].published * share)
+        before = self.writer.state(vbid)
+        result = self.writer.rollback(vbid, to)
+        expected = self.model[vbid].roll_back(to)
+        assert result.boundary_seqno == expected
+        state = self.writer.state(vbid)
+        if expected:
+            self.open[vbid], self.complete[vbid], self.refill[vbid] = [], [], False
+            assert (state.published_seqno, state.staged_seqno) == (expected, expected)
+            assert state.branch > before.branch
+            assert state.rollback_count == before.rollback_count + 1
+            assert all(entry.seqno <= expected for entry in state.failover_log)
+        else:
+            assert state == before
+
+    def settle_first(self) -> None:
+        """Branch operations commit first; let the model see what that publishes."""
+        self.settle(self.writer.commit().published)
+
+    @rule(vbid=st.sampled_from(VBIDS))
+    def abandon(self, vbid: int) -> None:
+        self.settle_first()
+        self.writer.abandon(vbid)
+        self.open[vbid], self.complete[vbid] = [], []
+        state = self.writer.state(vbid)
+        assert state.staged_seqno == state.staging_published_seqno
+        assert state.open_snapshot is None
+
+    @rule(vbid=st.sampled_from(VBIDS))
+    def begin_refill(self, vbid: int) -> None:
+        self.settle_first()
+        self.writer.begin_refill(vbid)
+        self.open[vbid], self.complete[vbid], self.refill[vbid] = [], [], True
+        assert self.writer.state(vbid).staged_seqno == 0
+        self.writer.save_failover_log(vbid, log(88))
+
+    @rule()
+    def crash_and_reopen(self) -> None:
+        before = {vbid: self.writer.state(vbid) for vbid in VBIDS}
+        self.view.close()
+        crash(self.writer)
+        self.writer = open_writer(self.path, clock=self.clock)
+        self.view = open_view(self.path)
+        for vbid in VBIDS:
+            after = self.writer.state(vbid)
+            assert after.published_seqno == before[vbid].published_seqno
+            assert after.staged_seqno <= before[vbid].staged_seqno
+            kept = [event for _, events in self.complete[vbid] for event in events] + self.open[vbid]
+            self.open[vbid] = [event for event in kept if event[0] <= after.staged_seqno]
+            self.complete[vbid] = []
+            self.refill[vbid] = after.staging_branch != after.branch
+            if after.staged_seqno > after.staging_published_seqno and not self.open[vbid]:
+                # Only a skipped end was kept: nothing to tell apart from a position.
+                assert after.published_seqno <= after.staged_seqno
+
+    @rule(vbid=st.sampled_from(VBIDS))
+    def take_token(self, vbid: int) -> None:
+        state = self.writer.state(vbid)
+        token = Token(state.vbid, state.branch, state.published_seqno)
+        contents = {key: entry[1] for key, entry in self.model[vbid].live().items()}
+        self.tokens.append((token, contents))  # type: ignore[arg-type]
+
+    @rule()
+    def changes_bring_every_token_up_to_date(self) -> None:
+        for token, contents in self.tokens:
+            copy: dict[bytes, bytes] = dict(contents)
+            for change in self.view.changes(token.vbid, since=token):
+                document = change.document
+                if document is None:
+                    assert change.kind == "rollback"
+                elif change.kind == "retraction" or document.deleted:
+                    copy.pop(document.key, None)
+                else:
+                    copy[document.key] = document.value
+            expected = {key: entry[1] for key, entry in self.model[token.vbid].live().items()}
+            assert copy == expected, token
+
+    @invariant()
+    def views_show_the_model(self) -> None:
+        if not hasattr(self, "view"):
+            return
+        for vbid, model in self.model.items():
+            live = model.live()
+            scanned = {d.key: (d.seqno, d.value) for d in self.view.scan(vbid)}
+            assert scanned == live
+            assert list(scanned) == sorted(scanned)
+            assert self.view.count(vbid) == len(live)
+            for key in KEYS[vbid]:
+                document = self.view.get(key)
+                assert (document and (document.seqno, document.value)) == live.get(key)
+            many = self.view.get_many(KEYS[vbid])
+            assert {key: (d.seqno, d.value) for key, d in many.items()} == live
+            assert [(d.seqno, d.key) for d in self.view.scan_seqno(vbid)] == [e[:2] for e in model.events]
+            with_deletions = {d.key: d.seqno for d in self.view.scan(vbid, deletions=True)}
+            assert with_deletions == {key: entry[0] for key, entry in model.contents.items()}
+
+    @invariant()
+    def as_of_shows_every_boundary(self) -> None:
+        if not hasattr(self, "view"):
+            return
+        for vbid, model in self.model.items():
+            assert [b.seqno for b in self.view.boundaries(vbid)] == sorted(model.boundaries, reverse=True)
+            for seqno, contents in model.boundaries.items():
+                live = {key: entry for key, entry in contents.items() if entry[1] is not None}
+                assert {d.key: (d.seqno, d.value) for d in self.view.scan(vbid, as_of=seqno)} == live
+                for key in KEYS[vbid][:2]:
+                    document = self.view.get(key, as_of=seqno)
+                    assert (document and (document.seqno, document.value)) == live.get(key)
+            first = min(model.boundaries, default=1)
+            with pytest.raises(NoSuchBoundary):
+                list(self.view.scan(vbid, as_of=first - 1))
+
+    @precondition(lambda self: hasattr(self, "view"))
+    @rule()
+    def check_is_clean(self) -> None:
+        assert check(self.path).problems == []
+
+
+Store.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestStore = Store.TestCase
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    directory.create(str(tmp_path / "mirror"), IDENTITY)
+    return str(tmp_path / "mirror")
+
+
+@pytest.fixture
+def writer(path: str) -> Iterator[GroupWriter]:
+    opened = open_writer(path)
+    yield opened
+    opened.close()
+
+
+def publish(
+    writer: GroupWriter, vbid: int, items: list[tuple[bytes, bytes | None, int]], end: int | None = None
+) -> None:
+    prefix = writer.row_prefix(vbid)
+    rows = [row(prefix, *item) for item in items]
+    writer.stage(vbid, rows, 0, SnapshotRange(items[0][2], items[-1][2]))
+    writer.publish(vbid, end or items[-1][2], items[0][2])
+    writer.commit()
+
+
+def test_a_second_writer_of_the_same_group_is_refused(path: str, writer: GroupWriter) -> None:
+    with pytest.raises(Locked, match="another process"):
+        directory.GroupLock(writer.path)
+
+
+def test_a_writer_that_was_overtaken_cannot_write(path: str) -> None:
+    old = open_writer(path)
+    crash(old)  # its lock is gone, but the object lives on as a stopped process would
+    new = open_writer(path)
+    new.close()
+    revived = open_writer(path)
+    revived._fence -= 1
+    revived.save_failover_log(0, log())
+    with pytest.raises(Locked, match="took this group over"):
+        revived.commit()
+    revived.close()
+
+
+@pytest.mark.parametrize("seqnos", [[3, 2], [2, 2], [1, 5, 4, 6], [0]])
+def test_rows_that_do_not_rise_are_refused_and_harm_nobody(path: str, writer: GroupWriter, seqnos: list[int]) -> None:
+    key = keys_of(0, 1)[0]
+    prefix = writer.row_prefix(0)
+    rows = [row(prefix, key, b"x", seqno) for seqno in seqnos]
+    with pytest.raises(SeqnoOrder):
+        writer.stage(0, rows, 0, SnapshotRange(0, 9))
+    other = keys_of(2, 1)[0]
+    publish(writer, 2, [(other, b"y", 1)])
+    with open_view(path) as view:
+        assert view.get(other) is not None
+        assert view.get(key) is None
+
+
+def test_an_oso_snapshot_appears_whole_and_a_broken_one_never(path: str, writer: GroupWriter) -> None:
+    a, b, c = keys_of(0, 3)
+    for round_number, finish in enumerate([False, True]):
+        writer.begin_oso(0)
+        prefix = writer.row_prefix(0)
+        rows = [row(prefix, b, b"b", 7), row(prefix, a, b"a", 3)]
+        writer.stage(0, rows, 10, SnapshotRange(0, 2**64 - 1), unordered=True)
+        writer.commit(flush_open=True)
+        writer.stage(0, [row(prefix, c, b"c", 5)], 10, SnapshotRange(0, 2**64 - 1), unordered=True)
+        assert writer.state(0).staged_seqno == 7
+        with open_view(path) as view:
+            assert list(view.scan(0)) == []
+        if finish:
+            writer.publish(0, 7, 0)
+            while not writer.commit().published:
+                writer.step()
+        elif round_number == 0:
+            crash(writer)
+            writer = open_writer(path)
+            assert writer.state(0).staged_seqno == 0
+    with open_view(path) as view:
+        assert {d.key: d.seqno for d in view.scan(0)} == {a: 3, b: 7, c: 5}
+    publish(writer, 0, [(a, None, 8)])
+    with open_view(path) as view:
+        assert {d.key: d.seqno for d in view.scan(0)} == {b: 7, c: 5}
+    assert check(path).problems == []
+    writer.close()
+
+
+def test_the_map_grows_and_the_batch_is_replayed(path: str) -> None:
+    writer = open_writer(path, map_size=1 << 20)
+    key = keys_of(0, 1)[0]
+    for round_number in range(8):
+        first = round_number * 200 + 1
+        publish(writer, 0, [(key, b"x" * 1000, first + n) for n in range(200)])
+    assert writer.figures()["map_bytes"] > 1 << 20
+    with open_view(path) as view:
+        assert len(list(view.scan_seqno(0))) == 1600
+    writer.close()
+    assert check(path).problems == []
+
+
+def test_a_scan_is_told_when_a_rollback_passes_it(path: str, writer: GroupWriter) -> None:
+    names = keys_of(0, 10)
+    publish(writer, 0, [(key, b"1", n + 1) for n, key in enumerate(names)])
+    publish(writer, 0, [(key, b"2", n + 11) for n, key in enumerate(names)])
+    with open_view(path) as view:
+        scan = view.scan(0)
+        assert next(scan).value == b"2"
+        publish(writer, 0, [(names[-1], b"3", 21)])
+        assert [d.value for d in scan] == [b"2"] * 9  # what came later stays out of sight
+        scan = view.scan(0)
+        next(scan)
+        writer.rollback(0, 10)
+        with pytest.raises(ViewInvalidated):
+            list(scan)
+        assert {d.value for d in view.scan(0)} == {b"1"}
+
+
+def test_a_token_of_a_refilled_vbucket_is_refused(path: str, writer: GroupWriter) -> None:
+    key = keys_of(0, 1)[0]
+    publish(writer, 0, [(key, b"1", 5)])
+    token = Token(Vbid(0), writer.state(0).branch, writer.state(0).published_seqno)
+    writer.begin_refill(0)
+    with open_view(path) as view:
+        assert view.stale(0)
+        assert list(view.changes(0, since=token)) == []
+        publish(writer, 0, [(key, b"2", 3)])
+        assert not view.stale(0)
+        with pytest.raises(ViewInvalidated, match="filled anew"):
+            list(view.changes(0, since=token))
+
+
+def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary(
+    path: str, writer: GroupWriter
+) -> None:
+    key = keys_of(0, 1)[0]
+    writer.save_failover_log(0, log(5))
+    publish(writer, 0, [(key, b"1", 10)])
+    from storage.model import FailoverEntry, Seqno, Vbuuid
+
+    writer.save_failover_log(0, [FailoverEntry(Vbuuid(6), Seqno(12))])
+    publish(writer, 0, [(key, b"2", 20)])
+    assert writer.rollback(0, 15).boundary_seqno == 10
+    assert writer.state(0).failover_log == log(5)
