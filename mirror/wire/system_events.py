@@ -99,7 +99,8 @@ def _begin_v1(event: SystemEvent) -> SystemEventContent:
 
 
 def _end_v0(event: SystemEvent) -> SystemEventContent:
-    return CollectionDropped(*_fixed(event, _END))
+    uid, scope_id, collection_id = _fixed(event, _END)
+    return CollectionDropped(uid, scope_id, collection_id)
 
 
 def _scope_create_v0(event: SystemEvent) -> SystemEventContent:
@@ -108,7 +109,8 @@ def _scope_create_v0(event: SystemEvent) -> SystemEventContent:
 
 
 def _scope_drop_v0(event: SystemEvent) -> SystemEventContent:
-    return ScopeDropped(*_fixed(event, _SCOPE))
+    uid, scope_id = _fixed(event, _SCOPE)
+    return ScopeDropped(uid, scope_id)
 
 
 def _write_begin(content: CollectionCreated) -> tuple[bytes, bytes, int]:
