@@ -1,0 +1,352 @@
+"""From the messages of a stream to whole snapshots: what is staged, and when it may be seen.
+
+Knows the newest complete boundary, the position, the open snapshot, the manifest at the position and open sync writes.
+Must never know requests, answers, connections or retries: those are the machine's.
+
+Promises: the seqno strictly rises in a vbucket and never passes the open snapshot's end; nothing of an open snapshot
+is published before its end. The rules are those of protocol facts 2.6 and 2.7:
+- a marker's start is not trusted, only its end is;
+- the end is reached by whatever carries that seqno: a row, a system event, a prepare, commit or abort, or
+  SeqnoAdvanced, which below the end moves the position and nothing else;
+- a marker with the same end continues the open snapshot, one with a later end prolongs it (the same stream skips
+  nothing, so all is held at the later end); one with an earlier end contradicts it;
+- on connections without collections the end may never be hit, because a filtered tail is passed over in silence: there
+  a following marker that starts beyond it, or the stream's regular end, closes the open snapshot at its end;
+- the first marker after an accepted mid-snapshot request replaces the open end, and closes nothing;
+- an out-of-order snapshot (OSO) has no marker and no order: it is complete at its end message, at its largest seqno.
+
+A message that breaks a rule raises Violation; what was put into `out` before stands.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from dataclasses import replace
+
+from mirror.ingest import collections
+from mirror.ingest.events import Row
+from mirror.ingest.instructions import Advance, BeginOso, Instruction, PublishSnapshot, StageRows, StageSystemEvent
+from mirror.ingest.offset import is_resumable
+from mirror.ingest.prepares import Prepares, PreparesOverflow, committed_row_value
+from mirror.wire.codec_dcp import encode
+from mirror.wire.constants import OsoFlag, SnapshotFlag
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.events import Abort, Commit, OsoSnapshot, Prepare, SeqnoAdvanced, SnapshotMarker, SystemEvent
+from mirror.wire.system_events import decode_system_event
+from storage.model import SEQNO_MAX, Branch, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
+
+_ROW_KEY = struct.Struct(">IQ")
+_DEFAULT_COLLECTION_PREFIX = b"\0"
+
+OSO_RANGE = SnapshotRange(Seqno(0), Seqno(0))
+"""Goes with rows of an OSO snapshot. Its end is never ahead, so that nobody takes such rows for resumable."""
+
+
+class Violation(Exception):
+    """The source sent what cannot be part of a stream that follows the rules."""
+
+
+class Untrackable(Exception):
+    """The stream follows the rules, but this program cannot: asking again would not help."""
+
+
+class Assembler:
+    """Assembles the snapshots of one vbucket, over any number of streams."""
+
+    __slots__ = (
+        "_branch",
+        "_collections",
+        "_oso_high_seqno",
+        "_purge_seqno",
+        "_replaces_end",
+        "_vbid",
+        "boundary_seqno",
+        "manifest",
+        "open_snapshot",
+        "oso",
+        "position_seqno",
+        "prepares",
+    )
+
+    def __init__(self, vbid: Vbid) -> None:
+        """Start empty: `load` comes first."""
+        self._vbid = vbid
+        self._collections = True
+        self.prepares = Prepares()
+        self.boundary_seqno = Seqno(0)
+        self.position_seqno = Seqno(0)
+        self.manifest = Manifest.initial()
+        self.open_snapshot: SnapshotRange | None = None
+        self.oso = False
+        self._branch = Branch(0)
+        self._oso_high_seqno = 0
+        self._purge_seqno: int | None = None
+        self._replaces_end = False
+
+    def load(self, state: VbucketState) -> None:
+        """Take over what the store holds."""
+        self._branch = state.staging_branch
+        self.boundary_seqno = state.staging_published_seqno
+        # A state that contradicts itself is read as holding no more than its boundary and something to abandon.
+        self.position_seqno = max(state.staged_seqno, self.boundary_seqno)
+        self.manifest = state.manifest
+        resumable = is_resumable(self.boundary_seqno, self.position_seqno, state.open_snapshot)
+        self.open_snapshot = state.open_snapshot if resumable else None
+        self.prepares.undo_to(self.position_seqno if resumable else self.boundary_seqno)
+        self.oso = False
+        self._oso_high_seqno = 0
+        self._purge_seqno = None
+        self._replaces_end = False
+
+    def oso_begun(self, state: VbucketState) -> None:
+        """Write rows on the branch that was opened for the out-of-order snapshot."""
+        self._branch = state.staging_branch
+
+    @property
+    def holds_part(self) -> bool:
+        """True if something is staged above the newest boundary, or may be."""
+        return self.position_seqno > self.boundary_seqno or self.oso
+
+    @property
+    def resumable(self) -> bool:
+        """True if what is staged may be continued where the source agrees."""
+        return not self.oso and is_resumable(self.boundary_seqno, self.position_seqno, self.open_snapshot)
+
+    def begin_stream(self, *, inside_snapshot: bool, collections_granted: bool) -> None:
+        """Follow a stream that was accepted. A marker of which nothing had been accepted is forgotten."""
+        self._collections = collections_granted
+        self._replaces_end = inside_snapshot
+        if not inside_snapshot:
+            self.open_snapshot = None
+            self._purge_seqno = None
+
+    def end_stream(self) -> None:
+        """No stream is followed: of an open snapshot only what was accepted of it remains."""
+        if self.position_seqno == self.boundary_seqno:
+            self.open_snapshot = None
+            self._purge_seqno = None
+        self._replaces_end = False
+
+    # --- messages of the stream ---
+
+    def marker(self, event: SnapshotMarker, out: list[Instruction]) -> None:
+        """Open a snapshot, or go on with the open one."""
+        end_seqno = Seqno(event.end_seqno)
+        if self.oso:
+            raise Violation("a snapshot marker inside an out-of-order snapshot")
+        if not self.position_seqno <= end_seqno <= SEQNO_MAX:
+            raise Violation(f"a snapshot that ends at {end_seqno}, below {self.position_seqno} which is already held")
+        current = self.open_snapshot
+        start_seqno = Seqno(min(event.start_seqno, end_seqno))
+        if current is not None:
+            if not self._replaces_end and current.end_seqno != end_seqno:
+                if end_seqno < current.end_seqno:
+                    raise Violation(f"a snapshot that ends at {end_seqno}, inside the open one to {current.end_seqno}")
+                if not self._collections and event.start_seqno > current.end_seqno:
+                    self._close("next marker", out)
+                    current = None
+            if current is not None:  # goes on: it began where the first marker said
+                start_seqno = min(start_seqno, current.start_seqno)
+        self._replaces_end = False
+        self._purge_seqno = event.purge_seqno or None
+        self.open_snapshot = SnapshotRange(start_seqno, end_seqno, event.flags)
+        if end_seqno == self.position_seqno:  # nothing is missing of it
+            if end_seqno > self.boundary_seqno:
+                self._publish("marker", out)
+            else:
+                self.open_snapshot = None
+
+    def rows(self, rows: list[Row], byte_count: int, out: list[Instruction]) -> None:
+        """Stage a run of rows: constant work, whatever its length. The order inside is the store's to check."""
+        if self.oso:
+            self._oso_high_seqno = max(self._oso_high_seqno, _seqno_of(max(rows)))
+            self._check_bound(self._oso_high_seqno)
+            out.append(StageRows(self._vbid, "oso rows", rows, byte_count, OSO_RANGE, unordered=True))
+            return
+        open_snapshot = self.open_snapshot
+        if open_snapshot is None or self._replaces_end:
+            raise Violation(f"a row at {_seqno_of(rows[0])} outside any snapshot")
+        first_seqno, last_seqno = _seqno_of(rows[0]), _seqno_of(rows[-1])
+        if first_seqno <= self.position_seqno:
+            raise Violation(f"a row at {first_seqno} after {self.position_seqno}: seqnos must rise")
+        if last_seqno - first_seqno < len(rows) - 1:
+            raise Violation(f"{len(rows)} rows between {first_seqno} and {last_seqno}: seqnos must rise")
+        end_seqno = open_snapshot.end_seqno
+        if last_seqno <= end_seqno:
+            out.append(StageRows(self._vbid, "rows", rows, byte_count, open_snapshot))
+            self._moved_to(last_seqno, "rows", out)
+            return
+        within = rows[: bisect_right(rows, int(end_seqno), key=_seqno_of)]
+        if within and _seqno_of(within[-1]) == end_seqno:
+            within_byte_count = sum(len(value) for _, value in within)
+            out.append(StageRows(self._vbid, "rows up to the end", within, within_byte_count, open_snapshot))
+            self._moved_to(end_seqno, "rows", out)
+        raise Violation(f"a row at {last_seqno}, beyond the end of its snapshot at {end_seqno}")
+
+    def seqno_advanced(self, event: SeqnoAdvanced, out: list[Instruction]) -> None:
+        """Nothing up to the seqno is missing: the position moves, and at the end of a snapshot that is complete."""
+        seqno = event.seqno
+        if self.oso:
+            self._check_bound(seqno)
+            self._oso_high_seqno = max(self._oso_high_seqno, seqno)
+            return
+        if seqno < self.position_seqno:
+            raise Violation(f"an advance to {seqno}, below {self.position_seqno} which is already held")
+        if seqno == self.position_seqno:
+            return
+        if self._replaces_end:
+            raise Violation(f"an advance to {seqno} before the first marker")
+        if self.open_snapshot is None:
+            # After an out-of-order snapshot the source says so how far it reached, without a marker: complete there.
+            self._check_bound(seqno)
+            self.open_snapshot = SnapshotRange(Seqno(self.position_seqno + 1), Seqno(seqno))
+        self._advance(seqno, "seqno advanced", out)
+
+    def system_event(self, event: SystemEvent, out: list[Instruction]) -> None:
+        """Stage a change of scopes or collections with the manifest that results."""
+        try:
+            content = decode_system_event(event)
+        except RemoteProtocolError as error:
+            raise Violation(f"a system event at {event.seqno} that cannot be read: {error.detail}") from None
+        if not self.oso:
+            self._check_next(event.seqno)
+        self._check_bound(event.seqno)
+        seqno = Seqno(event.seqno)
+        self.manifest = collections.apply(self.manifest, content, seqno)
+        within = self.open_snapshot or OSO_RANGE
+        row_value = encode(replace(event, stream_id=None), opaque=0)
+        out.append(StageSystemEvent(self._vbid, "system event", seqno, row_value, self.manifest, within))
+        if self.oso:
+            self._oso_high_seqno = max(self._oso_high_seqno, seqno)
+        else:
+            self._moved_to(seqno, "system event", out)
+
+    def prepare(self, event: Prepare, out: list[Instruction]) -> None:
+        """Remember the first half of a sync write; it takes a seqno and nothing of it is visible."""
+        self._check_next(event.seqno)
+        try:
+            self.prepares.prepared(event)
+        except PreparesOverflow:
+            raise Untrackable(
+                "more durable writes are open than can be remembered; mirror this bucket without enable_sync_writes"
+            ) from None
+        self._advance(event.seqno, "prepare", out)
+
+    def commit(self, event: Commit, out: list[Instruction]) -> None:
+        """Stage the prepared write under the commit's seqno."""
+        self._check_next(event.seqno)
+        prepare = self.prepares.settled(event.key)
+        if prepare is None:
+            raise Untrackable(
+                f"a commit at {event.seqno} of a durable write whose prepare was not seen by this process; "
+                "mirror this bucket without enable_sync_writes"
+            )
+        assert self.open_snapshot is not None  # _check_next said so
+        key_prefix = b"" if self._collections else _DEFAULT_COLLECTION_PREFIX
+        value = committed_row_value(prepare, event.seqno, key_prefix)
+        rows = [(_ROW_KEY.pack(self._branch, event.seqno), value)]
+        out.append(StageRows(self._vbid, "commit", rows, len(value), self.open_snapshot))
+        self._moved_to(event.seqno, "commit", out)
+
+    def abort(self, event: Abort, out: list[Instruction]) -> None:
+        """Forget the prepared write; one that was never seen is no error (its prepare was deduplicated away)."""
+        self._check_next(event.seqno)
+        self.prepares.settled(event.key)
+        self._advance(event.seqno, "abort", out)
+
+    def oso_snapshot(self, event: OsoSnapshot, out: list[Instruction]) -> None:
+        """Begin or end a snapshot without order: only ever the first one, from 0."""
+        if not event.flags & (OsoFlag.START | OsoFlag.END):
+            raise Violation(f"an out-of-order snapshot message with flags {event.flags:#x}")
+        if event.flags & OsoFlag.START:
+            if self.oso or self.open_snapshot is not None or self.position_seqno:
+                raise Violation(f"an out-of-order snapshot at {self.position_seqno}: it can only come first")
+            self.oso, self._oso_high_seqno = True, 0
+            out.append(BeginOso(self._vbid, "oso start"))
+        if event.flags & OsoFlag.END:
+            if not self.oso:
+                raise Violation("the end of an out-of-order snapshot that had not begun")
+            self.oso = False
+            self.position_seqno = self.boundary_seqno = Seqno(self._oso_high_seqno)
+            self.prepares.boundary_reached()
+            out.append(PublishSnapshot(self._vbid, "oso end", self.position_seqno, Seqno(0)))
+
+    def stream_ended_regularly(self, out: list[Instruction]) -> None:
+        """STREAM_END OK: where ends may never be hit, the open snapshot is complete."""
+        if self.open_snapshot is not None and not self._collections and not self._replaces_end:
+            self._close("stream end", out)
+
+    def source_is_empty(self, out: list[Instruction]) -> None:
+        """The source's high seqno is 0 and nothing is held: that is complete, and no snapshot will ever say so."""
+        out.append(PublishSnapshot(self._vbid, "the source is empty", Seqno(0), Seqno(0)))
+
+    # --- the rules ---
+
+    def _check_next(self, seqno: int) -> None:
+        """Refuse a single message whose seqno is not the open snapshot's next."""
+        if self.oso:
+            raise Violation(f"a sync write at {seqno} inside an out-of-order snapshot")
+        if self.open_snapshot is None or self._replaces_end:
+            raise Violation(f"a message at {seqno} outside any snapshot")
+        if seqno <= self.position_seqno:
+            raise Violation(f"a message at {seqno} after {self.position_seqno}: seqnos must rise")
+        if seqno > self.open_snapshot.end_seqno:
+            raise Violation(f"a message at {seqno}, beyond the end of its snapshot at {self.open_snapshot.end_seqno}")
+
+    @staticmethod
+    def _check_bound(seqno: int) -> None:
+        """Refuse the seqno that means "without end" in requests: no message can follow it."""
+        if seqno >= SEQNO_MAX:
+            raise Violation(f"a message at {seqno}")
+
+    def _advance(self, seqno: int, cause: str, out: list[Instruction]) -> None:
+        open_snapshot = self.open_snapshot
+        assert open_snapshot is not None  # the callers checked or opened it
+        if seqno > open_snapshot.end_seqno:
+            raise Violation(f"an advance to {seqno}, beyond the end of its snapshot at {open_snapshot.end_seqno}")
+        out.append(Advance(self._vbid, cause, Seqno(seqno), open_snapshot))
+        self._moved_to(seqno, cause, out)
+
+    def _close(self, cause: str, out: list[Instruction]) -> None:
+        """The open snapshot's end is not going to be hit, and nothing up to it is missing."""
+        assert self.open_snapshot is not None  # the callers checked it
+        end_seqno = self.open_snapshot.end_seqno
+        if end_seqno > self.position_seqno:
+            self._advance(end_seqno, cause, out)
+
+    def _moved_to(self, seqno: int, cause: str, out: list[Instruction]) -> None:
+        self.position_seqno = Seqno(seqno)
+        assert self.open_snapshot is not None  # the callers checked it
+        if seqno == self.open_snapshot.end_seqno:
+            self._publish(cause, out)
+
+    def _publish(self, cause: str, out: list[Instruction]) -> None:
+        assert self.open_snapshot is not None  # the callers checked it
+        end_seqno = self.open_snapshot.end_seqno
+        out.append(PublishSnapshot(self._vbid, cause, end_seqno, self.open_snapshot.start_seqno, self._purge_seqno))
+        self.boundary_seqno = end_seqno
+        self.open_snapshot = None
+        self._purge_seqno = None
+        self.prepares.boundary_reached()
+
+    @property
+    def from_disk(self) -> bool:
+        """True while the open snapshot is a backfill."""
+        return self.oso or (self.open_snapshot is not None and bool(self.open_snapshot.flags & SnapshotFlag.DISK))
+
+    def validate(self) -> None:
+        """Check what must hold between any two messages."""
+        assert 0 <= self.boundary_seqno <= self.position_seqno <= SEQNO_MAX
+        if self.open_snapshot is not None:
+            assert not self.oso, "an open snapshot inside an out-of-order one"
+            assert self.position_seqno < self.open_snapshot.end_seqno, "the end was reached and not published"
+            assert self.open_snapshot.start_seqno <= self.open_snapshot.end_seqno
+        if self.oso:
+            assert self.position_seqno == 0, "an out-of-order snapshot that was not the first"
+        if self._replaces_end:
+            assert self.resumable, "a mid-snapshot stream without anything to continue"
+
+
+def _seqno_of(row: Row) -> int:
+    return int.from_bytes(row[0][4:12])

@@ -1,0 +1,74 @@
+"""What system events make of a manifest: which scopes and collections a vbucket has from some seqno on.
+
+Knows decoded system events and `storage.model.Manifest`; must never know frames, streams or documents.
+
+Invariants: a manifest is never changed, a new one is returned; its uid never falls; a collection's `begin_seqno` never
+falls, and documents at or below it are not of the collection (a begin for a known collection is a flush: dropping or
+flushing a collection sends no deletions, protocol facts 2.11). Events may be missing, deduplicated away by later ones:
+an end without a begin, or a scope's end without its collections' ends, is no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from mirror.wire.events import (
+    CollectionCreated,
+    CollectionDropped,
+    CollectionModified,
+    ScopeCreated,
+    ScopeDropped,
+    SystemEventContent,
+)
+from storage.model import Collection, Manifest, ManifestUid, Seqno
+
+
+def apply(manifest: Manifest, content: SystemEventContent, seqno: Seqno) -> Manifest:
+    """Return the manifest as it stands from `seqno` on."""
+    changed = _RULES[type(content)](manifest, content, seqno)
+    return replace(changed, uid=ManifestUid(max(manifest.uid, content.manifest_uid)))
+
+
+def _with_collection(manifest: Manifest, collection: Collection) -> Manifest:
+    return replace(manifest, collections=manifest.collections | {collection.collection_id: collection})
+
+
+def _created(manifest: Manifest, content: CollectionCreated, seqno: Seqno) -> Manifest:
+    known = manifest.collections.get(content.collection_id)
+    begin_seqno = seqno if known is None else max(seqno, known.begin_seqno)
+    return _with_collection(
+        manifest, Collection(content.collection_id, content.scope_id, content.name, begin_seqno, content.max_ttl)
+    )
+
+
+def _modified(manifest: Manifest, content: CollectionModified, _seqno: Seqno) -> Manifest:
+    # Other settings, the same documents. Ids are never used twice, so where the begin is not known none is lost to 0.
+    known = manifest.collections.get(content.collection_id)
+    begin_seqno = Seqno(0) if known is None else known.begin_seqno
+    return _with_collection(
+        manifest, Collection(content.collection_id, content.scope_id, content.name, begin_seqno, content.max_ttl)
+    )
+
+
+def _dropped(manifest: Manifest, content: CollectionDropped, _seqno: Seqno) -> Manifest:
+    kept = {cid: collection for cid, collection in manifest.collections.items() if cid != content.collection_id}
+    return replace(manifest, collections=kept)
+
+
+def _scope_created(manifest: Manifest, content: ScopeCreated, _seqno: Seqno) -> Manifest:
+    return replace(manifest, scopes=manifest.scopes | {content.scope_id: content.name})
+
+
+def _scope_dropped(manifest: Manifest, content: ScopeDropped, _seqno: Seqno) -> Manifest:
+    return replace(manifest, scopes={sid: name for sid, name in manifest.scopes.items() if sid != content.scope_id})
+
+
+_RULES: dict[type, Callable[[Manifest, Any, Seqno], Manifest]] = {
+    CollectionCreated: _created,
+    CollectionModified: _modified,
+    CollectionDropped: _dropped,
+    ScopeCreated: _scope_created,
+    ScopeDropped: _scope_dropped,
+}

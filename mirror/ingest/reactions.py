@@ -1,0 +1,129 @@
+"""How a machine reacts to the end of a stream and to a refused request: two tables (protocol facts 2.4 and 2.10).
+
+Knows codes, what each asks of the machine, and the text that tells people what happened and what mends it. Must never
+know the state of a vbucket.
+
+Invariants: every code has a reaction, the ones nobody has heard of included: only codes named here stop a vbucket, and
+none does so in silence. Whatever a stream's end says may hide a rollback, so every way back is a full stream request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from mirror.ingest.instructions import RetryReason
+from mirror.wire.constants import Status, StreamEndReason, status_name
+
+
+class Action(Enum):
+    """What the machine does before, or instead of, asking again."""
+
+    RETRY = auto()
+    """Ask again after a delay."""
+    REFRESH_MAP = auto()
+    """Get a newer cluster map, and ask again after a delay."""
+    REOPEN = auto()
+    """Close whatever stream the source believes to be open, and ask again after a delay."""
+    RECONNECT = auto()
+    """Log in again, and ask again after a delay."""
+    GO_BACK = auto()
+    """The source cannot continue from there at all: drop the open snapshot, else search for common history."""
+    STOP = auto()
+    """Report and wait for people: asking again cannot help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reaction:
+    """What to do and what to say."""
+
+    action: Action
+    text: str
+    reason: RetryReason = RetryReason.REFUSED_FOR_NOW
+
+
+_ENDED = RetryReason.STREAM_ENDED
+_BUSY = RetryReason.SOURCE_BUSY
+
+STREAM_ENDS: dict[int, Reaction] = {
+    StreamEndReason.OK: Reaction(
+        Action.RETRY, "the source ended the stream as complete; asking for what follows", _ENDED
+    ),
+    StreamEndReason.CLOSED: Reaction(Action.RETRY, "the source closed the stream; asking again", _ENDED),
+    StreamEndReason.STATE_CHANGED: Reaction(
+        Action.REFRESH_MAP, "the vbucket changed its state on that node (moved, or rolled back); asking again", _ENDED
+    ),
+    StreamEndReason.DISCONNECTED: Reaction(Action.RETRY, "the source is disconnecting; asking again", _ENDED),
+    StreamEndReason.SLOW: Reaction(
+        Action.RETRY,
+        "the source gave up on us as too slow; asking again. If it repeats, look at disk and CPU load here",
+        _ENDED,
+    ),
+    StreamEndReason.BACKFILL_FAIL: Reaction(
+        Action.RETRY, "the source could not read its own disk; asking again. If it repeats, look at its log", _BUSY
+    ),
+    StreamEndReason.ROLLBACK: Reaction(Action.RETRY, "the source rolled back; asking where to", _ENDED),
+    StreamEndReason.FILTER_EMPTY: Reaction(
+        Action.STOP,
+        "every collection that was asked for is dropped, nothing more will come; choose other collections and restart",
+    ),
+    StreamEndReason.LOST_PRIVILEGES: Reaction(
+        Action.STOP,
+        "the user lost the privilege to stream; grant it DcpProducer and DcpStream (role data_dcp_reader) and restart",
+    ),
+}
+
+REFUSALS: dict[int, Reaction] = {
+    Status.KEY_EEXISTS: Reaction(
+        Action.REOPEN, "the source says that this stream is open already; closing it and asking again", _ENDED
+    ),
+    Status.EINVAL: Reaction(
+        Action.STOP, "the source calls the stream request invalid: a defect of this program, report it with this line"
+    ),
+    Status.NOT_MY_VBUCKET: Reaction(
+        Action.REFRESH_MAP,
+        "that node does not serve the vbucket; asking where the new map says",
+        RetryReason.NOT_MY_VBUCKET,
+    ),
+    Status.NO_BUCKET: Reaction(Action.RECONNECT, "the bucket is gone from that connection; selecting it again", _BUSY),
+    Status.AUTH_STALE: Reaction(Action.RECONNECT, "the login is too old; logging in again"),
+    Status.ERANGE: Reaction(Action.GO_BACK, "the source calls the position out of range"),
+    Status.ROLLBACK: Reaction(Action.GO_BACK, "the source asked for a rollback without saying where to"),
+    Status.EACCESS: Reaction(
+        Action.STOP,
+        "the user may not stream this bucket; grant it DcpProducer and DcpStream (role data_dcp_reader) and restart",
+    ),
+    Status.ENOMEM: Reaction(Action.RETRY, "the source is short of memory and starts no backfills; asking again", _BUSY),
+    Status.EBUSY: Reaction(Action.RETRY, "the source is busy; asking again", _BUSY),
+    Status.ETMPFAIL: Reaction(Action.RETRY, "the source is warming up or filling this vbucket; asking again", _BUSY),
+    Status.NOT_INITIALIZED: Reaction(Action.RETRY, "the source is not initialised yet; asking again", _BUSY),
+    Status.BUCKET_PAUSED: Reaction(Action.RETRY, "the bucket is paused; asking again", _BUSY),
+    Status.NOT_SUPPORTED: Reaction(
+        Action.STOP, "the source streams with xattrs only where noops are on: the control enable_noop was not accepted"
+    ),
+    Status.UNKNOWN_COLLECTION: Reaction(
+        Action.RETRY,
+        "the node does not know a collection that was asked for: its manifest is older, or the collection is dropped",
+        RetryReason.COLLECTION_UNKNOWN,
+    ),
+    Status.UNKNOWN_SCOPE: Reaction(
+        Action.RETRY,
+        "the node does not know a scope that was asked for: its manifest is older, or the scope is dropped",
+        RetryReason.COLLECTION_UNKNOWN,
+    ),
+    Status.DCP_STREAM_ID_INVALID: Reaction(
+        Action.STOP, "the source misses a stream id, or refuses one: a defect of this program, report it with this line"
+    ),
+}
+
+
+def on_stream_end(reason: int) -> Reaction:
+    """Look up an end code; one that is not known means: ask again."""
+    known = STREAM_ENDS.get(reason)
+    return known or Reaction(Action.RETRY, f"the source ended the stream with code {reason}; asking again", _ENDED)
+
+
+def on_refusal(status: int) -> Reaction:
+    """Look up the status of a refused request; one that is not known means: ask again, slower and slower."""
+    known = REFUSALS.get(status)
+    return known or Reaction(Action.RETRY, f"the source answered {status_name(status)}; asking again")
