@@ -268,10 +268,14 @@ class NodeSession:
         return opaque
 
     def close_stream(self, vbid: int, opaque: int | None) -> None:
-        """Send CLOSE_STREAM where the stream is live; what still comes with its opaque is dropped, and acked."""
-        if opaque is None or self._streams.get(opaque) != vbid:
-            return
-        self._forget(opaque)
+        """Send CLOSE_STREAM; what still comes with the opaque is dropped, and acked.
+
+        Without an opaque: whatever stream of the vbucket the node believes to be open on this connection.
+        """
+        if opaque is not None:
+            if self._streams.get(opaque) != vbid:
+                return  # it has ended meanwhile
+            self._forget(opaque)
         if self.ready:
             link = self.link
             frame = request(Opcode.DCP_CLOSE_STREAM, vbucket=vbid, opaque=link.next_opaque())

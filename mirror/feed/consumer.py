@@ -1,0 +1,597 @@
+"""A worker's side of mirroring: its groups' vbuckets, one session per node, the map, the commits, the watchdogs.
+
+Knows who is where and when what is due; decides nothing about a stream (the machines do), writes nothing itself (the
+performer does). One event loop, one thread: whatever comes from a socket is worked on before the next read, so nothing
+queues, and the flow-control window bounds what can come.
+
+Invariants:
+- a group commits `commit_interval_ms` after the first thing that waits, or at once when `batch_bytes_max` is staged;
+- an error of one vbucket, node or group never touches another; a group whose store failed drops its machines, reads
+  its states again and asks for its streams anew;
+- the map only ever moves forward in (epoch, rev); a map of another bucket than the stored one ends the consumer with
+  `BucketChanged`; local data is never deleted for anything that a connection or a map says;
+- a vbucket whose source is ahead and that receives nothing is noticed, reported and asked for anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import structlog
+
+from mirror.clock import Clock, SystemClock
+from mirror.config import Settings
+from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFailed, MirrorError
+from mirror.feed.bootstrap import Access, discover, fetch_high_seqnos, fetch_map, read_map
+from mirror.feed.connection_string import Address, ConnectionString
+from mirror.feed.nodes import NodeKeeper, pause_s
+from mirror.feed.session import NodeSession, StreamAnswer
+from mirror.feed.transport import Opaques
+from mirror.feed.vbucket import VbucketActor
+from mirror.ingest import events as happenings
+from mirror.ingest.events import Row
+from mirror.ingest.instructions import Status
+from mirror.ingest.topology import ClusterMap, Node
+from mirror.wire import events as ev
+from storage.errors import Full, SeqnoOrder, StorageError
+from storage.model import Identity
+from storage.writer import GroupWriter
+
+log = structlog.get_logger("feed")
+
+STEP_IDLE_S = 0.1
+"""Pause between looks for background work when there was none; the store's idle sync is as late as this."""
+STEP_SHARE_S = 0.002
+"""Pause between two slices of background work, in which sockets are served."""
+MAP_REFRESH_MIN_S = 0.05
+"""A thousand vbuckets that are told to look at the map again look once."""
+FREE_BYTES_TO_RESUME = 2
+"""Times `batch_bytes_max` that must be free before a group whose disk was full tries again."""
+
+
+class Group:
+    """A group environment of this worker, and what waits in it."""
+
+    __slots__ = ("actors", "commit_timer", "commits", "error", "full_count", "retry_timer", "writer")
+
+    def __init__(self, writer: GroupWriter) -> None:
+        """A healthy group without actors."""
+        self.writer = writer
+        self.actors: list[VbucketActor] = []
+        self.commit_timer: asyncio.TimerHandle | None = None
+        self.retry_timer: asyncio.TimerHandle | None = None
+        self.error: StorageError | None = None
+        self.full_count = 0
+        self.commits = 0
+
+
+class Consumer:
+    """Mirrors the vbuckets of some groups. `run` until `stop`; everything else is to be called on the same loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        source: ConnectionString,
+        writers: Sequence[GroupWriter],
+        identity: Identity,
+        worker: str = "0",
+        clock: Clock | None = None,
+        cluster_map: ClusterMap | None = None,
+    ) -> None:
+        """Mirror what `writers` are for. They stay the caller's to close; `cluster_map` spares the first look-up."""
+        self.clock: Clock = clock or SystemClock()
+        self.settings = settings
+        self.identity = identity
+        self.cluster_map: ClusterMap | None = None
+        self._source = source
+        self._access = Access.of(source, settings)
+        self._first_map = cluster_map
+        self._groups = [Group(writer) for writer in writers]
+        self._actors: dict[int, VbucketActor] = {}
+        self._group_of: dict[int, Group] = {}
+        for group in self._groups:
+            for vbid in group.writer.vbids:
+                actor = VbucketActor(vbid, group.writer, self)
+                group.actors.append(actor)
+                self._actors[vbid] = actor
+                self._group_of[vbid] = group
+        self._nodes: dict[Address, NodeKeeper] = {}
+        self._node_of: dict[int, Address | None] = dict.fromkeys(self._actors)
+        self._opaques = Opaques()
+        self._dcp_name = f"dcp-mirror:{self.clock.unique()}:{worker}"
+        self._was_ready = False
+        self._map_wanted = asyncio.Event()
+        self._work_wanted = asyncio.Event()
+        self._ending: asyncio.Future[None] | None = None
+        self._stop_asked = False
+        self._stopping_keepers: set[asyncio.Task[None]] = set()
+        self._finished = asyncio.Event()
+        self._error: str | None = None
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Mirror until `stop`. Raises what makes going on impossible: a refusal by the source, another bucket."""
+        self._ending = asyncio.get_running_loop().create_future()
+        if self._stop_asked:
+            self._ending.set_result(None)
+        tasks = [
+            asyncio.create_task(work(), name=f"feed {work.__name__}")
+            for work in (self._follow_map, self._poll_seqnos, self._step_writers)
+        ]
+        for task in tasks:
+            task.add_done_callback(self._task_ended)
+        try:
+            for actor in self._actors.values():
+                actor.revive()
+            await self._ending
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._wind_up()
+            self._finished.set()
+
+    async def stop(self) -> None:
+        """Let `run` commit what is complete and return."""
+        self._stop_asked = True
+        if self._ending is None:
+            return
+        if not self._ending.done():
+            self._ending.set_result(None)
+        await self._finished.wait()
+
+    async def _wind_up(self) -> None:
+        for actor in self._actors.values():
+            actor.drop_machine()
+        await asyncio.gather(*(keeper.stop() for keeper in self._nodes.values()), *self._stopping_keepers)
+        self._nodes = {}
+        for group in self._groups:
+            for timer in (group.commit_timer, group.retry_timer):
+                if timer is not None:
+                    timer.cancel()
+            if group.error is None:
+                try:
+                    group.writer.commit()
+                except StorageError as error:
+                    log.error("last commit failed", group=group.writer.group, error=str(error))
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        assert self._ending is not None
+        if not self._ending.done():
+            self._ending.set_exception(error)
+
+    # -- the map --------------------------------------------------------------------------------------------------
+
+    async def _follow_map(self) -> None:
+        """The one place where maps are asked for."""
+        if self._first_map is not None:
+            self._take_map(self._first_map)
+        else:
+            self._take_map(await self._first_discovery())
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.map_poll_interval_s):
+                    await self._map_wanted.wait()
+            self._map_wanted.clear()
+            await self._refresh_once()
+            await self.clock.sleep(MAP_REFRESH_MIN_S)
+
+    async def _first_discovery(self) -> ClusterMap:
+        started = self.clock.monotonic()
+        attempt = 0
+        while True:
+            try:
+                return await discover(self._access, self.clock)
+            except ClusterError as error:
+                waited_s = self.clock.monotonic() - started
+                limit_s = self.settings.bootstrap_timeout_s
+                if not error.retryable or (limit_s and waited_s >= limit_s):
+                    raise
+                self._error = str(error)
+                if attempt & (attempt + 1) == 0:
+                    log.warning("source cannot be reached", error=str(error), tries=attempt + 1)
+            await self.clock.sleep(pause_s(attempt, self.settings, self.clock.jitter()))
+            attempt += 1
+
+    async def _refresh_once(self) -> None:
+        """Ask every ready node until one gives a map; without any, the addresses we know, as at the start."""
+        for keeper in list(self._nodes.values()):
+            session = keeper.session
+            if session is None or not session.ready:
+                continue
+            try:
+                self._take_map(await fetch_map(session.link, self.settings))
+                return
+            except BucketChanged:
+                raise
+            except (ClusterError, AssertionError) as error:
+                log.debug("no map from node", node=str(keeper.address), error=str(error))
+        known = [*self._nodes, *self._source.addresses]
+        try:
+            self._take_map(await discover(self._access, self.clock, addresses=dict.fromkeys(known)))
+        except BucketChanged:
+            raise
+        except (ClusterError, ConfigError) as error:
+            self._error = str(error)
+
+    def _take_map(self, new: ClusterMap) -> None:
+        """Let the vbuckets follow a map, unless it is older than what we have. Raises BucketChanged."""
+        wanted, found = self.identity.bucket_uuid, new.bucket_uuid
+        if wanted and found and wanted != found:
+            raise BucketChanged(
+                f"bucket {self.identity.bucket_name} at the source has uuid {found}, "
+                f"the data directory mirrors uuid {wanted}"
+            )
+        if not new.vbucket_count or not new.newer_than(self.cluster_map):
+            return
+        if new.vbucket_count != self.identity.vbucket_count:
+            raise BucketChanged(
+                f"bucket {self.identity.bucket_name} at the source has {new.vbucket_count} vbuckets, "
+                f"the data directory has {self.identity.vbucket_count}"
+            )
+        self._error = None
+        self.cluster_map = new
+        log.info("cluster map", rev_epoch=new.rev_epoch, rev=new.rev, nodes=len(new.nodes))
+        for vbid in self._actors:
+            node = new.node_of(vbid)
+            address = None if node is None else self._address(node)
+            if address != self._node_of[vbid] or address is None:
+                self._move(vbid, address)
+        self._retire_nodes()
+
+    def _address(self, node: Node) -> Address | None:
+        port = node.tls_port if self._source.tls else node.kv_port
+        return None if port is None else Address(node.host, port)
+
+    def _move(self, vbid: int, address: Address | None) -> None:
+        actor = self._actors[vbid]
+        self._node_of[vbid] = address
+        if address is None:
+            self._guarded(vbid, partial(actor.detach, happenings.NoActiveNode()))
+            return
+        self._guarded(vbid, partial(actor.detach, happenings.Stop(f"moved to {address}")))
+        keeper = self._nodes.get(address)
+        if keeper is None:
+            keeper = NodeKeeper(address, self._make_session, self, self.settings, self.clock)
+            self._nodes[address] = keeper
+            keeper.start()
+        elif keeper.session is not None and keeper.ready:
+            session = keeper.session
+            self._guarded(vbid, partial(actor.attach, session))
+
+    def _retire_nodes(self) -> None:
+        """Close what no vbucket of ours needs any more."""
+        needed = set(self._node_of.values())
+        for address in [address for address in self._nodes if address not in needed]:
+            task = asyncio.create_task(self._nodes.pop(address).stop())
+            self._stopping_keepers.add(task)
+            task.add_done_callback(self._stopping_keepers.discard)
+
+    def _make_session(self, address: Address) -> NodeSession:
+        return NodeSession(self._access, address, self, self.clock, name=self._dcp_name, opaques=self._opaques)
+
+    # -- what nodes bring -----------------------------------------------------------------------------------------
+
+    def on_node_ready(self, keeper: NodeKeeper) -> None:
+        """A session is open: its vbuckets may ask for their streams."""
+        self._was_ready = True
+        session = keeper.session
+        assert session is not None
+        for vbid in self._vbids_at(keeper.address):
+            actor = self._actors[vbid]
+            if self._group_of[vbid].error is None:
+                self._guarded(vbid, partial(actor.attach, session))
+
+    def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
+        """A refusal at the very start ends the consumer; later failures are waited out and shown."""
+        self._map_wanted.set()
+        for vbid in self._vbids_at(keeper.address):
+            actor = self._actors[vbid]
+            if actor.session is None:
+                actor.report(Status.WAITING, str(error))
+        if self._was_ready:
+            return
+        errors = [other.error for other in self._nodes.values()]
+        if all(one is not None and not one.retryable for one in errors):
+            self._end(error)
+
+    def on_closed(self, session: NodeSession, error: ClusterError) -> None:
+        """A session is over: its vbuckets wait for the next."""
+        for vbid, actor in self._actors.items():
+            if actor.session is session:
+                self._guarded(vbid, partial(actor.detach, happenings.ConnectionLost(str(error))))
+
+    def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
+        """Data: staged when this returns, and the group is committed first where it holds enough."""
+        group = self._group_of[vbid]
+        actor = self._actors[vbid]
+        try:
+            actor.handle_rows(opaque, rows, byte_count)
+            if group.writer.pending_bytes >= self.settings.batch_bytes_max:
+                self._commit(group, flush_open=True)
+        except StorageError as error:
+            self._store_failed(group, error)
+
+    def on_event(self, vbid: int, event: ev.Event) -> None:
+        """Any other message of a stream."""
+        actor = self._actors[vbid]
+        actor.last_progress = self.clock.monotonic()
+        self.enter(vbid, event)
+
+    def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
+        """The answer to a stream request."""
+        self.enter(vbid, answer)
+
+    def enter(self, vbid: int, event: Any) -> None:
+        """Hand an event to a vbucket, with the group's errors looked after."""
+        try:
+            self._actors[vbid].handle(event)
+        except StorageError as error:
+            self._store_failed(self._group_of[vbid], error)
+        self.touch_group(vbid)
+
+    def refresh_map(self, config: bytes, vbid: int) -> None:
+        """A vbucket was told that it is elsewhere; perhaps the map came with that."""
+        address = self._node_of[vbid]
+        if config and address is not None:
+            try:
+                new = read_map(config, address, self.settings)
+            except HandshakeFailed as error:
+                log.warning("map in an answer makes no sense", error=str(error))
+            else:
+                if new.vbucket_count and new.newer_than(self.cluster_map):
+                    # Not from within: the vbucket that asks is in the middle of performing its instructions.
+                    asyncio.get_running_loop().call_soon(self._take_map_later, new)
+                    return
+        self._map_wanted.set()
+
+    def _take_map_later(self, new: ClusterMap) -> None:
+        try:
+            self._take_map(new)
+        except BucketChanged as error:
+            self._end(error)
+
+    def _vbids_at(self, address: Address) -> list[int]:
+        return [vbid for vbid, at in self._node_of.items() if at == address]
+
+    # -- commits and the store's failures -------------------------------------------------------------------------
+
+    def touch_group(self, vbid: int) -> None:
+        """Something waits: commit before long."""
+        group = self._group_of[vbid]
+        if group.commit_timer is None and group.error is None:
+            delay_s = self.settings.commit_interval_ms / 1000
+            group.commit_timer = asyncio.get_running_loop().call_later(delay_s, self._commit_due, group)
+
+    def commit_group(self, vbid: int) -> None:
+        """Commit now; raises what the store raises."""
+        self._commit(self._group_of[vbid])
+
+    def _commit_due(self, group: Group) -> None:
+        group.commit_timer = None
+        if group.error is not None:
+            return
+        try:
+            self._commit(group)
+        except StorageError as error:
+            self._store_failed(group, error)
+
+    def _commit(self, group: Group, *, flush_open: bool = False) -> None:
+        result = group.writer.commit(flush_open=flush_open)
+        group.commits += 1
+        group.full_count = 0
+        self._work_wanted.set()
+        for vbid, seqno in result.published:
+            self._actors[vbid].handle(happenings.Published(seqno))
+
+    def _guarded(self, vbid: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except StorageError as error:
+            self._store_failed(self._group_of[vbid], error)
+
+    def _store_failed(self, group: Group, error: StorageError) -> None:
+        """Stop the group's streams; start them anew from what is stored, later where the disk is full."""
+        if group.error is not None:
+            return
+        group.error = error
+        if group.commit_timer is not None:
+            group.commit_timer.cancel()
+            group.commit_timer = None
+        log.error("store failed", group=group.writer.group, error=str(error))
+        guilty = self._actors.get(error.vbid) if isinstance(error, SeqnoOrder) and error.vbid is not None else None
+        for actor in group.actors:
+            actor.drop_machine()
+            actor.report(Status.WAITING, f"the store failed: {error}")
+            actor.last_error = str(error)
+        delay_s = self.settings.storage_retry_interval_s
+        if isinstance(error, Full):
+            group.full_count += 1
+        elif guilty is not None:
+            guilty.violations += 1
+            delay_s = min(delay_s, 0.1 * 2 ** min(guilty.violations, 10))
+        elif not error.retryable:
+            for actor in group.actors:
+                actor.report(Status.REFUSED, f"the store failed: {error}")
+            return  # damaged, locked or taken over: nothing that waiting mends
+        group.retry_timer = asyncio.get_running_loop().call_later(delay_s, self._retry_group, group)
+
+    def _retry_group(self, group: Group) -> None:
+        group.retry_timer = None
+        if isinstance(group.error, Full):
+            free_bytes = shutil.disk_usage(group.writer.path).free
+            if free_bytes < FREE_BYTES_TO_RESUME * self.settings.batch_bytes_max:
+                delay_s = self.settings.storage_retry_interval_s
+                group.retry_timer = asyncio.get_running_loop().call_later(delay_s, self._retry_group, group)
+                return
+        log.info("store is tried again", group=group.writer.group)
+        group.error = None
+        for actor in group.actors:
+            address = self._node_of[actor.vbid]
+            keeper = None if address is None else self._nodes.get(address)
+            actor.revive()
+            if keeper is not None and keeper.session is not None and keeper.ready:
+                session = keeper.session
+                self._guarded(actor.vbid, partial(actor.attach, session))
+
+    async def _step_writers(self) -> None:
+        """Background work of the store (key rows, syncs), in slices between which sockets are served."""
+        while True:
+            busy = False
+            for group in self._groups:
+                if group.error is not None:
+                    continue
+                try:
+                    busy = group.writer.step() or busy
+                    if group.writer.has_pending:
+                        self.touch_group(group.actors[0].vbid)
+                except StorageError as error:
+                    self._store_failed(group, error)
+            if busy:
+                await asyncio.sleep(STEP_SHARE_S)
+                continue
+            self._work_wanted.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STEP_IDLE_S):
+                    await self._work_wanted.wait()
+
+    # -- how far the source is ------------------------------------------------------------------------------------
+
+    async def _poll_seqnos(self) -> None:
+        while True:
+            await asyncio.gather(*(self._poll_node(keeper) for keeper in list(self._nodes.values())))
+            self._watch_progress()
+            await self.clock.sleep(self.settings.seqno_poll_interval_s)
+
+    async def _poll_node(self, keeper: NodeKeeper) -> None:
+        session = keeper.session
+        if session is None or not session.ready:
+            return
+        try:
+            seqnos = await fetch_high_seqnos(session.link, self.settings)
+        except ClusterError as error:
+            log.debug("no high seqnos from node", node=str(keeper.address), error=str(error))
+            return
+        for vbid in self._vbids_at(keeper.address):
+            if vbid in seqnos:
+                self._actors[vbid].source_high_seqno = seqnos[vbid]
+                self._guarded(vbid, partial(self._actors[vbid].handle, happenings.HighSeqno(seqnos[vbid])))
+
+    def _watch_progress(self) -> None:
+        """A stream that is open and brings nothing although its source is ahead is asked for anew."""
+        now = self.clock.monotonic()
+        for vbid, actor in self._actors.items():
+            high = actor.source_high_seqno
+            session = actor.session
+            if session is None or high is None or not actor.streaming:
+                continue
+            if actor.writer.state(vbid).staged_seqno >= high:
+                actor.last_progress = now
+            elif now - actor.last_progress > self.settings.stall_timeout_s:
+                actor.stalls += 1
+                actor.last_error = f"stalled: nothing for {now - actor.last_progress:.0f} s, the source is at {high}"
+                log.warning("stalled", vbid=vbid, high_seqno=high, stalls=actor.stalls)
+                self._guarded(vbid, partial(actor.detach, happenings.Stop("stalled")))
+                self._guarded(vbid, partial(actor.attach, session))
+
+    # -- what people see and ask ----------------------------------------------------------------------------------
+
+    def caught_up(self, targets: Mapping[int, int]) -> bool:
+        """True once every vbucket of ours in `targets` has an open stream and has published its target."""
+        return all(
+            self._actors[vbid].streaming and self._actors[vbid].writer.state(vbid).published_seqno >= seqno
+            for vbid, seqno in targets.items()
+            if vbid in self._actors
+        )
+
+    def source_high_seqnos(self) -> dict[int, int]:
+        """The source's high seqno of each vbucket, as last polled; without those that nobody has told yet."""
+        return {
+            vbid: actor.source_high_seqno for vbid, actor in self._actors.items() if actor.source_high_seqno is not None
+        }
+
+    def status(self) -> dict[str, Any]:
+        """`vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
+        rows = [actor.row() for actor in self._actors.values()]
+        new = self.cluster_map
+        return {
+            "vbuckets": rows,
+            "nodes": [self._node_row(keeper) for keeper in self._nodes.values()],
+            "groups": [self._group_row(group) for group in self._groups],
+            "counters": {
+                "received_documents": sum(row["received_documents"] for row in rows),
+                "received_bytes": sum(row["received_bytes"] for row in rows),
+                "requested_again_bytes": sum(row["requested_again_bytes"] for row in rows),
+                "commits": sum(group.commits for group in self._groups),
+                "stalls": sum(row["stalls"] for row in rows),
+            },
+            "map": None if new is None else {"rev_epoch": new.rev_epoch, "rev": new.rev, "nodes": len(new.nodes)},
+            "error": self._error,
+        }
+
+    def _node_row(self, keeper: NodeKeeper) -> dict[str, Any]:
+        session = keeper.session
+        return {
+            "address": str(keeper.address),
+            "ready": keeper.ready,
+            "error": str(keeper.error) if keeper.error is not None else None,
+            "reconnects": keeper.reconnects,
+            "streams": session.stream_count if session is not None else 0,
+            "unacked_bytes": session.ledger.outstanding if session is not None else 0,
+            "received_bytes": session.ledger.received_total if session is not None else 0,
+            "acked_bytes": session.ledger.acked_total if session is not None else 0,
+            "dropped_bytes": session.figures.dropped_bytes if session is not None else 0,
+            "controls": dict(session.controls) if session is not None else {},
+        }
+
+    def _group_row(self, group: Group) -> dict[str, Any]:
+        return {
+            "group": group.writer.group,
+            "error": str(group.error) if group.error is not None else None,
+            **(group.writer.figures() if group.error is None else {}),
+        }
+
+    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Obey a command: `{"op": "rollback", "vbid": N, "to": SEQNO}`."""
+        known: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {"rollback": self._roll_back}
+        operation = str(command.get("op"))
+        if operation not in known:
+            raise ConfigError(f"unknown command {operation!r}", hint="known: " + ", ".join(known))
+        return await known[operation](command)
+
+    async def _roll_back(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Go back to the newest kept boundary at or below a seqno, and stream on from there."""
+        vbid, to_seqno = command.get("vbid"), command.get("to")
+        if not isinstance(vbid, int) or vbid not in self._actors or not isinstance(to_seqno, int) or to_seqno < 0:
+            raise ConfigError(f"rollback of vb {vbid!r} to {to_seqno!r}", hint="vbid must be ours, to a seqno")
+        group, actor = self._group_of[vbid], self._actors[vbid]
+        if group.error is not None:
+            raise group.error
+        session = actor.session
+        actor.drop_machine()
+        try:
+            self._commit(group)
+            result = group.writer.rollback(vbid, to_seqno)
+        except StorageError as error:
+            self._store_failed(group, error)
+            raise
+        actor.revive()
+        if session is not None and session.ready:
+            self._guarded(vbid, partial(actor.attach, session))
+        return {
+            "vbid": vbid,
+            "boundary_seqno": int(result.boundary_seqno),
+            "from_seqno": int(result.from_seqno),
+            "branch": int(result.branch),
+        }

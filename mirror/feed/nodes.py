@@ -1,0 +1,114 @@
+"""Keeping a connection to each node: open it, and open it again with growing pauses for as long as it is wanted.
+
+Knows sessions, failures and pauses; must never know vbuckets or the store. Invariants: at most one session per node;
+the pause after a failure doubles up to its cap and starts anew once a session was ready; a failure is remembered until
+the next success, for status; an ended keeper leaves nothing open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.config import Settings
+from mirror.errors import MirrorError
+from mirror.feed.connection_string import Address
+from mirror.feed.session import NodeSession
+from mirror.wire.errors import ProtocolError
+
+log = structlog.get_logger("feed")
+
+
+class NodeOwner(Protocol):
+    """Who wants the connection."""
+
+    def on_node_ready(self, keeper: NodeKeeper) -> None:
+        """A session is open."""
+        ...
+
+    def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
+        """No session could be opened, or the session is over; another try follows."""
+        ...
+
+
+def pause_s(attempt: int, settings: Settings, jitter: float) -> float:
+    """Seconds before try number `attempt` (0 is the first after a failure)."""
+    full_ms = min(settings.retry_delay_min_ms << min(max(attempt, 0), 20), settings.retry_delay_max_ms)
+    return full_ms * (0.5 + 0.5 * jitter) / 1000
+
+
+class NodeKeeper:
+    """Keeps one node's session."""
+
+    def __init__(
+        self,
+        address: Address,
+        make: Callable[[Address], NodeSession],
+        owner: NodeOwner,
+        settings: Settings,
+        clock: Clock,
+    ) -> None:
+        """`start` begins; `make` gives a session that is not open yet."""
+        self.address = address
+        self.session: NodeSession | None = None
+        self.error: MirrorError | None = None
+        self.failures = 0
+        self.reconnects = 0
+        self._make = make
+        self._owner = owner
+        self._settings = settings
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to connect."""
+        assert self._task is None, "a keeper is started once"
+        self._task = asyncio.create_task(self._keep(), name=f"node {self.address}")
+
+    @property
+    def ready(self) -> bool:
+        """True while a session is open."""
+        return self.session is not None and self.session.ready
+
+    async def stop(self) -> None:
+        """Close the session and try no more."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    async def _keep(self) -> None:
+        while True:
+            session = self._make(self.address)
+            try:
+                await session.open()
+            except (MirrorError, ProtocolError) as error:
+                self._failed(error)
+            else:
+                if self.failures:
+                    log.info("node is back", node=str(self.address), failures=self.failures)
+                self.session, self.error, self.failures = session, None, 0
+                self._owner.on_node_ready(self)
+                try:
+                    self._failed(await asyncio.shield(session.closed))
+                finally:
+                    self.session = None
+                    session.close()
+            await self._clock.sleep(pause_s(self.failures - 1, self._settings, self._clock.jitter()))
+            self.reconnects += 1
+
+    def _failed(self, error: Exception) -> None:
+        self.error = error if isinstance(error, MirrorError) else MirrorError(str(error), retryable=True)
+        self.failures += 1
+        self.session = None
+        if self.failures & (self.failures - 1) == 0:  # 1, 2, 4, 8...: a node that stays away does not fill the log
+            log.warning("node failed", node=str(self.address), error=str(self.error), failures=self.failures)
+        self._owner.on_node_failed(self, self.error)

@@ -1,0 +1,258 @@
+"""A vbucket at work: its machine, its store, the session that carries its stream, and what status says of it.
+
+Knows how to hand events to the machine and perform what comes back; decides nothing itself. Invariants: the machine
+sees events one at a time and in order; an opaque of another session, or of a stream that was closed, never reaches it;
+counters only rise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from mirror.clock import Clock
+from mirror.feed.performer import perform
+from mirror.feed.session import NodeSession
+from mirror.ingest import events as happenings
+from mirror.ingest.backoff import delay_s
+from mirror.ingest.events import Row
+from mirror.ingest.instructions import Instruction, RequestStream, RetryReason, Status
+from mirror.ingest.machine import Phase, VbucketMachine
+from mirror.wire.codec_dcp import decode_failover_log
+from mirror.wire.constants import Status as WireStatus
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.frame import Frame
+from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from storage.writer import GroupWriter
+
+TROUBLES = frozenset((Status.REFUSED, Status.ROLLING_BACK, Status.REFILLING, Status.WAITING))
+"""What is told in these states is remembered as the last error."""
+
+
+class Surroundings(Protocol):
+    """What a vbucket may ask of those around it."""
+
+    clock: Clock
+
+    def commit_group(self, vbid: int) -> None:
+        """Commit the vbucket's group now."""
+        ...
+
+    def touch_group(self, vbid: int) -> None:
+        """The group has something to commit before long."""
+        ...
+
+    def refresh_map(self, config: bytes, vbid: int) -> None:
+        """Get a new cluster map, or read this one."""
+        ...
+
+    def enter(self, vbid: int, event: Any) -> None:
+        """Hand an event in from a timer or an answer, with the group's errors looked after."""
+        ...
+
+
+class VbucketActor:
+    """One vbucket of a worker."""
+
+    def __init__(self, vbid: int, writer: GroupWriter, around: Surroundings) -> None:
+        """At rest: `revive` gives it a machine, `attach` a session."""
+        self.vbid = vbid
+        self.writer = writer
+        self.session: NodeSession | None = None
+        self.machine: VbucketMachine | None = None
+        self.opaque: int | None = None
+        self.status: str = Status.WAITING
+        self.text = "not connected yet"
+        self.source_high_seqno: int | None = None
+        self.documents = 0
+        self.bytes = 0
+        self.requested_again_bytes = 0
+        self.last_data_ms: int | None = None
+        self.last_progress = around.clock.monotonic()
+        self.last_error: str | None = None
+        self.stalls = 0
+        self.violations = 0
+        self._around = around
+        self._retry: asyncio.TimerHandle | None = None
+        # What was published when the process started, or after a rollback: at or below it nothing may be sent again.
+        self._held_seqno: int = writer.state(vbid).published_seqno
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def revive(self) -> None:
+        """Make a machine from the stored state; whatever the old one knew is forgotten."""
+        self.drop_machine()
+        self.machine = VbucketMachine(Vbid(self.vbid), self.writer.state(self.vbid))
+
+    def drop_machine(self) -> None:
+        """Close the stream and forget the machine: the store failed, or the vbucket is stopped."""
+        if self.session is not None and self.opaque is not None:
+            self.session.close_stream(self.vbid, self.opaque)
+        self.opaque = None
+        self.machine = None
+        self._cancel_retry()
+
+    def attach(self, session: NodeSession) -> None:
+        """The session of its node is ready."""
+        self.session = session
+        self.opaque = None
+        self.last_progress = self._around.clock.monotonic()
+        self.handle(
+            happenings.Start(collections=session.handshake.collections, sends_purge_seqno=session.sends_purge_seqno)
+        )
+
+    def detach(self, event: happenings.Stop | happenings.ConnectionLost | happenings.NoActiveNode) -> None:
+        """The session is gone, or no longer the right one."""
+        if self.session is None and not isinstance(event, happenings.NoActiveNode):
+            return
+        self._cancel_retry()
+        self.handle(event)
+        self.session = None
+        self.opaque = None
+
+    @property
+    def streaming(self) -> bool:
+        """True while a stream is open."""
+        return self.machine is not None and self.machine.phase is Phase.STREAMING
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Any) -> None:
+        """Hand an event to the machine and do what it wants."""
+        if self.machine is not None:
+            perform(self, self.machine.handle(event))
+
+    def handle_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
+        """Hand data to the machine and do what it wants."""
+        if self.machine is None:
+            return
+        self.documents += len(rows)
+        self.bytes += byte_count
+        self.last_progress = self._around.clock.monotonic()
+        self.last_data_ms = self._around.clock.wall_ms()
+        if int.from_bytes(rows[0][0][4:12]) <= self._held_seqno:
+            self.requested_again_bytes += sum(
+                len(value) for key, value in rows if int.from_bytes(key[4:12]) <= self._held_seqno
+            )
+        perform(self, self.machine.handle_run(opaque, rows, byte_count))
+        self._around.touch_group(self.vbid)
+
+    # -- what the performer asks for ------------------------------------------------------------------------------
+
+    def tell(self, event: Any) -> list[Instruction]:
+        """Hand the machine the answer to an instruction."""
+        if isinstance(event, (happenings.RolledBack, happenings.RefillBegun)):
+            self._held_seqno = min(self._held_seqno, event.state.staged_seqno)
+        if isinstance(event, happenings.StagingRefused):
+            self.last_error = event.text
+        return self.machine.handle(event) if self.machine is not None else []
+
+    def request_stream(self, asked: RequestStream) -> int | None:
+        """Send a stream request."""
+        if self.session is None or not self.session.ready:
+            return None
+        self.opaque = self.session.request_stream(asked, self.writer.row_prefix(self.vbid))
+        return self.opaque
+
+    def close_stream(self, opaque: int | None) -> None:
+        """Send CLOSE_STREAM."""
+        if self.session is not None:
+            self.session.close_stream(self.vbid, opaque)
+        self.opaque = None
+
+    def get_failover_log(self) -> bool:
+        """Ask for the failover log."""
+        session = self.session
+        if session is None or not session.ready:
+            return False
+
+        def settle(outcome: Frame | Exception) -> None:
+            if self.session is session and isinstance(outcome, Frame):
+                self._around.enter(self.vbid, self._read_failover_log(outcome))
+
+        session.get_failover_log(self.vbid, settle)
+        return True
+
+    def _read_failover_log(self, answer: Frame) -> Any:
+        if answer.status != WireStatus.SUCCESS:
+            return happenings.FailoverLogRefused(answer.status)
+        try:
+            log = [FailoverEntry(Vbuuid(uuid), Seqno(at)) for uuid, at in decode_failover_log(answer.value)]
+        except RemoteProtocolError:
+            return happenings.FailoverLogRefused(WireStatus.EINTERNAL)
+        return happenings.FailoverLogReceived(log, self.source_high_seqno)
+
+    def answer_marker(self, opaque: int) -> None:
+        """Answer a marker, unless its stream is gone."""
+        if self.session is not None and self.session.ready and opaque == self.opaque:
+            self.session.answer_marker(self.vbid, opaque)
+
+    def commit(self) -> None:
+        """Commit the group now."""
+        self._around.commit_group(self.vbid)
+
+    def reroute(self) -> None:
+        """Rows of the live stream are to be made for the staging branch as it is now."""
+        self._around.touch_group(self.vbid)
+        if self.session is not None and self.opaque is not None:
+            self.session.set_row_prefix(self.opaque, self.writer.row_prefix(self.vbid))
+
+    def refresh_map(self, config: bytes) -> None:
+        """Get a new cluster map, or read this one."""
+        self._around.refresh_map(config, self.vbid)
+
+    def reconnect(self, cause: str) -> None:
+        """Close the connection and log in again."""
+        if self.session is not None:
+            asyncio.get_running_loop().call_soon(self.session.close)
+        self.last_error = cause
+
+    def retry_after(self, reason: RetryReason, attempt: int) -> None:
+        """Hand in RetryDue later."""
+        self._cancel_retry()
+        delay = delay_s(reason, attempt, self._around.clock.jitter())
+        self._retry = asyncio.get_running_loop().call_later(delay, self._retry_due)
+
+    def report(self, status: Status, text: str) -> None:
+        """Say what the vbucket does."""
+        self.status, self.text = str(status), text
+        if status in TROUBLES:
+            self.last_error = text
+
+    def _retry_due(self) -> None:
+        self._retry = None
+        self._around.enter(self.vbid, happenings.RetryDue())
+
+    def _cancel_retry(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    # -- status ---------------------------------------------------------------------------------------------------
+
+    def row(self) -> dict[str, Any]:
+        """What status says of the vbucket."""
+        state = self.writer.state(self.vbid)
+        high = self.source_high_seqno
+        published = int(state.published_seqno)
+        return {
+            "vbid": self.vbid,
+            "state": str(self.status),
+            "text": self.text,
+            "branch": int(state.branch),
+            "vbuuid": int(state.failover_log[0].vbuuid) if state.failover_log else 0,
+            "failover_log": [[int(entry.vbuuid), int(entry.seqno)] for entry in state.failover_log],
+            "published_seqno": published,
+            "staged_seqno": int(state.staged_seqno),
+            "source_high_seqno": high,
+            "lag_seqnos": None if high is None else max(0, high - published),
+            "received_documents": self.documents,
+            "received_bytes": self.bytes,
+            "requested_again_bytes": self.requested_again_bytes,
+            "last_data_ms": self.last_data_ms,
+            "last_error": self.last_error,
+            "stalls": self.stalls,
+            "rollback_count": state.rollback_count,
+            "last_rollback_ms": state.last_rollback_ms,
+            "node": str(self.session.address) if self.session is not None else None,
+        }
