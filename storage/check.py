@@ -69,8 +69,8 @@ def _check_group(
     folder: str, group: int, identity: Identity, report: Report, deep: bool, progress: Progress | None
 ) -> None:
     vbids = directory.group_vbids(identity, group)
-    if deep:
-        _check_pages(folder, group, report)
+    if deep and not _check_pages(folder, group, report):
+        return  # LMDB does not survive reading damaged pages
     environment = SHARED.acquire(folder, vbids, MAP_SIZE)
     try:
         environment.open_all()
@@ -82,7 +82,7 @@ def _check_group(
             try:
                 with environment.read() as txn:
                     _Walk(environment, txn, Vbid(vbid), report).run()
-            except (StorageError, struct.error, ValueError) as error:
+            except (StorageError, struct.error, ValueError, IndexError) as error:
                 report.add(f"vbucket {vbid}", str(error))
             report.vbuckets += 1
             if progress is not None:
@@ -91,17 +91,17 @@ def _check_group(
         SHARED.release(environment)
 
 
-def _check_pages(folder: str, group: int, report: Report) -> None:
-    """py-lmdb's own verifier, on the file."""
+def _check_pages(folder: str, group: int, report: Report) -> bool:
+    """py-lmdb's own verifier, on the file. True when it found nothing."""
     from lmdb import verify
 
     try:
-        result: Any = verify.verify(os.path.join(folder, DATA_FILE))  # type: ignore[no-untyped-call]
-    except Exception as error:
-        report.add(f"group {group}", f"page verification failed: {type(error).__name__}: {error}")
-        return
-    for problem in getattr(result, "errors", None) or []:
+        problems = verify.verify(os.path.join(folder, DATA_FILE))  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever a damaged file makes of the verifier is a finding about the file
+        problems = [f"{type(error).__name__}: {error}"]
+    for problem in problems:
         report.add(f"group {group}", f"page verification: {problem}")
+    return not problems
 
 
 def _check_strays(environment: Environment, txn: Any, vbids: set[int], group: int, report: Report) -> None:

@@ -40,6 +40,9 @@ VALUE_LENGTH_MAX = 32 * 1024 * 1024
 
 _MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
 _MUTATION_EXTRAS = 31
+_READ_MUTATION = struct.Struct(">2xHxBxxI4xQQQII4xHx").unpack_from
+"""key length, datatype, body length, cas, seqno, rev_seqno, flags, expiry, nmeta: what a reader needs of a mutation."""
+_new_tuple = tuple.__new__
 _DELETION_V1 = struct.Struct(">QQH")
 _DELETION_V2 = struct.Struct(">QQIB")
 _EXPIRATION = struct.Struct(">QQI")
@@ -63,35 +66,23 @@ def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False) -
 
     Raises CorruptedError when the bytes contradict the format.
     """
-    if frame[1] == 0x57 and frame[4] == _MUTATION_EXTRAS:
-        (_, _, key_length, _, datatype, _, body_length, _, cas, seqno, rev_seqno, flags, expiry, _, nmeta, _) = (
-            _MUTATION.unpack_from(frame)
-        )
-        key_start = 24 + _MUTATION_EXTRAS
-        value_start = key_start + key_length
-        value = frame[value_start : len(frame) - nmeta] if nmeta else frame[value_start:]
-        if 24 + body_length != len(frame) or value_start > len(frame):
+    if len(frame) >= _MUTATION.size and frame[1] == 0x57 and frame[4] == _MUTATION_EXTRAS:
+        key_length, datatype, body_length, cas, seqno, rev_seqno, flags, expiry, nmeta = _READ_MUTATION(frame)
+        value_start = 55 + key_length
+        if 24 + body_length != len(frame) or value_start + nmeta > len(frame):
             raise CorruptedError("a row's lengths do not add up", vbid=vbid, hint="run `dcp-mirror check`")
-        if frame[key_start] < 0x80:
-            collection_id = frame[key_start]
-            key = frame[key_start + 1 : value_start]
-        else:
-            collection_id, key = keys.split_key(frame[key_start:value_start])
+        value = frame[value_start : len(frame) - nmeta] if nmeta else frame[value_start:]
+        collection_id = frame[55]
+        key = frame[56:value_start]
+        if collection_id >= 0x80:
+            collection_id, key = keys.split_key(frame[55:value_start])
         if datatype & 6 and not raw:
             value, datatype = body_of(value, datatype)
-        return Document(
-            vbid,
-            collection_id,
-            key,
-            Seqno(seqno),
-            rev_seqno,
-            cas,
-            flags,
-            expiry,
-            datatype,
-            value,
-            _MUTATION_KIND,
-            branch,
+        # Not Document(...): the same tuple without the Python-level __new__ of a named tuple, which costs as much as
+        # finding the row.
+        return _new_tuple(
+            Document,
+            (vbid, collection_id, key, seqno, rev_seqno, cas, flags, expiry, datatype, value, _MUTATION_KIND, branch),
         )
     return _decode_other(vbid, branch, frame, raw)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import struct
 import time
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import lmdb
 
@@ -38,6 +38,9 @@ CHUNK_ROWS = 2_000
 """Rows that a scan reads in one transaction."""
 
 CollectionName = str | int
+
+unpack_pub = keys.PUB.unpack
+unpack_dup = keys.DUP.unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,8 @@ class Opened(NamedTuple):
     keys: Any
     rows: Any
     vbid_key: bytes
+    begin: Any
+    """LMDB's own begin, without `Environment.begin` around it: for the read that happens a million times."""
 
 
 def open_view(path: str, *, map_size: int = MAP_SIZE) -> View:
@@ -197,7 +202,8 @@ class View:
             environment = self._environment(vbid)
             trees = (keys.DB_PUB, keys.keys_db(vbid), keys.rows_db(vbid))
             pub, key_tree, row_tree = (environment.db(tree) for tree in trees)
-            opened = Opened(environment, pub, key_tree, row_tree, keys.VBID_KEY.pack(vbid))
+            vbid_key = keys.VBID_KEY.pack(vbid)
+            opened = Opened(environment, pub, key_tree, row_tree, vbid_key, environment.env.begin)
             self._opened[vbid] = opened
         return opened
 
@@ -294,10 +300,30 @@ class View:
         """
         if isinstance(key, str):
             key = key.encode()
-        vbid = ((zlib.crc32(key) >> 16) & 0x7FFF) % self._count
+        vbid = ((crc32(key) >> 16) & 0x7FFF) % self._count
         opened = self._opened.get(vbid) or self._open(vbid)
-        txn = opened.environment.begin()
+        environment, pub, key_tree, row_tree, vbid_key, begin = opened
         try:
+            txn = begin()
+        except lmdb.Error:
+            txn = environment.begin()  # knows what to do about it
+        try:
+            # The common case, written out: newest version of a key of the default collection, on the served branch.
+            if as_of is None and collection is None:
+                branch, seqno, _, m_branch, _, _ = unpack_pub(txn.get(vbid_key, b"", pub))
+                if not m_branch:
+                    cursor = txn.cursor(key_tree)
+                    if not cursor.set_key(b"\x00" + key) or not cursor.last_dup():
+                        return None
+                    dup = cursor.value()
+                    dup_branch, dup_seqno, kind = unpack_dup(dup)
+                    if dup_branch == branch and dup_seqno <= seqno:
+                        if kind != 0x57:
+                            return None
+                        document = records.decode_row(vbid, branch, txn.get(dup[:12], b"", row_tree), raw=raw)  # type: ignore[arg-type]
+                        if document.expiry and document.expiry <= (time.time() if now is None else now):
+                            return None
+                        return document
             return self._get(txn, opened, vbid, key, collection, as_of, now, raw)
         except (struct.error, lmdb.Error) as error:
             raise self._damaged(error, opened, vbid) from error

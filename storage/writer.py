@@ -59,9 +59,15 @@ class RollbackResult:
 
 
 class Vbucket:
-    """The writer's memory of one vbucket: its committed state and what is pending above it."""
+    """The writer's memory of one vbucket: its state, and what is pending above the last commit.
+
+    What moves with every snapshot (staged seqno, open snapshot) is kept beside `base` and joined to it when somebody
+    asks for the state: live snapshots hold two or three mutations, and a new VbucketState for each would cost more than
+    writing them.
+    """
 
     __slots__ = (
+        "base",
         "complete_count",
         "complete_seqno",
         "complete_start",
@@ -71,17 +77,20 @@ class Vbucket:
         "job",
         "manifest_key",
         "manifests",
+        "open_snapshot",
         "pending_bytes",
         "prefix",
         "rows",
-        "state",
+        "staged_seqno",
         "unindexed_count",
         "unordered",
     )
 
     def __init__(self, state: VbucketState, indexed_seqno: int, manifest_key: tuple[int, int]) -> None:
         """Nothing is pending yet."""
-        self.state = state
+        self.base = state
+        self.staged_seqno: int = state.staged_seqno
+        self.open_snapshot = state.open_snapshot
         self.prefix = keys.PREFIX.pack(state.staging_branch)
         self.rows: list[tuple[bytes, bytes]] = []
         self.pending_bytes = 0
@@ -96,6 +105,15 @@ class Vbucket:
         self.job: index.IndexJob | None = None
         self.dirty = False
         self.unordered = False
+
+    @property
+    def state(self) -> VbucketState:
+        """Everything accepted so far; published_seqno counts commits only."""
+        return replace(self.base, staged_seqno=Seqno(self.staged_seqno), open_snapshot=self.open_snapshot)
+
+    def change(self, **fields: Any) -> None:
+        """Replace fields of the state that change rarely."""
+        self.base = replace(self.base, **fields)
 
 
 class GroupWriter:
@@ -254,41 +272,41 @@ class GroupWriter:
         if not rows:
             return
         vbucket = self._vbuckets[vbid]
-        state = vbucket.state
         row_keys = [row[0] for row in rows]
         last = int.from_bytes(row_keys[-1][4:], "big")
         if row_keys[0][:4] != vbucket.prefix or row_keys[-1][:4] != vbucket.prefix:
             raise SeqnoOrder("rows were made for another branch", path=self.path, vbid=vbid)
         if unordered:
-            last = max(state.staged_seqno, int.from_bytes(max(row_keys)[4:], "big"))
+            last = max(vbucket.staged_seqno, int.from_bytes(max(row_keys)[4:], "big"))
             vbucket.unordered = True
-        elif row_keys[0] <= vbucket.prefix + state.staged_seqno.to_bytes(8, "big") or not all(
+        elif row_keys[0] <= vbucket.prefix + vbucket.staged_seqno.to_bytes(8, "big") or not all(
             map(lt, row_keys, islice(row_keys, 1, None))
         ):
             first = int.from_bytes(row_keys[0][4:], "big")
             raise SeqnoOrder(
-                f"{len(rows)} rows from {first} to {last} do not rise above staged seqno {state.staged_seqno}",
+                f"{len(rows)} rows from {first} to {last} do not rise above staged seqno {vbucket.staged_seqno}",
                 path=self.path,
                 vbid=vbid,
             )
         vbucket.rows += rows
         vbucket.pending_bytes += byte_count
         self.pending_bytes += byte_count
-        vbucket.state = replace(state, staged_seqno=Seqno(last), open_snapshot=open_snapshot)
+        vbucket.staged_seqno = last
+        vbucket.open_snapshot = open_snapshot
         vbucket.dirty = True
 
     def advance(self, vbid: int, seqno: int) -> None:
         """Move the position without a row (SeqnoAdvanced). Raises SeqnoOrder when it would fall."""
         vbucket = self._vbuckets[vbid]
-        if seqno < vbucket.state.staged_seqno:
-            raise SeqnoOrder(f"advance to {seqno} below {vbucket.state.staged_seqno}", path=self.path, vbid=vbid)
-        vbucket.state = replace(vbucket.state, staged_seqno=Seqno(seqno))
+        if seqno < vbucket.staged_seqno:
+            raise SeqnoOrder(f"advance to {seqno} below {vbucket.staged_seqno}", path=self.path, vbid=vbid)
+        vbucket.staged_seqno = seqno
         vbucket.dirty = True
 
     def set_open_snapshot(self, vbid: int, open_snapshot: SnapshotRange | None) -> None:
         """Record the range of the open snapshot (it may grow while it is open)."""
         vbucket = self._vbuckets[vbid]
-        vbucket.state = replace(vbucket.state, open_snapshot=open_snapshot)
+        vbucket.open_snapshot = open_snapshot
         vbucket.dirty = True
 
     def system_event(
@@ -296,10 +314,10 @@ class GroupWriter:
     ) -> None:
         """Accept a system event: its row, and the manifest that holds from its seqno on."""
         vbucket = self._vbuckets[vbid]
-        row = (keys.ROW.pack(vbucket.state.staging_branch, seqno), row_value)
-        self.stage(vbid, [row], len(row_value), open_snapshot)
-        vbucket.manifests.append((vbucket.state.staging_branch, seqno, manifest))
-        vbucket.state = replace(vbucket.state, manifest=manifest)
+        branch = vbucket.base.staging_branch
+        self.stage(vbid, [(keys.ROW.pack(branch, seqno), row_value)], len(row_value), open_snapshot)
+        vbucket.manifests.append((branch, seqno, manifest))
+        vbucket.change(manifest=manifest)
 
     def publish(
         self, vbid: int, boundary_seqno: int, snap_start_seqno: int, source_purge_seqno: int | None = None
@@ -309,28 +327,22 @@ class GroupWriter:
         `boundary_seqno` must be the staged seqno, or above it where the source skipped the end.
         """
         vbucket = self._vbuckets[vbid]
-        state = vbucket.state
-        assert boundary_seqno >= state.staged_seqno, (vbid, boundary_seqno, state.staged_seqno)
+        assert boundary_seqno >= vbucket.staged_seqno, (vbid, boundary_seqno, vbucket.staged_seqno)
         vbucket.complete_count = len(vbucket.rows)
         vbucket.complete_seqno = boundary_seqno
         vbucket.complete_start = snap_start_seqno
-        vbucket.state = replace(
-            state,
-            staged_seqno=Seqno(boundary_seqno),
-            open_snapshot=None,
-            source_purge_seqno=state.source_purge_seqno if source_purge_seqno is None else Seqno(source_purge_seqno),
-        )
+        vbucket.staged_seqno = boundary_seqno
+        vbucket.open_snapshot = None
+        if source_purge_seqno is not None:
+            vbucket.change(source_purge_seqno=Seqno(source_purge_seqno))
         vbucket.dirty = True
 
     def save_failover_log(self, vbid: int, log: Sequence[FailoverEntry], source_purge_seqno: int | None = None) -> None:
         """Replace the failover log, with the next commit and never later than the first rows of its stream."""
         vbucket = self._vbuckets[vbid]
-        state = vbucket.state
-        vbucket.state = replace(
-            state,
-            failover_log=tuple(log),
-            source_purge_seqno=state.source_purge_seqno if source_purge_seqno is None else Seqno(source_purge_seqno),
-        )
+        vbucket.change(failover_log=tuple(log))
+        if source_purge_seqno is not None:
+            vbucket.change(source_purge_seqno=Seqno(source_purge_seqno))
         vbucket.dirty = True
 
     # -- committing -----------------------------------------------------------------------------------------------
@@ -349,7 +361,7 @@ class GroupWriter:
         published = []
         for vbucket, plan in zip(touched, plans, strict=True):
             if self._settle(vbucket, plan):
-                published.append((vbucket.state.vbid, vbucket.state.published_seqno))
+                published.append((vbucket.base.vbid, vbucket.base.published_seqno))
         return CommitResult(published)
 
     @staticmethod
@@ -482,13 +494,12 @@ class GroupWriter:
         """Bring memory up to date after the commit. True when the vbucket was published."""
         count, published = plan
         if count == len(vbucket.rows):
-            flushed = vbucket.state.staged_seqno
+            flushed = vbucket.staged_seqno
             dropped = vbucket.pending_bytes
             vbucket.rows = []
         else:
-            flushed = Seqno(vbucket.complete_seqno if vbucket.complete_seqno is not None else vbucket.flushed_seqno)
-            dropped = sum(len(value) for _, value in vbucket.rows[:count])
-            dropped = min(dropped, vbucket.pending_bytes)
+            flushed = vbucket.complete_seqno if vbucket.complete_seqno is not None else vbucket.flushed_seqno
+            dropped = min(sum(len(value) for _, value in vbucket.rows[:count]), vbucket.pending_bytes)
             vbucket.rows = vbucket.rows[count:]
         vbucket.pending_bytes -= dropped
         self.pending_bytes -= dropped
@@ -497,12 +508,13 @@ class GroupWriter:
             assert vbucket.complete_seqno is not None
             indexed_rows = vbucket.complete_count
             seqno = Seqno(vbucket.complete_seqno)
+            base = vbucket.base
             vbucket.manifest_key = self._manifest_key_at(vbucket, seqno)
             vbucket.manifests = [entry for entry in vbucket.manifests if entry[1] > seqno]
-            vbucket.state = replace(
-                vbucket.state,
-                branch=vbucket.state.staging_branch,
+            vbucket.change(
+                branch=base.staging_branch,
                 published_seqno=seqno,
+                history_floor_seqno=base.history_floor_seqno if base.staging_published_seqno else seqno,
                 staging_published_seqno=seqno,
             )
             vbucket.indexed_seqno = seqno
@@ -516,7 +528,7 @@ class GroupWriter:
         vbucket.dirty = bool(vbucket.rows)
         if vbucket.complete_seqno is not None and vbucket.job is None:
             vbucket.job = index.IndexJob(
-                self.environment, vbucket.state.vbid, vbucket.prefix, vbucket.indexed_seqno, vbucket.complete_seqno
+                self.environment, vbucket.base.vbid, vbucket.prefix, vbucket.indexed_seqno, vbucket.complete_seqno
             )
             self._jobs.append(vbucket)
         return published
@@ -609,7 +621,7 @@ class GroupWriter:
         self._discard_pending(vbucket)
         state = vbucket.state
         if vbucket.flushed_seqno == state.staging_published_seqno:  # nothing of it reached the disk
-            vbucket.state = replace(state, staged_seqno=state.staging_published_seqno, open_snapshot=None)
+            vbucket.staged_seqno, vbucket.open_snapshot = state.staging_published_seqno, None
             vbucket.dirty = True
             self._forget_manifests(vbucket)
             return
@@ -634,8 +646,9 @@ class GroupWriter:
     def _forget_manifests(self, vbucket: Vbucket) -> None:
         vbucket.manifests = []
         with self.environment.read() as txn:
-            manifest = branches.manifest_at(self.environment, txn, vbucket.state.vbid, vbucket.manifest_key)
-        vbucket.state = replace(vbucket.state, manifest=manifest)
+            vbucket.change(
+                manifest=branches.manifest_at(self.environment, txn, vbucket.base.vbid, vbucket.manifest_key)
+            )
 
     def _discard_pending(self, vbucket: Vbucket) -> None:
         """Forget rows in memory; what is on disk above the newest complete end stays hidden."""

@@ -1,0 +1,177 @@
+"""The limits that speed is measured against: bare LMDB doing the least that the same result needs.
+
+`write_limit` writes rows that are already decoded into the same trees with the same sync setting; `get_limit` reads key
+and row with a transaction each. No promise of the store is kept here: no states, no boundaries, no visibility.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import lmdb
+
+from storage import directory, keys, records
+from storage.index import SLICE_ROWS
+from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
+from storage.view import open_view
+from storage.writer import GroupWriter
+
+Row = tuple[bytes, bytes]
+
+
+class Timing(NamedTuple):
+    """What was done and how long it took."""
+
+    documents: int
+    seconds: float
+
+    @property
+    def per_second(self) -> float:
+        """Rate."""
+        return self.documents / self.seconds if self.seconds else 0.0
+
+
+def document_rows(vbid: int, vbuckets: int, count: int, value_bytes: int, seed: int = 1) -> list[Row]:
+    """`count` mutations of one vbucket (branch 1), seqnos from 1, keys of 20 bytes in random order."""
+    rng = random.Random(seed * 65536 + vbid)
+    payload = rng.randbytes(value_bytes)
+    rows: list[Row] = []
+    for number in rng.sample(range(count), count):
+        key = b"document::%010d" % (number * vbuckets + vbid)
+        seqno = len(rows) + 1
+        cut = rng.randrange(value_bytes) if value_bytes else 0
+        frame = records.encode_mutation(key, payload[cut:] + payload[:cut], seqno, cas=seqno << 16)
+        rows.append((keys.ROW.pack(1, seqno), frame))
+    return rows
+
+
+def write_limit(path: str, rows: dict[int, list[Row]], *, deferred: bool, batch_rows: int = SLICE_ROWS) -> Timing:
+    """The same rows by `putmulti` into the same trees, metasync off, `batch_rows` a transaction.
+
+    `deferred`: row trees first, then all key rows of a vbucket sorted and appended, as for one large snapshot each;
+    otherwise both trees with every batch, its key rows sorted. Decoding key rows out of rows is not in the time.
+    """
+    key_rows = {vbid: records.key_rows(each) for vbid, each in rows.items()}
+    os.makedirs(path, exist_ok=True)
+    env = lmdb.open(path, map_size=64 << 30, max_dbs=2 * len(rows) + 2, metasync=False, readahead=False, meminit=False)
+    with env.begin(write=True) as txn:
+        row_trees = {vbid: env.open_db(keys.rows_db(vbid), txn=txn) for vbid in rows}
+        key_trees = {vbid: env.open_db(keys.keys_db(vbid), txn=txn, dupsort=True, dupfixed=True) for vbid in rows}
+    count = sum(map(len, rows.values()))
+    start = time.perf_counter()
+    for vbid, each in rows.items():
+        for first in range(0, len(each), batch_rows):
+            with env.begin(write=True) as txn:
+                txn.cursor(row_trees[vbid]).putmulti(each[first : first + batch_rows], append=True)
+                if not deferred:
+                    batch = sorted(key_rows[vbid][first : first + batch_rows])
+                    txn.cursor(key_trees[vbid]).putmulti(batch, dupdata=False)
+        if deferred:
+            batch = sorted(key_rows[vbid])
+            for first in range(0, len(batch), batch_rows):
+                with env.begin(write=True) as txn:
+                    txn.cursor(key_trees[vbid]).putmulti(batch[first : first + batch_rows], append=True)
+    env.sync(True)
+    seconds = time.perf_counter() - start
+    env.close()
+    return Timing(count, seconds)
+
+
+def store_rows(path: str, rows: dict[int, list[Row]], *, snapshot_rows: int, run_rows: int = 500) -> Timing:
+    """The same rows through GroupWriter, offered in runs of `run_rows`, a snapshot ending every `snapshot_rows`."""
+    identity = Identity("bench", "bench", "bench", max(rows) + 1, 1)
+    directory.create(path, identity)
+    writer = GroupWriter.open(
+        directory.group_path(path, 0),
+        group=0,
+        vbids=range(identity.vbucket_count),
+        identity=identity,
+        clock_ms=lambda: int(time.time() * 1000),
+    )
+    start = time.perf_counter()
+    for vbid, each in rows.items():
+        writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(7), Seqno(0))])
+        for snapshot in range(0, len(each), snapshot_rows):
+            end = min(snapshot + snapshot_rows, len(each))
+            for first in range(snapshot, end, run_rows):
+                run = each[first : min(first + run_rows, end)]
+                size = sum(len(frame) for _, frame in run)
+                writer.stage(vbid, run, size, SnapshotRange(Seqno(snapshot + 1), Seqno(end)))
+                if writer.pending_bytes >= 8 << 20:
+                    writer.commit(flush_open=True)
+            writer.publish(vbid, end, snapshot + 1)
+    writer.commit()
+    while writer.step() or any(writer.publishing(vbid) for vbid in rows):
+        writer.commit()
+    writer.close()
+    return Timing(sum(map(len, rows.values())), time.perf_counter() - start)
+
+
+def get_limit(path: str, sample: Sequence[bytes], vbucket_count: int) -> Timing:
+    """Bare reads of a mirror with one group: a transaction, the key tree's oldest reference, the row, nothing more."""
+    folder = directory.group_path(path, 0)
+    env = lmdb.open(folder, map_size=64 << 30, max_dbs=2 * vbucket_count + 16, readonly=True, readahead=False,
+                    max_spare_txns=8, max_readers=1024)  # fmt: skip
+    trees = [
+        (env.open_db(keys.keys_db(vbid), dupsort=True, dupfixed=True, create=False),
+         env.open_db(keys.rows_db(vbid), create=False))
+        for vbid in range(vbucket_count)
+    ]  # fmt: skip
+    wanted = [(b"\0" + key, *trees[keys.vbid_of(key, vbucket_count)]) for key in sample]
+    start = time.perf_counter()
+    for wire_key, key_tree, row_tree in wanted:
+        txn = env.begin()
+        txn.get(txn.get(wire_key, b"", key_tree)[:12], b"", row_tree)
+        txn.abort()
+    seconds = time.perf_counter() - start
+    env.close()
+    return Timing(len(sample), seconds)
+
+
+def get_view(path: str, sample: Sequence[bytes]) -> Timing:
+    """The same reads through `open_view`, each a whole `Document`."""
+    with open_view(path) as view:
+        for key in sample[:100]:
+            view.get(key)
+        start = time.perf_counter()
+        for key in sample:
+            view.get(key)
+        return Timing(len(sample), time.perf_counter() - start)
+
+
+def own_keys(vbucket_count: int, count: int) -> dict[int, list[Row]]:
+    """`count` mutations spread over the vbuckets their keys hash to."""
+    rows: dict[int, list[Row]] = {vbid: [] for vbid in range(vbucket_count)}
+    for number in range(count):
+        key = b"document::%010d" % number
+        each = rows[keys.vbid_of(key, vbucket_count)]
+        seqno = len(each) + 1
+        each.append((keys.ROW.pack(1, seqno), records.encode_mutation(key, b"%0256d" % number, seqno)))
+    return rows
+
+
+def sample_keys(count: int, of: int, seed: int = 1) -> list[bytes]:
+    """`count` random keys of `own_keys(..., of)`."""
+    rng = random.Random(seed)
+    return [b"document::%010d" % rng.randrange(of) for _ in range(count)]
+
+
+def in_folder(work: Callable[[str], Timing]) -> Timing:
+    """Run `work` in a new folder that is removed afterwards."""
+    folder = tempfile.mkdtemp(prefix="dcp-mirror-bench-")
+    try:
+        return work(os.path.join(folder, "mirror"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def rounds(count: int, *works: Callable[[], Timing]) -> Iterator[list[Timing]]:
+    """Each work once a round, in turn, so that a drifting machine touches all alike."""
+    for _ in range(count):
+        yield [work() for work in works]

@@ -1,0 +1,146 @@
+"""A check that finds nothing proves nothing unless it finds damage: each kind is made by hand and must be named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from storage import directory, keys, records
+from storage.check import check
+from storage.environment import Environment
+from storage.errors import NotAMirror
+from storage.model import SnapshotRange
+from tests.storage.model import IDENTITY, keys_of, log, row
+from tests.storage.test_writer import open_writer
+
+KEYS = keys_of(0, 5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A mirror whose vbucket 0 went through two snapshots, a rollback, and holds staged rows of a third."""
+    path = str(tmp_path / "mirror")
+    directory.create(path, IDENTITY)
+    writer = open_writer(path)
+    writer.save_failover_log(0, log())
+    for first in (1, 6):
+        rows = [row(writer.row_prefix(0), key, b"v", first + n) for n, key in enumerate(KEYS)]
+        writer.stage(0, rows, 0, SnapshotRange(first, first + 4))
+        writer.publish(0, first + 4, first)
+        writer.commit()
+    writer.rollback(0, 7)
+    rows = [row(writer.row_prefix(0), key, b"w", 20 + n) for n, key in enumerate(KEYS)]
+    writer.stage(0, rows, 0, SnapshotRange(20, 30))
+    writer.commit(flush_open=True)
+    writer.close()
+    assert check(path).problems == []
+    return path
+
+
+def test_a_whole_store_is_clean_and_counted(path: str) -> None:
+    seen: list[tuple[int, int]] = []
+    report = check(path, deep=True, progress=lambda done, of: seen.append((done, of)))
+    assert report.clean
+    assert (report.vbuckets, report.rows, report.key_rows, report.boundaries) == (4, 15, 10, 1)
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+ROWS, KEY_TREE = keys.rows_db(0), keys.keys_db(0)
+FIRST = keys.ROW.pack(1, 1)
+
+
+def put(tree: bytes, key: bytes, value: bytes) -> Callable[[Environment, object], None]:
+    return lambda env, txn: txn.put(key, value, db=env.db(tree))  # type: ignore[attr-defined]
+
+
+def delete(tree: bytes, key: bytes, value: bytes = b"") -> Callable[[Environment, object], None]:
+    return lambda env, txn: txn.delete(key, value, db=env.db(tree))  # type: ignore[attr-defined]
+
+
+FRAME = records.encode_mutation(KEYS[0], b"v", 1)
+DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
+    "a key without its row": (delete(ROWS, FIRST), "which is missing"),
+    "a row without its key": (delete(KEY_TREE, b"\0" + KEYS[0], keys.DUP.pack(1, 1, 0x57)), "has no key row"),
+    "a key that points to another document": (
+        put(KEY_TREE, b"\0" + KEYS[1], keys.DUP.pack(1, 1, 0x57)),
+        "another document's",
+    ),
+    "a key of another kind": (put(KEY_TREE, b"\0" + KEYS[0], keys.DUP.pack(1, 1, 0x58)), "another document's"),
+    "a row of another seqno": (put(ROWS, FIRST, records.encode_mutation(KEYS[0], b"v", 3)), "event of seqno 3"),
+    "a row that is cut short": (put(ROWS, FIRST, FRAME[:-1]), "lengths do not add up"),
+    "a row of an unknown opcode": (put(ROWS, FIRST, b"\x80\x01" + FRAME[2:]), "cannot be read"),
+    "an empty row": (put(ROWS, FIRST, b"\x80"), "vbucket 0"),
+    "a row of an unknown branch": (put(ROWS, keys.ROW.pack(9, 1), FRAME), "unknown branch"),
+    "a row below its branch's base": (put(ROWS, keys.ROW.pack(2, 1), FRAME), "not above its branch's base 5"),
+    "a row beyond what is staged": (
+        put(ROWS, keys.ROW.pack(2, 99), records.encode_mutation(KEYS[0], b"v", 99)),
+        "above the staged seqno",
+    ),
+    "a row key of a wrong size": (put(ROWS, FIRST + b"\7\7", FRAME), "14 bytes"),
+    "a missing boundary": (
+        lambda env, txn: [delete(ROWS, keys.ROW.pack(branch, 5) + b"\1")(env, txn) for branch in (1, 2)],
+        "published seqno 5 is not a kept boundary",
+    ),
+    "a boundary of a wrong size": (put(ROWS, keys.ROW.pack(2, 5) + b"\1", b"x"), "1 bytes"),
+    "no pub": (delete(keys.DB_PUB, b"\0\0"), "pub record"),
+    "a pub of a wrong size": (put(keys.DB_PUB, b"\0\0", b"xx"), "pub record"),
+    "a served branch that is unknown": (put(keys.DB_PUB, b"\0\0", keys.PUB.pack(7, 5, 0, 0, 0, 0)), "vbucket 0"),
+    "published beyond staged": (put(keys.DB_PUB, b"\0\0", keys.PUB.pack(2, 50, 5, 0, 0, 0)), "contradict"),
+    "a floor above what is published": (put(keys.DB_PUB, b"\0\0", keys.PUB.pack(2, 5, 6, 0, 0, 0)), "history floor"),
+    "no state": (delete(keys.DB_STATE, b"\0\0"), "state record is missing"),
+    "a state that is no msgpack": (put(keys.DB_STATE, b"\0\0", b"\xc1"), "cannot be read"),
+    "a branch without its parent": (delete(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 1)), "vbucket 0"),
+    "a circle of branches": (
+        put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 1), records.encode_branch(2, 0, 0, 1, 0)),
+        "vbucket 0",
+    ),
+    "a vbucket of another group": (put(keys.DB_PUB, b"\0\1", keys.PUB.pack(1, 0, 0, 0, 0, 0)), "row of vbucket 1"),
+    "another bucket's data": (put(keys.DB_META, b"identity", directory.identity_bytes(IDENTITY, 1)), "holds group 1"),
+    "no identity": (delete(keys.DB_META, b"identity"), "does not say what it is"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_and_named(path: str, name: str) -> None:
+    damage, expected = DAMAGE[name]
+    environment = Environment(directory.group_path(path, 0), directory.group_vbids(IDENTITY, 0), writable=True)
+    environment.open_all()
+    with environment.begin(write=True) as txn:
+        damage(environment, txn)
+    environment.close()
+    problems = check(path).problems
+    assert problems
+    assert any(expected in problem for problem in problems), problems
+    assert not any("vbucket 1" in problem or "vbucket 3" in problem for problem in problems if name[:9] != "a vbucket")
+
+
+def test_a_torn_file_is_reported_and_the_other_group_still_checked(path: str) -> None:
+    file = os.path.join(directory.group_path(path, 0), "data.mdb")
+    with open(file, "r+b") as handle:
+        handle.truncate(5000)
+        handle.write(b"\xff" * 5000)
+    report = check(path)
+    assert any(problem.startswith("group 0") for problem in report.problems)
+    assert report.vbuckets == 2
+
+
+def test_a_page_that_was_overwritten_is_found_by_the_deep_check(path: str) -> None:
+    file = os.path.join(directory.group_path(path, 0), "data.mdb")
+    with open(file, "r+b") as handle:
+        size = handle.seek(0, 2)
+        handle.seek(4096 * 2)  # the two meta pages stay
+        handle.write(os.urandom(size - 4096 * 2))
+    assert any("page verification" in problem for problem in check(path, deep=True).problems)
+
+
+def test_a_missing_group_file_is_reported(path: str) -> None:
+    os.unlink(os.path.join(directory.group_path(path, 1), "data.mdb"))
+    assert any("group 1" in problem and "missing" in problem for problem in check(path).problems)
+
+
+def test_a_path_without_a_mirror_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NotAMirror, match="no such directory"):
+        check(str(tmp_path / "nowhere"))
