@@ -1,1 +1,1 @@
-"""Placeholder docstring to be replaced by the owner of the room."""
+"""People and scripts: the command `dcp-mirror`, its tables and its JSON. The outermost room, which nothing imports."""

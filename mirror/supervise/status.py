@@ -22,9 +22,6 @@ TREND_WINDOW_MS = 10_000
 TREND_REPORTS_MAX = 64
 """Reports kept per trend; with one a second the window fits several times."""
 
-HEALTHY_STATES = frozenset({"streaming", "backfilling", "connecting", "resuming", "idle"})
-"""States in which nobody needs to do anything."""
-
 
 def stored_row(state: VbucketState, group: int) -> Row:
     """What the store alone knows of a vbucket."""
@@ -44,6 +41,10 @@ def stored_row(state: VbucketState, group: int) -> Row:
         "rollback_count": state.rollback_count,
         "last_rollback_ms": state.last_rollback_ms,
         "seqnos_per_s": None,
+        "requested_again_bytes": None,
+        "stalls": None,
+        "node": None,
+        "last_error": None,
     }
 
 
@@ -69,6 +70,10 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
         "rollback_count": int(report.get("rollback_count") or 0),
         "last_rollback_ms": report.get("last_rollback_ms"),
         "seqnos_per_s": None,
+        "requested_again_bytes": report.get("requested_again_bytes"),
+        "stalls": report.get("stalls"),
+        "node": report.get("node"),
+        "last_error": report.get("last_error"),
     }
 
 
@@ -96,6 +101,7 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
         "lag_s": max(lags) if lags else None,
         "rollback_count": sum(row["rollback_count"] for row in rows),
         "last_rollback_ms": max(rollbacks) if rollbacks else None,
+        "requested_again_bytes": summed(row["requested_again_bytes"] for row in rows),
     }
 
 

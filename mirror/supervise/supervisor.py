@@ -502,6 +502,9 @@ class Supervisor:
         else:
             self._set_state("mirroring", f"{lag} seqnos behind")
         if self._catch_up is not None:
+            failed = [group for child in self._alive() for group in child.status.get("failed_groups") or ()]
+            if failed:
+                self.stop(ReportedFailure(failed[0]))
             self._catch_up.observe(rows)
             if self._catch_up.done:
                 log.info("caught up", **self._catch_up.progress())
@@ -531,8 +534,8 @@ class Supervisor:
             "workers": [self._worker_row(number, slot) for number, slot in sorted(self._slots.items())],
             "totals": totals(rows)
             | {
-                "seqnos_per_s": self._trend.counter_rate("rows"),
-                "bytes_per_s": self._trend.counter_rate("bytes"),
+                "documents_per_s": self._trend.counter_rate("received_documents"),
+                "bytes_per_s": self._trend.counter_rate("received_bytes"),
             },
             "catch_up": self._catch_up.progress() if self._catch_up is not None else None,
             "vbuckets": rows,

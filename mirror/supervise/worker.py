@@ -19,11 +19,17 @@ from typing import Any, Protocol
 
 import structlog
 
-from mirror.errors import MirrorError
+from mirror.clock import SystemClock
+from mirror.config import from_wire
+from mirror.errors import ConfigError, MirrorError
+from mirror.feed.connection_string import parse
+from mirror.feed.consumer import Consumer
 from mirror.supervise import logs
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, REQUEST, START, STOP, Channel, Message
 from mirror.supervise.heartbeat import INTERVAL_MS
+from storage import directory
 from storage.errors import StorageError
+from storage.writer import GroupWriter
 
 PR_SET_PDEATHSIG = 1
 
@@ -51,6 +57,91 @@ class Work(Protocol):
 
 
 Make = Callable[[Message], Awaitable[Work]]
+
+
+class Mirroring:
+    """The work of a real worker: a consumer over the stores of its groups.
+
+    A group whose store cannot be opened harms itself alone: its vbuckets are reported as damaged and the others work.
+    """
+
+    def __init__(self, consumer: Consumer, writers: list[GroupWriter], failures: dict[int, tuple[range, StorageError]]):
+        """Use `open_stores`."""
+        self._consumer = consumer
+        self._writers = writers
+        self._failures = failures
+
+    async def run(self) -> None:
+        """Mirror until stopped, then close the stores."""
+        try:
+            await self._consumer.run()
+        finally:
+            for writer in self._writers:
+                writer.close()
+
+    async def stop(self) -> None:
+        """Commit what is complete."""
+        await self._consumer.stop()
+
+    def status(self) -> dict[str, Any]:
+        """The consumer's report, and what could not be opened."""
+        report = self._consumer.status()
+        report["failed_groups"] = [
+            {"group": group, "message": str(error), "exit_code": error.exit_code}
+            for group, (_, error) in self._failures.items()
+        ]
+        report["vbuckets"] += [
+            {"vbid": vbid, "state": "damaged", "text": str(error)}
+            for vbids, error in self._failures.values()
+            for vbid in vbids
+        ]
+        return report
+
+    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Obey a command."""
+        return await self._consumer.request(command)
+
+
+async def open_stores(start: Message) -> Work:
+    """Open the groups that a START message names. Raises what makes working on any of them impossible."""
+    settings = from_wire(start["settings"])
+    logs.set_up(settings.log_level, json=settings.log_json, process=f"worker {start['slot']}")
+    if settings.data is None or settings.source is None:
+        raise ConfigError("a worker was started without data or source")
+    clock = SystemClock()
+    data = str(settings.data)
+    identity = directory.load(data)
+    writers: list[GroupWriter] = []
+    failures: dict[int, tuple[range, StorageError]] = {}
+    more = {} if settings.map_size_bytes is None else {"map_size": settings.map_size_bytes}
+    for group in start["groups"]:
+        vbids = directory.group_vbids(identity, group)
+        try:
+            writers.append(
+                GroupWriter.open(
+                    directory.group_path(data, group),
+                    group=group,
+                    vbids=vbids,
+                    identity=identity,
+                    sync=settings.sync,
+                    clock_ms=clock.wall_ms,
+                    **more,
+                )
+            )
+        except StorageError as error:
+            log.error("a group cannot be opened", group=group, error=str(error))
+            failures[group] = (vbids, error)
+    if not writers:
+        raise next(error for _, error in failures.values())
+    consumer = Consumer(
+        settings,
+        source=parse(settings.source),
+        writers=writers,
+        identity=identity,
+        worker=str(start["slot"]),
+        clock=clock,
+    )
+    return Mirroring(consumer, writers, failures)
 
 
 def die_with_parent() -> None:
@@ -149,7 +240,7 @@ async def work_over(end: socket.socket, make: Make) -> int:
     return await worker.live()
 
 
-def main(arguments: list[str], make: Make) -> int:
+def main(arguments: list[str], make: Make = open_stores) -> int:
     """Entry of the process: the one argument is the number of the inherited descriptor."""
     die_with_parent()
     logs.set_up("info", process=f"worker {arguments[0] if arguments else '?'}")
@@ -159,3 +250,7 @@ def main(arguments: list[str], make: Make) -> int:
         print("a worker is started by its supervisor alone: use `dcp-mirror run`", file=sys.stderr)  # noqa: T201
         return 2
     return asyncio.run(work_over(end, make))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""From an error to one clear line and an exit code: the only place where commands end badly.
+
+Knows the three roots of errors (the service's, the store's, the protocol's), typer's usage errors and the keyboard;
+never what a command does. Exit codes: 0 done; 1 failed while running; 2 wrong usage or configuration; 3 the mirror's
+data is damaged or belongs to another bucket; 4 the source refused; 5 the document asked for is absent; 130 interrupted.
+Invariants: a user's mistake is one line on stderr, never a traceback; a bug is one line too, which names the way to its
+traceback (`DCP_MIRROR_LOG_LEVEL=debug`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import click
+import typer
+
+from mirror.errors import ExitCode, MirrorError
+from mirror.wire.errors import ProtocolError
+from storage.errors import StorageError
+
+
+class Absent(Exception):
+    """The document asked for is not there: exit 5."""
+
+
+class Ended(Exception):
+    """The command's own verdict, already printed: its exit code, no line."""
+
+    def __init__(self, code: int) -> None:
+        """End with `code`."""
+        super().__init__(code)
+        self.code = code
+
+
+def complain(text: str) -> None:
+    """One line on stderr."""
+    typer.echo(f"dcp-mirror: {' '.join(text.split())}", err=True)
+
+
+def code_of(error: BaseException) -> tuple[int, str]:
+    """Exit code and line for whatever ended a command; an empty line says nothing."""
+    if isinstance(error, Ended):
+        return error.code, ""
+    if isinstance(error, Absent):
+        return ExitCode.ABSENT, str(error)
+    if isinstance(error, MirrorError | StorageError):
+        return int(error.exit_code), str(error)
+    if isinstance(error, ProtocolError):
+        return ExitCode.FAILED, str(error)
+    if isinstance(error, click.UsageError):
+        where = error.ctx.command_path if error.ctx else "dcp-mirror"
+        return ExitCode.USAGE, f"{error.format_message()} (`{where} --help` shows what it takes)"
+    if isinstance(error, click.ClickException):
+        return ExitCode.USAGE, error.format_message()
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return ExitCode.INTERRUPTED, ""
+    if isinstance(error, OSError):
+        name = f"{error.filename}: " if error.filename else ""
+        return ExitCode.FAILED, f"{name}{error.strerror or error}"
+    return ExitCode.FAILED, f"internal error: {type(error).__name__}: {error} (set DCP_MIRROR_LOG_LEVEL=debug for more)"
+
+
+def guarded(command: Callable[[], Any]) -> int:
+    """Run a command to its exit code."""
+    try:
+        result = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _reader_left()
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            return _reader_left()
+        code, line = code_of(error)
+        if os.environ.get("DCP_MIRROR_LOG_LEVEL", "").lower() == "debug" and line:
+            traceback.print_exception(error)
+        if line:
+            complain(line)
+        return int(code)
+    return result if isinstance(result, int) else ExitCode.DONE
+
+
+def _reader_left() -> int:
+    """Whoever read our output has had enough, as `head` does: that is no failure."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.DONE

@@ -1,0 +1,94 @@
+"""`get`: one document, as it stands or as of a boundary.
+
+Knows how a key, a collection and an as-of are written on a command line; what is visible, the store decides. Invariant:
+stdout holds the value and nothing else, byte for byte; which boundary was read goes to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from cli import options, output, render
+from cli.exits import Absent
+from mirror.errors import ConfigError
+from storage.model import Boundary, Document, Kind
+from storage.view import AsOf, Time, View, open_view
+
+
+def as_of_from(text: str | None) -> AsOf:
+    """Digits are a seqno; anything else is a time in ISO 8601, local where it names no zone. Raises ConfigError."""
+    if text is None:
+        return None
+    if text.isdigit():
+        return int(text)
+    try:
+        return Time(int(datetime.fromisoformat(text).timestamp() * 1000))
+    except (ValueError, OverflowError, OSError):
+        raise ConfigError(
+            f"--as-of {text!r} is neither a seqno nor a time", hint="write 1234 or 2026-01-31T12:00:00"
+        ) from None
+
+
+def boundary_of(view: View, vbid: int, as_of: AsOf) -> Boundary | None:
+    """The kept boundary that an as-of read of a vbucket uses."""
+    for boundary in view.boundaries(vbid):
+        if (boundary.time_ms <= as_of.ms) if isinstance(as_of, Time) else (as_of is None or boundary.seqno <= as_of):
+            return boundary
+    return None
+
+
+def announce(boundary: Boundary | None, vbid: int) -> None:
+    """Say on stderr which boundary is read."""
+    if boundary is not None:
+        when = render.moment(boundary.time_ms)
+        typer.echo(f"as of vbucket {vbid}, seqno {boundary.seqno}, published {when}", err=True)
+
+
+def meta_facts(document: Document) -> dict[str, str]:
+    """What is known of a document besides its value."""
+    datatypes = [name for bit, name in ((1, "json"), (2, "snappy"), (4, "xattr")) if document.datatype & bit]
+    return {
+        "vbid": str(document.vbid),
+        "collection id": str(document.collection_id),
+        "seqno": str(document.seqno),
+        "rev seqno": str(document.rev_seqno),
+        "cas": str(document.cas),
+        "flags": str(document.flags),
+        "expiry": render.moment(document.expiry * 1000) if document.expiry else "never",
+        "datatype": ", ".join(datatypes) or "raw",
+        "value": f"{len(document.value):,} bytes",
+    }
+
+
+def get(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The document's key.")],
+    data: options.DataOption = None,
+    collection: options.CollectionOption = None,
+    as_of: options.AsOfOption = None,
+    meta: Annotated[bool, typer.Option("--meta", help="Print what is known of it instead of its value.")] = False,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Print one document. Exit code 5 when there is none."""
+    wanted = as_of_from(as_of)
+    key_bytes = key.encode(errors="surrogateescape")
+    with open_view(str(options.data_directory(data, config))) as view:
+        document = view.get(key_bytes, options.collection_from(collection), as_of=wanted)
+        if wanted is not None:
+            vbid = view.vbid_of(key_bytes)
+            announce(boundary_of(view, vbid, wanted), vbid)
+    if document is None or document.kind is not Kind.MUTATION:
+        raise Absent(f"no document {output.for_people(key_bytes)!r}" + (f" in {collection}" if collection else ""))
+    if as_json:
+        output.print_json(output.document_object(document))
+    elif meta:
+        render.show(render.fact_table(meta_facts(document)))
+    else:
+        sys.stdout.buffer.write(document.value)
+        if sys.stdout.isatty():
+            sys.stdout.buffer.write(b"\n")
+        sys.stdout.buffer.flush()

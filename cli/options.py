@@ -1,0 +1,82 @@
+"""Options that several commands share, and the settings they make together with environment and file.
+
+Knows typer's declarations and `mirror.config`; never what a command does with the settings. Invariant: an option that
+is not given leaves its setting to the environment, the file and the default, in this order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mirror.config import Loaded, load
+from mirror.errors import ConfigError
+
+DataOption = Annotated[
+    Path | None,
+    typer.Option("--data", "-d", metavar="DIR", help="The mirror's data directory.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, in the shape of cli/JSON.md.")]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Settings file (TOML).", show_default=False),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any other setting, by the name that `config show` prints.",
+        show_default=False,
+    ),
+]
+CollectionOption = Annotated[
+    str | None,
+    typer.Option("--collection", "-c", metavar="SCOPE.NAME", help="Collection, by name or id.", show_default=False),
+]
+AsOfOption = Annotated[
+    str | None,
+    typer.Option(
+        "--as-of",
+        metavar="SEQNO|TIME",
+        help="Read as of the newest kept boundary not after this seqno, or this time (ISO 8601).",
+        show_default=False,
+    ),
+]
+
+
+def flags_from(pairs: list[str] | None) -> dict[str, Any]:
+    """Take `--set name=value` apart. Raises ConfigError."""
+    flags: dict[str, Any] = {}
+    for pair in pairs or ():
+        name, separator, value = pair.partition("=")
+        if not separator or not name.strip():
+            raise ConfigError(f"--set {pair!r} is not NAME=VALUE", hint="`dcp-mirror config show` lists all settings")
+        flags[name.strip().replace("-", "_").lower()] = value
+    return flags
+
+
+def settings_from(flags: dict[str, Any], *, config: Path | None = None, pairs: list[str] | None = None) -> Loaded:
+    """All settings in force. Raises ConfigError."""
+    return load(
+        flags_from(pairs) | {name: value for name, value in flags.items() if value is not None}, config_file=config
+    )
+
+
+def data_directory(data: Path | None, config: Path | None = None) -> Path:
+    """The data directory a reading command works on. Raises ConfigError."""
+    found = settings_from({"data": data}, config=config).settings.data
+    if found is None:
+        raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA", setting="data")
+    return found
+
+
+def collection_from(text: str | None) -> str | int | None:
+    """A collection as the store takes it: a number is an id, a bare name lies in the default scope."""
+    if text is None:
+        return None
+    if text.isdigit():
+        return int(text)
+    return text if "." in text else f"_default.{text}"

@@ -1,0 +1,312 @@
+"""How things look to people: tables, the live view, plain lines where there is no terminal. The only user of rich.
+
+Knows the status document of `cli/JSON.md` and how to draw it; never where it came from. Colours repeat what words say,
+so nothing is lost without them. Invariants: a figure that is not known is a dash; everything fits a terminal of 80
+columns; control characters from data never reach the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+DASH = "-"
+GOOD_STATES = {"streaming", "caught up", "running", "mirroring", "up"}
+BUSY_STATES = {"backfilling", "requesting", "starting", "stopping", "stored", "waiting", "refilling", "rolling-back"}
+PLAIN_INTERVAL_S = 2.0
+VBUCKET_ROWS_MAX = 8
+"""Vbuckets that a summary names: the worst; `--all` shows every one."""
+
+stdout = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+
+def number(value: float | None) -> str:
+    """1,234,567 or a dash."""
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def size(value: float | None) -> str:
+    """Bytes as people read them."""
+    if value is None:
+        return DASH
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("the loop ends with GiB")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as people read them."""
+    if seconds is None:
+        return DASH
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def moment(ms: int | None) -> str:
+    """A wall clock time in the local zone."""
+    return DASH if ms is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))
+
+
+def state_text(state: str) -> Text:
+    """A state, green when good, yellow when busy, red when somebody should look."""
+    style = "green" if state in GOOD_STATES else "yellow" if state in BUSY_STATES else "bold red"
+    return Text(state, style=style)
+
+
+def fact_table(facts: Mapping[str, RenderableType | None]) -> Table:
+    """Name and value, one a line; None is left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value is not None:
+            table.add_row(name, value)
+    return table
+
+
+def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str | Text]], right: Sequence[int] = ()) -> Table:
+    """A table without frames; `right` are the columns of numbers."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index in right else "left", no_wrap=index in right)
+    for row in rows:
+        table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+# -- status -----------------------------------------------------------------------------------------------------------
+
+
+def summary(document: Mapping[str, Any]) -> Table:
+    """The mirror as a whole."""
+    sums = document["totals"]
+    service = document["service"]
+    state: Text = state_text(document["state"])
+    if document.get("message"):
+        state = Text.assemble(state, Text(f"  {document['message']}", style="dim"))
+    lag = f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}" if sums["lag_seqnos"] is not None else DASH
+    rate = None
+    if sums.get("documents_per_s") is not None:
+        rate = f"{number(sums['seqnos_per_s'])} docs/s, {size(sums.get('bytes_per_s'))}/s"
+    rollbacks = number(sums["rollback_count"])
+    if sums["last_rollback_ms"] is not None:
+        rollbacks += f", the last at {moment(sums['last_rollback_ms'])}"
+    running = f"up {duration(document['uptime_s'])}, process {document['pid']}" if service == "up" else "not running"
+    return fact_table(
+        {
+            "state": state,
+            "service": running,
+            "bucket": f"{document['bucket'] or DASH} ({document['vbucket_count'] or DASH} vbuckets)",
+            "source": escape(document["source"]) if document.get("source") else None,
+            "data": escape(document["data"]),
+            "documents": number(sums["documents"]),
+            "published": f"{number(sums['published_seqnos'])} seqnos",
+            "lag": lag,
+            "rate": rate,
+            "rollbacks": rollbacks,
+        }
+    )
+
+
+def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
+    """Each worker process with its figures."""
+    rows: list[list[str | Text]] = []
+    for worker in workers:
+        groups = ",".join(map(str, worker["groups"]))
+        cpu = DASH if worker["cpu_percent"] is None else f"{worker['cpu_percent']:.0f} %"
+        rows.append(
+            [
+                str(worker["slot"]),
+                state_text(worker["phase"]),
+                str(worker["pid"] or DASH),
+                groups if len(groups) <= 16 else f"{len(worker['groups'])} groups",
+                cpu,
+                size(worker["private_bytes"]),
+                duration(worker["uptime_s"]),
+                str(worker["restarts"]),
+                str(worker["last_error"] or worker["last_exit"] or ""),
+            ]
+        )
+    headers = ["worker", "state", "pid", "groups", "cpu", "memory", "up", "restarts", "last end"]
+    return plain_table(headers, rows, right=(0, 2, 4, 5, 6, 7))
+
+
+def vbucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Vbuckets, one a line."""
+    lines: list[list[str | Text]] = [
+        [
+            str(row["vbid"]),
+            state_text(row["state"]),
+            row["vbuuid"] or DASH,
+            number(row["published_seqno"]),
+            number(row["staged_seqno"]),
+            number(row["source_high_seqno"]),
+            number(row["lag_seqnos"]),
+            duration(row["lag_s"]),
+            number(row["documents"]),
+            str(row["detail"] or ""),
+        ]
+        for row in rows
+    ]
+    headers = ["vbid", "state", "vbuuid", "published", "staged", "source", "lag", "for", "documents", ""]
+    return plain_table(headers, lines, right=(0, 3, 4, 5, 6, 7, 8))
+
+
+def worst_vbuckets(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that somebody should look at first: in trouble, then behind."""
+    settled = GOOD_STATES | {"stored"}
+    troubled = [row for row in rows if row["state"] not in settled or (row["lag_s"] or 0) >= 1]
+    troubled.sort(key=lambda row: (row["state"] in GOOD_STATES, -(row["lag_s"] or 0), row["vbid"]))
+    return troubled
+
+
+def status_view(document: Mapping[str, Any], *, every_vbucket: bool = False) -> RenderableType:
+    """The whole status."""
+    parts: list[RenderableType] = [summary(document)]
+    if document["workers"]:
+        parts += ["", worker_table(document["workers"])]
+    rows = document["vbuckets"]
+    if every_vbucket:
+        parts += ["", vbucket_table(rows)]
+    elif rows:
+        states = ", ".join(f"{count} {state}" for state, count in sorted(document["totals"]["states"].items()))
+        worst = worst_vbuckets(rows)
+        parts += ["", f"[dim]vbuckets[/dim]  {escape(states)}"]
+        if worst:
+            parts += ["", vbucket_table(worst[:VBUCKET_ROWS_MAX])]
+            if len(worst) > VBUCKET_ROWS_MAX:
+                parts.append(f"[dim]... and {len(worst) - VBUCKET_ROWS_MAX} more behind (--all shows every one)[/dim]")
+    return Group(*parts)
+
+
+def status_line(document: Mapping[str, Any]) -> str:
+    """The same in one line, for logs and pipes."""
+    sums = document["totals"]
+    running = sum(worker["phase"] == "running" for worker in document["workers"])
+    parts = [
+        document["state"],
+        f"documents {number(sums['documents'])}",
+        f"published {number(sums['published_seqnos'])}",
+        f"rate {number(sums.get('documents_per_s'))}/s",
+        f"lag {number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}",
+        f"workers {running}/{len(document['workers'])}",
+    ]
+    if sums["rollback_count"]:
+        parts.append(f"rollbacks {sums['rollback_count']}")
+    if document["state"] not in ("caught up", "mirroring") and document.get("message"):
+        parts.append(document["message"])
+    return " | ".join(parts)
+
+
+# -- live -------------------------------------------------------------------------------------------------------------
+
+
+def progress_view(document: Mapping[str, Any], elapsed_s: float) -> RenderableType:
+    """How far the first fill is."""
+    done = document.get("catch_up")
+    if not done:
+        return Text.assemble(state_text(document["state"]), f"  {document.get('message') or ''}")
+    share = done["share"]
+    left = elapsed_s * (1 - share) / share if share > 0.01 else None
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(
+        ProgressBar(total=1.0, completed=share, width=30),
+        f"{share:6.1%}",
+        f"{number(done['seqnos_published'])} of {number(done['seqnos_wanted'])} seqnos",
+        f"{number(document['totals'].get('documents_per_s'))}/s",
+        f"{duration(left)} left" if left is not None and share < 1 else "",
+    )
+    return grid
+
+
+def progress_line(document: Mapping[str, Any], elapsed_s: float) -> str:
+    """The same in one line."""
+    done = document.get("catch_up")
+    if not done:
+        return f"{document['state']}: {document.get('message') or ''}".rstrip(": ")
+    share = done["share"]
+    left = elapsed_s * (1 - share) / share if share > 0.01 else None
+    rate = number(document["totals"].get("documents_per_s"))
+    line = (
+        f"{share:.1%} done | {number(done['seqnos_published'])} of {number(done['seqnos_wanted'])} seqnos | "
+        f"{done['vbuckets_done']} of {done['vbuckets']} vbuckets | {rate}/s"
+    )
+    return line + (f" | {duration(left)} left" if left is not None and share < 1 else "")
+
+
+def story_panel(title: str, lines: Sequence[str]) -> Panel:
+    """What happened so far, newest last."""
+    return Panel("\n".join(escape(line) for line in lines) or "[dim]...[/dim]", title=title, title_align="left")
+
+
+class Screen:
+    """A place that shows the newest of something: redrawn on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, *, to_stderr: bool = False, plain_interval_s: float = PLAIN_INTERVAL_S) -> None:
+        """Drawn on stdout, or on stderr where stdout belongs to data."""
+        self._console = stderr if to_stderr else stdout
+        self._interval_s = plain_interval_s
+        self._last_line = ""
+        self._last_s = float("-inf")
+        self._live: Live | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether it is redrawn."""
+        return self._console.is_terminal
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        if self.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End; the last picture stays."""
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, view: RenderableType, line: str) -> None:
+        """Show `view` on a terminal, or `line` elsewhere when its time has come."""
+        if self._live is not None:
+            self._live.update(view, refresh=True)
+            return
+        now_s = time.monotonic()
+        if line != self._last_line and now_s - self._last_s >= self._interval_s:
+            self._last_line, self._last_s = line, now_s
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """A line that stays, whatever is redrawn below it."""
+        self._console.print(Text(line), soft_wrap=True)
+        if self._live is None:
+            self._console.file.flush()
+
+
+def show(view: RenderableType) -> None:
+    """Draw once on stdout."""
+    if not stdout.is_terminal and "COLUMNS" not in os.environ:
+        Console(highlight=False, width=160, file=sys.stdout).print(view)
+    else:
+        stdout.print(view)

@@ -1,0 +1,122 @@
+"""`run`: the service in the foreground.
+
+Knows the flags, the screen and the exit code; the work is the supervisor's. Logs and progress go to stderr. Invariants:
+nothing is started before every setting was found good; with --until-caught-up the exit code says whether it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import options, output, render
+from cli.exits import Ended
+from mirror.clock import SystemClock
+from mirror.config import Loaded, Settings
+from mirror.errors import ConfigError
+from mirror.feed.connection_string import parse
+from mirror.supervise import logs
+from mirror.supervise.source import look_up_with
+from mirror.supervise.supervisor import Supervisor
+
+LISTENERS = ("kv", "http", "dcp")
+
+
+def refuse_what_is_not_there(settings: Settings) -> None:
+    """A listener that somebody asked for and that this version does not have is an error, not a silence."""
+    asked = [name for name in LISTENERS if getattr(settings, name) is not None]
+    if asked:
+        raise ConfigError(
+            f"this version has no {asked[0]} listener",
+            hint="read through the command line or `mirror.open_view`",
+            setting=asked[0],
+        )
+
+
+def run(
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--source", "-s", metavar="URL", help="couchbase://user@host[:port][,host2]/bucket", show_default=False
+        ),
+    ] = None,
+    data: options.DataOption = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Worker processes.", show_default=False)] = None,
+    groups: Annotated[
+        int | None,
+        typer.Option("--groups", help="Groups of vbuckets; fixed once DIR is made.", show_default=False),
+    ] = None,
+    sync: Annotated[
+        str | None,
+        typer.Option(
+            "--sync", metavar="safe|full|unsafe", help="What a commit forces to the disk.", show_default=False
+        ),
+    ] = None,
+    config: options.ConfigOption = None,
+    pairs: options.SetOption = None,
+    until_caught_up: Annotated[
+        bool, typer.Option("--until-caught-up", help="End once everything the source had at start is published.")
+    ] = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Mirror a bucket into DIR until SIGTERM or Ctrl-C. The password comes from DCP_MIRROR_PASSWORD or a file."""
+    flags = {"source": source, "data": data, "workers": workers, "groups": groups, "sync": sync}
+
+    def read() -> Loaded:
+        return options.settings_from(flags, config=config, pairs=pairs)
+
+    loaded = read()
+    settings = loaded.settings
+    if settings.source is not None:
+        parse(settings.source)
+    refuse_what_is_not_there(settings)
+    logs.set_up(settings.log_level, json=settings.log_json)
+    began = time.monotonic()
+    last: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        screen = stack.enter_context(render.Screen(to_stderr=True)) if until_caught_up else None
+
+        def progress(document: dict[str, Any]) -> None:
+            last.update(document)
+            if screen is not None:
+                elapsed_s = time.monotonic() - began
+                screen.show(render.progress_view(document, elapsed_s), render.progress_line(document, elapsed_s))
+
+        service = Supervisor(
+            settings,
+            look_up_with(SystemClock()),
+            clock=SystemClock(),
+            groups_asked=settings.groups if loaded.provenance["groups"] != "default" else None,
+            until_caught_up=until_caught_up,
+            reload=lambda: read().settings,
+            progress=progress,
+        )
+        code = asyncio.run(service.run())
+    if until_caught_up:
+        elapsed_s = round(time.monotonic() - began, 2)
+        if as_json:
+            output.print_json(caught_up_object(settings.data, last, int(code), elapsed_s))
+        elif code == 0:
+            typer.echo(f"caught up: {render.progress_line(last, elapsed_s)} in {render.duration(elapsed_s)}", err=True)
+    if code:
+        raise Ended(int(code))
+
+
+def caught_up_object(data: Path | None, status: dict[str, Any], code: int, elapsed_s: float) -> dict[str, Any]:
+    """How the catching up ended, in the shape of cli/JSON.md."""
+    totals = status.get("totals") or {}
+    return {
+        "caught_up": code == 0,
+        "data": str(data),
+        "bucket": status.get("bucket"),
+        "elapsed_s": elapsed_s,
+        "published_seqnos": totals.get("published_seqnos"),
+        "rollback_count": totals.get("rollback_count"),
+        "vbuckets": (status.get("catch_up") or {}).get("vbuckets"),
+        "vbuckets_done": (status.get("catch_up") or {}).get("vbuckets_done"),
+    }

@@ -1,0 +1,92 @@
+"""`state`: what resuming each vbucket rests on, as the store holds it.
+
+Knows the store's states and boundaries and prints them; never asks the service, so it shows what would be found after
+a crash at this moment.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from cli import options, output, render
+from storage.model import Boundary, VbucketState
+from storage.view import open_view
+
+
+def boundary_object(boundary: Boundary) -> dict[str, Any]:
+    """A kept boundary."""
+    return {
+        "branch": boundary.branch,
+        "seqno": boundary.seqno,
+        "snap_start_seqno": boundary.snap_start_seqno,
+        "vbuuid": f"{boundary.vbuuid:012x}",
+        "time_ms": boundary.time_ms,
+    }
+
+
+def state_object(state: VbucketState, boundaries: list[Boundary]) -> dict[str, Any]:
+    """A vbucket, in the shape of cli/JSON.md."""
+    snapshot = state.open_snapshot
+    return {
+        "vbid": state.vbid,
+        "branch": state.branch,
+        "staging_branch": state.staging_branch,
+        "vbuuid": f"{state.failover_log[0].vbuuid:012x}" if state.failover_log else None,
+        "failover_log": [{"vbuuid": f"{entry.vbuuid:012x}", "seqno": entry.seqno} for entry in state.failover_log],
+        "published_seqno": state.published_seqno,
+        "staged_seqno": state.staged_seqno,
+        "snapshot": {"start_seqno": snapshot.start_seqno, "end_seqno": snapshot.end_seqno} if snapshot else None,
+        "source_purge_seqno": state.source_purge_seqno,
+        "local_purge_seqno": state.local_purge_seqno,
+        "history_floor_seqno": state.history_floor_seqno,
+        "manifest_uid": f"{state.manifest.uid:x}",
+        "rollback_count": state.rollback_count,
+        "last_rollback_ms": state.last_rollback_ms,
+        "boundaries": [boundary_object(boundary) for boundary in boundaries],
+    }
+
+
+def state(
+    data: options.DataOption = None,
+    vbid: Annotated[
+        int | None, typer.Option("--vbid", min=0, max=65535, help="Only this vbucket.", show_default=False)
+    ] = None,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show the stored state of each vbucket: histories, positions, boundaries."""
+    path = str(options.data_directory(data, config))
+    with open_view(path) as view:
+        states = view.states() if vbid is None else [view.state(vbid)]
+        rows = [state_object(each, view.boundaries(each.vbid)) for each in states]
+        identity = view.identity
+    if as_json:
+        output.print_json(
+            {"data": path, "bucket": identity.bucket_name, "bucket_uuid": identity.bucket_uuid, "vbuckets": rows}
+        )
+        return
+    headers = ["vbid", "branch", "vbuuid", "published", "staged", "open snapshot", "floor", "purged", "boundaries"]
+    render.show(
+        render.plain_table(
+            headers,
+            [
+                [
+                    str(row["vbid"]),
+                    str(row["branch"]),
+                    row["vbuuid"] or render.DASH,
+                    render.number(row["published_seqno"]),
+                    render.number(row["staged_seqno"]),
+                    f"{row['snapshot']['start_seqno']}..{row['snapshot']['end_seqno']}"
+                    if row["snapshot"]
+                    else render.DASH,
+                    render.number(row["history_floor_seqno"]),
+                    render.number(row["source_purge_seqno"]),
+                    str(len(row["boundaries"])),
+                ]
+                for row in rows
+            ],
+            right=(0, 1, 3, 4, 6, 7, 8),
+        )
+    )

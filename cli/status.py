@@ -1,0 +1,109 @@
+"""`status` and `top`: how the mirror stands, from its service, or from the store alone when no service runs.
+
+Knows where to ask and how to join the answers; how it looks is `render`'s matter. Invariants: the shape of the JSON is
+the same with the service up or down; what cannot be known without it is null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import client, options, output, render
+from mirror.supervise.status import stored_row, totals
+from storage import directory
+from storage.view import open_view
+
+COUNT_SEQNOS_MAX = 5_000_000
+"""Without a service documents are counted by walking the keys; beyond this it would take too long for a glance."""
+
+
+def stored_status(data: Path) -> dict[str, Any]:
+    """The status as the store alone knows it."""
+    identity = directory.load(str(data))
+    with open_view(str(data)) as view:
+        rows = [stored_row(state, int(state.vbid) % identity.group_count) for state in view.states()]
+        if sum(row["published_seqno"] for row in rows) <= COUNT_SEQNOS_MAX:
+            for row in rows:
+                row["documents"] = view.count(row["vbid"])
+    return {
+        "service": "down",
+        "state": "stored",
+        "message": "",
+        "pid": None,
+        "uptime_s": None,
+        "time_ms": time.time_ns() // 1_000_000,
+        "data": str(data),
+        "source": None,
+        "source_error": None,
+        "bucket": identity.bucket_name,
+        "bucket_uuid": identity.bucket_uuid,
+        "cluster_uuid": identity.cluster_uuid,
+        "vbucket_count": identity.vbucket_count,
+        "group_count": identity.group_count,
+        "sync": None,
+        "supervisor": dict.fromkeys(("cpu_percent", "private_bytes", "resident_bytes", "threads", "open_files")),
+        "workers": [],
+        "totals": totals(rows) | {"documents_per_s": None, "bytes_per_s": None},
+        "catch_up": None,
+        "vbuckets": rows,
+    }
+
+
+def current_status(data: Path) -> dict[str, Any]:
+    """The status from the service, completed from the store; or from the store alone."""
+    answer = client.ask(data, "status")
+    if answer is None:
+        return stored_status(data)
+    document: dict[str, Any] = answer["status"]
+    known = {row["vbid"] for row in document["vbuckets"]}
+    if document["vbucket_count"] and len(known) < document["vbucket_count"]:
+        stored = stored_status(data)["vbuckets"]
+        document["vbuckets"] = sorted(
+            document["vbuckets"] + [row for row in stored if row["vbid"] not in known], key=lambda row: row["vbid"]
+        )
+        document["totals"] |= totals(document["vbuckets"])
+    return document
+
+
+def status(
+    data: options.DataOption = None,
+    config: options.ConfigOption = None,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Show every vbucket, not only the worst.")] = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show how the mirror stands: states, positions, lag, workers. Works with the service up or down."""
+    document = current_status(options.data_directory(data, config))
+    if as_json:
+        output.print_json(document)
+    else:
+        render.show(render.status_view(document, every_vbucket=every))
+
+
+def top(
+    data: options.DataOption = None,
+    config: options.ConfigOption = None,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", min=0.1, max=3600, help="Seconds between looks.")
+    ] = 1.0,
+    count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Looks until it ends by itself.")] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show the status live until Ctrl-C."""
+    directory_path = options.data_directory(data, config)
+    looks = 0
+    with contextlib.suppress(KeyboardInterrupt), render.Screen(plain_interval_s=0) as screen:
+        while True:
+            document = current_status(directory_path)
+            if as_json:
+                output.print_json(document)
+            else:
+                screen.show(render.status_view(document), render.status_line(document))
+            looks += 1
+            if looks == count:
+                return
+            time.sleep(interval)

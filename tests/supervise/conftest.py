@@ -1,0 +1,37 @@
+"""Waiting for what a test waits for, with a limit that only a broken program reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+LIMIT_S = 60.0
+
+
+async def eventually(look: Callable[[], T]) -> T:
+    """The first true answer of `look`."""
+    until = time.monotonic() + LIMIT_S
+    while not (answer := look()):
+        assert time.monotonic() < until, "it never came true"
+        await asyncio.sleep(0.02)
+    return answer
+
+
+def eventually_now(look: Callable[[], T]) -> T:
+    """The same, without a loop."""
+    until = time.monotonic() + LIMIT_S
+    while not (answer := look()):
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.02)
+    return answer
+
+
+@pytest.fixture(autouse=True)
+def _plain_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SCRIPT", "NOTIFY_SOCKET", "WATCHDOG_USEC"):
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,99 @@
+"""A worker and a service whose work is a script, for tests of supervision alone: real processes, no store, no source.
+
+python scripted.py worker FD            the child; SCRIPT in the environment says how it behaves
+python scripted.py service DATA         a supervisor of such children, until it is told to stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.errors import AuthRejected
+from mirror.supervise import logs
+from mirror.supervise.channel import Message
+from mirror.supervise.supervisor import Source, Supervisor
+from mirror.supervise.worker import Work, main
+
+SOURCE = Source("c1", "demo", "b1", 8)
+
+
+def worker_command(descriptor: int) -> Sequence[str]:
+    return [sys.executable, __file__, "worker", str(descriptor)]
+
+
+def settings_for(data: Path, **values: Any) -> Settings:
+    return Settings(source="couchbase://demo@localhost/demo", data=data, **({"groups": 4, "workers": 2} | values))
+
+
+class ScriptedWork:
+    """Streams nothing: each report is one seqno further, up to 10."""
+
+    def __init__(self, groups: list[int], script: str) -> None:
+        self.groups = groups
+        self.script = script
+        self.asked = 0
+        self.stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        if self.script == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.script == "refused":
+            raise AuthRejected("wrong password for demo")
+        if self.script == "bug":
+            raise ZeroDivisionError("a bug")
+        await self.stopped.wait()
+        if self.script == "stubborn":
+            await asyncio.sleep(3600)
+
+    async def stop(self) -> None:
+        self.stopped.set()
+
+    def status(self) -> dict[str, Any]:
+        self.asked += 1
+        seqno = min(self.asked, 10)
+        rows = [
+            {
+                "vbid": vbid,
+                "state": "streaming",
+                "published_seqno": seqno,
+                "staged_seqno": seqno,
+                "source_high_seqno": 3,
+                "vbuuid": 0xABC,
+                "documents": 1,
+            }
+            for vbid in range(SOURCE.vbucket_count)
+            if vbid % 4 in self.groups
+        ]
+        return {
+            "vbuckets": rows,
+            "counters": {"received_documents": self.asked * 100, "received_bytes": self.asked * 1000},
+        }
+
+    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
+        return {"heard": command}
+
+
+async def make(start: Message) -> Work:
+    return ScriptedWork(start["groups"], os.environ.get("SCRIPT", ""))
+
+
+async def look_up(settings: Settings) -> Source:
+    return SOURCE
+
+
+def serve(data: Path) -> int:
+    logs.set_up("info")
+    service = Supervisor(settings_for(data), look_up, clock=SystemClock(), command=worker_command)
+    return int(asyncio.run(service.run()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:], make) if sys.argv[1] == "worker" else serve(Path(sys.argv[2])))

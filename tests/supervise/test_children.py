@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mirror.config import to_wire
+from mirror.errors import SupervisionError
+from mirror.supervise.channel import ANSWER, READY, START, STOP
+from mirror.supervise.children import Child, Gone, Heard, spawn
+from mirror.supervise.heartbeat import Heartbeat
+from mirror.supervise.plan import Phase
+from tests.supervise.scripted import settings_for, worker_command
+
+Events = asyncio.Queue[Heard | Gone]
+
+
+async def start(data: Path) -> tuple[Child, Events]:
+    events: Events = asyncio.Queue()
+    child = await spawn(0, (0, 1), Heartbeat(0), worker_command)
+    child.watch(events.put_nowait)
+    child.send({"op": START, "slot": 0, "groups": [0, 1], "settings": to_wire(settings_for(data))})
+    await until(events, READY)
+    return child, events
+
+
+async def until(events: Events, op: str) -> Heard:
+    while True:
+        event = await events.get()
+        assert isinstance(event, Heard)
+        if event.message["op"] == op:
+            return event
+
+
+async def until_gone(events: Events) -> Gone:
+    while True:
+        event = await events.get()
+        if isinstance(event, Gone):
+            return event
+
+
+async def test_its_death_is_the_last_event(tmp_path: Path) -> None:
+    child, events = await start(tmp_path)
+    child.kill()
+    assert (await until_gone(events)).status == -signal.SIGKILL
+    assert events.empty()
+    assert not psutil.pid_exists(child.pid)
+    child.kill()
+
+
+async def test_a_question_gets_its_answer(tmp_path: Path) -> None:
+    child, events = await start(tmp_path)
+    question = asyncio.create_task(child.request({"op": "poke"}, timeout_s=30))
+    child.answered((await until(events, ANSWER)).message)
+    assert await question == {"heard": {"op": "poke"}}
+    child.answered({"op": ANSWER, "id": 999})
+    child.send({"op": STOP})
+    assert (await until_gone(events)).status == 0
+
+
+async def test_a_question_to_the_dead_fails_at_once(tmp_path: Path) -> None:
+    child, events = await start(tmp_path)
+    os.kill(child.pid, signal.SIGSTOP)
+    question = asyncio.create_task(child.request({"op": "poke"}, timeout_s=3600))
+    await asyncio.sleep(0)
+    child.kill()
+    await until_gone(events)
+    with pytest.raises(SupervisionError, match="gone"):
+        await question
+
+
+async def test_a_question_that_is_not_answered_in_time_fails(tmp_path: Path) -> None:
+    child, events = await start(tmp_path)
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(SupervisionError, match="within"):
+        await child.request({"op": "poke"}, timeout_s=0.05)
+    child.kill()
+    await until_gone(events)
+
+
+async def test_a_child_that_talks_garbage_is_killed() -> None:
+    code = "import os, sys, time; os.write(int(sys.argv[1]), b'\\xff' * 8); time.sleep(3600)"
+    events: Events = asyncio.Queue()
+    child = await spawn(0, (0,), Heartbeat(0), lambda descriptor: [sys.executable, "-c", code, str(descriptor)])
+    child.watch(events.put_nowait)
+    assert (await until_gone(events)).status == -signal.SIGKILL
+    assert "limit" in str(child.last_words)
+
+
+async def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open() -> None:
+    with pytest.raises(FileNotFoundError):
+        await spawn(0, (0,), Heartbeat(0), lambda descriptor: ["/nonexistent/python"])
+
+
+async def test_facts_are_what_the_plan_needs(tmp_path: Path) -> None:
+    child, events = await start(tmp_path)
+    child.phase = Phase.RUNNING
+    child.heartbeat.beat(1_000)
+    assert not child.facts(1_001).overdue
+    assert child.facts(10_000_000).overdue
+    assert child.facts(1_001).groups == (0, 1)
+    child.kill()
+    await until_gone(events)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from mirror.supervise import logs
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def test_logs_go_to_stderr_and_leave_stdout_to_data(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("info")
+    structlog.get_logger().info("all workers run", workers=2)
+    structlog.get_logger().debug("not shown")
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert "all workers run" in streams.err
+    assert "workers=2" in streams.err
+    assert "not shown" not in streams.err
+
+
+def test_as_json_each_line_is_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("debug", json=True, process="worker 3")
+    structlog.get_logger().debug("shown", bucket="demo")
+    line = json.loads(capsys.readouterr().err)
+    assert (line["event"], line["bucket"], line["process"], line["level"]) == ("shown", "demo", "worker 3", "debug")

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from typing import Any
+
+from mirror.supervise.status import TREND_REPORTS_MAX, CatchUp, Row, Trend, reported_row, stored_row, totals
+from storage.model import Branch, FailoverEntry, Manifest, Seqno, Vbid, VbucketState, Vbuuid
+
+
+def row(vbid: int = 0, published: int = 0, high: int | None = 0, **more: Any) -> Row:
+    report = {"vbid": vbid, "state": "streaming", "published_seqno": published, "source_high_seqno": high}
+    return reported_row(report | more, group=0)
+
+
+def test_a_stored_row_and_a_reported_row_have_the_same_shape() -> None:
+    state = VbucketState(
+        vbid=Vbid(5),
+        branch=Branch(2),
+        published_seqno=Seqno(10),
+        history_floor_seqno=Seqno(0),
+        staging_branch=Branch(2),
+        staged_seqno=Seqno(12),
+        staging_published_seqno=Seqno(10),
+        open_snapshot=None,
+        failover_log=(FailoverEntry(Vbuuid(0xABC), Seqno(0)),),
+        source_purge_seqno=Seqno(0),
+        local_purge_seqno=Seqno(0),
+        manifest=Manifest.initial(),
+        rollback_count=1,
+        last_rollback_ms=77,
+    )
+    stored = stored_row(state, group=1)
+    assert list(stored) == list(row())
+    assert (stored["vbid"], stored["group"], stored["vbuuid"]) == (5, 1, "000000000abc")
+    assert (stored["published_seqno"], stored["staged_seqno"], stored["last_rollback_ms"]) == (10, 12, 77)
+    assert stored["lag_seqnos"] is None
+
+
+def test_what_is_not_known_is_not_zero() -> None:
+    assert row(high=None)["lag_seqnos"] is None
+    sums = totals([row(high=None), row(1, high=None)])
+    assert sums["documents"] is None
+    assert sums["lag_seqnos"] is None
+    assert totals([])["vbuckets"] == 0
+
+
+def test_totals_are_the_sums_of_the_rows() -> None:
+    sums = totals([row(0, 3, 5, documents=2), row(1, 4, 4, documents=1), row(2, 0, None)])
+    assert (sums["documents"], sums["lag_seqnos"], sums["published_seqnos"]) == (3, 2, 7)
+    assert sums["states"] == {"streaming": 3}
+
+
+def test_published_ahead_of_the_last_known_high_seqno_is_no_negative_lag() -> None:
+    assert row(published=9, high=5)["lag_seqnos"] == 0
+
+
+def test_lag_in_seconds_is_the_age_of_the_oldest_seqno_that_is_missing() -> None:
+    trend = Trend()
+
+    def seconds(now_ms: int, published: int, high: int) -> float:
+        rows = [row(0, published, high)]
+        trend.observe(rows, {}, now_ms)
+        trend.fill(rows, now_ms)
+        lag: float = rows[0]["lag_s"]
+        return lag
+
+    assert seconds(0, 5, 5) == 0.0
+    assert seconds(1_000, 5, 8) == 0.0
+    assert seconds(3_000, 5, 20) == 2.0
+    assert seconds(4_000, 8, 20) == 1.0, "8 has come; 20 was first seen at 3,000"
+    assert seconds(5_000, 20, 20) == 0.0
+    assert seconds(6_000, 20, 30) == 0.0
+    assert seconds(9_000, 20, 10) == 0.0, "the source went back: nothing is missing any more"
+
+
+def test_a_source_that_always_runs_ahead_costs_no_memory_and_keeps_its_age() -> None:
+    trend = Trend()
+    for second in range(10 * TREND_REPORTS_MAX):
+        trend.observe([row(0, 0, second + 1)], {}, second * 1_000)
+    rows = [row(0, 0, 10 * TREND_REPORTS_MAX)]
+    trend.fill(rows, 10 * TREND_REPORTS_MAX * 1_000)
+    assert rows[0]["lag_s"] == 10 * TREND_REPORTS_MAX
+
+
+def test_rates_are_over_the_last_seconds() -> None:
+    trend = Trend()
+    assert trend.counter_rate("rows") is None
+    for second in range(100):
+        trend.observe([row(0, second * 7, None)], {"rows": second * 50}, second * 1_000)
+    rows = [row(0, 99 * 7, None)]
+    trend.fill(rows, 99_000)
+    assert rows[0]["seqnos_per_s"] == 7.0
+    assert trend.counter_rate("rows") == 50.0
+
+
+def test_a_replaced_worker_counts_from_zero_and_the_rate_stays_true() -> None:
+    trend = Trend()
+    for second, counter in enumerate([1_000, 1_100, 0, 100]):
+        trend.observe([row()], {"rows": counter}, second * 1_000)
+    assert trend.counter_rate("rows") == round(200 / 3, 1)
+
+
+def test_caught_up_is_where_the_source_stood_at_first_sight() -> None:
+    catch_up = CatchUp(2)
+    catch_up.observe([row(0, 0, 5), row(1, 0, 0)])
+    assert (catch_up.done, catch_up.vbuckets_done) == (False, 1)
+    catch_up.observe([row(0, 5, 900)])
+    assert catch_up.done
+    assert catch_up.progress()["share"] == 1.0
+
+
+def test_a_vbucket_that_is_not_streaming_yet_is_not_done_even_when_empty() -> None:
+    catch_up = CatchUp(1)
+    catch_up.observe([row(0, 0, 0, state="connecting")])
+    assert not catch_up.done
+    catch_up.observe([row(0, 0, 0)])
+    assert catch_up.done
+
+
+def test_a_rollback_takes_the_mark_away_and_the_next_report_sets_it_anew() -> None:
+    catch_up = CatchUp(1)
+    catch_up.observe([row(0, 50, 100)])
+    catch_up.observe([row(0, 40, None, rollback_count=1)])
+    assert not catch_up.done
+    catch_up.observe([row(0, 40, 60, rollback_count=1)])
+    assert not catch_up.done
+    catch_up.observe([row(0, 60, 70, rollback_count=1)])
+    assert catch_up.done
+
+
+def test_a_source_that_lost_its_tail_lowers_the_mark() -> None:
+    catch_up = CatchUp(1)
+    catch_up.observe([row(0, 50, 100)])
+    catch_up.observe([row(0, 50, 50)])
+    assert catch_up.done
