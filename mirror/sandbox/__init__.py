@@ -1,1 +1,10 @@
-"""Placeholder docstring to be replaced by the owner of the room."""
+"""The embedded source: an in-memory Couchbase-like cluster for trying and testing the program."""
+
+from mirror.sandbox.bucket import Bucket, vbucket_of
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.documents import DocumentError
+from mirror.sandbox.item import Item
+from mirror.sandbox.thread import SandboxThread
+from mirror.sandbox.vbucket import Vbucket
+
+__all__ = ["Bucket", "DocumentError", "Item", "SandboxCluster", "SandboxThread", "Vbucket", "vbucket_of"]

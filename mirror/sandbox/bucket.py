@@ -1,0 +1,256 @@
+"""The bucket: its vbuckets, manifest, users and map, and everything that can be asked of or done to its data directly.
+
+Knows the data and where it lives by the map; must never know listeners or connections. Invariants: one bucket per
+cluster; every replica of a vbucket is the vbucket itself (replication takes no time here); after a change of the map
+whoever asked for it calls `map_changed`, and everyone who registered in `on_map_change` hears of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from random import Random
+from zlib import crc32
+
+from mirror.clock import Clock
+from mirror.sandbox import values
+from mirror.sandbox.clustermap import NOWHERE, ClusterMap
+from mirror.sandbox.dcp import Sent
+from mirror.sandbox.documents import Documents
+from mirror.sandbox.item import Item
+from mirror.sandbox.manifest import BucketManifest, Change, ManifestError
+from mirror.sandbox.users import Users
+from mirror.sandbox.vbucket import Vbucket
+from mirror.wire import leb128
+from mirror.wire.constants import VbucketState
+
+DEFAULT_COLLECTION = "_default._default"
+
+Value = bytes | str | dict[str, object] | list[object]
+
+
+def vbucket_of(key: bytes, vbucket_count: int) -> int:
+    """The vbucket that clients look for a key in (the key without its collection)."""
+    return (crc32(key) >> 16 & 0x7FFF) % vbucket_count
+
+
+class Bucket:
+    """All data, and the direct way to it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        vbuckets: int,
+        clock: Clock,
+        rng: Random,
+        replicas: int = 0,
+        checkpoint_items_max: int,
+        checkpoints_kept: int,
+    ) -> None:
+        """An empty bucket without nodes."""
+        self.name = name
+        self.rng = rng
+        self.clock = clock
+        self.users = Users()
+        self.manifest = BucketManifest()
+        self.documents = Documents(clock, self.manifest)
+        self._checkpoints = (checkpoint_items_max, checkpoints_kept)
+        self.vbuckets = [self._new_vbucket(vbid) for vbid in range(vbuckets)]
+        self.map = ClusterMap(
+            name,
+            f"{rng.getrandbits(128):032x}",
+            [NOWHERE] * vbuckets,
+            [[NOWHERE] * replicas for _ in range(vbuckets)],
+            replica_count=replicas,
+        )
+        self.states: dict[int, VbucketState] = {}
+        """States set by hand on the vbucket's own node: dead, replica, pending."""
+        self.sent = [Sent() for _ in range(vbuckets)]
+        self.on_map_change: list[Callable[[], None]] = []
+        self.on_state_change: list[Callable[[int], None]] = []
+
+    # --- where things are
+
+    def state_on(self, vbid: int, node_number: int) -> VbucketState:
+        """State of a vbucket on a node; dead where it is not."""
+        if not 0 <= vbid < len(self.vbuckets):
+            return VbucketState.DEAD
+        if self.map.owners[vbid] == node_number:
+            return self.states.get(vbid, VbucketState.ACTIVE)
+        return VbucketState.REPLICA if node_number in self.map.replicas[vbid] else VbucketState.DEAD
+
+    def map_changed(self, *vbids: int) -> None:
+        """The map is another now; the streams of these vbuckets are over where they were."""
+        self.map.bump()
+        for vbid in vbids:
+            self.state_changed(vbid)
+        for call in tuple(self.on_map_change):
+            call()
+
+    def state_changed(self, vbid: int) -> None:
+        """A vbucket's state or history changed: its streams are over."""
+        for call in tuple(self.on_state_change):
+            call(vbid)
+
+    # --- documents
+
+    def wire_key(self, key: str | bytes, collection: str = DEFAULT_COLLECTION) -> bytes:
+        """The key with its collection id."""
+        entry = self.manifest.collection(collection)
+        if entry is None:
+            raise ManifestError(f"no collection {collection}")
+        return leb128.encode(entry.collection_id) + (key.encode() if isinstance(key, str) else key)
+
+    def vbucket_for(self, key: str | bytes) -> Vbucket:
+        """The vbucket of a document's key."""
+        return self.vbuckets[vbucket_of(key.encode() if isinstance(key, str) else key, len(self.vbuckets))]
+
+    def set(
+        self,
+        key: str | bytes,
+        value: Value,
+        *,
+        collection: str = DEFAULT_COLLECTION,
+        vbid: int | None = None,
+        flags: int = 0x0200_0000,
+        expiry: int = 0,
+        xattrs: dict[str, object] | None = None,
+        compressed: bool = False,
+        durable: bool = False,
+    ) -> Item:
+        """Write a document: bytes as they are, text, or anything that JSON can say."""
+        body = value if isinstance(value, bytes) else value.encode() if isinstance(value, str) else _json(value)
+        stored, datatype = values.join(
+            {name.encode(): _json(content) for name, content in (xattrs or {}).items()}, body, values.datatype_of(body)
+        )
+        if compressed:
+            stored, datatype = values.deflate(stored, datatype)
+        return self.documents.store(
+            self._at(key, vbid),
+            self.wire_key(key, collection),
+            stored,
+            datatype=datatype,
+            flags=flags,
+            expiry=expiry,
+            durability=int(durable),
+        )
+
+    def delete(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
+        """Delete a document. Raises DocumentError when there is none."""
+        return self.documents.remove(self._at(key, vbid), self.wire_key(key, collection))
+
+    def expire(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
+        """Let a document expire now, whatever its expiry. Raises DocumentError when there is none."""
+        vbucket = self._at(key, vbid)
+        return self.documents.expire(vbucket, self.documents.get(vbucket, self.wire_key(key, collection)))
+
+    def get(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item | None:
+        """The newest version of a document that is there."""
+        return self.documents.find(self._at(key, vbid), self.wire_key(key, collection))
+
+    def multi_write(self, vbid: int, writes: Iterable[tuple[str | bytes, Value | None]], **options: str) -> list[Item]:
+        """Write (None: delete) several documents of one vbucket at once: they land in one snapshot, all or none."""
+        vbucket = self.vbuckets[vbid]
+        first = vbucket.begin_group()
+        items = [
+            self.delete(key, vbid=vbid, **options)
+            if value is None
+            else self.set(key, value, collection=options.get("collection", DEFAULT_COLLECTION), vbid=vbid)
+            for key, value in writes
+        ]
+        vbucket.end_group(first)
+        return items
+
+    def load(self, documents: Iterable[tuple[bytes, bytes]], *, vbid: int | None = None, datatype: int = 1) -> int:
+        """Take many new documents (key, body) of the default collection quickly, as if they were long on disk."""
+        now_ns = self.clock.wall_ms() * 1_000_000
+        if vbid is not None:
+            return self.vbuckets[vbid].load(
+                ((b"\0" + key, body) for key, body in documents), now_ns=now_ns, datatype=datatype
+            )
+        count = len(self.vbuckets)
+        piles: list[list[tuple[bytes, bytes]]] = [[] for _ in range(count)]
+        for key, body in documents:
+            piles[vbucket_of(key, count)].append((b"\0" + key, body))
+        return sum(
+            vbucket.load(pile, now_ns=now_ns, datatype=datatype)
+            for vbucket, pile in zip(self.vbuckets, piles, strict=True)
+            if pile
+        )
+
+    # --- collections
+
+    def create_scope(self, name: str) -> int:
+        """A new scope; returns its id."""
+        changes = self.manifest.create_scope(name)
+        self._apply(changes)
+        return changes[0].scope_id
+
+    def create_collection(
+        self, scope: str, name: str, *, max_ttl: int | None = None, collection_id: int | None = None
+    ) -> int:
+        """A new collection; returns its id."""
+        changes = self.manifest.create_collection(scope, name, max_ttl=max_ttl, collection_id=collection_id)
+        self._apply(changes)
+        return changes[0].collection_id
+
+    def drop_collection(self, path: str) -> None:
+        """Drop `scope.collection`."""
+        self._apply(self.manifest.drop_collection(path))
+
+    def flush_collection(self, path: str) -> None:
+        """Empty `scope.collection`."""
+        self._apply(self.manifest.flush_collection(path))
+
+    def drop_scope(self, name: str) -> None:
+        """Drop a scope with its collections."""
+        self._apply(self.manifest.drop_scope(name))
+
+    def _apply(self, changes: list[Change]) -> None:
+        for vbucket in self.vbuckets:
+            self.documents.apply(vbucket, changes)
+
+    # --- the past and the disk
+
+    def to_disk(self, vbid: int | None = None) -> None:
+        """Forget what is in memory: the next streams are filled from disk."""
+        for vbucket in self._some(vbid):
+            vbucket.to_disk()
+
+    def purge(self, vbid: int | None = None, below_seqno: int | None = None) -> None:
+        """Compact: tombstones go, the purge seqno rises."""
+        for vbucket in self._some(vbid):
+            vbucket.purge(below_seqno)
+
+    def expire_all(self, vbid: int | None = None) -> int:
+        """Run the expiry pager. Returns how many documents had expired."""
+        return sum(self.documents.expire_all(vbucket) for vbucket in self._some(vbid))
+
+    def recreate(self) -> None:
+        """Delete the bucket and make an empty one of the same name: nothing of the old one is known any more."""
+        self.manifest = BucketManifest()
+        self.documents = Documents(self.clock, self.manifest)
+        self.vbuckets = [self._new_vbucket(vbid) for vbid in range(len(self.vbuckets))]
+        self.map.bucket_uuid = f"{self.rng.getrandbits(128):032x}"
+        self.states.clear()
+        self.map_changed()
+
+    @property
+    def document_count(self) -> int:
+        """Documents that are alive, in all collections."""
+        return sum(vbucket.document_count for vbucket in self.vbuckets)
+
+    def _new_vbucket(self, vbid: int) -> Vbucket:
+        items_max, kept = self._checkpoints
+        return Vbucket(vbid, self.rng, checkpoint_items_max=items_max, checkpoints_kept=kept)
+
+    def _at(self, key: str | bytes, vbid: int | None) -> Vbucket:
+        return self.vbucket_for(key) if vbid is None else self.vbuckets[vbid]
+
+    def _some(self, vbid: int | None) -> Iterator[Vbucket]:
+        return iter(self.vbuckets if vbid is None else [self.vbuckets[vbid]])
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

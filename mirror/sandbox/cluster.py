@@ -1,0 +1,293 @@
+"""The embedded source: an in-memory cluster of n nodes that DCP clients and Couchbase SDKs can connect to.
+
+Knows nodes and the bucket, and moves vbuckets between nodes; must never know who connects. Invariants: a node that is
+down serves nothing, whatever the map says; a map that changed has a higher revision; with the same seed and the same
+calls the same ids, histories and snapshots come out. It answers as the recorded engines do (captures/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Iterable
+from random import Random
+from types import TracebackType
+
+from mirror.clock import Clock, SystemClock
+from mirror.sandbox.bucket import Bucket, Value
+from mirror.sandbox.clustermap import NOWHERE, NodeAddress
+from mirror.sandbox.dcp import Sent
+from mirror.sandbox.faults import Faults
+from mirror.sandbox.item import Item
+from mirror.sandbox.node import SandboxNode
+from mirror.sandbox.stream import LIVE_SNAPSHOT_ITEMS
+from mirror.sandbox.users import ALL_PRIVILEGES, User
+from mirror.sandbox.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
+from mirror.wire.constants import VbucketState
+
+EXPIRY_PAGER_SECONDS = 60.0
+
+
+class SandboxCluster:
+    """The cluster. `async with SandboxCluster(...) as cluster:` starts and stops it."""
+
+    def __init__(
+        self,
+        nodes: int = 1,
+        vbuckets: int = 64,
+        bucket: str = "demo",
+        user: str = "demo",
+        password: str = "demo",
+        *,
+        seed: int = 0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        replicas: int = 0,
+        clock: Clock | None = None,
+        tls: ssl.SSLContext | None = None,
+        checkpoint_items_max: int = CHECKPOINT_ITEMS_MAX,
+        checkpoints_kept: int = CHECKPOINTS_KEPT,
+        live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS,
+        expiry_pager_seconds: float = EXPIRY_PAGER_SECONDS,
+    ) -> None:
+        """Nothing listens before `start`. `port` is the first node's; the others take free ones."""
+        assert nodes > 0
+        assert 0 < vbuckets <= 1024
+        self.bucket = Bucket(
+            bucket,
+            vbuckets=vbuckets,
+            clock=clock or SystemClock(),
+            rng=Random(seed),
+            replicas=min(replicas, nodes - 1),
+            checkpoint_items_max=checkpoint_items_max,
+            checkpoints_kept=checkpoints_kept,
+        )
+        self.user = self.bucket.users.add(user, password)
+        self.host = host
+        self.faults = Faults(self._select)
+        self.nodes: list[SandboxNode] = []
+        self._tls = tls
+        self._first_port = port
+        self._live_snapshot_items = live_snapshot_items
+        self._pager_seconds = expiry_pager_seconds
+        self._tasks: list[asyncio.Task[None]] = []
+        for _ in range(nodes):
+            self._make_node()
+        self.bucket.on_map_change.append(self._announce)
+        self.bucket.on_state_change.append(self._end_streams)
+
+    # --- life
+
+    async def start(self) -> None:
+        """Listen, and spread the vbuckets over the nodes."""
+        for node in self.nodes:
+            await node.start(self.host, self._first_port if node.number == 0 else 0, self._tls)
+        self._place(range(len(self.nodes)))
+        self._tasks.append(asyncio.create_task(self._page_expired()))
+
+    async def stop(self) -> None:
+        """Everything ends."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        for node in self.nodes:
+            await node.stop()
+        await asyncio.sleep(0)
+
+    async def __aenter__(self) -> SandboxCluster:
+        """Start."""
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        await self.stop()
+
+    @property
+    def connection_string(self) -> str:
+        """How clients get here: every node that is in the map."""
+        scheme = "couchbase" if self._tls is None else "couchbases"
+        addresses = ",".join(f"{self.host}:{node.port}" for node in self.bucket.map.nodes)
+        return f"{scheme}://{self.user.name}@{addresses}/{self.bucket.name}"
+
+    # --- data: the bucket's own calls, and short forms of the usual ones
+
+    @property
+    def vbuckets(self) -> list[Vbucket]:
+        """All vbuckets."""
+        return self.bucket.vbuckets
+
+    def vbucket(self, vbid: int) -> Vbucket:
+        """A vbucket: its seqnos, failover log and past."""
+        return self.bucket.vbuckets[vbid]
+
+    def sent(self, vbid: int) -> Sent:
+        """What was sent of a vbucket over DCP, and the stream requests that were accepted."""
+        return self.bucket.sent[vbid]
+
+    def set(self, key: str | bytes, value: Value, *, vbid: int | None = None, collection: str | None = None) -> Item:
+        """Write a document. More can be said through `bucket.set`."""
+        if collection is None:
+            return self.bucket.set(key, value, vbid=vbid)
+        return self.bucket.set(key, value, vbid=vbid, collection=collection)
+
+    def delete(self, key: str | bytes, *, vbid: int | None = None, collection: str | None = None) -> Item:
+        """Delete a document."""
+        if collection is None:
+            return self.bucket.delete(key, vbid=vbid)
+        return self.bucket.delete(key, vbid=vbid, collection=collection)
+
+    def multi_write(self, vbid: int, writes: Iterable[tuple[str | bytes, Value | None]]) -> list[Item]:
+        """Write (None: delete) several documents of one vbucket at once: they land in one snapshot."""
+        return self.bucket.multi_write(vbid, writes)
+
+    def add_user(self, name: str, password: str, privileges: frozenset[str] = ALL_PRIVILEGES) -> User:
+        """A user, or new password and privileges for one that is there."""
+        return self.bucket.users.add(name, password, privileges)
+
+    # --- topology
+
+    async def kill_node(self, number: int) -> None:
+        """The node's process dies: connections break, nobody listens. The map does not change."""
+        await self.nodes[number].stop()
+
+    async def restart_node(self, number: int, *, lose: int | None = None) -> None:
+        """The node comes back on its port, with everything on disk.
+
+        With `lose` it crashed: each of its vbuckets lost that many changes, and has a new history.
+        """
+        node = self.nodes[number]
+        await node.stop()
+        for vbid, owner in enumerate(self.bucket.map.owners):
+            if owner == number:
+                if lose is None:
+                    self.vbuckets[vbid].to_disk()
+                else:
+                    self.vbuckets[vbid].failover(lose)
+        await node.start(self.host, node.port, self._tls)
+
+    def failover(self, vbid: int, *, lose: int = 0) -> int:
+        """A vbucket fails over, with the loss of its newest changes: another node that lives takes it, if there is one.
+
+        Returns the seqno at which the new history begins.
+        """
+        base = self.vbuckets[vbid].failover(lose)
+        owner = self.bucket.map.owners[vbid]
+        others = [node.number for node in self._members() if node.alive and node.number != owner]
+        if others:
+            self.bucket.map.owners[vbid] = others[vbid % len(others)]
+        self._drop_replica(vbid)
+        self.bucket.map_changed(vbid)
+        return base
+
+    async def failover_node(self, number: int, *, lose: int = 0) -> None:
+        """A node is failed over: it is out of the cluster, and others take its vbuckets with a new history."""
+        await self.nodes[number].stop()
+        self.bucket.map.nodes = [node for node in self.bucket.map.nodes if node.number != number]
+        members = [node.number for node in self._members() if node.alive]
+        moved = []
+        for vbid, owner in enumerate(self.bucket.map.owners):
+            if owner == number:
+                self.vbuckets[vbid].failover(lose)
+                self.bucket.map.owners[vbid] = members[vbid % len(members)] if members else NOWHERE
+                moved.append(vbid)
+            self._drop_replica(vbid)
+        self.bucket.map_changed(*moved)
+
+    def move(self, vbid: int, number: int) -> None:
+        """A vbucket moves to another node, losing nothing; the new active node adds an entry to its failover log."""
+        self.vbuckets[vbid].failover(0)
+        self.bucket.map.owners[vbid] = number
+        self._drop_replica(vbid)
+        self.bucket.map_changed(vbid)
+
+    async def add_node(self) -> int:
+        """A new node listens and is in the map; it has no vbuckets before a rebalance. Returns its number."""
+        node = self._make_node()
+        await node.start(self.host, 0, self._tls)
+        self.bucket.map.nodes.append(NodeAddress(node.number, node.port))
+        self.bucket.map_changed()
+        return node.number
+
+    async def rebalance(self, numbers: Iterable[int] | None = None, *, pause_seconds: float = 0.0) -> int:
+        """Spread the vbuckets evenly over these nodes (all that live), one move at a time. Returns how many moved."""
+        wanted = list(numbers) if numbers is not None else [node.number for node in self._members() if node.alive]
+        moved = 0
+        for vbid, owner in enumerate(list(self.bucket.map.owners)):
+            target = wanted[vbid % len(wanted)]
+            if owner != target:
+                self.move(vbid, target)
+                moved += 1
+                await asyncio.sleep(pause_seconds)
+        gone = {node.number for node in self.bucket.map.nodes} - set(wanted)
+        if gone:
+            self.bucket.map.nodes = [node for node in self.bucket.map.nodes if node.number in wanted]
+            self.bucket.map_changed()
+        return moved
+
+    def set_vbucket_state(self, vbid: int, state: VbucketState) -> None:
+        """Change the state of a vbucket on its node by hand; becoming active adds an entry to the failover log."""
+        before = self.bucket.states.get(vbid, VbucketState.ACTIVE)
+        if state == VbucketState.ACTIVE:
+            self.bucket.states.pop(vbid, None)
+            if before != VbucketState.ACTIVE:
+                self.vbuckets[vbid].failover(0)
+        else:
+            self.bucket.states[vbid] = state
+        self.bucket.map_changed(vbid)
+
+    async def recreate_bucket(self) -> None:
+        """The bucket is deleted and made anew, empty: connections break, uuid and histories are others."""
+        for node in self.nodes:
+            for connection in list(node.connections):
+                connection.link.cut()
+        self.bucket.recreate()
+        await asyncio.sleep(0)
+
+    # --- inside
+
+    def _make_node(self) -> SandboxNode:
+        node = SandboxNode(len(self.nodes), self.bucket)
+        node.live_snapshot_items = self._live_snapshot_items
+        self.nodes.append(node)
+        return node
+
+    def _members(self) -> list[SandboxNode]:
+        return [self.nodes[address.number] for address in self.bucket.map.nodes]
+
+    def _place(self, numbers: Iterable[int]) -> None:
+        members = list(numbers)
+        self.bucket.map.nodes = [NodeAddress(number, self.nodes[number].port) for number in members]
+        for vbid in range(len(self.vbuckets)):
+            self.bucket.map.owners[vbid] = members[vbid % len(members)]
+            replicas = self.bucket.map.replicas[vbid]
+            replicas[:] = [members[(vbid + 1 + index) % len(members)] for index in range(len(replicas))]
+        self.bucket.map.bump()
+
+    def _drop_replica(self, vbid: int) -> None:
+        """The active node of a vbucket is none of its replicas, nor is a node that left."""
+        present = {node.number for node in self.bucket.map.nodes} - {self.bucket.map.owners[vbid]}
+        replicas = self.bucket.map.replicas[vbid]
+        replicas[:] = [replica if replica in present else NOWHERE for replica in replicas]
+
+    def _announce(self) -> None:
+        for node in self.nodes:
+            node.announce_map()
+
+    def _end_streams(self, vbid: int) -> None:
+        for node in self.nodes:
+            node.end_streams(vbid)
+
+    def _select(self, number: int | None) -> list[SandboxNode]:
+        return self.nodes if number is None else [self.nodes[number]]
+
+    async def _page_expired(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                await asyncio.sleep(self._pager_seconds)
+                for vbucket in self.vbuckets:
+                    self.bucket.documents.expire_all(vbucket)
+                    await asyncio.sleep(0)

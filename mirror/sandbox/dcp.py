@@ -1,0 +1,453 @@
+"""A DCP connection from the producer's side: open, controls, stream requests, and what is sent when.
+
+Knows the rules of DCP_OPEN, DCP_CONTROL and DCP_STREAM_REQ and their refusals (protocol facts 2.2-2.5, 2.8-2.10; the
+recordings 72_i*, 72_k*), and the window of flow control. Must never know sockets: bytes leave through the connection
+that it is given. Invariants: a message is sent only while the window is open, so the window is overshot by at most one
+message; streams take turns; everything about a vbucket is asked of the bucket, every rollback of the producer's rule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from mirror.ingest.rollback import OutOfRange, Rollback, producer_answer
+from mirror.sandbox import filter as filters
+from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
+from mirror.sandbox.manifest import BucketManifest
+from mirror.sandbox.stream import ProducerStream, StreamOptions
+from mirror.sandbox.vbucket import Vbucket
+from mirror.wire import codec_dcp
+from mirror.wire.constants import (
+    ControlKey,
+    DcpOpenFlag,
+    Status,
+    StreamEndReason,
+    StreamRequestFlag,
+    VbucketState,
+)
+from mirror.wire.events import DcpNoop, StreamRequest
+from mirror.wire.flow_control import ProducerWindow
+
+OPEN_FLAGS = int(
+    DcpOpenFlag.PRODUCER
+    | DcpOpenFlag.INCLUDE_XATTRS
+    | DcpOpenFlag.NO_VALUE
+    | DcpOpenFlag.INCLUDE_DELETE_TIMES
+    | DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE
+    | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
+)
+NOOP_OPAQUE_FIRST = 10_000_000
+NOOP_INTERVAL_DEFAULT = 180.0
+IDLE_TIMEOUT_DEFAULT = 360.0
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedStream:
+    """A stream request that was accepted, as tests want to know it."""
+
+    start_seqno: int
+    snap_start_seqno: int
+    snap_end_seqno: int
+    vbuuid: int
+    connection: str
+
+
+@dataclass(slots=True)
+class Sent:
+    """What was sent of a vbucket, over all connections."""
+
+    frames: int = 0
+    bytes: int = 0
+    stream_requests: list[AcceptedStream] = field(default_factory=list)
+    refused_requests: int = 0
+
+
+class ProducerPort(Protocol):
+    """What a producer needs of its connection and node."""
+
+    def send(self, data: bytes) -> None:
+        """Send now, or as soon as the socket takes it."""
+
+    async def writable(self) -> None:
+        """Return when the socket can take more."""
+
+    def close(self) -> None:
+        """Hang up."""
+
+    def state_of(self, vbid: int) -> VbucketState:
+        """State of a vbucket on this node."""
+
+    def vbucket(self, vbid: int) -> Vbucket:
+        """A vbucket."""
+
+    def sent(self, vbid: int) -> Sent:
+        """Counters of a vbucket."""
+
+    def may_stream(self) -> bool:
+        """Whether the user has the privilege DcpStream."""
+
+    def piece_bytes(self, stream: ProducerStream) -> int:
+        """How much to send of a stream at once; 0 when it must wait."""
+
+    @property
+    def manifest(self) -> BucketManifest:
+        """The manifest."""
+
+
+@dataclass(slots=True)
+class Refusal:
+    """A stream request's answer that is not success."""
+
+    status: Status
+    value: bytes = b""
+    context: bool = False
+    """The answer carries the error context of an unknown collection."""
+
+
+class DcpProducer:
+    """The DCP side of one connection, from DCP_OPEN on."""
+
+    def __init__(
+        self, port: ProducerPort, name: str, features: ClientFeatures, rng: Random, *, live_snapshot_items: int
+    ) -> None:
+        """`features` holds what HELLO and DCP_OPEN said; controls add to it."""
+        self.name = name
+        self.features = features
+        self.streams: dict[tuple[int, int | None], ProducerStream] = {}
+        self.window = ProducerWindow()
+        self.noop_interval = NOOP_INTERVAL_DEFAULT
+        self.noop_enabled = False
+        self.idle_timeout = IDLE_TIMEOUT_DEFAULT
+        self.ack_markers = False
+        """Set by tests: memory and disk markers ask for an answer."""
+        self.markers_answered: list[int] = []
+        """Opaques of the markers that the client answered, in order."""
+        self._port = port
+        self._rng = rng
+        self._live_snapshot_items = live_snapshot_items
+        self._stream_ids = False
+        self._end_on_close = False
+        self._oso = self._oso_with_seqno_advanced = False
+        self._consumer_name = False
+        self._marker_v2_2 = False
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._noop_opaque = NOOP_OPAQUE_FIRST
+        self._heard = asyncio.get_running_loop().time()
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._tasks.append(asyncio.create_task(self._pump()))
+
+    def stop(self) -> None:
+        """The connection is gone."""
+        for task in self._tasks:
+            task.cancel()
+        for stream in self.streams.values():
+            stream.vbucket.changed.discard(self.wake)
+        self.streams.clear()
+
+    def wake(self) -> None:
+        """There may be something to send."""
+        self._wake.set()
+
+    def heard(self) -> None:
+        """The client said something."""
+        self._heard = asyncio.get_running_loop().time()
+
+    # --- requests
+
+    def control(self, name: bytes, value: bytes) -> Status:
+        """DCP_CONTROL."""
+        handler = _CONTROLS.get(name)
+        if handler is None:
+            return Status.EINVAL
+        return handler(self, value)
+
+    def request_stream(self, request: StreamRequest) -> tuple[Refusal | None, bytes]:
+        """DCP_STREAM_REQ: a refusal, or None and the failover log; the stream begins with `wake`."""
+        refusal, stream = self._judge(request)
+        vbid = request.vbid
+        if refusal is not None or stream is None:
+            if refusal is not None and refusal.status != Status.NOT_MY_VBUCKET:
+                self._port.sent(vbid).refused_requests += 1
+            return refusal, b""
+        self.streams[vbid, stream.stream_id] = stream
+        stream.vbucket.changed.add(self.wake)
+        self._port.sent(vbid).stream_requests.append(
+            AcceptedStream(
+                request.start_seqno, request.snap_start_seqno, request.snap_end_seqno, request.vbuuid, self.name
+            )
+        )
+        log = [(int(entry.vbuuid), int(entry.seqno)) for entry in stream.vbucket.failover_log]
+        return None, codec_dcp.encode_failover_log(log)
+
+    def close_stream(self, vbid: int, stream_id: int | None) -> tuple[Status, bytes]:
+        """DCP_CLOSE_STREAM: the status, and the STREAM_END to send after the answer (empty unless it was asked for)."""
+        if (stream_id is not None) != self._stream_ids:
+            return Status.DCP_STREAM_ID_INVALID, b""
+        stream = self.streams.pop((vbid, stream_id), None)
+        if stream is None:
+            return Status.KEY_ENOENT, b""
+        self._forget(stream)
+        end = stream.end(StreamEndReason.CLOSED)
+        return Status.SUCCESS, end if self._end_on_close else b""
+
+    def send_counted(self, data: bytes) -> None:
+        """Send what flow control counts, whether the window is open or not (stream ends)."""
+        if data:
+            self.window.sent(len(data))
+            self._port.send(data)
+
+    def acked(self, count: int) -> None:
+        """DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
+        self.window.acked(count)
+        self.wake()
+
+    def end_streams(self, vbid: int, reason: StreamEndReason) -> None:
+        """The vbucket's streams are over."""
+        for key in [key for key in self.streams if key[0] == vbid]:
+            stream = self.streams.pop(key)
+            self._forget(stream)
+            self.send_counted(stream.end(reason))
+
+    def _forget(self, stream: ProducerStream) -> None:
+        if not any(other.vbucket is stream.vbucket for other in self.streams.values()):
+            stream.vbucket.changed.discard(self.wake)
+
+    # --- the rules of a stream request
+
+    def _judge(self, request: StreamRequest) -> tuple[Refusal | None, ProducerStream | None]:
+        state = self._port.state_of(request.vbid)
+        active_only = bool(request.flags & StreamRequestFlag.ACTIVE_VB_ONLY)
+        if state not in (VbucketState.ACTIVE, VbucketState.REPLICA):
+            return Refusal(Status.NOT_MY_VBUCKET), None
+        if state == VbucketState.REPLICA and active_only:
+            return Refusal(Status.NOT_MY_VBUCKET), None
+        if not self._port.may_stream():
+            return Refusal(Status.EACCESS), None
+        if (self.features.xattrs or request.value) and not self.noop_enabled:
+            return Refusal(Status.NOT_SUPPORTED), None
+        try:
+            stream_filter = filters.parse(
+                request.value,
+                self._port.manifest,
+                has_collections=self.features.collections,
+                has_stream_ids=self._stream_ids,
+            )
+        except filters.FilterError as error:
+            unknown = error.status in (Status.UNKNOWN_COLLECTION, Status.UNKNOWN_SCOPE)
+            return Refusal(error.status, context=unknown), None
+        if self.features.sync_writes and self.features.collections and not stream_filter.all:
+            return Refusal(Status.NOT_SUPPORTED), None
+        if (request.vbid, stream_filter.stream_id) in self.streams:
+            return Refusal(Status.KEY_EEXISTS), None
+        vbucket = self._port.vbucket(request.vbid)
+        answer = producer_answer(
+            request.start_seqno,
+            request.snap_start_seqno,
+            request.snap_end_seqno,
+            request.vbuuid,
+            vbucket.failover_log,
+            vbucket.high_seqno,
+            vbucket.purge_seqno,
+            end_seqno=request.end_seqno,
+            strict_vbuuid=bool(request.flags & StreamRequestFlag.STRICT_VBUUID),
+            ignore_purged_tombstones=bool(request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES),
+            client_purge_seqno=stream_filter.purge_seqno,
+        )
+        if isinstance(answer, OutOfRange):
+            return Refusal(Status.ERANGE), None
+        if isinstance(answer, Rollback):
+            return Refusal(Status.ROLLBACK, codec_dcp.encode_rollback_seqno(answer.seqno)), None
+        options = StreamOptions(
+            marker_v2=self.features.sync_writes and self._consumer_name,
+            marker_v2_2=self._marker_v2_2,
+            oso=self._oso,
+            oso_with_seqno_advanced=self._oso_with_seqno_advanced,
+            seqno_advanced=self.features.collections,
+            ack_markers=self.ack_markers,
+            live_snapshot_items=self._live_snapshot_items,
+        )
+        encoder = ItemEncoder(self.features)
+        return None, ProducerStream(vbucket, request, stream_filter, encoder, options, self._rng)
+
+    # --- controls
+
+    def _set_noop(self, value: bytes) -> Status:
+        if value not in (b"true", b"false"):
+            return Status.EINVAL
+        self.noop_enabled = value == b"true"
+        if self.noop_enabled and len(self._tasks) < 2:
+            self._tasks.append(asyncio.create_task(self._noops()))
+        return Status.SUCCESS
+
+    def _set_noop_interval(self, value: bytes) -> Status:
+        try:
+            seconds = float(value)
+        except ValueError:
+            return Status.EINVAL
+        if not 0.1 <= seconds <= 10_800:
+            return Status.EINVAL
+        self.noop_interval = seconds
+        return Status.SUCCESS
+
+    def _set_buffer_size(self, value: bytes) -> Status:
+        if not (value.isdigit() and int(value) < 1 << 32):
+            return Status.EINVAL
+        self.window.resize(int(value))
+        self.wake()
+        return Status.SUCCESS
+
+    def _set_force_compression(self, value: bytes) -> Status:
+        if value != b"true" or not self.features.snappy:
+            return Status.EINVAL
+        self.features.force_compression = True
+        return Status.SUCCESS
+
+    def _set_end_on_close(self, value: bytes) -> Status:
+        if value != b"true":
+            return Status.EINVAL
+        self._end_on_close = True
+        return Status.SUCCESS
+
+    def _set_expiry_opcode(self, value: bytes) -> Status:
+        """Success always; without delete times it stays without effect (captures, point 8)."""
+        if value not in (b"true", b"false"):
+            return Status.EINVAL
+        self.features.expiry_opcode = value == b"true"
+        return Status.SUCCESS
+
+    def _set_stream_id(self, value: bytes) -> Status:
+        if value != b"true" or not self.features.collections:
+            return Status.EINVAL
+        if self.features.sync_writes:
+            return Status.NOT_SUPPORTED
+        self._stream_ids = True
+        return Status.SUCCESS
+
+    def _set_sync_writes(self, value: bytes) -> Status:
+        if value != b"true":
+            return Status.EINVAL
+        if self._stream_ids:
+            return Status.NOT_SUPPORTED
+        self.features.sync_writes = True
+        return Status.SUCCESS
+
+    def _set_consumer_name(self, value: bytes) -> Status:
+        if not 0 < len(value) <= 200:
+            return Status.EINVAL
+        self._consumer_name = True
+        return Status.SUCCESS
+
+    def _set_deleted_user_xattrs(self, value: bytes) -> Status:
+        took = self.features.open_flags & DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
+        return Status.SUCCESS if value == b"true" and took else Status.EINVAL
+
+    def _set_oso(self, value: bytes) -> Status:
+        if value not in (b"true", b"true_with_seqno_advanced"):
+            return Status.EINVAL
+        self._oso = True
+        self._oso_with_seqno_advanced = value != b"true"
+        return Status.SUCCESS
+
+    def _set_flat_events(self, value: bytes) -> Status:
+        if value != b"true":
+            return Status.EINVAL
+        self.features.flat_events = True
+        return Status.SUCCESS
+
+    def _set_marker_version(self, value: bytes) -> Status:
+        if value not in (b"2.0", b"2.2") or not self.features.collections:
+            return Status.EINVAL
+        self._marker_v2_2 = value == b"2.2"
+        return Status.SUCCESS
+
+    def _set_priority(self, value: bytes) -> Status:
+        return Status.SUCCESS if value in (b"high", b"medium", b"low") else Status.EINVAL
+
+    def _set_order(self, value: bytes) -> Status:
+        return Status.SUCCESS if value in (b"round-robin", b"sequential") else Status.EINVAL
+
+    def _set_flag(self, value: bytes) -> Status:
+        return Status.SUCCESS if value in (b"true", b"false") else Status.EINVAL
+
+    def _not_supported(self, _value: bytes) -> Status:
+        return Status.NOT_SUPPORTED
+
+    # --- sending
+
+    async def _pump(self) -> None:
+        while True:
+            self._wake.clear()
+            if not await self._round():
+                await self._wake.wait()
+
+    async def _round(self) -> bool:
+        """Give each stream its turn; True when anything was sent."""
+        busy = False
+        for key, stream in list(self.streams.items()):
+            if self.streams.get(key) is not stream or not stream.has_more:
+                continue
+            if not self.window.is_open:
+                return False
+            room = self._port.piece_bytes(stream)
+            if not room:
+                continue
+            if self.window.window_bytes:
+                room = min(room, self.window.window_bytes - self.window.outstanding)
+            frames, more = stream.frames_sent, stream.uncounted_bytes
+            data = stream.take(room)
+            if data:
+                busy = True
+                counters = self._port.sent(stream.vbucket.vbid)
+                counters.frames += stream.frames_sent - frames
+                counters.bytes += len(data)
+                self.window.sent(len(data) + stream.uncounted_bytes - more)
+                self._port.send(data)
+            if stream.ended:
+                del self.streams[key]
+                self._forget(stream)
+            if data:
+                await self._port.writable()
+                await asyncio.sleep(0)
+        return busy
+
+    async def _noops(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.noop_interval)
+            if loop.time() - self._heard > self.idle_timeout:
+                self._port.close()
+                return
+            if self.streams:
+                self._noop_opaque += 1
+                self._port.send(codec_dcp.encode(DcpNoop(opaque=self._noop_opaque)))
+
+
+_CONTROLS: dict[bytes, Callable[[DcpProducer, bytes], Status]] = {
+    ControlKey.ENABLE_NOOP: DcpProducer._set_noop,
+    ControlKey.SET_NOOP_INTERVAL: DcpProducer._set_noop_interval,
+    ControlKey.CONNECTION_BUFFER_SIZE: DcpProducer._set_buffer_size,
+    ControlKey.SET_PRIORITY: DcpProducer._set_priority,
+    ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN: DcpProducer._set_flag,
+    ControlKey.SUPPORTS_HIFI_MFU: DcpProducer._set_flag,
+    ControlKey.FORCE_VALUE_COMPRESSION: DcpProducer._set_force_compression,
+    ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM: DcpProducer._set_end_on_close,
+    ControlKey.ENABLE_EXPIRY_OPCODE: DcpProducer._set_expiry_opcode,
+    ControlKey.ENABLE_STREAM_ID: DcpProducer._set_stream_id,
+    ControlKey.ENABLE_SYNC_WRITES: DcpProducer._set_sync_writes,
+    ControlKey.CONSUMER_NAME: DcpProducer._set_consumer_name,
+    ControlKey.BACKFILL_ORDER: DcpProducer._set_order,
+    ControlKey.INCLUDE_DELETED_USER_XATTRS: DcpProducer._set_deleted_user_xattrs,
+    ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS: DcpProducer._set_oso,
+    ControlKey.V7_DCP_STATUS_CODES: DcpProducer._set_flag,
+    ControlKey.CHANGE_STREAMS: DcpProducer._not_supported,
+    ControlKey.FLATBUFFERS_SYSTEM_EVENTS: DcpProducer._set_flat_events,
+    ControlKey.MAX_MARKER_VERSION: DcpProducer._set_marker_version,
+    b"stream_buffer_size": DcpProducer._not_supported,
+}

@@ -1,0 +1,314 @@
+"""What storing, deleting, touching, locking and expiring mean: one document operation becomes one version.
+
+Knows the rules of the key-value engine about CAS, revision numbers, expiry and locks (kv_engine docs/BinaryProtocol.md,
+protocol facts 2.11), and the time through the clock it is given. Must never know frames or connections. Invariants:
+each change takes exactly one seqno and a CAS above all earlier ones of its vbucket; a refusal changes nothing and is
+a `DocumentError` with the status that a server answers; a document that has expired is found so by whoever touches it,
+and becomes an expiration there and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from mirror.clock import Clock
+from mirror.sandbox import values
+from mirror.sandbox.item import (
+    CommitItem,
+    EventItem,
+    Item,
+    abort_frame,
+    deletion_frame,
+    expiration_frame,
+    mutation_frame,
+    prepare_frame,
+    system_event_frame,
+)
+from mirror.sandbox.manifest import BucketManifest, Change
+from mirror.sandbox.vbucket import Vbucket, system_key
+from mirror.wire import leb128
+from mirror.wire.constants import Status
+from mirror.wire.errors import RemoteProtocolError
+
+RELATIVE_EXPIRY_MAX = 30 * 24 * 3600
+"""Up to this an expiry is seconds from now, above it seconds since 1970."""
+
+LOCK_SECONDS_DEFAULT = 15
+LOCK_SECONDS_MAX = 30
+LOCKED_CAS = 0xFFFF_FFFF_FFFF_FFFF
+"""What readers see as CAS of a locked document."""
+
+
+class Mode(Enum):
+    """How a store treats what is there."""
+
+    SET = 1
+    ADD = 2
+    REPLACE = 3
+
+
+class DocumentError(Exception):
+    """The operation is refused with `status`."""
+
+    def __init__(self, status: Status) -> None:
+        """`status` is what a server answers."""
+        super().__init__(status.name)
+        self.status = status
+
+
+class Documents:
+    """The operations on documents of any vbucket."""
+
+    def __init__(self, clock: Clock, manifest: BucketManifest) -> None:
+        """The clock gives CAS and expiry, the manifest the maximum time to live of collections."""
+        self._clock = clock
+        self._manifest = manifest
+
+    def now(self) -> int:
+        """Seconds since 1970."""
+        return self._clock.wall_ms() // 1000
+
+    def next_cas(self, vbucket: Vbucket) -> int:
+        """The CAS of the next change."""
+        return vbucket.next_cas(self._clock.wall_ms() * 1_000_000)
+
+    # --- reading
+
+    def find(self, vbucket: Vbucket, key: bytes) -> Item | None:
+        """The document of a wire key; None when it is absent, deleted or just found to have expired."""
+        item = self.find_any(vbucket, key)
+        return None if item is None or item.deleted else item
+
+    def find_any(self, vbucket: Vbucket, key: bytes) -> Item | None:
+        """The newest version of a wire key, tombstones included."""
+        item = vbucket.find(key, self._collection_of(vbucket, key))
+        if item is not None and not item.deleted and 0 < item.expiry <= self.now():
+            return self.expire(vbucket, item)
+        return item
+
+    def get(self, vbucket: Vbucket, key: bytes) -> Item:
+        """The document, or a refusal."""
+        item = self.find(vbucket, key)
+        if item is None:
+            raise DocumentError(Status.KEY_ENOENT)
+        return item
+
+    def visible_cas(self, vbucket: Vbucket, item: Item) -> int:
+        """The CAS that readers are shown: locked documents hide theirs."""
+        return LOCKED_CAS if self._lock(vbucket, item.key) is not None else item.cas
+
+    # --- changing
+
+    def store(
+        self,
+        vbucket: Vbucket,
+        key: bytes,
+        value: bytes,
+        *,
+        datatype: int = 0,
+        flags: int = 0,
+        expiry: int = 0,
+        cas: int = 0,
+        mode: Mode = Mode.SET,
+        preserve_expiry: bool = False,
+        durability: int = 0,
+    ) -> Item:
+        """Write a whole value (xattrs included, where the datatype says so)."""
+        old = self.find_any(vbucket, key)
+        alive = old is not None and not old.deleted
+        if mode is Mode.ADD and alive:
+            raise DocumentError(Status.KEY_EEXISTS)
+        if not alive and (mode is Mode.REPLACE or cas):
+            raise DocumentError(Status.KEY_ENOENT)
+        if old is not None and alive:
+            self._check_cas(vbucket, old, cas)
+        vbucket.locks.pop(key, None)
+        keep = preserve_expiry and old is not None and alive
+        expiry = old.expiry if keep and old is not None else self._absolute_expiry(key, expiry)
+        rev_seqno = self._next_rev_seqno(vbucket, old)
+        if durability:
+            return self._store_durably(vbucket, key, value, rev_seqno, datatype, flags, expiry, durability)
+        seqno, new_cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
+        frame = mutation_frame(
+            vbucket.vbid, key, seqno, rev_seqno, new_cas, value, flags=flags, expiry=expiry, datatype=datatype
+        )
+        return self._append(vbucket, Item(seqno, key, frame))
+
+    def remove(self, vbucket: Vbucket, key: bytes, *, cas: int = 0) -> Item:
+        """Delete a document; its system xattrs stay in the tombstone."""
+        old = self.get(vbucket, key)
+        self._check_cas(vbucket, old, cas)
+        vbucket.locks.pop(key, None)
+        return self._bury(vbucket, old, deletion_frame)
+
+    def expire(self, vbucket: Vbucket, old: Item) -> Item:
+        """Turn a document into an expiration."""
+        vbucket.locks.pop(old.key, None)
+        return self._bury(vbucket, old, expiration_frame)
+
+    def expire_all(self, vbucket: Vbucket) -> int:
+        """Look at every document, as the expiry pager does. Returns how many had expired."""
+        now = self.now()
+        due = [
+            item
+            for items in vbucket.newest.values()
+            for item in items.values()
+            if not item.deleted and 0 < item.expiry <= now
+        ]
+        for item in due:
+            self.expire(vbucket, item)
+        return len(due)
+
+    def touch(self, vbucket: Vbucket, key: bytes, expiry: int) -> Item:
+        """Set the expiry. Without a change of it nothing happens."""
+        old = self.get(vbucket, key)
+        if self._lock(vbucket, key) is not None:
+            raise DocumentError(Status.LOCKED)
+        if self._absolute_expiry(key, expiry) == old.expiry:
+            return old
+        return self.store(vbucket, key, old.value, datatype=old.datatype, flags=old.flags, expiry=expiry)
+
+    def lock(self, vbucket: Vbucket, key: bytes, seconds: int = 0) -> tuple[Item, int]:
+        """Lock a document; returns it and the CAS that unlocks it."""
+        item = self.get(vbucket, key)
+        if self._lock(vbucket, key) is not None:
+            raise DocumentError(Status.LOCKED)
+        if not 0 < seconds <= LOCK_SECONDS_MAX:
+            seconds = LOCK_SECONDS_DEFAULT
+        cas = self.next_cas(vbucket)
+        vbucket.locks[key] = (self._clock.monotonic() + seconds, cas)
+        return item, cas
+
+    def unlock(self, vbucket: Vbucket, key: bytes, cas: int) -> None:
+        """Unlock a document with the CAS that locking gave."""
+        self.get(vbucket, key)
+        held = self._lock(vbucket, key)
+        if held is None:
+            raise DocumentError(Status.ETMPFAIL)
+        if held != cas:
+            raise DocumentError(Status.LOCKED)
+        del vbucket.locks[key]
+
+    def abort_durable(self, vbucket: Vbucket, key: bytes, value: bytes, *, level: int = 1) -> Item:
+        """A durable write that its replicas never took: a prepare and its abort, nothing that readers see."""
+        old = self.find_any(vbucket, key)
+        seqno, cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
+        rev_seqno = self._next_rev_seqno(vbucket, old)
+        frame = prepare_frame(
+            vbucket.vbid,
+            key,
+            seqno,
+            rev_seqno,
+            cas,
+            value,
+            flags=0,
+            expiry=0,
+            datatype=values.datatype_of(value),
+            deleted=False,
+            level=level,
+        )
+        self._append(vbucket, Item(seqno, key, frame))
+        return self._append(vbucket, Item(seqno + 1, key, abort_frame(vbucket.vbid, key, seqno, seqno + 1)))
+
+    def apply(self, vbucket: Vbucket, changes: list[Change]) -> None:
+        """Write the system events of a change of the manifest."""
+        for change in changes:
+            id_ = change.scope_id if change.about_scope else change.collection_id
+            seqno = vbucket.high_seqno + 1
+            frame = system_event_frame(vbucket.vbid, seqno, change.event, change.version, change.key, change.body())
+            item = EventItem(seqno, system_key(about_scope=change.about_scope, id_=id_), frame, change)
+            vbucket.append_event(item, change.event, id_, new_checkpoint=not change.about_scope)
+
+    # --- rules
+
+    def _append(self, vbucket: Vbucket, item: Item) -> Item:
+        vbucket.append(item)
+        return item
+
+    def _store_durably(
+        self,
+        vbucket: Vbucket,
+        key: bytes,
+        value: bytes,
+        rev_seqno: int,
+        datatype: int,
+        flags: int,
+        expiry: int,
+        level: int,
+    ) -> Item:
+        """Prepare and commit at once: with every replica in this process there is nobody to wait for."""
+        seqno, cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
+        frame = prepare_frame(
+            vbucket.vbid,
+            key,
+            seqno,
+            rev_seqno,
+            cas,
+            value,
+            flags=flags,
+            expiry=expiry,
+            datatype=datatype,
+            deleted=False,
+            level=level,
+        )
+        self._append(vbucket, Item(seqno, key, frame))
+        committed = mutation_frame(
+            vbucket.vbid, key, seqno + 1, rev_seqno, cas, value, flags=flags, expiry=expiry, datatype=datatype
+        )
+        return self._append(vbucket, CommitItem(seqno + 1, key, committed, seqno))
+
+    def _bury(self, vbucket: Vbucket, old: Item, frame_of: Callable[..., bytes]) -> Item:
+        seqno = vbucket.high_seqno + 1
+        value, datatype = values.tombstone_value(old.value, old.datatype)
+        frame = frame_of(
+            vbucket.vbid,
+            old.key,
+            seqno,
+            old.rev_seqno + 1,
+            self.next_cas(vbucket),
+            value,
+            delete_time=self.now(),
+            datatype=datatype,
+        )
+        return self._append(vbucket, Item(seqno, old.key, frame))
+
+    def _collection_of(self, vbucket: Vbucket, key: bytes) -> int:
+        try:
+            collection_id, length = leb128.decode(key)
+        except RemoteProtocolError:
+            raise DocumentError(Status.EINVAL) from None
+        if collection_id not in vbucket.newest:
+            raise DocumentError(Status.UNKNOWN_COLLECTION)
+        if length == len(key):
+            raise DocumentError(Status.EINVAL)
+        return collection_id
+
+    def _absolute_expiry(self, key: bytes, expiry: int) -> int:
+        now = self.now()
+        if 0 < expiry <= RELATIVE_EXPIRY_MAX:
+            expiry += now
+        entry = self._manifest.collections.get(leb128.decode(key)[0])
+        if entry is not None and entry.max_ttl:
+            expiry = min(expiry, now + entry.max_ttl) if expiry else now + entry.max_ttl
+        return expiry
+
+    def _next_rev_seqno(self, vbucket: Vbucket, old: Item | None) -> int:
+        return vbucket.rev_seqno_max_deleted + 1 if old is None else old.rev_seqno + 1
+
+    def _lock(self, vbucket: Vbucket, key: bytes) -> int | None:
+        held = vbucket.locks.get(key)
+        if held is None:
+            return None
+        until, cas = held
+        if until <= self._clock.monotonic():
+            del vbucket.locks[key]
+            return None
+        return cas
+
+    def _check_cas(self, vbucket: Vbucket, old: Item, cas: int) -> None:
+        held = self._lock(vbucket, old.key)
+        if held is not None and held != cas:
+            raise DocumentError(Status.LOCKED)
+        if held is None and cas and cas != old.cas:
+            raise DocumentError(Status.KEY_EEXISTS)

@@ -1,0 +1,152 @@
+"""A version as one particular DCP client gets it: features and open flags decide about key, value and opcode.
+
+Knows which negotiated feature alters what (protocol facts 2.2, 2.3, 2.11; the recordings 72_h* and 605_h*); must never
+know streams, windows or seqnos. Invariant: where nothing has to be altered the item's own frame is used as it is, so
+the common case costs one test per item; the opaque is set by whoever sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mirror.sandbox import values
+from mirror.sandbox.item import (
+    ABORT,
+    COMMIT,
+    DELETION,
+    EXPIRATION,
+    MUTATION,
+    PREPARE,
+    SYSTEM_EVENT,
+    CommitItem,
+    EventItem,
+    Item,
+    commit_frame,
+)
+from mirror.wire import leb128
+from mirror.wire.constants import DcpOpenFlag, Magic
+from mirror.wire.frame import HEADER
+
+_FLEX = int(Magic.FLEX_REQUEST)
+
+
+@dataclass(slots=True)
+class ClientFeatures:
+    """What HELLO, DCP_OPEN and DCP_CONTROL said."""
+
+    collections: bool = False
+    snappy: bool = False
+    open_flags: int = 0
+    expiry_opcode: bool = False
+    force_compression: bool = False
+    sync_writes: bool = False
+    flat_events: bool = False
+
+    @property
+    def xattrs(self) -> bool:
+        """Xattrs are wanted."""
+        return bool(self.open_flags & DcpOpenFlag.INCLUDE_XATTRS)
+
+    @property
+    def delete_times(self) -> bool:
+        """Deletions carry their time."""
+        return bool(self.open_flags & DcpOpenFlag.INCLUDE_DELETE_TIMES)
+
+
+class ItemEncoder:
+    """Frames for one client."""
+
+    def __init__(self, features: ClientFeatures) -> None:
+        """The features must not change any more."""
+        self._features = features
+        self._no_value = bool(features.open_flags & DcpOpenFlag.NO_VALUE)
+        self._no_value_true_datatype = bool(features.open_flags & DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE)
+        unwanted = 0
+        if not features.xattrs:
+            unwanted |= values.XATTR
+        if not features.snappy:
+            unwanted |= values.SNAPPY
+        self.unwanted_datatype = unwanted
+        """Datatype bits that this client must not get."""
+        self.plain = (
+            features.collections
+            and not self._no_value
+            and not self._no_value_true_datatype
+            and not features.force_compression
+            and not features.sync_writes
+        )
+        """True when a mutation without unwanted datatype bits is sent as it is."""
+
+    def shows(self, item: Item) -> bool:
+        """Whether the client gets this kind of message at all: prepares and aborts are for those who ask."""
+        return self._features.sync_writes or item.kind not in (PREPARE, ABORT)
+
+    def encode(self, item: Item, *, from_disk: bool, stream_id: int | None = None) -> bytes:
+        """The frame, with opaque 0."""
+        kind = item.kind
+        if self.plain and kind == MUTATION and stream_id is None and not item.datatype & self.unwanted_datatype:
+            return item.frame
+        if kind == SYSTEM_EVENT:
+            frame = self._event(item)
+        elif kind == ABORT:
+            frame = item.frame
+        elif self._features.sync_writes and isinstance(item, CommitItem) and not from_disk:
+            frame = commit_frame(_vbid(item), item.key, item.prepared_seqno, item.seqno)
+        else:
+            frame = self._document(item, kind, from_disk=from_disk)
+        return frame if stream_id is None else with_stream_id(frame, stream_id)
+
+    def _event(self, item: Item) -> bytes:
+        if not (self._features.flat_events and isinstance(item, EventItem)):
+            return item.frame
+        value = item.change.flat_body()
+        extras = item.frame[24:36] + b"\x02"
+        return _build(item.frame, SYSTEM_EVENT, extras, item.change.key, value, 0)
+
+    def _document(self, item: Item, kind: int, *, from_disk: bool) -> bytes:
+        value, datatype = self._value(item)
+        key = item.key if self._features.collections else item.key[leb128.decode(item.key)[1] :]
+        extras = item.frame[24 : 24 + item.frame[4]]
+        if kind in (DELETION, EXPIRATION):
+            when = extras[16:20] if from_disk else b"\0\0\0\0"
+            if kind == EXPIRATION and self._features.expiry_opcode and self._features.delete_times:
+                extras = extras[:16] + when
+            else:
+                kind = DELETION
+                extras = extras[:16] + (when + b"\0" if self._features.delete_times else b"\0\0")
+        return _build(item.frame, kind, extras, key, value, datatype)
+
+    def _value(self, item: Item) -> tuple[bytes, int]:
+        value, datatype = item.value, item.datatype
+        if self._no_value_true_datatype:
+            return b"", datatype
+        if not self._features.xattrs:
+            value, datatype = values.without_xattrs(value, datatype)
+        if self._no_value:
+            value, datatype = values.without_body(value, datatype)
+        if not self._features.snappy:
+            value, datatype = values.inflate(value, datatype)
+        elif self._features.force_compression:
+            value, datatype = values.deflate(value, datatype)
+        return value, datatype
+
+
+def _vbid(item: Item) -> int:
+    return int.from_bytes(item.frame[6:8])
+
+
+def _build(frame: bytes, kind: int, extras: bytes, key: bytes, value: bytes, datatype: int) -> bytes:
+    length = len(extras) + len(key) + len(value)
+    cas = 0 if kind in (SYSTEM_EVENT, COMMIT, ABORT) else int.from_bytes(frame[16:24])
+    vbid = int.from_bytes(frame[6:8])
+    return b"".join(
+        (HEADER.pack(frame[0], kind, len(key), len(extras), datatype, vbid, length, 0, cas), extras, key, value)
+    )
+
+
+def with_stream_id(frame: bytes, stream_id: int) -> bytes:
+    """The same message in flexible framing, with its stream's id."""
+    key_length = int.from_bytes(frame[2:4])
+    body_length = int.from_bytes(frame[8:12]) + 3
+    head = bytes((_FLEX, frame[1], 3, key_length)) + frame[4:8] + body_length.to_bytes(4) + frame[12:24]
+    return head + b"\x22" + stream_id.to_bytes(2) + frame[24:]

@@ -1,0 +1,104 @@
+"""Faults on request: which connections they are for, and what happens to them.
+
+Knows nodes, their connections and what a link can suffer; must never know data. Invariants: a fault hits connections
+that are open now, or with `future` also those that are opened later until `clear`; without a filter it hits DCP
+connections only, for it is they who must survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypedDict, Unpack
+
+from mirror.sandbox.node import NodeConnection, SandboxNode
+
+Rule = Callable[[NodeConnection], None]
+
+
+class Where(TypedDict, total=False):
+    """Which connections: of a node, whose DCP name contains `name`; `future`: also those opened later."""
+
+    node: int | None
+    name: str | None
+    dcp_only: bool
+    future: bool
+
+
+class Faults:
+    """What can go wrong between the source and its clients."""
+
+    def __init__(self, select: Callable[[int | None], list[SandboxNode]]) -> None:
+        """`select` gives the node of a number, or all."""
+        self._select = select
+
+    def connections(
+        self, *, node: int | None = None, name: str | None = None, dcp_only: bool = True
+    ) -> list[NodeConnection]:
+        """Open connections of a node (all nodes), whose DCP name contains `name`."""
+        return [
+            connection
+            for chosen in self._select(node)
+            for connection in list(chosen.connections)
+            if _matches(connection, name, dcp_only=dcp_only)
+        ]
+
+    def cut(self, **where: Unpack[Where]) -> int:
+        """Break connections. Returns how many."""
+        return self._apply(lambda connection: connection.link.cut(), **where)
+
+    def slow(self, bytes_per_second: float, **where: Unpack[Where]) -> int:
+        """Forward no faster than this; 0 for full speed again."""
+        return self._apply(lambda connection: connection.link.slow(bytes_per_second), **where)
+
+    def garble(self, pieces: int = 1, **where: Unpack[Where]) -> int:
+        """Damage the next pieces that are sent."""
+        return self._apply(lambda connection: connection.link.garble(pieces), **where)
+
+    def silence(self, **where: Unpack[Where]) -> int:
+        """Forward nothing any more, in both directions, without closing."""
+        return self._apply(lambda connection: connection.link.silence(), **where)
+
+    def truncate(self, **where: Unpack[Where]) -> int:
+        """End connections inside of the next frame."""
+        return self._apply(lambda connection: connection.link.truncate(), **where)
+
+    def stop_mid_snapshot(self, after_pieces: int = 0, **where: Unpack[Where]) -> int:
+        """Stop talking inside of the next snapshot, without closing."""
+
+        def arm(connection: NodeConnection) -> None:
+            connection.stop_after_pieces = after_pieces
+
+        return self._apply(arm, **where)
+
+    def clear(self) -> None:
+        """Connections that are opened from now on are sound."""
+        for node in self._select(None):
+            node.on_dcp_open.clear()
+            node.on_connect.clear()
+
+    def _apply(
+        self,
+        rule: Rule,
+        *,
+        node: int | None = None,
+        name: str | None = None,
+        dcp_only: bool = True,
+        future: bool = False,
+    ) -> int:
+        found = self.connections(node=node, name=name, dcp_only=dcp_only)
+        for connection in found:
+            rule(connection)
+        if future:
+            for chosen in self._select(node):
+                later = chosen.on_dcp_open if dcp_only else chosen.on_connect
+                later.append(
+                    lambda connection: rule(connection) if _matches(connection, name, dcp_only=False) else None
+                )
+        return len(found)
+
+
+def _matches(connection: NodeConnection, name: str | None, *, dcp_only: bool) -> bool:
+    producer = connection.session.producer
+    if producer is None:
+        return not dcp_only and name is None
+    return name is None or name in producer.name

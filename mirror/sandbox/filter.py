@@ -1,0 +1,153 @@
+"""Which changes of a vbucket a DCP stream shows: the JSON value of a stream request, judged and remembered.
+
+Knows the keys of the request's value (protocol facts 2.4; kv_engine docs/dcp/documentation/commands/stream-request.md)
+and collection ids before keys. Must never know seqnos, snapshots or connections. Invariants: a filter that was accepted
+changes only with the collections of its scope, and by those that end; a client without collections sees the default
+collection and no system events.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from mirror.sandbox.item import SYSTEM_EVENT, Item
+from mirror.sandbox.manifest import BucketManifest
+from mirror.sandbox.vbucket import system_id
+from mirror.wire.constants import Status, SystemEventId
+
+_HEX = re.compile(r"[0-9a-fA-F]{1,16}")
+_DECIMAL = re.compile(r"[0-9]{1,20}")
+_KNOWN = {"uid", "collections", "scope", "sid", "purge_seqno"}
+
+
+class FilterError(Exception):
+    """The value is refused with `status`."""
+
+    def __init__(self, status: Status) -> None:
+        """`status` is what a server answers."""
+        super().__init__(status.name)
+        self.status = status
+
+
+class StreamFilter:
+    """What passes. `all` passes everything; else `collections` (and `scope_id`, when the filter is a scope)."""
+
+    def __init__(
+        self,
+        *,
+        collections: set[int] | None = None,
+        scope_id: int | None = None,
+        legacy: bool = False,
+        stream_id: int | None = None,
+        purge_seqno: int | None = None,
+    ) -> None:
+        """Without collections everything passes."""
+        self.collections = collections
+        self.scope_id = scope_id
+        self.legacy = legacy
+        self.stream_id = stream_id
+        self.purge_seqno = purge_seqno
+
+    @property
+    def all(self) -> bool:
+        """True when nothing is held back."""
+        return self.collections is None
+
+    @property
+    def empty(self) -> bool:
+        """True when nothing can ever pass again."""
+        return self.collections is not None and not self.collections and self.scope_id is None
+
+    def passes(self, item: Item) -> bool:
+        """Whether the stream shows a change; a scope's new collections join here, ended ones leave by `update`."""
+        if self.collections is None:
+            return True
+        if item.kind != SYSTEM_EVENT:
+            return item.collection_id in self.collections
+        if self.legacy:
+            return False
+        if item.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
+            if self.scope_id is not None:
+                return _scope_of(item) == self.scope_id
+            return system_id(item) in self.collections
+        return self.scope_id == system_id(item)
+
+    def update(self, item: Item) -> bool:
+        """Take note of a system event that was sent; True when the filter became empty by it."""
+        if self.collections is None or item.kind != SYSTEM_EVENT:
+            return False
+        event, id_ = item.event, system_id(item)
+        if event == SystemEventId.COLLECTION_BEGIN and self.scope_id is not None:
+            self.collections.add(id_)
+        elif event == SystemEventId.COLLECTION_END:
+            self.collections.discard(id_)
+            return self.scope_id is None and not self.collections
+        elif event == SystemEventId.SCOPE_DROP and id_ == self.scope_id:
+            return True
+        return False
+
+
+def _scope_of(item: Item) -> int:
+    body = item.value
+    return int.from_bytes(body[8:12])
+
+
+def parse(value: bytes, manifest: BucketManifest, *, has_collections: bool, has_stream_ids: bool) -> StreamFilter:
+    """The filter that a stream request asks for, or a FilterError."""
+    if not has_collections:
+        if value:
+            raise FilterError(Status.EINVAL)
+        return StreamFilter(collections={0}, legacy=True)
+    asked = _object(value) if value else {}
+    if value and not _KNOWN & asked.keys():
+        raise FilterError(Status.EINVAL)
+    stream_id = asked.get("sid")
+    if (stream_id is not None) != has_stream_ids:
+        raise FilterError(Status.DCP_STREAM_ID_INVALID)
+    if stream_id is not None and not (isinstance(stream_id, int) and 0 < stream_id <= 0xFFFF):
+        raise FilterError(Status.DCP_STREAM_ID_INVALID)
+    if "uid" in asked:
+        _hex(asked["uid"])
+    result = StreamFilter(stream_id=stream_id, purge_seqno=_purge_seqno(asked.get("purge_seqno")))
+    if "scope" in asked and "collections" in asked:
+        raise FilterError(Status.EINVAL)
+    if "scope" in asked:
+        result.scope_id = _hex(asked["scope"])
+        if result.scope_id not in manifest.scopes:
+            raise FilterError(Status.UNKNOWN_SCOPE)
+        result.collections = {
+            entry.collection_id for entry in manifest.collections.values() if entry.scope_id == result.scope_id
+        }
+    elif "collections" in asked:
+        names = asked["collections"]
+        if not isinstance(names, list) or not names:
+            raise FilterError(Status.EINVAL)
+        result.collections = {_hex(name) for name in names}
+        if not result.collections <= manifest.collections.keys():
+            raise FilterError(Status.UNKNOWN_COLLECTION)
+    return result
+
+
+def _object(value: bytes) -> dict[str, object]:
+    try:
+        asked = json.loads(value)
+    except ValueError:
+        raise FilterError(Status.EINVAL) from None
+    if not isinstance(asked, dict):
+        raise FilterError(Status.EINVAL)
+    return asked
+
+
+def _hex(text: object) -> int:
+    if not isinstance(text, str) or not _HEX.fullmatch(text):
+        raise FilterError(Status.EINVAL)
+    return int(text, 16)
+
+
+def _purge_seqno(text: object) -> int | None:
+    if text is None:
+        return None
+    if not isinstance(text, str) or not _DECIMAL.fullmatch(text):
+        raise FilterError(Status.EINVAL)
+    return int(text)

@@ -1,0 +1,233 @@
+"""One version of one key, as the source keeps it: a ready-made DCP frame and where it stands in its vbucket.
+
+Knows the fixed parts of the DCP messages (kv_engine docs/dcp/documentation/commands) and how to read them back; must
+never know connections, features or snapshots. Invariants: `frame` is the message as the most capable client gets it
+(collection id before the key, true datatype, xattrs, delete time), with opaque 0; everything but `next_seqno` never
+changes. The frame is made once, so that a backfill is mostly the joining of bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from mirror.sandbox.manifest import Change
+from mirror.wire import leb128
+from mirror.wire.constants import Magic, Opcode
+
+MUTATION = int(Opcode.DCP_MUTATION)
+DELETION = int(Opcode.DCP_DELETION)
+EXPIRATION = int(Opcode.DCP_EXPIRATION)
+SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
+PREPARE = int(Opcode.DCP_PREPARE)
+COMMIT = int(Opcode.DCP_COMMIT)
+ABORT = int(Opcode.DCP_ABORT)
+
+REQUEST = int(Magic.REQUEST)
+NRU = 2
+"""Eviction hint in each mutation; what the engine sends by default."""
+
+MUTATION_HEAD = struct.Struct(">BBHBBHIIQ QQIIIHB")
+DELETION_HEAD = struct.Struct(">BBHBBHIIQ QQIB")
+EXPIRATION_HEAD = struct.Struct(">BBHBBHIIQ QQI")
+SYSTEM_EVENT_HEAD = struct.Struct(">BBHBBHIIQ QIB")
+PREPARE_HEAD = struct.Struct(">BBHBBHIIQ QQIIIBBB")
+ABORT_HEAD = struct.Struct(">BBHBBHIIQ QQ")
+
+_U32 = struct.Struct(">I")
+_U64 = struct.Struct(">Q")
+
+_EXTRAS_LENGTH = {MUTATION: 31, DELETION: 21, EXPIRATION: 20, SYSTEM_EVENT: 13, PREPARE: 31, ABORT: 16}
+
+
+class Item:
+    """A version. `key` is the wire key with its collection id; for system events a name that no document can have."""
+
+    __slots__ = ("frame", "key", "next_seqno", "seqno")
+
+    def __init__(self, seqno: int, key: bytes, frame: bytes) -> None:
+        """A version nobody has superseded yet."""
+        self.seqno = seqno
+        self.key = key
+        self.frame = frame
+        self.next_seqno = 0
+        """Seqno of the version that superseded this one; 0 for the newest, its own seqno once purged."""
+
+    def __repr__(self) -> str:
+        """For people."""
+        return f"Item({self.seqno}, {self.key!r}, {Opcode(self.kind).name})"
+
+    @property
+    def kind(self) -> int:
+        """The opcode of the DCP message."""
+        return self.frame[1]
+
+    @property
+    def datatype(self) -> int:
+        """Datatype bits of `value`."""
+        return self.frame[5]
+
+    @property
+    def cas(self) -> int:
+        """CAS of this version."""
+        return int(_U64.unpack_from(self.frame, 16)[0])
+
+    @property
+    def rev_seqno(self) -> int:
+        """Revision number of the document."""
+        return int(_U64.unpack_from(self.frame, 32)[0]) if self.is_document else 0
+
+    @property
+    def flags(self) -> int:
+        """The client's flags; tombstones have none on the wire."""
+        return int(_U32.unpack_from(self.frame, 40)[0]) if self.frame[1] in (MUTATION, PREPARE) else 0
+
+    @property
+    def expiry(self) -> int:
+        """Seconds since 1970 at which the document expires, 0 for never; for tombstones the time of the delete."""
+        position = {MUTATION: 44, PREPARE: 44, DELETION: 40, EXPIRATION: 40}.get(self.frame[1])
+        return 0 if position is None else int(_U32.unpack_from(self.frame, position)[0])
+
+    @property
+    def value(self) -> bytes:
+        """The value as stored: perhaps compressed, xattrs before the body."""
+        extras = self.frame[4]
+        return self.frame[24 + extras + int.from_bytes(self.frame[2:4]) :]
+
+    @property
+    def deleted(self) -> bool:
+        """True for tombstones."""
+        return self.frame[1] in (DELETION, EXPIRATION)
+
+    @property
+    def is_document(self) -> bool:
+        """True for what is a version of a document: neither a system event nor an abort."""
+        return self.frame[1] not in (SYSTEM_EVENT, ABORT)
+
+    @property
+    def collection_id(self) -> int:
+        """The collection that the key is in; of a system event, the collection or scope that it speaks of."""
+        return self.key[0] if self.key[0] < 0x80 else leb128.decode(self.key)[0]
+
+    @property
+    def event(self) -> int:
+        """Kind of a system event."""
+        return int(_U32.unpack_from(self.frame, 32)[0])
+
+
+class CommitItem(Item):
+    """A committed durable write: a mutation to most clients, a commit of `prepared_seqno` to those that ask for it."""
+
+    __slots__ = ("prepared_seqno",)
+
+    def __init__(self, seqno: int, key: bytes, frame: bytes, prepared_seqno: int) -> None:
+        """The frame is that of the mutation."""
+        super().__init__(seqno, key, frame)
+        self.prepared_seqno = prepared_seqno
+
+
+class EventItem(Item):
+    """A system event; keeps the change that it tells of, for clients that want its other shape."""
+
+    __slots__ = ("change",)
+
+    def __init__(self, seqno: int, key: bytes, frame: bytes, change: Change) -> None:
+        """The frame has the fixed shape."""
+        super().__init__(seqno, key, frame)
+        self.change = change
+
+
+def mutation_frame(
+    vbid: int,
+    key: bytes,
+    seqno: int,
+    rev_seqno: int,
+    cas: int,
+    value: bytes,
+    *,
+    flags: int = 0,
+    expiry: int = 0,
+    datatype: int = 0,
+) -> bytes:
+    """A DCP mutation."""
+    length = 31 + len(key) + len(value)
+    head = MUTATION_HEAD.pack(
+        REQUEST, MUTATION, len(key), 31, datatype, vbid, length, 0, cas, seqno, rev_seqno, flags, expiry, 0, 0, NRU
+    )
+    return head + key + value
+
+
+def deletion_frame(
+    vbid: int, key: bytes, seqno: int, rev_seqno: int, cas: int, value: bytes, *, delete_time: int, datatype: int = 0
+) -> bytes:
+    """A DCP deletion, in the shape that carries the time of the delete."""
+    length = 21 + len(key) + len(value)
+    head = DELETION_HEAD.pack(
+        REQUEST, DELETION, len(key), 21, datatype, vbid, length, 0, cas, seqno, rev_seqno, delete_time, 0
+    )
+    return head + key + value
+
+
+def expiration_frame(
+    vbid: int, key: bytes, seqno: int, rev_seqno: int, cas: int, value: bytes, *, delete_time: int, datatype: int = 0
+) -> bytes:
+    """A DCP expiration."""
+    length = 20 + len(key) + len(value)
+    head = EXPIRATION_HEAD.pack(
+        REQUEST, EXPIRATION, len(key), 20, datatype, vbid, length, 0, cas, seqno, rev_seqno, delete_time
+    )
+    return head + key + value
+
+
+def system_event_frame(vbid: int, seqno: int, event: int, version: int, name: bytes, value: bytes) -> bytes:
+    """A DCP system event."""
+    length = 13 + len(name) + len(value)
+    head = SYSTEM_EVENT_HEAD.pack(REQUEST, SYSTEM_EVENT, len(name), 13, 0, vbid, length, 0, 0, seqno, event, version)
+    return head + name + value
+
+
+def prepare_frame(
+    vbid: int,
+    key: bytes,
+    seqno: int,
+    rev_seqno: int,
+    cas: int,
+    value: bytes,
+    *,
+    flags: int,
+    expiry: int,
+    datatype: int,
+    deleted: bool,
+    level: int,
+) -> bytes:
+    """A DCP prepare: a durable write that is under way."""
+    length = 31 + len(key) + len(value)
+    head = PREPARE_HEAD.pack(
+        REQUEST,
+        PREPARE,
+        len(key),
+        31,
+        datatype,
+        vbid,
+        length,
+        0,
+        cas,
+        seqno,
+        rev_seqno,
+        flags,
+        expiry,
+        0,
+        NRU,
+        int(deleted),
+        level,
+    )
+    return head + key + value
+
+
+def commit_frame(vbid: int, key: bytes, prepared_seqno: int, seqno: int) -> bytes:
+    """A DCP commit."""
+    return ABORT_HEAD.pack(REQUEST, COMMIT, len(key), 16, 0, vbid, 16 + len(key), 0, 0, prepared_seqno, seqno) + key
+
+
+def abort_frame(vbid: int, key: bytes, prepared_seqno: int, seqno: int) -> bytes:
+    """A DCP abort."""
+    return ABORT_HEAD.pack(REQUEST, ABORT, len(key), 16, 0, vbid, 16 + len(key), 0, 0, prepared_seqno, seqno) + key

@@ -1,0 +1,125 @@
+"""The way from a node's connection to its socket, which can be made slow, faulty or silent.
+
+Knows bytes and a transport; must never know what the bytes mean. Invariants: without a fault bytes go to the transport
+at once; a silent link neither sends nor hears, and stays open; a slow one keeps the order; a truncated one ends inside
+of the piece it was sending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+SLOW_TICK_SECONDS = 0.01
+SLOW_BACKLOG_MAX = 256 * 1024
+"""A slow link takes this much before whoever sends has to wait."""
+
+HIGH_WATER_BYTES = 1024 * 1024
+
+
+class Link:
+    """One connection's outlet."""
+
+    def __init__(self, transport: asyncio.Transport, rng: Random) -> None:
+        """The transport is open."""
+        self.silent = False
+        self.bytes_sent = 0
+        self._transport = transport
+        self._rng = rng
+        self._rate = 0.0
+        self._garble = 0
+        self._truncate = False
+        self._backlog = bytearray()
+        self._timer: asyncio.TimerHandle | None = None
+        self._room = asyncio.Event()
+        self._room.set()
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+
+    # --- sending
+
+    def send(self, data: bytes) -> None:
+        """Send, as the link now is."""
+        if self.silent or self._transport.is_closing():
+            return
+        if self._garble:
+            data = self._garbled(data)
+        if self._truncate:
+            self._transport.write(data[: max(1, len(data) * 2 // 3)])
+            self._transport.close()
+            return
+        self.bytes_sent += len(data)
+        if self._rate:
+            self._backlog += data
+            if len(self._backlog) > SLOW_BACKLOG_MAX:
+                self._room.clear()
+            self._schedule()
+        else:
+            self._transport.write(data)
+
+    async def writable(self) -> None:
+        """Return when more may be sent."""
+        if not self._room.is_set():
+            await self._room.wait()
+
+    def pause(self) -> None:
+        """The transport is full."""
+        self._room.clear()
+
+    def resume(self) -> None:
+        """The transport has room again."""
+        if len(self._backlog) <= SLOW_BACKLOG_MAX:
+            self._room.set()
+
+    def closed(self) -> None:
+        """The transport is gone."""
+        self._room.set()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # --- faults
+
+    def cut(self) -> None:
+        """Break the connection without a goodbye."""
+        self._transport.abort()
+
+    def silence(self) -> None:
+        """Stop forwarding in both directions, without a FIN."""
+        self.silent = True
+
+    def slow(self, bytes_per_second: float) -> None:
+        """Forward no faster than this from now on; 0 for full speed."""
+        self._rate = bytes_per_second
+        if not bytes_per_second and self._backlog:
+            self._transport.write(bytes(self._backlog))
+            self._backlog.clear()
+            self._room.set()
+
+    def garble(self, pieces: int) -> None:
+        """Damage the next pieces: a byte in every header-sized stretch or so is changed."""
+        self._garble = pieces
+
+    def truncate(self) -> None:
+        """End the connection inside of the next piece."""
+        self._truncate = True
+
+    def _garbled(self, data: bytes) -> bytes:
+        self._garble -= 1
+        damaged = bytearray(data)
+        for _ in range(max(1, len(damaged) // 200)):
+            damaged[self._rng.randrange(len(damaged))] ^= self._rng.randint(1, 255)
+        return bytes(damaged)
+
+    def _schedule(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SLOW_TICK_SECONDS, self._trickle)
+
+    def _trickle(self) -> None:
+        self._timer = None
+        count = max(1, int(self._rate * SLOW_TICK_SECONDS)) if self._rate else len(self._backlog)
+        if not self.silent and not self._transport.is_closing():
+            self._transport.write(bytes(self._backlog[:count]))
+            del self._backlog[:count]
+            if len(self._backlog) <= SLOW_BACKLOG_MAX:
+                self._room.set()
+            if self._backlog:
+                self._schedule()

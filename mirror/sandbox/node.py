@@ -1,0 +1,256 @@
+"""A node: a listener on the loopback interface, its connections, and the dispatch of what they ask.
+
+Knows sockets, and nothing of what operations do: they stand in tables. Invariants: a frame is answered in the order it
+came; bytes that are no frame end their connection and no other; a request that its operation cannot decode is refused
+with the status that the codec gives, and the connection stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+
+from mirror.sandbox import dcp_requests, document_requests, session_requests, subdoc_requests
+from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.dcp import DcpProducer, Sent
+from mirror.sandbox.documents import DocumentError
+from mirror.sandbox.encoder import ClientFeatures
+from mirror.sandbox.link import Link
+from mirror.sandbox.manifest import BucketManifest
+from mirror.sandbox.session import Operation, Reply, Session
+from mirror.sandbox.session_requests import not_my_vbucket
+from mirror.sandbox.stream import ProducerStream
+from mirror.sandbox.users import DCP_STREAM
+from mirror.sandbox.vbucket import Vbucket
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.constants import Feature, Magic, Status, StreamEndReason, VbucketState
+from mirror.wire.errors import ProtocolError, RemoteProtocolError
+from mirror.wire.frame import Frame
+
+OPERATIONS: dict[int, Operation] = (
+    session_requests.OPERATIONS | document_requests.OPERATIONS | subdoc_requests.OPERATIONS | dcp_requests.OPERATIONS
+)
+
+PIECE_BYTES = 256 * 1024
+"""Sent of one stream before the next one has its turn."""
+
+SMALL_PIECE_BYTES = 200
+"""The same, where a fault has to strike inside of a snapshot."""
+
+_REQUESTS = (Magic.REQUEST, Magic.FLEX_REQUEST)
+
+
+class NodeConnection(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, node: SandboxNode) -> None:
+        """Not connected yet."""
+        self.node = node
+        self.session = Session(self)
+        self.link: Link
+        self.stop_after_pieces: int | None = None
+        """Fault: fall silent inside of a snapshot, once this many more pieces of snapshots were sent."""
+        self._transport: asyncio.Transport
+        self._buffer = FrameBuffer()
+
+    # --- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client connected."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.link = Link(transport, self.node.bucket.rng)
+        self.node.connections.add(self)
+        for rule in self.node.on_connect:
+            rule(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if self.link.silent:
+            return
+        self._buffer.feed(data)
+        if self.session.producer is not None:
+            self.session.producer.heard()
+        try:
+            while (frame := self._buffer.next_frame()) is not None and not self._transport.is_closing():
+                self._dispatch(frame)
+        except RemoteProtocolError:
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The connection is gone."""
+        self.node.connections.discard(self)
+        self.link.closed()
+        if self.session.producer is not None:
+            self.session.producer.stop()
+
+    def pause_writing(self) -> None:
+        """The socket is full."""
+        self.link.pause()
+
+    def resume_writing(self) -> None:
+        """The socket has room again."""
+        self.link.resume()
+
+    # --- what operations and the producer ask
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket."""
+        return self.node.bucket
+
+    @property
+    def manifest(self) -> BucketManifest:
+        """The bucket's manifest."""
+        return self.node.bucket.manifest
+
+    @property
+    def node_number(self) -> int:
+        """The node's number in the cluster."""
+        return self.node.number
+
+    def send(self, data: bytes) -> None:
+        """Send bytes."""
+        self.link.send(data)
+
+    async def writable(self) -> None:
+        """Return when more may be sent."""
+        await self.link.writable()
+
+    def close(self) -> None:
+        """Hang up when everything was sent."""
+        self._transport.close()
+
+    def open_producer(self, name: str, flags: int) -> None:
+        """Become a DCP producer's connection; another one of the same name is closed."""
+        for other in list(self.node.connections):
+            if other.session.producer is not None and other.session.producer.name == name:
+                other.close()
+        features = ClientFeatures(
+            collections=self.session.has(Feature.COLLECTIONS),
+            snappy=self.session.has(Feature.SNAPPY),
+            open_flags=flags,
+        )
+        producer = DcpProducer(self, name, features, self.bucket.rng, live_snapshot_items=self.node.live_snapshot_items)
+        producer.ack_markers = self.node.ack_markers
+        producer.idle_timeout = self.node.dcp_idle_timeout
+        self.session.producer = producer
+        producer.start()
+        for rule in self.node.on_dcp_open:
+            rule(self)
+
+    def state_of(self, vbid: int) -> VbucketState:
+        """State of a vbucket on this node."""
+        return self.bucket.state_on(vbid, self.node.number)
+
+    def vbucket(self, vbid: int) -> Vbucket:
+        """A vbucket."""
+        return self.bucket.vbuckets[vbid]
+
+    def sent(self, vbid: int) -> Sent:
+        """Counters of a vbucket."""
+        return self.bucket.sent[vbid]
+
+    def may_stream(self) -> bool:
+        """Whether the user has the privilege DcpStream."""
+        return self.session.may(DCP_STREAM)
+
+    def piece_bytes(self, stream: ProducerStream) -> int:
+        """How much to send of a stream at once; 0 where a fault has just silenced the connection."""
+        if self.stop_after_pieces is None:
+            return PIECE_BYTES
+        if stream.in_snapshot_until:
+            if self.stop_after_pieces == 0:
+                self.link.silence()
+                return 0
+            self.stop_after_pieces -= 1
+        return SMALL_PIECE_BYTES
+
+    # --- dispatch
+
+    def _dispatch(self, frame: Frame) -> None:
+        if frame.magic not in _REQUESTS:
+            if frame.magic != Magic.SERVER_RESPONSE:
+                dcp_requests.heard_answer(self.session, frame)
+            return
+        reply = self._reply(frame)
+        if reply is not None:
+            self.session.respond(frame, reply)
+
+    def _reply(self, frame: Frame) -> Reply | None:
+        session = self.session
+        operation = OPERATIONS.get(frame.opcode)
+        if session.user is None and not (operation and operation.before_login):
+            return Reply(Status.EACCESS)
+        if operation is None:
+            return session.refuse(Status.UNKNOWN_COMMAND)
+        if not session.bucket_selected and not operation.without_bucket:
+            return Reply(Status.NO_BUCKET)
+        try:
+            return operation.handle(session, frame)
+        except DocumentError as error:
+            if error.status == Status.UNKNOWN_COLLECTION:
+                return session.refuse_collection()
+            if error.status == Status.NOT_MY_VBUCKET:
+                return not_my_vbucket(session)
+            return Reply(error.status)
+        except ProtocolError as error:
+            return session.refuse(error.status, error.detail)
+
+
+class SandboxNode:
+    """One node of the cluster."""
+
+    def __init__(self, number: int, bucket: Bucket) -> None:
+        """Not listening yet."""
+        self.number = number
+        self.bucket = bucket
+        self.port = 0
+        self.connections: set[NodeConnection] = set()
+        self.on_connect: list[Callable[[NodeConnection], None]] = []
+        self.on_dcp_open: list[Callable[[NodeConnection], None]] = []
+        self.live_snapshot_items = 0
+        self.ack_markers = False
+        self.dcp_idle_timeout = 360.0
+        self._server: asyncio.Server | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True while it listens."""
+        return self._server is not None
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """Listen; port 0 picks a free one."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: NodeConnection(self), host, port, ssl=tls, reuse_address=True)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Stop listening and break all connections, as a process that dies does."""
+        server, self._server = self._server, None
+        for connection in list(self.connections):
+            connection.link.cut()
+        if server is not None:
+            server.close()
+            await asyncio.sleep(0)
+
+    def end_streams(self, vbid: int) -> None:
+        """A vbucket's state changed: its streams on this node are over."""
+        for connection in list(self.connections):
+            if connection.session.producer is not None:
+                connection.session.producer.end_streams(vbid, StreamEndReason.STATE_CHANGED)
+
+    def announce_map(self) -> None:
+        """Tell the clients that asked for it of the new map."""
+        cluster_map = self.bucket.map
+        for connection in self.connections:
+            session = connection.session
+            wanted = session.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION) and session.has(Feature.DUPLEX)
+            if wanted and session.user is not None and session.producer is None:
+                config = cluster_map.to_json(self.number, with_bucket=session.bucket_selected)
+                name = self.bucket.name.encode() if session.bucket_selected else b""
+                message = codec_kv.clustermap_notification(cluster_map.epoch, cluster_map.rev, name, config)
+                connection.send(fr.encode(message))

@@ -1,0 +1,338 @@
+"""One DCP stream from the producer's side: what comes next, from disk or from memory, and when it is over.
+
+Knows the phases of a stream and the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, protocol facts
+2.6, 2.7, and what the recordings add: README of captures, points 1, 2, 14). Must never know sockets, windows or tasks:
+it is asked for at most so many bytes and gives whole frames. Invariants: the seqnos of a stream rise (but in an
+out-of-order snapshot); every snapshot is complete at its end for what the filter shows; once ended it gives nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+from mirror.sandbox.encoder import ItemEncoder, with_stream_id
+from mirror.sandbox.filter import StreamFilter
+from mirror.sandbox.item import ABORT, MUTATION, PREPARE, Item
+from mirror.sandbox.vbucket import Vbucket
+from mirror.wire import codec_dcp
+from mirror.wire.constants import MarkerVersion, OsoFlag, SnapshotFlag, StreamEndReason, StreamRequestFlag
+from mirror.wire.events import OsoSnapshot, SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
+
+LIVE_SNAPSHOT_ITEMS = 5
+"""Most changes in a live snapshot; on average about half as many, as recorded under load."""
+
+BACKLOG_FOR_LARGE_SNAPSHOTS = 2000
+"""A stream that lacks more than this gets the rest of a checkpoint in one snapshot."""
+
+DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
+MEMORY = int(SnapshotFlag.MEMORY)
+CHECKPOINT = int(SnapshotFlag.CHECKPOINT)
+
+
+class Phase(Enum):
+    """Where the stream is."""
+
+    NEXT = 1
+    """Between snapshots."""
+    SNAPSHOT = 2
+    """Inside of one."""
+    ENDED = 3
+
+
+@dataclass(slots=True)
+class StreamOptions:
+    """What the connection negotiated, and what a test asks for."""
+
+    marker_v2: bool = False
+    """V2.0 markers, as replicas get."""
+    marker_v2_2: bool = False
+    oso: bool = False
+    oso_with_seqno_advanced: bool = False
+    seqno_advanced: bool = True
+    """Off for clients without collections."""
+    ack_markers: bool = False
+    live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS
+
+
+class ProducerStream:
+    """A stream of one vbucket to one client."""
+
+    def __init__(
+        self,
+        vbucket: Vbucket,
+        request: StreamRequest,
+        stream_filter: StreamFilter,
+        encoder: ItemEncoder,
+        options: StreamOptions,
+        rng: Random,
+    ) -> None:
+        """The request was accepted."""
+        self.vbucket = vbucket
+        self.opaque = request.opaque
+        self.stream_id = stream_filter.stream_id
+        self.seqno = request.start_seqno
+        """Everything up to here was sent, or held back by the filter."""
+        self.end_seqno = request.end_seqno
+        self.phase = Phase.NEXT
+        self.frames_sent = 0
+        self.uncounted_bytes = 0
+        """Bytes that flow control counts beyond those sent."""
+        self.in_snapshot_until = 0
+        self._request = request
+        self._filter = stream_filter
+        self._encoder = encoder
+        self._options = options
+        self._rng = rng
+        self._disk_only = bool(request.flags & StreamRequestFlag.DISK_ONLY)
+        if request.flags & (StreamRequestFlag.TO_LATEST | StreamRequestFlag.DISK_ONLY):
+            self.end_seqno = vbucket.high_seqno
+        self._first_marker_sent = False
+        self._next_opens_checkpoint = True
+        self._backfilled = False
+        self._pending: Iterator[Item] = iter(())
+        self._snapshot_end = 0
+        self._from_disk = False
+        self._last_sent = 0
+        self._visible_seqno = request.start_seqno
+        self._oso = False
+        self._log = vbucket.log
+
+    # --- asked by the connection
+
+    @property
+    def ended(self) -> bool:
+        """True when the stream is over."""
+        return self.phase is Phase.ENDED
+
+    @property
+    def has_more(self) -> bool:
+        """True when `take` has something to give, perhaps."""
+        if self.phase is Phase.ENDED:
+            return False
+        return self.phase is Phase.SNAPSHOT or self.seqno < self.vbucket.high_seqno or self.seqno >= self.end_seqno
+
+    def take(self, bytes_max: int) -> bytes:
+        """The next frames: stops with the one that reaches the limit. Empty when there is nothing to send now."""
+        out = bytearray()
+        while len(out) < bytes_max and self.phase is not Phase.ENDED:
+            if self.phase is Phase.NEXT:
+                if not self._begin(out):
+                    break
+            elif self._fill(out, bytes_max):
+                self._finish(out)
+        return bytes(out)
+
+    def end(self, reason: StreamEndReason) -> bytes:
+        """End the stream, now. Returns the message to send; empty when it was over already."""
+        if self.phase is Phase.ENDED:
+            return b""
+        self.phase = Phase.ENDED
+        self.frames_sent += 1
+        return self._message(StreamEnd(self.vbucket.vbid, int(reason), opaque=self.opaque))
+
+    # --- snapshots
+
+    def _begin(self, out: bytearray) -> bool:
+        """Begin the next snapshot; False when there is none."""
+        vbucket = self.vbucket
+        if self._filter.empty:
+            out += self.end(StreamEndReason.FILTER_EMPTY)
+            return False
+        if self.seqno >= self.end_seqno:
+            out += self.end(StreamEndReason.OK)
+            return False
+        if self.seqno >= vbucket.high_seqno:
+            return False
+        if self._disk_only or self.seqno < vbucket.memory_floor_seqno:
+            return self._begin_disk(out)
+        return self._begin_memory(out)
+
+    def _begin_disk(self, out: bytearray) -> bool:
+        vbucket = self.vbucket
+        high = vbucket.high_seqno
+        if not self._backfilled and self.seqno == 0 and self._wants_oso():
+            self._oso = True
+            self._emit(out, OsoSnapshot(vbucket.vbid, int(OsoFlag.START), opaque=self.opaque))
+            self._open(self._by_key(high), high, from_disk=True)
+            return True
+        if self._filter.legacy:
+            high = vbucket.collection_high_seqno.get(0, 0)
+            if high <= self.seqno:
+                self.seqno = vbucket.high_seqno
+                return True
+        start = self._request.start_seqno if not self._first_marker_sent else self.seqno + 1
+        if not self._first_marker_sent:
+            start = min(start, self._request.snap_start_seqno)
+        self._visible_seqno = high
+        self._marker(out, start, high, DISK)
+        self._open(self._on_disk(self.seqno + 1, high), high, from_disk=True)
+        return True
+
+    def _begin_memory(self, out: bytearray) -> bool:
+        vbucket = self.vbucket
+        backlog = vbucket.high_seqno - self.seqno
+        count = self._rng.randint(1, self._options.live_snapshot_items)
+        if backlog > BACKLOG_FOR_LARGE_SNAPSHOTS or not self._first_marker_sent:
+            count = backlog
+        first = self.seqno + 1
+        last, opens = vbucket.cut(self.seqno, count)
+        self._next_opens_checkpoint |= opens
+        shown: list[Item] = []
+        marker_end = 0
+        for item in vbucket.changes(first, last):
+            superseded = item.next_seqno
+            if superseded and superseded <= last and superseded != item.seqno:
+                continue
+            if not self._filter.passes(item):
+                continue
+            if self._encoder.shows(item):
+                shown.append(item)
+                marker_end = item.seqno
+            elif self._options.seqno_advanced:  # a prepare at the end: SeqnoAdvanced will tell of it
+                marker_end = item.seqno
+        if not shown:  # a snapshot that shows nothing is not sent (captures, point 14)
+            self.seqno = last
+            return True
+        start = first
+        if not self._first_marker_sent:
+            start = min(self._request.start_seqno, self._request.snap_start_seqno)
+        flags = MEMORY | (CHECKPOINT if self._next_opens_checkpoint else 0)
+        self._next_opens_checkpoint = False
+        self._visible_seqno = max(
+            (i.seqno for i in shown if i.kind not in (PREPARE, ABORT)), default=self._visible_seqno
+        )
+        self._marker(out, start, marker_end, flags)
+        self._open(iter(shown), marker_end, from_disk=False)
+        self.seqno = last
+        return True
+
+    def _open(self, items: Iterator[Item], end: int, *, from_disk: bool) -> None:
+        self._pending = items
+        self._snapshot_end = end
+        self._from_disk = from_disk
+        self._last_sent = 0
+        self.in_snapshot_until = end
+        self.phase = Phase.SNAPSHOT
+
+    def _on_disk(self, first: int, last: int) -> Iterator[Item]:
+        """What a backfill finds: the newest version of each key as of `last`."""
+        log = self._log
+        passes = None if self._filter.all else self._filter.passes
+        shows = self._encoder.shows
+        for position in range(first - 1, last):
+            item = log[position]
+            superseded = item.next_seqno
+            if superseded and superseded <= last:
+                continue
+            if passes is not None and not passes(item):
+                continue
+            if item.frame[1] == MUTATION or shows(item):
+                yield item
+
+    def _by_key(self, high: int) -> Iterator[Item]:
+        return iter(sorted(self._on_disk(1, high), key=_oso_order))
+
+    def _wants_oso(self) -> bool:
+        collections = self._filter.collections
+        asked = self._options.oso and not self._filter.legacy and self._filter.scope_id is None
+        return asked and collections is not None and len(collections) == 1
+
+    def _fill(self, out: bytearray, bytes_max: int) -> bool:
+        """Send items of the open snapshot; True when it has no more."""
+        encoder, stream_id, from_disk = self._encoder, self.stream_id, self._from_disk
+        unwanted = encoder.unwanted_datatype
+        plain = encoder.plain and stream_id is None
+        room = bytes_max - len(out)
+        parts: list[bytes] = []
+        last: Item | None = None
+        done = True
+        for item in self._pending:
+            frame = item.frame
+            if not (plain and frame[1] == MUTATION and not frame[5] & unwanted):
+                frame = encoder.encode(item, from_disk=from_disk, stream_id=stream_id)
+                if self._filter.update(item):
+                    self._filter_ended(item)
+            if frame[1] == PREPARE:
+                self.uncounted_bytes += 2  # a prepare is counted two bytes longer than it is (protocol facts 2.8)
+            parts.append(frame)
+            last = item
+            room -= len(frame)
+            if room <= 0:
+                done = False
+                break
+        if last is not None:
+            opaque = self.opaque.to_bytes(4)
+            position = len(out) + 12
+            out += b"".join(parts)
+            for frame in parts:
+                out[position : position + 4] = opaque
+                position += len(frame)
+            self.frames_sent += len(parts)
+            self._last_sent = last.seqno
+            if from_disk and not self._oso:
+                self.seqno = last.seqno
+        return done
+
+    def _filter_ended(self, item: Item) -> None:
+        assert self._filter.collections is not None
+        self._filter.scope_id = None
+        self._filter.collections.clear()
+        self._pending = iter(())
+
+    def _finish(self, out: bytearray) -> None:
+        end = self._snapshot_end
+        vbid = self.vbucket.vbid
+        if self._oso:
+            self._oso = False
+            if self._options.oso_with_seqno_advanced:
+                self._emit(out, SeqnoAdvanced(vbid, end, opaque=self.opaque))
+            self._emit(out, OsoSnapshot(vbid, int(OsoFlag.END), opaque=self.opaque))
+        elif self._last_sent < end and self._options.seqno_advanced and not self._filter.empty:
+            self._emit(out, SeqnoAdvanced(vbid, end, opaque=self.opaque))
+        if self._from_disk:
+            self._backfilled = True
+            self.seqno = max(self.seqno, end)
+            self._next_opens_checkpoint = True
+        self.in_snapshot_until = 0
+        self.phase = Phase.NEXT
+
+    # --- messages
+
+    def _marker(self, out: bytearray, start: int, end: int, flags: int) -> None:
+        self._first_marker_sent = True
+        if self._options.ack_markers:
+            flags |= int(SnapshotFlag.ACK)
+        version = int(MarkerVersion.V1)
+        visible = completed = purge = 0
+        if self._options.marker_v2 or (self._options.marker_v2_2 and flags & SnapshotFlag.DISK):
+            version, visible = int(MarkerVersion.V2_0), self._visible_seqno
+            completed = self.vbucket.high_completed_seqno(end) if flags & SnapshotFlag.DISK else 0
+        if self._options.marker_v2_2 and flags & SnapshotFlag.DISK:
+            version, purge = int(MarkerVersion.V2_2), self.vbucket.purge_seqno
+        marker = SnapshotMarker(
+            self.vbucket.vbid,
+            start,
+            end,
+            flags,
+            visible,
+            completed,
+            purge_seqno=purge,
+            version=version,
+            opaque=self.opaque,
+        )
+        self._emit(out, marker)
+
+    def _emit(self, out: bytearray, event: SnapshotMarker | SeqnoAdvanced | OsoSnapshot) -> None:
+        self.frames_sent += 1
+        out += self._message(event)
+
+    def _message(self, event: SnapshotMarker | SeqnoAdvanced | OsoSnapshot | StreamEnd) -> bytes:
+        message = codec_dcp.encode(event, opaque=self.opaque)
+        return message if self.stream_id is None else with_stream_id(message, self.stream_id)
+
+
+def _oso_order(item: Item) -> tuple[bool, bytes]:
+    return item.frame[1] == MUTATION or not item.key.startswith(b"\xff"), item.key

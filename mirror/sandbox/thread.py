@@ -1,0 +1,73 @@
+"""The source in a thread of its own, for tests and programs that are not asynchronous.
+
+Knows one event loop and the cluster in it; must never know what the cluster does. Invariants: everything about the
+cluster happens in its loop, so `call` and `run` are the only safe ways to it from outside; leaving the context stops
+the cluster and ends the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from mirror.sandbox.cluster import SandboxCluster
+
+START_TIMEOUT_SECONDS = 30.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SandboxThread:
+    """`with SandboxThread(SandboxCluster(...)) as source:` and then `source.call(source.cluster.set, "k", {})`."""
+
+    def __init__(self, cluster: SandboxCluster) -> None:
+        """The cluster is not started yet."""
+        self.cluster = cluster
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="sandbox", daemon=True)
+
+    @property
+    def connection_string(self) -> str:
+        """How clients get here."""
+        return self.cluster.connection_string
+
+    def __enter__(self) -> SandboxThread:
+        """Start."""
+        self._thread.start()
+        self.run(self.cluster.start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        try:
+            self.run(self.cluster.stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(START_TIMEOUT_SECONDS)
+            self._loop.close()
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function of the cluster in its loop, and return what it returns."""
+
+        async def called() -> T:
+            return function(*args, **kwargs)
+
+        return self.run(called())
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of the cluster in its loop, and return what it returns."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))

@@ -1,0 +1,47 @@
+"""Who may do what at the source: names, passwords and privileges, in the simple form that tests need.
+
+Knows the names of a few privileges of the server (kv_engine docs/rbac.md); must never know connections. Invariant: a
+user without a privilege is refused where the server refuses, with the same status.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+READ = "Read"
+WRITE = "Upsert"
+META_READ = "MetaRead"
+DCP_PRODUCER = "DcpProducer"
+DCP_STREAM = "DcpStream"
+SYSTEM_COLLECTIONS = "SystemCollectionLookup"
+
+ALL_PRIVILEGES = frozenset((READ, WRITE, META_READ, DCP_PRODUCER, DCP_STREAM, SYSTEM_COLLECTIONS))
+
+
+@dataclass(slots=True)
+class User:
+    """A user of the bucket."""
+
+    name: str
+    password: str
+    privileges: frozenset[str] = ALL_PRIVILEGES
+
+
+@dataclass(slots=True)
+class Users:
+    """All users; changes are seen by the next authentication, privileges by the next operation."""
+
+    by_name: dict[str, User] = field(default_factory=dict)
+
+    def add(self, name: str, password: str, privileges: frozenset[str] = ALL_PRIVILEGES) -> User:
+        """A user, or new password and privileges for one that is there."""
+        user = self.by_name.get(name)
+        if user is None:
+            user = self.by_name[name] = User(name, password, privileges)
+        user.password, user.privileges = password, privileges
+        return user
+
+    def password_of(self, name: str) -> str | None:
+        """The password of a user, None for an unknown one."""
+        user = self.by_name.get(name)
+        return None if user is None else user.password

@@ -1,0 +1,94 @@
+"""What a value is made of: compression, extended attributes, body, and which datatype bits tell of them.
+
+Knows the datatype bits, snappy and the xattr blob (kv_engine docs/Document.md); must never know documents or
+connections. Invariant: datatype and value always change together, so a function that alters one returns both. Snappy
+is over the whole value, xattrs included; a system xattr's name begins with an underscore.
+"""
+
+from __future__ import annotations
+
+import json
+
+import cramjam
+
+from mirror.wire import xattr
+from mirror.wire.constants import Datatype
+from mirror.wire.errors import RemoteProtocolError
+
+JSON = int(Datatype.JSON)
+SNAPPY = int(Datatype.SNAPPY)
+XATTR = int(Datatype.XATTR)
+
+Xattrs = dict[bytes, bytes]
+
+
+def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
+    """The value without compression. Raises ValueError for what is not snappy."""
+    if not datatype & SNAPPY:
+        return value, datatype
+    try:
+        return bytes(cramjam.snappy.decompress_raw(value)), datatype & ~SNAPPY
+    except cramjam.DecompressionError as error:
+        raise ValueError(f"not snappy: {error}") from None
+
+
+def deflate(value: bytes, datatype: int) -> tuple[bytes, int]:
+    """The value compressed, where that makes it smaller."""
+    if datatype & SNAPPY or not value:
+        return value, datatype
+    smaller = bytes(cramjam.snappy.compress_raw(value))
+    return (smaller, datatype | SNAPPY) if len(smaller) < len(value) else (value, datatype)
+
+
+def is_json(body: bytes) -> bool:
+    """Whether a body is JSON, as the engine judges each value that it is given."""
+    try:
+        json.loads(body)
+    except ValueError:
+        return False
+    return True
+
+
+def datatype_of(body: bytes) -> int:
+    """Datatype of a plain body."""
+    return JSON if is_json(body) else 0
+
+
+def split(value: bytes, datatype: int) -> tuple[Xattrs, bytes]:
+    """The xattrs and the body of a value, decompressed. Raises ValueError for a value that cannot be taken apart."""
+    value, datatype = inflate(value, datatype)
+    try:
+        xattrs, body = xattr.split(value, datatype)
+    except RemoteProtocolError as error:
+        raise ValueError(str(error)) from None
+    return dict(xattrs), bytes(body)
+
+
+def join(xattrs: Xattrs, body: bytes, datatype: int) -> tuple[bytes, int]:
+    """A value of xattrs and a body whose own datatype is given (JSON or nothing)."""
+    if not xattrs:
+        return body, datatype & JSON
+    return xattr.join(xattrs, body), datatype & JSON | XATTR
+
+
+def tombstone_value(value: bytes, datatype: int) -> tuple[bytes, int]:
+    """What a delete leaves: the system xattrs."""
+    if not datatype & XATTR:
+        return b"", 0
+    xattrs, _ = split(value, datatype)
+    system = {name: content for name, content in xattrs.items() if name.startswith(b"_")}
+    return join(system, b"", 0)
+
+
+def without_xattrs(value: bytes, datatype: int) -> tuple[bytes, int]:
+    """The body alone."""
+    if not datatype & XATTR:
+        return value, datatype
+    return split(value, datatype)[1], datatype & JSON
+
+
+def without_body(value: bytes, datatype: int) -> tuple[bytes, int]:
+    """The xattrs alone."""
+    if not datatype & XATTR:
+        return b"", 0
+    return join(split(value, datatype)[0], b"", 0)

@@ -1,0 +1,370 @@
+"""One vbucket of the source: every version it ever had, which of them are newest, and where its histories part.
+
+Knows seqnos, checkpoints, failover log and purge. Must never know connections, features, time or the cluster map: the
+callers hand in CAS and times. Invariants: `log[seqno - 1]` is the version with that seqno on the current history, so
+every seqno has exactly one; a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above E, which
+makes *any* cut of the log a consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md); a group
+written at once is never cut. Nothing is forgotten: the logs of lost histories stay, so that tests can ask `state_at`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from mirror.sandbox.item import (
+    ABORT,
+    MUTATION_HEAD,
+    NRU,
+    PREPARE,
+    REQUEST,
+    SYSTEM_EVENT,
+    Item,
+)
+from mirror.sandbox.item import MUTATION as MUTATION_KIND
+from mirror.wire.constants import SystemEventId
+from storage.model import FailoverEntry, Seqno, Vbuuid
+
+CHECKPOINT_ITEMS_MAX = 10_000
+"""Versions in a checkpoint before the next one is opened; the engine's default."""
+
+CHECKPOINTS_KEPT = 4
+"""Checkpoints in memory. A stream that falls behind them continues from disk (its cursor is dropped)."""
+
+FAILOVER_LOG_MAX = 25
+"""Entries kept; the engine's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A line of history that was cut off by a failover: its log and failover log at that moment."""
+
+    log: list[Item]
+    failover_log: tuple[FailoverEntry, ...]
+
+
+class Vbucket:
+    """The contents of a vbucket and their past."""
+
+    def __init__(
+        self,
+        vbid: int,
+        rng: Random,
+        *,
+        checkpoint_items_max: int = CHECKPOINT_ITEMS_MAX,
+        checkpoints_kept: int = CHECKPOINTS_KEPT,
+    ) -> None:
+        """An empty vbucket with a history of its own."""
+        self.vbid = vbid
+        self.log: list[Item] = []
+        self.newest: dict[int, dict[bytes, Item]] = {0: {}}
+        """Collection id -> key -> newest version, tombstones included."""
+        self.prepared: dict[bytes, Item] = {}
+        self.completed: list[tuple[int, int]] = []
+        """(seqno of a commit or abort, seqno of its prepare)."""
+        self.purge_seqno = 0
+        self.rev_seqno_max_deleted = 0
+        self.locks: dict[bytes, tuple[float, int]] = {}
+        self.collection_high_seqno: dict[int, int] = {}
+        self.lost: list[History] = []
+        self.changed: set[Callable[[], None]] = set()
+        """Called after each change, by whoever streams from here."""
+        self.cas_max = 0
+        self._rng = rng
+        self._failover_log = [FailoverEntry(self._new_vbuuid(), Seqno(0))]
+        self._checkpoint_items_max = checkpoint_items_max
+        self._checkpoints_kept = checkpoints_kept
+        self._checkpoints: deque[int] = deque([1])
+        self._group_first: dict[int, int] = {}
+        self._group_last: dict[int, int] = {}
+        self._system: dict[bytes, Item] = {}
+
+    # --- what it is
+
+    @property
+    def high_seqno(self) -> int:
+        """Seqno of the newest change."""
+        return len(self.log)
+
+    @property
+    def failover_log(self) -> tuple[FailoverEntry, ...]:
+        """Newest first."""
+        return tuple(self._failover_log)
+
+    @property
+    def vbuuid(self) -> int:
+        """The current history."""
+        return self._failover_log[0].vbuuid
+
+    @property
+    def memory_floor_seqno(self) -> int:
+        """Everything above this seqno is in memory; what a stream lacks below comes from disk."""
+        return self._checkpoints[0] - 1
+
+    @property
+    def document_count(self) -> int:
+        """Documents that are alive (expired ones count until somebody looks)."""
+        return sum(not item.deleted for items in self.newest.values() for item in items.values())
+
+    def high_completed_seqno(self, as_of_seqno: int) -> int:
+        """The newest prepare that was committed or aborted by a seqno."""
+        return max((prepared for seqno, prepared in self.completed if seqno <= as_of_seqno), default=0)
+
+    def find(self, key: bytes, collection_id: int) -> Item | None:
+        """The newest version of a wire key, a tombstone perhaps."""
+        items = self.newest.get(collection_id)
+        return None if items is None else items.get(key)
+
+    def next_cas(self, now_ns: int) -> int:
+        """A CAS by the hybrid clock: the hour, or one more than the last."""
+        self.cas_max = max(now_ns & ~0xFFFF, self.cas_max + 1)
+        return self.cas_max
+
+    # --- changes
+
+    def append(self, item: Item) -> None:
+        """Take the next version: of a document, a prepare or an abort. System events go through `append_event`."""
+        assert item.seqno == len(self.log) + 1, "seqnos have no gaps"
+        kind = item.kind
+        collection_id = item.collection_id
+        if kind == PREPARE:
+            self.prepared[item.key] = item
+        elif kind == ABORT:
+            self._complete(item)
+        else:
+            self._supersede(self.newest[collection_id].get(item.key), item)
+            if item.key in self.prepared:
+                self._complete(item)
+            self.newest[collection_id][item.key] = item
+            self.collection_high_seqno[collection_id] = item.seqno
+        self._push(item)
+
+    def append_event(self, item: Item, event: SystemEventId, id_: int, *, new_checkpoint: bool) -> None:
+        """Take a system event about the collection or scope `id_`: a collection that ends or begins is empty."""
+        if new_checkpoint:
+            self.open_checkpoint()
+        self._supersede(self._system.get(item.key), item)
+        self._system[item.key] = item
+        if event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
+            for gone in self.newest.pop(id_, {}).values():
+                self._supersede(gone, item)
+            if event == SystemEventId.COLLECTION_BEGIN:
+                self.newest[id_] = {}
+            self.collection_high_seqno[id_] = item.seqno
+        self._push(item)
+
+    def load(self, documents: Iterable[tuple[bytes, bytes]], *, now_ns: int, datatype: int = 1, flags: int = 0) -> int:
+        """Take many new documents of the default collection at once, as if long on disk. Returns how many.
+
+        Keys are wire keys, and must be new here: this is the quick way to a large vbucket.
+        """
+        log, items, vbid, pack = self.log, self.newest[0], self.vbid, MUTATION_HEAD.pack
+        first = seqno = len(log)
+        cas = self.next_cas(now_ns)
+        for key, value in documents:
+            seqno += 1
+            cas += 1
+            length = len(key)
+            size = 31 + length + len(value)
+            head = pack(REQUEST, MUTATION_KIND, length, 31, datatype, vbid, size, 0, cas, seqno, 1, flags, 0, 0, 0, NRU)
+            item = Item(seqno, key, head + key + value)
+            log.append(item)
+            items[key] = item
+        assert len(items) >= seqno - first, "a key was given twice"
+        self.cas_max = cas
+        self.collection_high_seqno[0] = seqno
+        self.to_disk()
+        self._notify()
+        return seqno - first
+
+    def begin_group(self) -> int:
+        """Start writing a group that must land in one snapshot; returns the mark for `end_group`."""
+        return len(self.log) + 1
+
+    def end_group(self, first: int) -> None:
+        """End the group that began at the mark."""
+        last = len(self.log)
+        for seqno in range(first, last):
+            self._group_last[seqno] = last
+            self._group_first[seqno] = first
+        if self._checkpoints[-1] > first:  # a checkpoint was opened inside of the group: it begins with the group
+            self._checkpoints[-1] = first
+        self._notify()
+
+    def open_checkpoint(self) -> None:
+        """Close the open checkpoint, unless it is empty."""
+        if self._checkpoints[-1] != len(self.log) + 1:
+            self._checkpoints.append(len(self.log) + 1)
+            while len(self._checkpoints) > self._checkpoints_kept:
+                self._checkpoints.popleft()
+
+    def to_disk(self) -> None:
+        """Forget what is in memory, as a restart does: streams that lack anything get it in disk snapshots."""
+        self._checkpoints = deque([len(self.log) + 1])
+
+    def purge(self, below_seqno: int | None = None) -> int:
+        """Compact: tombstones up to a seqno are forgotten, never the newest change. Returns the purge seqno."""
+        last = len(self.log) - 1 if below_seqno is None else min(below_seqno, len(self.log) - 1)
+        for item in self.log[:last]:
+            if item.next_seqno:
+                continue
+            ended = item.kind == SYSTEM_EVENT and item.event in (
+                SystemEventId.COLLECTION_END,
+                SystemEventId.SCOPE_DROP,
+            )
+            if item.deleted:
+                self.rev_seqno_max_deleted = max(self.rev_seqno_max_deleted, item.rev_seqno)
+                del self.newest[item.collection_id][item.key]
+            elif not ended:
+                continue
+            item.next_seqno = item.seqno
+            self.purge_seqno = item.seqno
+        return self.purge_seqno
+
+    def failover(self, lose: int = 0) -> int:
+        """A new history begins, `lose` changes back (at a seqno where no group is cut). Returns where it begins."""
+        base = max(len(self.log) - lose, 0)
+        base = self._group_first.get(base, base + 1) - 1
+        if base < len(self.log):
+            self.lost.append(History(self.log, self.failover_log))
+            self._cut(base)
+        entries = [entry for entry in self._failover_log if entry.seqno <= base]
+        self._failover_log = [FailoverEntry(self._new_vbuuid(), Seqno(base)), *entries][:FAILOVER_LOG_MAX]
+        self.to_disk()
+        self._notify()
+        return base
+
+    def reset(self) -> None:
+        """Delete the vbucket and make it anew: empty, with a new history."""
+        self.lost.append(History(self.log, self.failover_log))
+        self._cut(0)
+        self._failover_log = [FailoverEntry(self._new_vbuuid(), Seqno(0))]
+        self.purge_seqno = 0
+        self._notify()
+
+    def _complete(self, item: Item) -> None:
+        prepare = self.prepared.pop(item.key)
+        self._supersede(prepare, item)
+        self.completed.append((item.seqno, prepare.seqno))
+
+    def _supersede(self, old: Item | None, new: Item) -> None:
+        if old is not None:
+            old.next_seqno = new.seqno
+
+    def _push(self, item: Item) -> None:
+        self.log.append(item)
+        if len(self.log) - self._checkpoints[-1] >= self._checkpoint_items_max:
+            self.open_checkpoint()
+        self._notify()
+
+    def _notify(self) -> None:
+        for call in tuple(self.changed):
+            call()
+
+    def _new_vbuuid(self) -> Vbuuid:
+        return Vbuuid(self._rng.getrandbits(48) | 1)
+
+    def _cut(self, base: int) -> None:
+        """Make the log that of the first `base` changes, as it was when they were all."""
+        kept = self.log[:base]
+        purged = {item.seqno for item in kept if item.next_seqno == item.seqno}
+        self.log, self.newest, self._system, self.prepared = [], {0: {}}, {}, {}
+        self.collection_high_seqno = {}
+        self.completed = []
+        self.locks.clear()
+        self._checkpoints = deque([1])
+        self.purge_seqno = max(purged, default=0)
+        # the versions are the same, but which of them are newest is told anew; a lost log is only ever replayed
+        for item in kept:
+            item.next_seqno = 0
+        changed, self.changed = self.changed, set()
+        for item in kept:
+            if item.kind == SYSTEM_EVENT:
+                event = SystemEventId(item.event)
+                self.append_event(item, event, system_id(item), new_checkpoint=False)
+            else:
+                self.append(item)
+        for item in kept:
+            if item.seqno in purged and not item.next_seqno:
+                item.next_seqno = item.seqno
+                if item.deleted:
+                    del self.newest[item.collection_id][item.key]
+        self.changed = changed
+
+    # --- what a stream reads
+
+    def cut(self, after_seqno: int, count: int) -> tuple[int, bool]:
+        """Where a memory snapshot of about `count` changes after a seqno ends, and whether it opens a checkpoint.
+
+        It ends within the checkpoint that the next change is in, and never inside of a group.
+        """
+        first = after_seqno + 1
+        assert self.memory_floor_seqno < first <= len(self.log)
+        last = min(after_seqno + count, len(self.log))
+        opens = False
+        for start in self._checkpoints:
+            if start == first:
+                opens = True
+            elif start > first:
+                last = min(last, start - 1)
+                break
+        return self._group_last.get(last, last), opens
+
+    def changes(self, first_seqno: int, last_seqno: int) -> Sequence[Item]:
+        """The versions of a range of seqnos, superseded ones included."""
+        return self.log[first_seqno - 1 : last_seqno]
+
+    # --- what tests ask
+
+    def state_at(
+        self, seqno: int | None = None, vbuuid: int | None = None, *, tombstones: bool = False
+    ) -> dict[bytes, Item]:
+        """Wire key -> version, as the vbucket was at a seqno of the current history or of the one named.
+
+        Purging changes nothing here: the past is the past. With `tombstones` deleted keys are there, too.
+        """
+        seqno = self.high_seqno if seqno is None else seqno
+        state: dict[bytes, Item] = {}
+        for item in self._history_log(seqno, vbuuid)[:seqno]:
+            kind = item.kind
+            if kind == SYSTEM_EVENT:
+                if item.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
+                    id_ = system_id(item)
+                    for key in [key for key, old in state.items() if old.collection_id == id_]:
+                        del state[key]
+            elif kind in (PREPARE, ABORT):
+                continue
+            elif item.deleted and not tombstones:
+                state.pop(item.key, None)
+            else:
+                state[item.key] = item
+        return state
+
+    def _history_log(self, seqno: int, vbuuid: int | None) -> list[Item]:
+        if vbuuid is None:
+            if seqno > len(self.log):
+                raise LookupError(f"vb {self.vbid}: seqno {seqno} is above {len(self.log)}")
+            return self.log
+        for history in self._histories():
+            upper = len(history.log)
+            for entry in history.failover_log:
+                if entry.vbuuid == vbuuid and seqno <= upper:
+                    return history.log
+                upper = entry.seqno
+        raise LookupError(f"vb {self.vbid}: no history {vbuuid} with seqno {seqno}")
+
+    def _histories(self) -> Iterator[History]:
+        yield History(self.log, self.failover_log)
+        yield from reversed(self.lost)
+
+
+def system_key(*, about_scope: bool, id_: int) -> bytes:
+    """The name under which the system events of a collection or scope supersede each other."""
+    return b"\xff\xff\xff\xff\xff" + (b"s" if about_scope else b"c") + id_.to_bytes(4)
+
+
+def system_id(item: Item) -> int:
+    """The collection or scope that a system event is about."""
+    return int.from_bytes(item.key[-4:])
