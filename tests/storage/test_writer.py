@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import storage.index
 import storage.writer
@@ -57,6 +64,9 @@ def open_writer(path: str, group: int = 0, clock: Clock | None = None, map_size:
 
 def crash(writer: GroupWriter) -> None:
     """What SIGKILL leaves: the environment as of the last commit, the lock given up."""
+    for vbucket in writer._jobs:
+        assert vbucket.job is not None
+        vbucket.job.close()
     SHARED.release(writer.environment)
     writer._lock.release()
     writer._closed = True
@@ -272,10 +282,17 @@ class Store(RuleBasedStateMachine):
         assert check(self.path).problems == []
 
 
-Store.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestStore = Store.TestCase
+LIMITS = settings(max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def test_every_view_equals_the_model_after_every_step() -> None:
+    run_state_machine_as_test(Store, settings=LIMITS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_view_equals_the_model_after_every_step_of_many() -> None:
+    run_state_machine_as_test(Store, settings=settings(LIMITS, max_examples=4000, stateful_step_count=60))
 
 
 @pytest.fixture
