@@ -200,7 +200,7 @@ class Connection:
 
     def take_ack(self, *, force: bool = False) -> bytes:
         """Bytes of a BUFFER_ACK when one is due (or, with `force`, when there is anything to say); else none."""
-        count = self.ledger.take_ack(force=force)
+        count = self.ledger.due(force=force)
         return self.send(BufferAck(count), opaque=0) if count else b""
 
     # The one way through the tables, for both directions.
@@ -315,6 +315,8 @@ class Connection:
                     self._step_stream(stream, Trigger.CLOSE)
             case BufferAck() if self.role is Role.PRODUCER and self.window.window_bytes:
                 self.window.acked(event.count)
+            case BufferAck() if self.role is Role.CONSUMER and self.ledger.window_bytes:
+                self.ledger.acked(event.count)
             case _:
                 pass
 

@@ -96,15 +96,26 @@ class FlowControlLedger:
         self._held -= count
         self._unacked += count
 
-    def take_ack(self, *, force: bool = False) -> int:
-        """Bytes to acknowledge now; 0 when nothing is due. `force`: whatever there is (a timer, an idle moment)."""
+    def due(self, *, force: bool = False) -> int:
+        """Bytes that should be acknowledged now; 0 when nothing is due. `force`: whatever there is (a timer)."""
         if self.window_bytes == 0 or self._unacked == 0:
             return 0
         if not (force or self._unacked >= self._threshold or self.outstanding >= self.window_bytes):
             return 0
-        count = min(self._unacked, _ACK_MAX)
+        return min(self._unacked, _ACK_MAX)
+
+    def acked(self, count: int) -> None:
+        """`count` bytes are being acknowledged."""
+        if not 0 <= count <= self._unacked:
+            detail = f"acknowledging {count} bytes, {self._unacked} may be"
+            raise LocalProtocolError(detail, op=Opcode.DCP_BUFFER_ACK)
         self._unacked -= count
         self.acked_total += count
+
+    def take_ack(self, *, force: bool = False) -> int:
+        """`due` and `acked` in one: who calls sends a BUFFER_ACK of this many bytes, unless it is 0."""
+        count = self.due(force=force)
+        self.acked(count)
         return count
 
 

@@ -1,0 +1,95 @@
+"""Strategies of hypothesis for what is said on the wire."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from mirror.wire import events as ev
+from mirror.wire.constants import MarkerVersion, Opcode
+from mirror.wire.frame import Frame
+
+u8 = st.integers(0, 2**8 - 1)
+u16 = st.integers(0, 2**16 - 1)
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+blobs = st.binary(max_size=60)
+keys = st.binary(min_size=1, max_size=40)
+names = st.text(max_size=20)
+
+stream = {"opaque": u32, "stream_id": st.none() | u16}
+
+frames = st.builds(
+    Frame, st.sampled_from((0x80, 0x81, 0x82, 0x83)), u8, u8, u16, u32, u64, st.just(b""), blobs, blobs, blobs
+) | st.builds(Frame, st.sampled_from((0x08, 0x18)), u8, u8, u16, u32, u64, blobs, blobs, blobs, blobs)
+
+mutations = st.builds(
+    ev.Mutation, u16, keys, u64, u64, u64, u32, u32, u32, u8, blobs, u8, st.sampled_from((b"", b"meta")), **stream
+)
+deletions = st.builds(
+    ev.Deletion, u16, keys, u64, u64, u64, u8, blobs, st.none(), st.sampled_from((b"", b"meta")), **stream
+) | st.builds(ev.Deletion, u16, keys, u64, u64, u64, u8, blobs, u32, **stream)
+expirations = st.builds(ev.Expiration, u16, keys, u64, u64, u64, u8, blobs, u32, **stream)
+data_events = mutations | deletions | expirations
+
+markers = st.one_of(
+    st.builds(ev.SnapshotMarker, u16, u64, u64, u32, **stream),
+    st.builds(ev.SnapshotMarker, u16, u64, u64, u32, u64, u64, version=st.just(int(MarkerVersion.V2_0)), **stream),
+    st.builds(
+        ev.SnapshotMarker,
+        u16,
+        u64,
+        u64,
+        u32,
+        u64,
+        u64,
+        version=st.just(int(MarkerVersion.V2_1)),
+        timestamp=u64,
+        **stream,
+    ),
+    st.builds(
+        ev.SnapshotMarker, u16, u64, u64, u32, u64, u64, u64, u64, version=st.just(int(MarkerVersion.V2_2)), **stream
+    ),
+    st.builds(
+        ev.SnapshotMarker, u16, u64, u64, u32, u64, u64, u64, version=st.just(int(MarkerVersion.V2_2_SHORT)), **stream
+    ),
+)
+
+cached = st.builds(ev.CachedItem, st.binary(min_size=2, max_size=20), u64, u64, u64, u32, u32, u8, u8, blobs)
+
+other_events = st.one_of(
+    markers,
+    st.builds(ev.Prepare, u16, keys, u64, u64, u64, u32, u32, u32, u8, blobs, u8, u8, u8, **stream),
+    st.builds(ev.Commit, u16, keys, u64, u64, **stream),
+    st.builds(ev.Abort, u16, keys, u64, u64, **stream),
+    st.builds(ev.SystemEvent, u16, u64, u32, u8, blobs, blobs, **stream),
+    st.builds(ev.SeqnoAdvanced, u16, u64, **stream),
+    st.builds(ev.OsoSnapshot, u16, u32, **stream),
+    st.builds(ev.StreamEnd, u16, u32, **stream),
+    st.builds(ev.SetVbucketState, u16, u8, blobs, **stream),
+    st.builds(ev.Flush, u16, **stream),
+    st.builds(ev.CacheTransfer, u16, st.lists(cached, min_size=1, max_size=3).map(tuple), **stream),
+    st.builds(ev.CacheTransferEnd, u16, **stream),
+    st.builds(ev.DcpOpen, keys, u32, blobs, opaque=u32),
+    st.builds(ev.DcpControl, keys, keys, opaque=u32),
+    st.builds(ev.AddStream, u16, u32, **stream),
+    st.builds(ev.StreamRequest, u16, u32, u64, u64, u64, u64, u64, blobs, **stream),
+    st.builds(ev.CloseStream, u16, **stream),
+    st.builds(ev.GetFailoverLog, u16, opaque=u32),
+    st.builds(ev.BufferAck, u32, u16, opaque=u32),
+    st.builds(ev.SeqnoAcknowledged, u16, u64, **stream),
+    st.builds(ev.DcpNoop, opaque=u32),
+)
+
+requests = data_events | other_events
+
+plain_responses = st.builds(
+    ev.Response,
+    st.sampled_from((int(Opcode.DCP_OPEN), int(Opcode.DCP_CONTROL), int(Opcode.DCP_NOOP))),
+    u16,
+    blobs,
+    blobs,
+    blobs,
+    u8,
+    u64,
+    opaque=u32,
+)

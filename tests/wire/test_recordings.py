@@ -1,0 +1,351 @@
+"""Every byte that two real servers and their clients said, through everything that reads and writes bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from mirror.wire import codec_dcp, codec_kv, xattr
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.connection import Connection, Signal
+from mirror.wire.constants import Datatype, Opcode, ServerOpcode, Status
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+from mirror.wire.events import Deletion, Expiration, Mutation, Response, SystemEvent
+from mirror.wire.frame import Frame, decode, encode
+from mirror.wire.scan import Run, is_data, normalise, scan
+from mirror.wire.states import Role, is_dcp
+from mirror.wire.system_events import decode_system_event, encode_system_event
+from tests.wire.conftest import Recording
+
+ROUTE = b"brch"
+
+
+def frames_of(data: bytes) -> list[Frame]:
+    frames, pos = [], 0
+    while pos < len(data):
+        frame, pos = decode(data, pos)
+        frames.append(frame)
+    return frames
+
+
+@pytest.fixture(scope="module")
+def sides(recordings: list[Recording]) -> list[tuple[str, bytes, list[Frame]]]:
+    """(name and direction, bytes, frames)."""
+    found = []
+    for recording in recordings:
+        for direction in ("c2s", "s2c"):
+            data = recording.side(direction)
+            found.append((f"{recording.name} {direction}", data, frames_of(data)))
+    return found
+
+
+Sides = list[tuple[str, bytes, list[Frame]]]
+
+
+def pieces_of(data: bytes, sizes: Iterator[int]) -> Iterator[bytes]:
+    pos = 0
+    while pos < len(data):
+        size = next(sizes)
+        yield data[pos : pos + size]
+        pos += size
+
+
+def test_there_are_recordings_of_both_servers_and_of_the_sdk(recordings: list[Recording]) -> None:
+    assert {recording.name.split("_")[0] for recording in recordings} == {"605", "72", "sdk"}
+    assert len(recordings) >= 100
+
+
+def test_every_frame_is_written_as_it_was_read(sides: Sides) -> None:
+    for name, data, frames in sides:
+        assert b"".join(map(encode, frames)) == data, name
+        assert sum(frame.wire_size for frame in frames) == len(data), name
+
+
+def test_frames_do_not_depend_on_how_their_bytes_arrive(sides: Sides) -> None:
+    rng = random.Random(7)
+    for name, data, frames in sides:
+        whole = len(data) < 60_000
+        for sizes in (
+            iter(lambda: 1, 0) if whole else iter(lambda: 4096, 0),
+            iter(lambda: rng.choice((1, 2, 23, 24, 25, 100, 1400, 65536)), 0),
+        ):
+            buffer, got = FrameBuffer(), []
+            for piece in pieces_of(data, sizes):
+                buffer.feed(piece)
+                while (frame := buffer.next_frame()) is not None:
+                    got.append(frame)
+            buffer.end()
+            assert got == frames, name
+
+
+def test_every_message_of_dcp_is_written_as_it_was_read(sides: Sides) -> None:
+    refused = []
+    for name, _, frames in sides:
+        for frame in frames:
+            if not is_dcp(frame.opcode):
+                continue
+            try:
+                event = codec_dcp.decode(frame)
+            except RemoteProtocolError as error:
+                refused.append((name, str(error)))
+                continue
+            assert codec_dcp.encode(event) == encode(frame), name
+    too_short = "DCP_STREAM_REQ vb 1: extras of 40 bytes, not 48"
+    assert refused == [("605_i2_bad_extras_len c2s", too_short), ("72_i2_bad_extras_len c2s", too_short)]
+
+
+def test_every_request_of_a_client_has_a_known_shape(sides: Sides) -> None:
+    seen = set()
+    for _, _, frames in sides:
+        for frame in frames:
+            if not is_dcp(frame.opcode) and not frame.is_response:
+                assert codec_kv.check_request(frame) is frame
+                seen.add(Opcode(frame.opcode))
+    assert {Opcode.HELLO, Opcode.SASL_AUTH, Opcode.SELECT_BUCKET, Opcode.SUBDOC_MULTI_MUTATION} <= seen
+
+
+def test_scan_agrees_with_the_codec_however_the_bytes_are_cut(sides: Sides) -> None:
+    rng = random.Random(11)
+    for name, data, frames in sides:
+        routes = {frame.opaque: ROUTE for frame in frames if is_data(frame)}
+        for size_max in (len(data) + 1, 40, 3000, 100_000):
+            if size_max == 40 and len(data) > 100_000:
+                continue
+            rest, got = b"", []
+            for piece in pieces_of(data, iter(lambda m=size_max: rng.randint(1, m), 0)):
+                rest += piece
+                items, pos = scan(rest, 0, routes)
+                rest = rest[pos:]
+                got += items
+            assert rest == b"", name
+            assert flat(got) == [expected(frame) for frame in frames], name
+
+
+def expected(frame: Frame) -> object:
+    if is_data(frame) and not frame.framing:
+        return frame.opaque, frame.vbucket, ROUTE + frame.extras[:8], encode(frame)
+    return frame
+
+
+def flat(items: list[Run | Frame]) -> list[object]:
+    out: list[object] = []
+    for item in items:
+        if isinstance(item, Frame):
+            out.append(item)
+            continue
+        assert item.byte_count == sum(len(value) for _, value in item.rows)
+        out += [(item.opaque, item.vbid, key, value) for key, value in item.rows]
+    return out
+
+
+def test_a_normalised_document_is_the_document_without_its_stream_id(sides: Sides) -> None:
+    with_id = 0
+    for name, _, frames in sides:
+        for frame in filter(is_data, frames):
+            event = codec_dcp.decode(frame)
+            assert isinstance(event, Mutation | Deletion | Expiration)
+            stored = codec_dcp.decode(decode(normalise(frame, b"\0"))[0])
+            assert isinstance(stored, Mutation | Deletion | Expiration)
+            assert (stored.key, stored.value, stored.cas) == (b"\0" + event.key, event.value, event.cas), name
+            assert stored.stream_id is None
+            with_id += event.stream_id is not None
+    assert with_id > 100, "the recordings k18 and k19 have stream ids"
+
+
+def test_every_system_event_is_read_and_written_in_all_forms(sides: Sides) -> None:
+    versions = set()
+    for name, _, frames in sides:
+        for frame in frames:
+            if frame.opcode != Opcode.DCP_SYSTEM_EVENT:
+                continue
+            event = codec_dcp.decode(frame)
+            assert isinstance(event, SystemEvent)
+            content = decode_system_event(event)
+            versions.add(event.version)
+            again = encode_system_event(
+                content,
+                vbid=event.vbid,
+                seqno=event.seqno,
+                version=event.version,
+                opaque=event.opaque,
+                stream_id=event.stream_id,
+            )
+            assert decode_system_event(again) == content, name
+            assert again.key == event.key, name
+            if event.version != 2:
+                assert again == event, name
+    assert versions == {0, 1, 2}
+
+
+def test_every_uncompressed_xattr_blob_is_read_and_written(sides: Sides) -> None:
+    names = set()
+    for name, _, frames in sides:
+        for frame in filter(is_data, frames):
+            if frame.datatype & Datatype.XATTR and not frame.datatype & Datatype.SNAPPY:
+                xattrs, body = xattr.split(frame.value, frame.datatype)
+                assert xattr.join(xattrs, body) == frame.value, name
+                assert xattr.body_of(frame.value, frame.datatype) == body
+                names |= set(xattrs)
+    assert {b"_sync", b"meta", b"u1"} <= names
+
+
+def test_bodies_of_the_sdk_are_read_and_written(sides: Sides) -> None:
+    answers: dict[tuple[int, bool], int] = {}
+    for name, _, frames in sides:
+        if not name.startswith("sdk"):
+            continue
+        for frame in frames:
+            check = _BODIES.get((frame.opcode, frame.is_response))
+            if check is not None and not (frame.is_response and frame.status not in _FULL):
+                check(frame)
+                answers[frame.opcode, frame.is_response] = answers.get((frame.opcode, frame.is_response), 0) + 1
+    assert set(answers) == set(_BODIES)
+
+
+_FULL = (Status.SUCCESS, Status.SUBDOC_MULTI_PATH_FAILURE)
+
+
+def _is(read: bytes, written: bytes) -> None:
+    assert written == read
+
+
+_BODIES = {
+    (Opcode.HELLO, False): lambda f: _is(f.value, codec_kv.encode_features(codec_kv.decode_hello(f)[1])),
+    (Opcode.HELLO, True): lambda f: _is(f.value, codec_kv.encode_features(codec_kv.decode_features(f.value))),
+    (Opcode.SET, False): lambda f: _is(f.extras, codec_kv.encode_store(codec_kv.decode_store(f.extras))),
+    (Opcode.SET, True): lambda f: _is(
+        f.extras, codec_kv.encode_mutation_token(*codec_kv.decode_mutation_token(f.extras))
+    ),
+    (Opcode.GET, True): lambda f: _is(f.extras, codec_kv.encode_flags(codec_kv.decode_flags(f.extras))),
+    (Opcode.INCREMENT, False): lambda f: _is(f.extras, codec_kv.encode_counter(codec_kv.decode_counter(f.extras))),
+    (Opcode.TOUCH, False): lambda f: _is(f.extras, codec_kv.encode_expiry(codec_kv.decode_expiry(f.extras))),
+    (Opcode.GET_META, True): lambda f: _is(f.extras, codec_kv.encode_meta(codec_kv.decode_meta(f.extras))),
+    (Opcode.GET_COLLECTION_ID, True): lambda f: _is(
+        f.extras, codec_kv.encode_collection_id(*codec_kv.decode_collection_id(f.extras))
+    ),
+    (Opcode.SUBDOC_MULTI_LOOKUP, False): lambda f: _is(
+        f.value, codec_kv.encode_lookup_specs(codec_kv.decode_lookup_specs(f.value))
+    ),
+    (Opcode.SUBDOC_MULTI_LOOKUP, True): lambda f: _is(
+        f.value, codec_kv.encode_lookup_results(codec_kv.decode_lookup_results(f.value))
+    ),
+    (Opcode.SUBDOC_MULTI_MUTATION, False): lambda f: _is(
+        f.value, codec_kv.encode_mutation_specs(codec_kv.decode_mutation_specs(f.value))
+    ),
+    (Opcode.GET_ERROR_MAP, False): lambda f: _is(
+        f.value, codec_kv.get_error_map(codec_kv.decode_error_map_request(f)).value
+    ),
+}
+
+ILLEGAL = {
+    "605_i2_bad_extras_len",
+    "72_i2_bad_extras_len",
+    "605_i3_stream_req_without_open",
+    "72_i3_stream_req_without_open",
+    "605_i5_open_twice",
+    "72_i5_open_twice",
+}
+"""Recordings of a client that breaks the rules on purpose."""
+
+
+def test_both_ends_of_every_dialogue_agree_on_every_step(recordings: list[Recording]) -> None:
+    """Each recorded frame is said by one end and heard by the other; only the dialogues made to be illegal are."""
+    broke = set()
+    for recording in recordings:
+        ends = {"c2s": Connection(Role.CONSUMER), "s2c": Connection(Role.PRODUCER)}
+        buffers = {"c2s": FrameBuffer(), "s2c": FrameBuffer()}
+        for direction, piece in recording.pieces:
+            speaker, listener = ends[direction], ends["s2c" if direction == "c2s" else "c2s"]
+            buffers[direction].feed(piece)
+            while (frame := buffers[direction].next_frame()) is not None:
+                try:
+                    said = speaker.send(frame)
+                except LocalProtocolError:
+                    broke.add(recording.name)
+                    continue
+                assert said == encode(frame)
+                listener.receive_data(said)
+                heard = listener.next_event()
+                assert isinstance(heard, Signal) is False, recording.name
+                assert listener.next_event() is Signal.NEED_DATA
+        consumer, producer = ends["c2s"], ends["s2c"]
+        assert consumer.asked_count == producer.owed_count, recording.name
+        assert producer.asked_count == consumer.owed_count, recording.name
+        states = [{o: s.state for o, s in end.streams.items()} for end in (consumer, producer)]
+        assert states[0] == states[1], recording.name
+        assert consumer.stale_count == 0
+        assert consumer.ledger.outstanding == producer.window.outstanding, recording.name
+    assert broke == ILLEGAL
+
+
+def test_a_producer_can_answer_what_broke_the_rules_as_a_real_server_did(recordings: list[Recording]) -> None:
+    """What the 7.2 server did: EINVAL with the opaque of the bad request, and the connection lives on."""
+    for recording in recordings:
+        if not (recording.name in ILLEGAL and recording.name.startswith("72_")):
+            continue
+        producer = Connection(Role.PRODUCER)
+        to_answer = []
+        for direction, piece in recording.pieces:
+            if direction == "s2c":
+                for frame in frames_of(piece):
+                    producer.send(frame)
+                continue
+            producer.receive_data(piece)
+            try:
+                while not isinstance(producer.next_event(), Signal):
+                    pass
+            except RemoteProtocolError as error:
+                to_answer.append(error.opaque)
+        assert len(to_answer) == 1, recording.name
+        assert to_answer[0] is not None
+        assert producer.owed_count == 0
+
+
+def test_error_contexts_of_real_servers_are_read(sides: Sides) -> None:
+    contexts = set()
+    for _, _, frames in sides:
+        for frame in frames:
+            if frame.is_response and frame.status != Status.SUCCESS and frame.datatype & Datatype.JSON:
+                response = codec_dcp.decode(frame) if is_dcp(frame.opcode) else codec_kv.decode_response(frame)
+                assert isinstance(response, Response)
+                contexts.add(codec_kv.decode_error_context(response.value, response.datatype))
+    assert "" not in contexts
+    assert any("Unknown scope or collection" in context for context in contexts)
+
+
+def test_no_recording_survives_corruption_with_anything_but_a_typed_error(sides: Sides) -> None:
+    """A few bytes changed anywhere: every reader either goes on or raises RemoteProtocolError."""
+    rng = random.Random(5)
+    for _, data, frames in sides:
+        head = bytearray(data[:20_000])
+        if not head:
+            continue
+        routes = {frame.opaque: ROUTE for frame in frames}
+        for _ in range(8):
+            broken = bytearray(head)
+            for _ in range(rng.randint(1, 4)):
+                broken[rng.randrange(len(broken))] = rng.randrange(256)
+            for role in Role:
+                connection = Connection(role)
+                connection.receive_data(broken)
+                _drain(connection, len(frames))
+            with contextlib.suppress(RemoteProtocolError):
+                scan(bytes(broken), 0, routes)
+
+
+def _drain(connection: Connection, limit: int) -> None:
+    for _ in range(2 * limit + 1000):
+        try:
+            if isinstance(connection.next_event(), Signal):
+                return
+        except RemoteProtocolError as error:
+            if error.opaque is None:
+                return
+    raise AssertionError("no end")
+
+
+def test_server_opcodes_have_their_own_numbers() -> None:
+    assert ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION == Opcode.SET, "told apart by the magic alone"
