@@ -36,6 +36,10 @@ def ask(directory: Path, operation: str, **more: Any) -> dict[str, Any] | None:
         try:
             with socket_address(directory) as address:
                 line.connect(address)
+        except PermissionError:
+            raise SupervisionError(
+                f"this user may not ask the service of {directory}", hint="ask as the user that it runs as, or as root"
+            ) from None
         except (OSError, SupervisionError):
             return None
         try:

@@ -14,12 +14,45 @@ from typing import Annotated, Any
 import typer
 
 from cli import client, options, output, render
-from mirror.supervise.status import stored_row, totals
+from mirror.supervise.status import stored_row, summed, totals
 from storage import directory
-from storage.view import open_view
+from storage.view import View, open_view
 
-COUNT_SEQNOS_MAX = 5_000_000
-"""Without a service documents are counted by walking the keys; beyond this it would take too long for a glance."""
+COUNT_SEQNOS_MAX = 2_000_000
+"""Documents are counted by walking the keys; of a larger mirror only when asked to (--count), for it takes seconds."""
+
+
+class Counter:
+    """Counts live documents, of each vbucket again only when it has moved."""
+
+    def __init__(self, data: Path, *, always: bool = False) -> None:
+        """`always`: however large the mirror is."""
+        self._data = str(data)
+        self._always = always
+        self._view: View | None = None
+        self._counted: dict[int, tuple[tuple[int, int], int]] = {}
+
+    def fill(self, document: dict[str, Any]) -> None:
+        """Write `documents` into rows and totals."""
+        rows = document["vbuckets"]
+        moved = sum(row["published_seqno"] for row in rows if self._position(row) != self._known(row["vbid"]))
+        if not rows or (moved > COUNT_SEQNOS_MAX and not self._always):
+            return
+        if self._view is None:
+            self._view = open_view(self._data)
+        for row in rows:
+            if row["state"] == "damaged":
+                continue
+            if self._position(row) != self._known(row["vbid"]):
+                self._counted[row["vbid"]] = (self._position(row), self._view.count(row["vbid"]))
+            row["documents"] = self._counted[row["vbid"]][1]
+        document["totals"] |= {"documents": summed(row["documents"] for row in rows)}
+
+    def _position(self, row: dict[str, Any]) -> tuple[int, int]:
+        return row["branch"], row["published_seqno"]
+
+    def _known(self, vbid: int) -> tuple[int, int] | None:
+        return self._counted[vbid][0] if vbid in self._counted else None
 
 
 def stored_status(data: Path) -> dict[str, Any]:
@@ -27,9 +60,6 @@ def stored_status(data: Path) -> dict[str, Any]:
     identity = directory.load(str(data))
     with open_view(str(data)) as view:
         rows = [stored_row(state, int(state.vbid) % identity.group_count) for state in view.states()]
-        if sum(row["published_seqno"] for row in rows) <= COUNT_SEQNOS_MAX:
-            for row in rows:
-                row["documents"] = view.count(row["vbid"])
     return {
         "service": "down",
         "state": "stored",
@@ -74,10 +104,13 @@ def status(
     data: options.DataOption = None,
     config: options.ConfigOption = None,
     every: Annotated[bool, typer.Option("--all", "-a", help="Show every vbucket, not only the worst.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Count the documents, however many there are.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Show how the mirror stands: states, positions, lag, workers. Works with the service up or down."""
-    document = current_status(options.data_directory(data, config))
+    path = options.data_directory(data, config)
+    document = current_status(path)
+    Counter(path, always=count).fill(document)
     if as_json:
         output.print_json(document)
     else:
@@ -95,10 +128,12 @@ def top(
 ) -> None:
     """Show the status live until Ctrl-C."""
     directory_path = options.data_directory(data, config)
+    counter = Counter(directory_path)
     looks = 0
     with contextlib.suppress(KeyboardInterrupt), render.Screen(plain_interval_s=0) as screen:
         while True:
             document = current_status(directory_path)
+            counter.fill(document)
             if as_json:
                 output.print_json(document)
             else:

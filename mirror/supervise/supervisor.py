@@ -142,6 +142,7 @@ class Supervisor:
         self._failure: MirrorError | None = None
         self._was_ready = False
         self._started = clock.monotonic()
+        self._fed_watchdog_s = float("-inf")
         self._gauge = Gauge(os.getpid())
 
     # the service's life
@@ -160,7 +161,6 @@ class Supervisor:
                 self._identity = self._known(directory.load(str(self._data)))
             self._spawn_task(self._ticks())
             self._spawn_task(self._meet_source())
-            self._spawn_task(self._watchdog())
             while not (self._stopping and not self._alive()):
                 self._handle(await self._events.get())
                 await self._act()
@@ -172,6 +172,7 @@ class Supervisor:
             await asyncio.gather(*self._background, return_exceptions=True)
             await self._end_children()
             await control.stop()
+            self._notifier.close()
             lock.release()
         if self._failure is not None:
             raise self._failure
@@ -212,11 +213,13 @@ class Supervisor:
             await self._clock.sleep(TICK_S)
             self._events.put_nowait(Tick())
 
-    async def _watchdog(self) -> None:
+    def _feed_watchdog(self) -> None:
+        """Fed from the event loop's own work, so that a loop which stands still is noticed."""
         interval_s = self._notifier.watchdog_interval_s()
-        while interval_s is not None:
+        now_s = self._clock.monotonic()
+        if interval_s is not None and now_s >= self._fed_watchdog_s + interval_s:
+            self._fed_watchdog_s = now_s
             self._notifier.watchdog()
-            await self._clock.sleep(interval_s)
 
     # the source
 
@@ -278,6 +281,7 @@ class Supervisor:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Tick):
+            self._feed_watchdog()
             return
         if isinstance(event, Heard):
             self._heard(event)

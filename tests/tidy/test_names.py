@@ -97,7 +97,7 @@ def test_an_init_is_a_door(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_each_module_has_its_test_file(path: Path) -> None:
-    """`mirror/wire/frame.py` is tested by `tests/wire/test_frame.py`; `mirror/config.py` by any room's `test_config.py`."""
+    """Of `mirror/wire/frame.py` in `tests/wire/test_frame.py`; of `mirror/config.py` in any room's `test_config.py`."""
     if name_of(path) in TEST_STANDS_ELSEWHERE:
         assert (ROOT / TEST_STANDS_ELSEWHERE[name_of(path)]).is_file()
         return
