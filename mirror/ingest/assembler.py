@@ -216,7 +216,9 @@ class Assembler:
         self.manifest = collections.apply(self.manifest, content, seqno)
         within = self.open_snapshot or OSO_RANGE
         row_value = encode(replace(event, stream_id=None), opaque=0)
-        out.append(StageSystemEvent(self._vbid, "system event", seqno, row_value, self.manifest, within))
+        out.append(
+            StageSystemEvent(self._vbid, "system event", seqno, row_value, self.manifest, within, unordered=self.oso)
+        )
         if self.oso:
             self._oso_high_seqno = max(self._oso_high_seqno, seqno)
         else:

@@ -104,7 +104,7 @@ class StreamRefused:
 
 @dataclass(frozen=True, slots=True)
 class FailoverLogReceived:
-    """Answer to GetFailoverLog, newest first; `high_seqno` where the feed knows it."""
+    """Answer to GetFailoverLog, newest first; `high_seqno` as last polled, for whoever keeps a record of events."""
 
     failover_log: Sequence[FailoverEntry]
     high_seqno: int | None = None

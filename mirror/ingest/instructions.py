@@ -135,6 +135,8 @@ class StageSystemEvent(Instruction):
     """The event's whole frame in stored form."""
     manifest: Manifest
     open_snapshot: SnapshotRange
+    unordered: bool = False
+    """Inside an OSO snapshot, as for rows."""
 
 
 @dataclass(slots=True)

@@ -371,7 +371,9 @@ class VbucketMachine:
     def _log_received(self, event: ev.FailoverLogReceived, out: list[Instruction]) -> None:
         self._common_tried = True
         boundary_seqno = self._assembler.boundary_seqno
-        common = common_history(self.failover_log, boundary_seqno, event.failover_log, event.high_seqno)
+        # Without the source's high seqno: one that was polled earlier may be below what we hold, and would take back
+        # what is not lost. Asking again with the common vbuuid has the source say it.
+        common = common_history(self.failover_log, boundary_seqno, event.failover_log)
         if common is None:
             self._refill("no common history with the source", out)
             return

@@ -1,0 +1,214 @@
+"""Recordings of real engines, as a source that answers machines: the server's side is replayed, opaques rewritten."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import cramjam
+
+from mirror.ingest import events as ev
+from mirror.ingest import instructions as ins
+from mirror.ingest.machine import Phase
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.codec_dcp import decode, decode_failover_log, decode_rollback_seqno
+from mirror.wire.constants import Datatype, Feature, Opcode, Status
+from mirror.wire.events import Mutation, StreamEvent, StreamRequest
+from mirror.wire.frame import Frame
+from mirror.wire.leb128 import decode as decode_leb128
+from mirror.wire.scan import is_data, row_of
+from mirror.wire.xattr import body_of
+from storage.model import FailoverEntry, Seqno, Vbuuid
+from tests.ingest.toy_store import Rig, ToyStore
+
+CAPTURES = Path(__file__).parents[2] / ".." / "shared" / "captures"
+
+
+def frames_of(name: str, direction: str) -> list[Frame]:
+    """All frames of one direction, in order."""
+    buffer = FrameBuffer()
+    for line in (CAPTURES / f"{name}.jsonl").read_text().splitlines():
+        sent = json.loads(line)
+        if sent["dir"] == direction:
+            buffer.feed(bytes.fromhex(sent["hex"]))
+    frames = []
+    while (frame := buffer.next_frame()) is not None:
+        frames.append(frame)
+    return frames
+
+
+def entries(pairs: list[tuple[int, int]]) -> list[FailoverEntry]:
+    return [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in pairs]
+
+
+@dataclass
+class Replay:
+    """Feeds the server's side of a recording to one rig per stream, as far as the machines ask what was recorded."""
+
+    name: str
+    run_rows_max: int = 1_000_000
+    stores: dict[int, ToyStore] = field(default_factory=dict)
+    """What is held before, where a recording goes on from another one."""
+    rigs: dict[tuple[int, int | None], Rig] = field(default_factory=dict)
+    accepted: int = 0
+    unasked: list[StreamRequest] = field(default_factory=list)
+    """Recorded requests that the machine did not make, because it stood elsewhere."""
+    _routes: dict[int, tuple[Rig, int]] = field(default_factory=dict)
+    _run: list[Frame] = field(default_factory=list)
+
+    def run(self) -> Replay:
+        server = frames_of(self.name, "s2c")
+        requests: dict[int, deque[StreamRequest]] = defaultdict(deque)
+        for frame in frames_of(self.name, "c2s"):
+            if frame.opcode == Opcode.DCP_STREAM_REQ and len(frame.extras) == 48:
+                request = decode(frame)
+                assert isinstance(request, StreamRequest)
+                requests[frame.opaque].append(request)
+        granted = next((f.value for f in server if f.opcode == Opcode.HELLO and f.is_response), b"")
+        self.collections = int(Feature.COLLECTIONS) in [
+            int.from_bytes(granted[at : at + 2]) for at in range(0, len(granted), 2)
+        ]
+        self.failover_logs = [
+            entries(decode_failover_log(frame.value))
+            for frame in server
+            if frame.opcode == Opcode.DCP_GET_FAILOVER_LOG and frame.status == Status.SUCCESS
+        ]
+        for frame in server:
+            if is_data(frame) and frame.opaque in self._routes:
+                if self._run and (self._run[-1].opaque != frame.opaque or len(self._run) >= self.run_rows_max):
+                    self._flush()
+                self._run.append(frame)
+                continue
+            self._flush()
+            if frame.is_response:
+                if frame.opcode == Opcode.DCP_STREAM_REQ and requests[frame.opaque]:
+                    self._answer(requests[frame.opaque].popleft(), frame)
+            elif frame.opaque in self._routes and frame.opcode != Opcode.DCP_NOOP:
+                rig, opaque = self._routes[frame.opaque]
+                event = decode(frame)
+                assert isinstance(event, StreamEvent)
+                rig.tell(_with_opaque(event, opaque))
+        self._flush()
+        return self
+
+    def _flush(self) -> None:
+        """Hand the data frames since the last other frame in, as one run."""
+        if self._run:
+            rig, opaque = self._routes[self._run[0].opaque]
+            prefix = int(rig.store.staging_branch).to_bytes(4)
+            key_prefix = b"" if self.collections else b"\0"
+            rig.tell_rows(opaque, [row_of(frame, prefix, key_prefix) for frame in self._run])
+            self._run.clear()
+
+    def _answer(self, request: StreamRequest, frame: Frame) -> None:
+        stream_id = stream_id_of(request)
+        rig = self.rigs.get((request.vbid, stream_id))
+        if rig is None:
+            store = self.stores.pop(request.vbid, None) or store_before(request, frame)
+            rig = self.rigs[(request.vbid, stream_id)] = Rig(store)
+        machine = rig.machine
+        if machine.phase in (Phase.IDLE, Phase.REFUSED):
+            rig.tell(ev.Start(collections=self.collections))
+        elif machine.phase is Phase.WAITING:
+            rig.tell(ev.RetryDue())
+        elif (
+            machine.phase is Phase.STREAMING and frame.status == Status.SUCCESS
+        ):  # the recording client closed the stream, or went on without it
+            rig.tell(ev.ConnectionLost())
+            rig.tell(ev.Start(collections=self.collections))
+        if machine.phase is Phase.ASKING_LOG:
+            rig.tell(ev.FailoverLogReceived(self.failover_logs.pop(0) if self.failover_logs else []))
+        asked = rig.last(ins.RequestStream).offset
+        refused = frame.status not in (Status.SUCCESS, Status.ROLLBACK)
+        if machine.phase is not Phase.REQUESTING or (asked.start_seqno != request.start_seqno and not refused):
+            self.unasked.append(request)
+            return
+        opaque = rig.opaque_counter
+        if frame.status == Status.SUCCESS:
+            self.accepted += 1
+            self._routes[frame.opaque] = (rig, opaque)
+            rig.tell(ev.StreamAccepted(opaque, entries(decode_failover_log(frame.value))))
+        elif frame.status == Status.ROLLBACK:
+            rig.tell(ev.StreamRollback(opaque, decode_rollback_seqno(frame.value)))
+        else:
+            rig.tell(ev.StreamRefused(opaque, frame.status, frame.value))
+
+
+def stream_id_of(request: StreamRequest) -> int | None:
+    try:
+        sid: int | None = json.loads(request.value).get("sid")
+    except ValueError:  # no value, or one that the recording client spoilt on purpose
+        return None
+    return sid
+
+
+def store_before(request: StreamRequest, answer: Frame) -> ToyStore:
+    """The store of a mirror that would make this request; where it is told to go back, with a boundary there."""
+    store = ToyStore(request.vbid)
+    log = [FailoverEntry(Vbuuid(request.vbuuid), Seqno(0))]
+    start, snap_start, snap_end = request.start_seqno, request.snap_start_seqno, request.snap_end_seqno
+    if start == 0:
+        return store
+    if snap_start < start < snap_end:
+        return store.holding(snap_start, log, start, (snap_start, snap_end))
+    if answer.status == Status.ROLLBACK and 0 < decode_rollback_seqno(answer.value) < start:
+        store.holding(decode_rollback_seqno(answer.value))
+    return store.holding(start, log)
+
+
+def _with_opaque(event: StreamEvent, opaque: int) -> StreamEvent:
+    return replace(event, opaque=opaque)
+
+
+# --- what the engine itself said afterwards ---
+
+
+def recorded_states(name: str) -> dict[int, dict[str, Any]]:
+    """Per vbucket: what may be compared, joined with the engine's own account of its keys."""
+    comparable = json.loads((CAPTURES / "comparable.json").read_text()).get(name)
+    state = json.loads((CAPTURES / f"{name}.json").read_text()).get("state")
+    return {
+        int(vbid): {"comparable": row, "keys": (state if "keys" in state else state[vbid])["keys"]}
+        for vbid, row in (comparable or {}).items()
+        if state is not None
+    }
+
+
+def state_key(wire_key: bytes, *, with_collection: bool) -> str:
+    """A stored key as the recorded states write it."""
+    collection_id, size = decode_leb128(wire_key)
+    key = text_of(wire_key[size:])
+    return f"{collection_id:x}:{key}" if with_collection else key
+
+
+def text_of(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return f"hex:{raw.hex()}"
+
+
+def compare(event: StreamEvent, state: dict[str, Any]) -> str:
+    """One of: live, tombstone, without_value, differs."""
+    if not isinstance(event, Mutation):
+        same = (event.cas, event.rev_seqno) == (state["cas"], state["rev"])  # type: ignore[attr-defined]
+        return "tombstone" if same and state["deleted"] else "differs"
+    if state["deleted"] or (event.cas, event.rev_seqno, event.flags, event.expiry) != tuple(
+        state[field] for field in ("cas", "rev", "flags", "expiry")
+    ):
+        return "differs"
+    if "disk" in state and state["disk"]["cas"] == str(event.cas) and state["disk"]["seq"] != event.seqno:
+        return "differs"
+    value = event.value
+    if value and event.datatype & Datatype.SNAPPY:
+        value = bytes(cramjam.snappy.decompress_raw(value))
+    body = body_of(value, event.datatype & ~Datatype.SNAPPY) if value else b""
+    if state["value"] in (text_of(body), f"hex:{body.hex()}"):
+        return "live"
+    if isinstance(state["value"], dict) and state["value"]["sha256"] == hashlib.sha256(body).hexdigest():
+        return "live"
+    return "differs" if body else "without_value"

@@ -1,0 +1,292 @@
+"""A store of dicts that performs a machine's instructions, and checks what the instructions promise.
+
+Checked in every test that uses it: rows strictly rise (but in an out-of-order snapshot); a publish stands where staging
+stands, or above it where the source skipped the end; nothing is staged while the store is at work for the machine; a
+stream is requested only at what the store holds; the failover log is saved before rows; a marker is answered only when
+its snapshot is durable. Not checked: bytes, durability, time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mirror.ingest import events as ev
+from mirror.ingest import instructions as ins
+from mirror.ingest.events import Row
+from mirror.ingest.machine import VbucketMachine
+from mirror.wire import frame as wire_frame
+from mirror.wire.codec_dcp import decode
+from mirror.wire.events import (
+    CollectionCreated,
+    CollectionDropped,
+    Deletion,
+    Expiration,
+    Mutation,
+    StreamEvent,
+    SystemEvent,
+)
+from mirror.wire.leb128 import decode as decode_leb128
+from mirror.wire.system_events import decode_system_event
+from storage.model import (
+    Branch,
+    FailoverEntry,
+    Manifest,
+    Seqno,
+    SnapshotRange,
+    Vbid,
+    VbucketState,
+)
+
+Documents = dict[bytes, Mutation | Deletion | Expiration]
+
+
+@dataclass(frozen=True)
+class ToyBoundary:
+    seqno: int
+    documents: Documents
+    manifest: Manifest
+
+
+@dataclass
+class Line:
+    """A branch: what was published on it, newest last, and what is staged above."""
+
+    boundaries: list[ToyBoundary] = field(default_factory=lambda: [ToyBoundary(0, {}, Manifest.initial())])
+    staged: list[tuple[int, bytes]] = field(default_factory=list)
+    position: int = 0
+    open_snapshot: SnapshotRange | None = None
+    manifest: Manifest = field(default_factory=Manifest.initial)
+    published: bool = False
+
+
+class ToyStore:
+    """One vbucket; `served` is what readers see."""
+
+    def __init__(self, vbid: int = 0) -> None:
+        self.vbid = Vbid(vbid)
+        self.branch = 1
+        self.lines = {1: Line()}
+        self.served_branch = 1
+        self.staging_branch = 1
+        self.failover_log: tuple[FailoverEntry, ...] = ()
+        self.purge_seqno = 0
+        self.rollbacks: list[tuple[int, int]] = []
+        self.published: list[int] = []
+
+    @property
+    def served(self) -> ToyBoundary:
+        return self.lines[self.served_branch].boundaries[-1]
+
+    @property
+    def staging(self) -> Line:
+        return self.lines[self.staging_branch]
+
+    def state(self) -> VbucketState:
+        line = self.staging
+        return VbucketState(
+            vbid=self.vbid,
+            branch=Branch(self.served_branch),
+            published_seqno=Seqno(self.served.seqno),
+            history_floor_seqno=Seqno(0),
+            staging_branch=Branch(self.staging_branch),
+            staged_seqno=Seqno(line.position),
+            staging_published_seqno=Seqno(line.boundaries[-1].seqno),
+            open_snapshot=line.open_snapshot,
+            failover_log=self.failover_log,
+            source_purge_seqno=Seqno(self.purge_seqno),
+            local_purge_seqno=Seqno(0),
+            manifest=line.manifest,
+        )
+
+    def holding(
+        self,
+        boundary: int,
+        failover_log: Sequence[FailoverEntry] = (),
+        staged: int = 0,
+        open_snapshot: tuple[int, int] | None = None,
+    ) -> ToyStore:
+        """Begin with a published boundary, and perhaps a part of the snapshot after it, without documents."""
+        if boundary:
+            self.staging.boundaries.append(ToyBoundary(boundary, {}, Manifest.initial()))
+        self.staging.published = bool(boundary)
+        self.staging.position = max(boundary, staged)
+        if open_snapshot is not None:
+            self.staging.open_snapshot = SnapshotRange(Seqno(open_snapshot[0]), Seqno(open_snapshot[1]))
+        self.failover_log = tuple(failover_log)
+        return self
+
+    # --- deeds ---
+
+    def perform(self, instruction: ins.Instruction) -> Any:
+        """Do it; return the event that answers it, if one does."""
+        return getattr(self, f"_{type(instruction).__name__}", lambda _instruction: None)(instruction)
+
+    def _StageRows(self, asked: ins.StageRows) -> Any:
+        line = self.staging
+        seqnos = [int.from_bytes(key[4:]) for key, _ in asked.rows]
+        if not asked.unordered:
+            before = [line.position, *seqnos[:-1]]
+            if any(seqno <= last for last, seqno in zip(before, seqnos, strict=True)):
+                return ev.StagingRefused(self.state(), f"{seqnos} do not rise above {line.position}")
+            assert seqnos[-1] <= asked.open_snapshot.end_seqno
+        line.staged += [(seqno, value) for seqno, (_, value) in zip(seqnos, asked.rows, strict=True)]
+        line.position = max(line.position, *seqnos)
+        line.open_snapshot = asked.open_snapshot
+        return None
+
+    def _StageSystemEvent(self, asked: ins.StageSystemEvent) -> None:
+        line = self.staging
+        assert asked.unordered or asked.seqno > line.position
+        line.staged.append((asked.seqno, asked.row_value))
+        line.position = max(line.position, asked.seqno)
+        line.open_snapshot = asked.open_snapshot
+        line.manifest = asked.manifest
+
+    def _Advance(self, asked: ins.Advance) -> None:
+        assert asked.seqno > self.staging.position
+        self.staging.position = asked.seqno
+        self.staging.open_snapshot = asked.open_snapshot
+
+    def _PublishSnapshot(self, asked: ins.PublishSnapshot) -> Any:
+        line = self.staging
+        assert asked.seqno >= line.position
+        assert asked.seqno >= line.boundaries[-1].seqno
+        assert asked.snap_start_seqno <= asked.seqno
+        documents = dict(line.boundaries[-1].documents)
+        for _, value in sorted(line.staged):
+            _apply(documents, value)
+        line.boundaries.append(ToyBoundary(asked.seqno, documents, line.manifest))
+        line.staged.clear()
+        line.position, line.open_snapshot, line.published = asked.seqno, None, True
+        self.served_branch = self.staging_branch
+        self.published.append(asked.seqno)
+        return ev.Published(asked.seqno)
+
+    def _SaveFailoverLog(self, asked: ins.SaveFailoverLog) -> None:
+        self.failover_log = asked.failover_log
+        if asked.source_purge_seqno is not None:
+            self.purge_seqno = asked.source_purge_seqno
+
+    def _RollbackTo(self, asked: ins.RollbackTo) -> Any:
+        assert self.staging_branch == self.served_branch, "a refill has nothing to roll back"
+        line = self.staging
+        kept = [boundary for boundary in line.boundaries if boundary.seqno <= asked.seqno]
+        if kept[-1].seqno == 0:
+            return ev.NoBoundary()
+        self.rollbacks.append((line.boundaries[-1].seqno, kept[-1].seqno))
+        self._open_branch(Line(kept, [], kept[-1].seqno, None, kept[-1].manifest, True))
+        self.served_branch = self.staging_branch
+        self.failover_log = tuple(entry for entry in self.failover_log if entry.seqno <= kept[-1].seqno)
+        return ev.RolledBack(self.state())
+
+    def _AbandonStaged(self, _asked: ins.AbandonStaged) -> Any:
+        line = self.staging
+        served = self.staging_branch == self.served_branch
+        self._open_branch(
+            replace(line, staged=[], position=line.boundaries[-1].seqno, open_snapshot=None)
+            if line.published or served
+            else Line()
+        )
+        self.staging.manifest = line.boundaries[-1].manifest
+        if served:
+            self.served_branch = self.staging_branch
+        return ev.Abandoned(self.state())
+
+    def _BeginRefill(self, _asked: ins.BeginRefill) -> Any:
+        assert self.served.seqno, "a refill without anything to keep"
+        self._open_branch(Line())
+        return ev.RefillBegun(self.state())
+
+    def _BeginOso(self, _asked: ins.BeginOso) -> Any:
+        self._open_branch(Line())
+        return ev.OsoBegun(self.state())
+
+    def _open_branch(self, line: Line) -> None:
+        self.branch += 1
+        self.lines[self.branch] = line
+        self.staging_branch = self.branch
+
+
+def _apply(documents: Documents, row_value: bytes) -> None:
+    frame, size = wire_frame.decode(row_value)
+    assert size == len(row_value), "a row is one frame"
+    event = decode(frame)
+    if isinstance(event, SystemEvent):
+        content = decode_system_event(event)
+        if isinstance(content, (CollectionCreated, CollectionDropped)):
+            for key in [key for key in documents if decode_leb128(key)[0] == content.collection_id]:
+                del documents[key]
+        return
+    assert isinstance(event, (Mutation, Deletion, Expiration))
+    documents[event.key] = event
+
+
+class Rig:
+    """A machine and its store: performs, answers, validates after every event, and keeps what goes to the source."""
+
+    def __init__(self, store: ToyStore) -> None:
+        self.store = store
+        self.machine = VbucketMachine(store.vbid, store.state())
+        self.outbox: list[ins.Instruction] = []
+        self.reports: list[ins.Report] = []
+        self.opaque_counter = 0x1000
+        self._durable = store.served.seqno
+        self._acks_due: list[tuple[int, int]] = []
+
+    def restart(self) -> None:
+        """The process dies and comes back: only the store remains."""
+        self.machine = VbucketMachine(self.store.vbid, self.store.state())
+        self.outbox.clear()
+        self._acks_due.clear()
+
+    def tell(self, event: ev.LocalEvent | StreamEvent) -> list[ins.Instruction]:
+        """Hand an event in and perform everything that comes of it. Returns the instructions, in order."""
+        return self._perform(self.machine.handle(event))
+
+    def tell_rows(self, opaque: int, rows: list[Row]) -> list[ins.Instruction]:
+        """Hand in a run of rows."""
+        return self._perform(self.machine.handle_run(opaque, rows, sum(len(value) for _, value in rows)))
+
+    def _perform(self, instructions: list[ins.Instruction]) -> list[ins.Instruction]:
+        done: list[ins.Instruction] = []
+        for instruction in instructions:
+            done.append(instruction)
+            answer = None
+            if isinstance(instruction, ins.RequestStream):
+                self._check_request(instruction)
+                self.outbox.append(instruction)
+                self.opaque_counter += 1
+                answer = ev.StreamRequested(self.opaque_counter)
+            elif isinstance(instruction, ins.Report):
+                self.reports.append(instruction)
+            elif isinstance(instruction, (ins.CloseStream, ins.GetFailoverLog, ins.RetryAfter, ins.AnswerMarker)):
+                self.outbox.append(instruction)
+            else:
+                answer = self.store.perform(instruction)
+            if answer is not None:
+                done += self._perform(self.machine.handle(answer))
+            if isinstance(answer, ev.StagingRefused):
+                break
+        self.machine.validate()
+        return done
+
+    def _check_request(self, asked: ins.RequestStream) -> None:
+        line = self.store.staging
+        offset = asked.offset
+        assert offset.snap_start_seqno <= offset.start_seqno <= offset.snap_end_seqno <= 2**64 - 1
+        assert offset.start_seqno == line.position, "asked from what the store does not hold"
+        assert offset.start_seqno <= asked.end_seqno
+        if offset.inside_snapshot:
+            assert offset.snap_start_seqno == line.boundaries[-1].seqno
+            assert line.open_snapshot is not None
+            assert offset.snap_end_seqno == line.open_snapshot.end_seqno
+        else:
+            assert line.position == line.boundaries[-1].seqno
+        if offset.start_seqno == 0:
+            assert offset.vbuuid == 0
+
+    def last(self, kind: type[Any]) -> Any:
+        """The newest instruction of a kind that went to the source."""
+        return next(instruction for instruction in reversed(self.outbox) if isinstance(instruction, kind))
