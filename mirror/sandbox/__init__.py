@@ -4,7 +4,21 @@ from mirror.sandbox.bucket import Bucket, vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.documents import DocumentError
 from mirror.sandbox.item import Item
+from mirror.sandbox.service import ServeOptions, serve
 from mirror.sandbox.thread import SandboxThread
 from mirror.sandbox.vbucket import Vbucket
+from mirror.sandbox.workload import Workload, WorkloadOptions
 
-__all__ = ["Bucket", "DocumentError", "Item", "SandboxCluster", "SandboxThread", "Vbucket", "vbucket_of"]
+__all__ = [
+    "Bucket",
+    "DocumentError",
+    "Item",
+    "SandboxCluster",
+    "SandboxThread",
+    "ServeOptions",
+    "Vbucket",
+    "Workload",
+    "WorkloadOptions",
+    "serve",
+    "vbucket_of",
+]

@@ -1,0 +1,101 @@
+"""The embedded source as a program: what `dcp-mirror sandbox` runs.
+
+Knows options, signals and the order of starting; must never know what clients do. Invariants: the first line on
+standard output is the connection string, printed when every node listens and the load is in; nothing else goes to
+standard output; SIGINT and SIGTERM end it cleanly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mirror.errors import ConfigError
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.control import ControlServer, default_path
+from mirror.sandbox.workload import Workload, WorkloadOptions
+
+USER_VARIABLE = "DCP_MIRROR_USER"
+PASSWORD_VARIABLE = "DCP_MIRROR_PASSWORD"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What the command line says."""
+
+    nodes: int = 1
+    vbuckets: int = 64
+    port: int = 0
+    bucket: str = "demo"
+    load: int = 0
+    """Documents that are there from the start, on disk."""
+    rate: float = 0.0
+    """Operations per second; 0: the source is quiet."""
+    keys: int = 100_000
+    overwrite_share: float = 0.5
+    delete_share: float = 0.05
+    value_bytes: int = 300
+    replicas: int = 0
+    seed: int = 0
+    host: str = "127.0.0.1"
+    control: Path | None = None
+    """The control socket; by default one named after the port, in the runtime folder."""
+
+
+def serve(options: ServeOptions) -> None:
+    """Run the source until a signal ends it."""
+    if not 0 < options.vbuckets <= 1024:
+        raise ConfigError(f"{options.vbuckets} vbuckets", hint="take 1 to 1024", setting="vbuckets")
+    if not 0 < options.nodes <= 64:
+        raise ConfigError(f"{options.nodes} nodes", hint="take 1 to 64", setting="nodes")
+    try:
+        asyncio.run(_serve(options))
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {options.host}:{options.port}: {error}", hint="take --port 0") from error
+
+
+async def _serve(options: ServeOptions) -> None:
+    cluster = SandboxCluster(
+        nodes=options.nodes,
+        vbuckets=options.vbuckets,
+        bucket=options.bucket,
+        user=os.environ.get(USER_VARIABLE, "demo"),
+        password=os.environ.get(PASSWORD_VARIABLE, "demo"),
+        seed=options.seed,
+        host=options.host,
+        port=options.port,
+        replicas=options.replicas,
+    )
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    workload = Workload(
+        cluster.bucket,
+        WorkloadOptions(
+            seed=options.seed,
+            rate=options.rate,
+            keys=max(options.keys, options.load),
+            overwrite_share=options.overwrite_share,
+            delete_share=options.delete_share,
+            value_bytes=options.value_bytes,
+        ),
+    )
+    await cluster.start()
+    if options.load:
+        workload.load(options.load)
+    control = ControlServer(cluster, workload, options.control or default_path(cluster.nodes[0].port))
+    await control.start()
+    writing = asyncio.create_task(workload.run())
+    try:
+        sys.stdout.write(cluster.connection_string + "\n")
+        sys.stdout.flush()
+        await ended.wait()
+    finally:
+        writing.cancel()
+        await control.stop()
+        await cluster.stop()
