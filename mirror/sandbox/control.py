@@ -163,7 +163,7 @@ def _vbucket(server: ControlServer, arguments: Arguments) -> Any:
 def _fault(server: ControlServer, arguments: Arguments) -> Any:
     faults = server.cluster.faults
     kind = arguments.pop("kind")
-    known = {
+    known: dict[str, Callable[..., int | None]] = {
         "cut": faults.cut,
         "slow": faults.slow,
         "garble": faults.garble,

@@ -30,11 +30,11 @@ class Client:
         self.events: list[Any] = []
         self.sizes: list[int] = []
         self.pushed: list[Frame] = []
+        self.stats: dict[bytes, bytes] = {}
         self.closed = asyncio.Event()
         self.answer_noops = True
         self._reader = reader
         self._answers: dict[int, Frame] = {}
-        self._extra: list[Frame] = []
         self._news = asyncio.Event()
         self._opaque = 0x1000
         self._task = asyncio.create_task(self._read())
@@ -188,6 +188,8 @@ class Client:
     def _take(self, frame: Frame) -> None:
         if frame.magic == Magic.SERVER_REQUEST:
             self.pushed.append(frame)
+        elif frame.opcode == Opcode.STAT and frame.key:
+            self.stats[frame.key] = frame.value
         elif frame.is_response:
             self._answers[frame.opaque] = frame
         elif frame.opcode == Opcode.DCP_NOOP:

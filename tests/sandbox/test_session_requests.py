@@ -1,0 +1,230 @@
+"""The official SDK's recorded conversation with a real engine, asked again of the sandbox; and what goes beyond it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mirror.sandbox import SandboxCluster
+from mirror.sandbox.users import ALL_PRIVILEGES
+from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Opcode, Status
+from mirror.wire.frame import Frame
+
+from .client import FEATURES, Client
+from .recorded import answers, frames
+
+SASL = (Opcode.SASL_AUTH, Opcode.SASL_STEP)
+VOLATILE = {"CAS", "last_modified", "seqno", "vbucket_uuid"}
+
+
+def shape(frame: Frame) -> dict[str, object]:
+    """What must be equal: all but values that are the server's own (CAS, seqnos, times, its words)."""
+    seen: dict[str, object] = {
+        "magic": frame.magic,
+        "status": frame.status,
+        "datatype": frame.datatype,
+        "extras length": len(frame.extras),
+        "framing length": len(frame.framing),
+        "cas": "none" if frame.cas == 0 else "locked" if frame.cas == 2**64 - 1 else "some",
+        "key": frame.key,
+    }
+    if frame.opcode in (Opcode.GET_CLUSTER_CONFIG, Opcode.GET_ERROR_MAP):
+        seen["value"] = sorted(set(json.loads(frame.value)) & {"rev", "nodesExt", "vBucketServerMap", "name", "errors"})
+    elif frame.opcode == Opcode.SUBDOC_MULTI_LOOKUP and frame.value:
+        seen["value"] = [looked_up(result) for result in codec_kv.decode_lookup_results(frame.value)]
+    else:
+        seen["value"] = frame.value
+    if frame.opcode in (Opcode.GET, Opcode.GAT, Opcode.GET_LOCKED, Opcode.GET_COLLECTION_ID):
+        seen["extras"] = frame.extras[-4:]
+    return seen
+
+
+def looked_up(result: codec_kv.LookupResult) -> object:
+    text = result.value.decode()
+    if text.startswith('{"CAS"'):
+        return {key: value for key, value in json.loads(text).items() if key not in VOLATILE}, list(json.loads(text))
+    return result.status, ("a time" if text.isdigit() and len(text) == 10 else text)
+
+
+async def sandbox_for_the_sdk() -> SandboxCluster:
+    cluster = SandboxCluster(vbuckets=16, bucket="orders")
+    await cluster.start()
+    cluster.bucket.create_scope("inventory")
+    cluster.bucket.create_collection("inventory", "items")
+    cluster.bucket.manifest.uid = 1
+    return cluster
+
+
+@pytest.mark.parametrize("recording", ["sdk_72_conn1", "sdk_72_conn2"])
+async def test_every_request_of_the_sdk_is_answered_as_the_engine_did(captures: Path, recording: str) -> None:
+    cluster = await sandbox_for_the_sdk()
+    client = await Client.connect(cluster)
+    asked = 0
+    for request, recorded in answers(frames(captures / f"{recording}.jsonl")):
+        if request.opcode == Opcode.SASL_STEP:
+            continue
+        if request.opcode == Opcode.SASL_AUTH:
+            answer = await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0demo"))
+            assert answer.status == Status.SUCCESS
+            continue
+        answer = await client.ask(request)
+        assert shape(answer) == shape(recorded), f"opcode 0x{request.opcode:02x} opaque {request.opaque}"
+        asked += 1
+    assert asked >= (4 if recording.endswith("1") else 40)
+    await client.close()
+    await cluster.stop()
+
+
+async def test_the_error_map_speaks_of_every_status_of_the_recorded_one(captures: Path) -> None:
+    recorded = next(
+        json.loads(answer.value)
+        for request, answer in answers(frames(captures / "sdk_72_conn1.jsonl"))
+        if request.opcode == Opcode.GET_ERROR_MAP
+    )
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.login(cluster)
+        ours = json.loads((await client.ask(codec_kv.get_error_map())).value)
+        await client.close()
+    common = set(ours["errors"]) & set(recorded["errors"])
+    assert len(common) > 45
+    for code in common:
+        assert sorted(ours["errors"][code]["attrs"]) == sorted(recorded["errors"][code]["attrs"]), code
+
+
+async def test_a_wrong_password_and_a_wrong_bucket_are_refused() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.connect(cluster)
+        assert (await client.ask(codec_kv.select_bucket(b"demo"))).status == Status.EACCESS
+        await client.ask(codec_kv.hello(b"t", FEATURES))
+        answer = await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0wrong"))
+        assert answer.status == Status.AUTH_ERROR
+        assert "ref" in json.loads(answer.value)["error"]
+        answer = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", b"n,,n=nobody,r=abc"))
+        assert answer.status == Status.AUTH_CONTINUE
+        step = b"c=biws,r=" + answer.value.split(b",")[0][2:] + b",p=" + b"AA=="
+        assert (await client.ask(codec_kv.sasl_step(b"SCRAM-SHA512", step))).status == Status.AUTH_ERROR
+        assert (await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0demo"))).status == Status.SUCCESS
+        assert (await client.ask(codec_kv.select_bucket(b"other"))).status == Status.EACCESS
+        assert (await client.ask(codec_dcp.to_frame(codec_dcp.ev.DcpOpen(b"x", 1)))).status == Status.NO_BUCKET
+        await client.close()
+
+
+async def test_features_come_in_ascending_order_and_only_known_ones() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.connect(cluster)
+        answer = await client.ask(codec_kv.hello(b"t", (0x12, 0x06, 0x21, 0x0B)))
+        assert codec_kv.decode_features(answer.value) == (0x06, 0x0B, 0x12)
+        await client.close()
+
+
+async def test_the_map_is_not_sent_again_to_who_knows_it() -> None:
+    async with SandboxCluster(vbuckets=4) as cluster:
+        client = await Client.login(cluster, features=(*FEATURES, 0x1D))
+        config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
+        known = (config["revEpoch"], config["rev"])
+        assert (await client.ask(codec_kv.get_cluster_config(known))).value == b""
+        cluster.failover(1)
+        assert json.loads((await client.ask(codec_kv.get_cluster_config(known))).value)["rev"] > known[1]
+        await client.close()
+
+
+async def test_who_asked_for_it_is_told_of_a_new_map() -> None:
+    async with SandboxCluster(vbuckets=4) as cluster:
+        client = await Client.login(cluster, features=(*FEATURES, 0x0C, 0x0D))
+        cluster.failover(1)
+        await client.until(lambda: client.pushed)
+        _, rev, name, config = codec_kv.decode_clustermap_notification(client.pushed[0])
+        assert (rev, name) == (cluster.bucket.map.rev, b"demo")
+        assert json.loads(config)["rev"] == rev
+        await client.close()
+
+
+async def test_seqnos_of_all_vbuckets_by_state_and_collection() -> None:
+    async with SandboxCluster(nodes=2, vbuckets=4, replicas=1) as cluster:
+        cluster.bucket.create_scope("s")
+        id_ = cluster.bucket.create_collection("s", "c")
+        cluster.set("k", {}, vbid=2)
+        cluster.set("k", {}, vbid=2, collection="s.c")
+
+        async def seqnos(state: int | None, collection_id: int | None = None) -> dict[int, int]:
+            extras = codec_dcp.encode_all_vb_seqnos_request(state, collection_id)
+            answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
+            assert answer.status == Status.SUCCESS
+            return dict(codec_dcp.decode_all_vb_seqnos(answer.value))
+
+        client = await Client.login(cluster)
+        assert await seqnos(1) == {0: 2, 2: 4}
+        assert await seqnos(2) == {1: 2, 3: 2}
+        assert await seqnos(None) == {0: 2, 1: 2, 2: 4, 3: 2}
+        assert await seqnos(1, id_) == {0: 2, 2: 4}
+        assert await seqnos(1, 0) == {0: 0, 2: 3}
+        unknown = codec_dcp.encode_all_vb_seqnos_request(1, 77)
+        refused = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=unknown))
+        assert refused.status == Status.UNKNOWN_COLLECTION
+        assert json.loads(refused.value)["manifest_uid"] == "2"
+        legacy = await Client.login(cluster, features=())
+        answer = await legacy.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS))
+        assert dict(codec_dcp.decode_all_vb_seqnos(answer.value))[2] == 3
+        await client.close()
+        await legacy.close()
+
+
+async def test_a_token_is_observed_on_its_history_and_after_a_failover() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(5):
+            cluster.set(f"k{index}", {})
+        old = cluster.vbucket(0).vbuuid
+        client = await Client.login(cluster)
+        seen = codec_kv.decode_observe_seqno((await client.ask(codec_kv.observe_seqno(0, old))).value)
+        assert (seen.current_seqno, seen.old_vbuuid) == (5, None)
+        cluster.failover(0, lose=2)
+        seen = codec_kv.decode_observe_seqno((await client.ask(codec_kv.observe_seqno(0, old))).value)
+        assert (seen.vbuuid, seen.old_vbuuid, seen.last_seqno_received) == (cluster.vbucket(0).vbuuid, old, 3)
+        assert (await client.ask(codec_kv.observe_seqno(0, 12345))).status == Status.KEY_ENOENT
+        await client.close()
+
+
+async def test_statistics_end_with_an_empty_one() -> None:
+    async with SandboxCluster(vbuckets=2) as cluster:
+        cluster.set("k", {}, vbid=1)
+        client = await Client.login(cluster)
+        last = await client.ask(fr.request(Opcode.STAT, key=b"vbucket-seqno 1"))
+        assert (last.status, last.key, last.value) == (0, b"", b"")
+        assert client.stats[b"vb_1:high_seqno"] == b"1"
+        assert b"vb_0:high_seqno" not in client.stats
+        await client.ask(fr.request(Opcode.STAT, key=b"failovers"))
+        assert client.stats[b"vb_0:num_entries"] == b"1"
+        assert (await client.ask(fr.request(Opcode.STAT, key=b"nonsense"))).status == Status.KEY_ENOENT
+        await client.close()
+
+
+async def test_collections_are_found_by_name() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c", max_ttl=60)
+        client = await Client.login(cluster)
+        answer = await client.ask(codec_kv.get_collection_id(b"s.c"))
+        assert codec_kv.decode_collection_id(answer.extras) == (2, 8)
+        assert (await client.ask(codec_kv.get_scope_id(b"s"))).extras[-4:] == b"\0\0\0\x08"
+        assert (await client.ask(codec_kv.get_scope_id(b"t"))).status == Status.UNKNOWN_SCOPE
+        assert (await client.ask(codec_kv.get_collection_id(b"nodot"))).status == Status.EINVAL
+        manifest = json.loads((await client.ask(codec_kv.get_collections_manifest())).value)
+        assert manifest["scopes"][1]["collections"] == [{"name": "c", "uid": "8", "maxTTL": 60}]
+        await client.close()
+
+
+async def test_privileges_are_looked_up_for_each_operation() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        user = cluster.add_user("reader", "pw", ALL_PRIVILEGES - {"DcpProducer"})
+        client = await Client.login(cluster, user="reader", password="pw")
+        opening = codec_dcp.to_frame(codec_dcp.ev.DcpOpen(b"x", 1))
+        refused = await client.ask(opening)
+        assert refused.status == Status.EACCESS
+        assert "DcpProducer" in json.loads(refused.value)["error"]["context"]
+        user.privileges = ALL_PRIVILEGES
+        assert (await client.ask(opening)).status == Status.SUCCESS
+        await client.close()
