@@ -120,6 +120,8 @@ def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool) -> Docume
 
 def body_of(value: bytes, datatype: int) -> tuple[bytes, int]:
     """The document body alone: decompressed, without the xattr section; and the datatype that is left."""
+    if not value:  # streamed without values: the datatype is that of the value which was left out
+        return value, datatype & ~(DATATYPE_SNAPPY | DATATYPE_XATTR)
     if datatype & DATATYPE_SNAPPY:
         value = decompress(value)
         datatype &= ~DATATYPE_SNAPPY

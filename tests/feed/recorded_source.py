@@ -209,8 +209,8 @@ class RecordedSource:
                 return exchange
         chosen: Exchange | None = None
         for exchange in exchanges:
-            if exchange.status == Status.ROLLBACK or exchange in played:
-                continue
+            if exchange.status in (Status.ROLLBACK, Status.NOT_SUPPORTED) or exchange in played:
+                continue  # NOT_SUPPORTED was for requests before enable_noop: ours come after it
             played.append(exchange)
             chosen = exchange
             if exchange.status != Status.SUCCESS or self.part_above(exchange, asked.start_seqno):
