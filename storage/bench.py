@@ -17,7 +17,7 @@ from typing import NamedTuple
 import lmdb
 
 from storage import directory, keys, records
-from storage.index import SLICE_ROWS
+from storage.index import SLICE_ROWS, sort_key_rows
 from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
 from storage.view import open_view
 from storage.writer import GroupWriter
@@ -70,10 +70,12 @@ def write_limit(path: str, rows: dict[int, list[Row]], *, deferred: bool, batch_
             with env.begin(write=True) as txn:
                 txn.cursor(row_trees[vbid]).putmulti(each[first : first + batch_rows], append=True)
                 if not deferred:
-                    batch = sorted(key_rows[vbid][first : first + batch_rows])
+                    batch = key_rows[vbid][first : first + batch_rows]
+                    sort_key_rows(batch)
                     txn.cursor(key_trees[vbid]).putmulti(batch, dupdata=False)
         if deferred:
-            batch = sorted(key_rows[vbid])
+            batch = key_rows[vbid]
+            sort_key_rows(batch)
             for first in range(0, len(batch), batch_rows):
                 with env.begin(write=True) as txn:
                     txn.cursor(key_trees[vbid]).putmulti(batch[first : first + batch_rows], append=True)

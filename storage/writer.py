@@ -419,13 +419,15 @@ class GroupWriter:
         if vbucket.complete_seqno is not None and vbucket.job is None:
             complete = rows if vbucket.complete_count == len(rows) else rows[: vbucket.complete_count]
             if vbucket.unindexed_count is not None and vbucket.unindexed_count <= INLINE_INDEX_ROWS:
+                key_rows = records.key_rows(complete)
                 if vbucket.unindexed_count:
-                    earlier = index.rows_between(
+                    earlier, _, _ = index.key_rows_between(
                         environment, txn, vbid, vbucket.prefix, vbucket.indexed_seqno, vbucket.flushed_seqno,
                         INLINE_INDEX_ROWS + 1,
                     )  # fmt: skip
-                    complete = earlier + complete
-                index.put_key_rows(environment, txn, vbid, sorted(records.key_rows(complete)))
+                    key_rows = earlier + key_rows
+                index.sort_key_rows(key_rows)
+                index.put_key_rows(environment, txn, vbid, key_rows)
                 publish = True
         now = self.clock_ms()
         for branch, seqno, manifest in vbucket.manifests:
@@ -581,11 +583,11 @@ class GroupWriter:
 
     def _count_unindexed(self, vbucket: Vbucket) -> int | None:
         with self.environment.read() as txn:
-            rows = index.rows_between(
-                self.environment, txn, vbucket.state.vbid, vbucket.prefix, vbucket.indexed_seqno,
+            _, count, _ = index.key_rows_between(
+                self.environment, txn, vbucket.base.vbid, vbucket.prefix, vbucket.indexed_seqno,
                 vbucket.flushed_seqno, INLINE_INDEX_ROWS + 1,
             )  # fmt: skip
-        return len(rows) if len(rows) <= INLINE_INDEX_ROWS else None
+        return count if count <= INLINE_INDEX_ROWS else None
 
     def _cancel_job(self, vbucket: Vbucket) -> None:
         if vbucket.job is not None:

@@ -318,8 +318,7 @@ class Consumer:
         actor = self._actors[vbid]
         try:
             actor.handle_rows(opaque, rows, byte_count)
-            if group.writer.pending_bytes >= self.settings.batch_bytes_max:
-                self._commit(group, flush_open=True)
+            self._relieve()
         except StorageError as error:
             self._store_failed(group, error)
 
@@ -395,6 +394,15 @@ class Consumer:
         for vbid, seqno in result.published:
             self._actors[vbid].handle(happenings.Published(seqno))
 
+    def _relieve(self) -> None:
+        """Write the fullest group's rows down when all groups together hold as much as the worker may."""
+        if sum(group.writer.pending_bytes for group in self._groups) >= self.settings.batch_bytes_max:
+            fullest = max(self._groups, key=lambda group: group.writer.pending_bytes)
+            try:
+                self._commit(fullest, flush_open=True)
+            except StorageError as error:
+                self._store_failed(fullest, error)
+
     def _guarded(self, vbid: int, work: Callable[[], None]) -> None:
         try:
             work()
@@ -453,9 +461,12 @@ class Consumer:
                 if group.error is not None:
                     continue
                 try:
-                    busy = group.writer.step() or busy
+                    waiting = group.writer.step()
                     if group.writer.has_pending:
                         self.touch_group(group.actors[0].vbid)
+                    if waiting:  # one at a time: the key rows of one snapshot are all that memory has room for
+                        busy = True
+                        break
                 except StorageError as error:
                     self._store_failed(group, error)
             if busy:

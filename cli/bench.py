@@ -1,0 +1,116 @@
+"""`bench`: how fast the program is against the limits of what it stands on, in one run on this machine.
+
+Knows how to ask for measurements and print them; what is measured, and against what, lives with the measured code. Trust
+the ratios: both sides of one are taken in turn within seconds, while the machine itself may drift from run to run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import options, output
+from cli.exits import Ended, complain
+from mirror.errors import ExitCode
+from mirror.supervise.bench import ingest_rounds
+from storage import bench as storage_bench
+
+app = typer.Typer(
+    name="bench",
+    help="Speed against the limits of LMDB, measured here and now.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RoundsOption = Annotated[int, typer.Option("--rounds", min=1, max=100, help="Times each side is measured, in turn.")]
+FolderOption = Annotated[
+    Path | None, typer.Option("--folder", help="Where to put the files; on the disk that the mirror will use.")
+]
+
+
+@app.command()
+def ingest(
+    documents: Annotated[int, typer.Option(min=1000, max=20_000_000, help="Documents to mirror.")] = 500_000,
+    vbuckets: Annotated[int, typer.Option(min=1, max=1024, help="Vbuckets they are in.")] = 64,
+    value_bytes: Annotated[int, typer.Option("--value-size", min=48, max=65_536, help="Bytes of a value.")] = 256,
+    sync: Annotated[str, typer.Option(help="What a commit forces to the disk: safe, full or unsafe.")] = "safe",
+    rounds: RoundsOption = 3,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """First backfill of a bucket by one worker, over a socket, against the same rows put into bare LMDB."""
+    if sync not in ("safe", "full", "unsafe"):
+        complain(f"--sync {sync!r}: must be safe, full or unsafe")
+        raise Ended(ExitCode.USAGE)
+    found = []
+    with _folder(folder) as path:
+        try:
+            for figures in ingest_rounds(documents, vbuckets, value_bytes, rounds, path, sync):
+                found.append(
+                    {
+                        "documents_per_s": round(figures.ingest.per_second),
+                        "limit_documents_per_s": round(figures.limit.per_second),
+                        "ratio": round(figures.ratio, 3),
+                        "cpu_s": round(figures.ingest_cpu_s, 3),
+                        "peak_private_mib": round(figures.peak_private_bytes / 2**20, 1),
+                    }
+                )
+                _say_round(found[-1], as_json)
+        except RuntimeError as error:
+            complain(str(error))
+            raise Ended(ExitCode.FAILED) from None
+    _finish("ingest", {"documents": documents, "vbuckets": vbuckets, "sync": sync}, found, as_json)
+
+
+@app.command()
+def get(
+    documents: Annotated[int, typer.Option(min=1000, max=20_000_000, help="Documents in the mirror.")] = 200_000,
+    reads: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Reads of random keys.")] = 200_000,
+    vbuckets: Annotated[int, typer.Option(min=1, max=1024, help="Vbuckets they are in.")] = 64,
+    rounds: RoundsOption = 5,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Reads in this process through `open_view`, against bare LMDB reads of key and row."""
+    found = []
+    with _folder(folder) as path:
+        mirror = str(Path(path) / "mirror")
+        storage_bench.store_rows(mirror, storage_bench.own_keys(vbuckets, documents), snapshot_rows=documents)
+        sample = storage_bench.sample_keys(reads, documents)
+        for _ in range(rounds):
+            limit = storage_bench.get_limit(mirror, sample, vbuckets)
+            view = storage_bench.get_view(mirror, sample)
+            found.append(
+                {
+                    "reads_per_s": round(view.per_second),
+                    "limit_reads_per_s": round(limit.per_second),
+                    "ratio": round(view.per_second / limit.per_second, 3),
+                }
+            )
+            _say_round(found[-1], as_json)
+    _finish("get", {"documents": documents, "reads": reads, "vbuckets": vbuckets}, found, as_json)
+
+
+def _folder(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
+    if folder is not None and not folder.is_dir():
+        complain(f"--folder {folder}: no such directory")
+        raise Ended(ExitCode.USAGE)
+    return tempfile.TemporaryDirectory(prefix="dcp-mirror-bench-", dir=folder)
+
+
+def _say_round(figures: dict[str, Any], as_json: bool) -> None:
+    if not as_json:
+        typer.echo("  ".join(f"{name} {value:,}" for name, value in figures.items()))
+
+
+def _finish(name: str, setting: dict[str, Any], rounds: list[dict[str, Any]], as_json: bool) -> None:
+    ratios = [each["ratio"] for each in rounds]
+    median = statistics.median(ratios)
+    if as_json:
+        output.print_json({"bench": name, **setting, "rounds": rounds, "ratio_median": median})
+    else:
+        typer.echo(f"{name}: {median:.2f} of the limit (median of {len(ratios)}; {min(ratios):.2f} to {max(ratios):.2f})")

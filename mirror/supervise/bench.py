@@ -1,0 +1,179 @@
+"""`bench ingest`: the whole way of a document, from the source's socket to a published row, against LMDB's limit.
+
+Knows a source process, a consumer process and how to watch them; what the limit is, `storage.bench` knows. The source
+sends one disk snapshot per vbucket over loopback, as a first backfill is; the consumer is the one that workers run. The
+clock starts with the first stream request and stops when the last vbucket is published, with everything synced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.feed.bootstrap import Access, discover
+from mirror.feed.connection_string import parse
+from mirror.feed.consumer import Consumer
+from mirror.sandbox import SandboxCluster, vbucket_of
+from mirror.supervise import logs
+from mirror.supervise.figures import private_bytes
+from storage import bench, directory, keys, records
+from storage.model import Identity
+from storage.writer import GroupWriter
+
+SAMPLE_INTERVAL_S = 0.02
+"""How often the consumer's private memory is looked at."""
+SANDBOX_PASSWORD = "demo"
+PATIENCE_S = 900.0
+"""Longest wait for a process of the benchmark."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngestFigures:
+    """One round: the consumer's time against the limit's, and the most private memory (RssAnon) it had, in bytes."""
+
+    documents: int
+    ingest: bench.Timing
+    ingest_cpu_s: float
+    limit: bench.Timing
+    peak_private_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Ingest rate as a share of the limit."""
+        return self.ingest.per_second / self.limit.per_second
+
+
+def documents(count: int, value_bytes: int) -> Iterator[tuple[bytes, bytes]]:
+    """Keys of 20 bytes in random order, and values that are JSON."""
+    filler = os.urandom(value_bytes).hex().encode()
+    for number in range(count):
+        shuffled = (number * 2654435761) % 2**32
+        head = b'{"id":%d,"total":%d.%02d,"note":"' % (number, shuffled % 10_000, shuffled % 100)
+        yield b"document::%010d" % shuffled, head + filler[: max(0, value_bytes - len(head) - 2)] + b'"}'
+
+
+def ingest_rounds(
+    count: int, vbuckets: int, value_bytes: int, rounds: int, folder: str, sync: str
+) -> Iterator[IngestFigures]:
+    """Measure; a new mirror and a new limit below `folder` each round. Raises RuntimeError when a process fails."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    source = context.Process(target=_serve_documents, args=(there, count, vbuckets, value_bytes), daemon=True)
+    source.start()
+    try:
+        connection_string: str = _receive(here, source)
+        rows = limit_rows(count, vbuckets, value_bytes)
+        for number in range(rounds):
+            path = os.path.join(folder, f"limit-{number}")
+            limit = bench.write_limit(path, rows, deferred=True)
+            ingest, cpu_s, peak = _consume_once(context, connection_string, os.path.join(folder, f"m-{number}"), sync)
+            yield IngestFigures(count, ingest, cpu_s, limit, peak)
+    finally:
+        here.close()
+        source.join(10)
+        if source.is_alive():
+            source.kill()
+
+
+def limit_rows(count: int, vbuckets: int, value_bytes: int) -> dict[int, list[bench.Row]]:
+    """What the source holds, as the rows that LMDB takes."""
+    rows: dict[int, list[bench.Row]] = {vbid: [] for vbid in range(vbuckets)}
+    for key, value in documents(count, value_bytes):
+        each = rows[vbucket_of(key, vbuckets)]
+        seqno = len(each) + 1
+        each.append((keys.ROW.pack(1, seqno), records.encode_mutation(key, value, seqno, datatype=1)))
+    return rows
+
+
+def _receive(here: Connection, process: Any) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not here.poll(0.1):
+        if not process.is_alive() or time.monotonic() > deadline:
+            raise RuntimeError("a process of the benchmark ended before it answered")
+    return here.recv()
+
+
+def _serve_documents(pipe: Connection, count: int, vbuckets: int, value_bytes: int) -> None:
+    """The source process: load, say where, serve until the pipe closes."""
+
+    async def serve() -> None:
+        async with SandboxCluster(vbuckets=vbuckets) as cluster:
+            cluster.bucket.load(documents(count, value_bytes))
+            pipe.send(cluster.connection_string)
+            closed = asyncio.Event()
+            asyncio.get_running_loop().add_reader(pipe.fileno(), closed.set)
+            await closed.wait()
+
+    asyncio.run(serve())
+
+
+def _consume_once(context: Any, connection_string: str, path: str, sync: str) -> tuple[bench.Timing, float, int]:
+    here, there = context.Pipe()
+    consumer = context.Process(target=_consume, args=(there, connection_string, path, sync), daemon=True)
+    consumer.start()
+    peak = 0
+    try:
+        while not here.poll(SAMPLE_INTERVAL_S):
+            if not consumer.is_alive():
+                break
+            peak = max(peak, private_bytes(consumer.pid) or 0)
+        count, seconds, cpu_s = _receive(here, consumer)
+        return bench.Timing(count, seconds), cpu_s, peak
+    finally:
+        consumer.join(30)
+        if consumer.is_alive():
+            consumer.kill()
+
+
+def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> None:
+    """The consumer process: one worker's work from an empty directory to caught up."""
+    logs.set_up("warning", json=False, process="bench")
+    clock = SystemClock()
+    os.environ["DCP_MIRROR_PASSWORD"] = SANDBOX_PASSWORD
+    settings = Settings(source=connection_string, groups=8)
+
+    async def consume() -> None:
+        source = parse(connection_string)
+        cluster_map = await discover(Access.of(source, settings), clock)
+        identity = Identity(
+            cluster_map.cluster_uuid or "", "bench", cluster_map.bucket_uuid or "", cluster_map.vbucket_count, 8
+        )
+        directory.create(path, identity)
+        writers = [
+            GroupWriter.open(
+                directory.group_path(path, group),
+                group=group,
+                vbids=directory.group_vbids(identity, group),
+                identity=identity,
+                sync=sync,
+                clock_ms=clock.wall_ms,
+            )
+            for group in range(8)
+        ]
+        consumer = Consumer(
+            settings, source=source, writers=writers, identity=identity, clock=clock, cluster_map=cluster_map
+        )
+        start, cpu_start = time.perf_counter(), time.process_time()
+        running = asyncio.create_task(consumer.run())
+        while not (highs := consumer.source_high_seqnos()) or len(highs) < identity.vbucket_count:
+            await asyncio.sleep(0.005)
+        while not consumer.caught_up(highs):
+            await asyncio.sleep(0.005)
+        for writer in writers:
+            writer.environment.env.sync(True)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        await consumer.stop()
+        await running
+        for writer in writers:
+            writer.close()
+        pipe.send((sum(highs.values()), seconds, cpu_s))
+
+    asyncio.run(consume())
