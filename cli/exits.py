@@ -16,12 +16,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import click
 import typer
 
 from mirror.errors import ExitCode, MirrorError
 from mirror.wire.errors import ProtocolError
 from storage.errors import StorageError
+
+UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
+"""Root of what typer says about a command line; named by way of a child, as typer does not export it."""
 
 
 class Absent(Exception):
@@ -52,12 +54,11 @@ def code_of(error: BaseException) -> tuple[int, str]:
         return int(error.exit_code), str(error)
     if isinstance(error, ProtocolError):
         return ExitCode.FAILED, str(error)
-    if isinstance(error, click.UsageError):
-        where = error.ctx.command_path if error.ctx else "dcp-mirror"
-        return ExitCode.USAGE, f"{error.format_message()} (`{where} --help` shows what it takes)"
-    if isinstance(error, click.ClickException):
-        return ExitCode.USAGE, error.format_message()
-    if isinstance(error, KeyboardInterrupt | click.Abort):
+    if isinstance(error, UsageError):
+        context: Any = getattr(error, "ctx", None)
+        where = context.command_path if context else "dcp-mirror"
+        return ExitCode.USAGE, f"{_message_of(error)} (`{where} --help` shows what it takes)"
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
         return ExitCode.INTERRUPTED, ""
     if isinstance(error, OSError):
         name = f"{error.filename}: " if error.filename else ""
@@ -65,15 +66,18 @@ def code_of(error: BaseException) -> tuple[int, str]:
     return ExitCode.FAILED, f"internal error: {type(error).__name__}: {error} (set DCP_MIRROR_LOG_LEVEL=debug for more)"
 
 
+def _message_of(error: BaseException) -> str:
+    return str(getattr(error, "format_message", error.__str__)()) or "a command is missing"
+
+
 def guarded(command: Callable[[], Any]) -> int:
     """Run a command to its exit code."""
     try:
         result = command()
         sys.stdout.flush()
-    except BrokenPipeError:
-        return _reader_left()
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+        cause = error.__context__ if isinstance(error, SystemExit) else error  # typer turns a broken pipe into an exit
+        if isinstance(cause, OSError) and cause.errno == errno.EPIPE:
             return _reader_left()
         code, line = code_of(error)
         if os.environ.get("DCP_MIRROR_LOG_LEVEL", "").lower() == "debug" and line:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import config, exits
+from cli import config, exits, sandbox
 from cli.changes import changes
 from cli.check import check
 from cli.get import get
@@ -55,7 +55,8 @@ app.command(rich_help_panel=LOOK)(scan)
 app.command(rich_help_panel=LOOK)(changes)
 app.command(rich_help_panel=LOOK)(state)
 app.command(rich_help_panel=LOOK)(check)
-app.add_typer(config.app, name="config")
+app.add_typer(sandbox.app, name="sandbox", rich_help_panel=MIRROR)
+app.add_typer(config.app, name="config", rich_help_panel=LOOK)
 
 
 def main() -> None:

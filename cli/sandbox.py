@@ -1,0 +1,142 @@
+"""`sandbox`: the embedded source alone, and faults on request.
+
+Knows the flags and the control socket's commands by name; what they do is the source's own matter. Invariants: the
+first line on stdout is the connection string; a fault prints the source's answer as JSON.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import output
+from mirror.errors import ConfigError
+from mirror.feed.connection_string import parse
+from mirror.sandbox.control import ask, default_path
+from mirror.sandbox.service import ServeOptions, serve
+
+app = typer.Typer(help="The embedded source: a small Couchbase-like cluster in memory, for trying and testing.")
+
+PortOption = Annotated[
+    int, typer.Option("--port", "-p", min=0, max=65535, help="KV port of the first node; 0: a free one.")
+]
+ControlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--control", metavar="SOCKET", help="Control socket, instead of one named after the port.", show_default=False
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def sandbox(
+    context: typer.Context,
+    nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, max=64, help="Nodes of the cluster.")] = 1,
+    vbuckets: Annotated[int, typer.Option("--vbuckets", min=1, max=1024, help="Vbuckets of the bucket.")] = 64,
+    port: PortOption = 0,
+    bucket: Annotated[str, typer.Option("--bucket", help="The bucket's name.")] = "demo",
+    load: Annotated[int, typer.Option("--load", min=0, help="Documents that are there from the start.")] = 0,
+    rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second from then on.")] = 0.0,
+    keys: Annotated[int, typer.Option("--keys", min=1, help="Keys that the writes are spread over.")] = 100_000,
+    overwrite_share: Annotated[
+        float, typer.Option("--overwrite-share", min=0, max=1, help="Share of overwrites.")
+    ] = 0.5,
+    delete_share: Annotated[float, typer.Option("--delete-share", min=0, max=1, help="Share of deletions.")] = 0.05,
+    value_bytes: Annotated[int, typer.Option("--value-bytes", min=1, help="Mean size of a value.")] = 300,
+    replicas: Annotated[int, typer.Option("--replicas", min=0, max=3, help="Replicas in the cluster map.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed writes the same.")] = 0,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    control: ControlOption = None,
+) -> None:
+    """Run the embedded source until Ctrl-C. User and password: DCP_MIRROR_USER, DCP_MIRROR_PASSWORD (demo, demo)."""
+    if context.invoked_subcommand is not None:
+        return
+    serve(
+        ServeOptions(
+            nodes=nodes,
+            vbuckets=vbuckets,
+            port=port,
+            bucket=bucket,
+            load=load,
+            rate=rate,
+            keys=keys,
+            overwrite_share=overwrite_share,
+            delete_share=delete_share,
+            value_bytes=value_bytes,
+            replicas=replicas,
+            seed=seed,
+            host=host,
+            control=control,
+        )
+    )
+
+
+def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
+    """The control socket of the source that is meant. Raises ConfigError."""
+    if control is not None:
+        return control
+    if at is not None:
+        return default_path(parse(at).addresses[0].port)
+    if port is not None:
+        return default_path(port)
+    raise ConfigError("which source is meant is not said", hint="give --port, --source or --control")
+
+
+def arguments_from(pairs: list[str]) -> dict[str, Any]:
+    """`node=0 lose=10` as a command's arguments: numbers, true and false, comma lists of numbers, else text."""
+    arguments: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, text = pair.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"{pair!r} is not NAME=VALUE", hint="for instance `node=0 lose=10`")
+        arguments[name.replace("-", "_")] = _value_from(text)
+    return arguments
+
+
+def _value_from(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    if "," in text and all(part.isdigit() for part in text.split(",")):
+        return [int(part) for part in text.split(",")]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+LINK_FAULTS = ("cut", "slow", "garble", "silence", "truncate", "stop-mid-snapshot", "clear")
+
+
+@app.command()
+def fault(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="What is to happen; the list is below.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Its arguments.")] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", "-s", metavar="URL", help="The running source.", show_default=False)
+    ] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", help="Or its first port.", show_default=False)] = None,
+    control: ControlOption = None,
+) -> None:
+    """Ask a running sandbox for trouble, and print its answer as JSON.
+
+    Connections: cut, slow bytes_per_second=N, garble [pieces=N], silence, truncate, stop-mid-snapshot, clear; each
+    takes node=N, name=TEXT, future=true.
+
+    Cluster: kill-node node=N, restart-node node=N [lose=N], failover-node node=N [lose=N], failover vbid=N [lose=N],
+    move vbid=N node=N, add-node, rebalance [nodes=0,1], recreate-bucket.
+
+    Data: to-disk, purge, expire [vbid=N], create-scope scope=S, create-collection scope=S collection=C,
+    drop-scope scope=S, drop-collection path=S.C, flush-collection path=S.C, write count=N, rate rate=N.
+
+    Looking: status, vbucket vbid=N.
+    """
+    given = arguments_from(arguments or [])
+    where = socket_of(source, port, control)
+    if kind in LINK_FAULTS:
+        output.print_json(ask(where, "fault", kind=kind, **given))
+    else:
+        output.print_json(ask(where, kind, **given))

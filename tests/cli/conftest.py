@@ -1,0 +1,112 @@
+"""A source in a thread, a mirror of it, and the installed command as a person or a script would call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.thread import SandboxThread
+
+COMMAND = [sys.executable, "-P", "-m", "cli.main"]
+LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+    raw: bytes
+
+    @property
+    def json(self) -> Any:
+        """The one JSON value on stdout."""
+        return json.loads(self.out)
+
+    @property
+    def lines(self) -> list[Any]:
+        """The JSON values on stdout, one a line."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    @property
+    def complaint(self) -> str:
+        """The one line that says what was wrong; there must be no other line of it, and no traceback."""
+        assert "Traceback" not in self.err
+        lines = [line for line in self.err.splitlines() if line.startswith("dcp-mirror: ")]
+        assert len(lines) == 1, self.err
+        return lines[0]
+
+
+Call = Callable[..., Result]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The process's own, without settings of whoever runs the tests."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DCP_MIRROR_")}
+    return kept | {"DCP_MIRROR_PASSWORD": "demo", "COLUMNS": "160"} | more
+
+
+def call(*arguments: str | Path, env: dict[str, str] | None = None, **more: Any) -> Result:
+    """Run the command to its end."""
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        env=environment(**(env or {})),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=LIMIT_S,
+        check=False,
+        **more,
+    )
+    return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(), done.stdout)
+
+
+def background(*arguments: str | Path, **more: Any) -> subprocess.Popen[str]:
+    """Start the command and let it run."""
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **more,
+    )
+
+
+def fill(cluster: SandboxCluster) -> None:
+    """A few documents of every kind."""
+    for number in range(200):
+        cluster.set(f"order::{number:03}", b'{"number": %d}' % number)
+    for number in range(0, 200, 10):
+        cluster.delete(f"order::{number:03}")
+    cluster.set("text", b"plain text")
+    cluster.set(b"\xff\xfekey", b"\x00\x01binary")
+    cluster.set("schl\u00fcssel", '{"stra\u00dfe": "\u00dc"}'.encode())
+
+
+@pytest.fixture(scope="session")
+def source() -> Iterator[SandboxThread]:
+    """Two nodes, sixteen vbuckets, some documents; nobody writes to it later."""
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=16)) as thread:
+        thread.call(fill, thread.cluster)
+        yield thread
+
+
+@pytest.fixture(scope="session")
+def mirrored(source: SandboxThread, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mirror of the source, with no service running. Tests only read it."""
+    data = tmp_path_factory.mktemp("mirror") / "data"
+    result = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "4")
+    assert result.code == 0, result.err
+    return data

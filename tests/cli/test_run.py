@@ -1,0 +1,249 @@
+"""The service as people start it: what works, and one clear line for everything that cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import client
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.thread import SandboxThread
+from tests.cli.conftest import LIMIT_S, background, call
+
+NOBODY_THERE = "couchbase://demo@127.0.0.1:1/demo"
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+
+
+def eventually(look: Callable[[], Any]) -> Any:
+    until = time.monotonic() + LIMIT_S
+    while not (answer := look()):
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.05)
+    return answer
+
+
+def without_rootly_powers() -> None:
+    """Let permissions bind root too."""
+    if os.geteuid() == 0:
+        libc = ctypes.CDLL(None)
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            assert libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
+
+
+def files_below(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name not in ("lock.mdb", "service.lock", "writer.lock")
+    }
+
+
+def test_until_caught_up_ends_with_everything_published(source: SandboxThread, tmp_path: Path) -> None:
+    result = call("run", "--source", source.connection_string, "--data", tmp_path, "--until-caught-up", "--json")
+    assert result.code == 0, result.err
+    assert result.json["caught_up"] is True
+    assert result.json["vbuckets"] == result.json["vbuckets_done"] == 16
+    high = source.call(lambda: sum(vbucket.high_seqno for vbucket in source.cluster.vbuckets))
+    assert result.json["published_seqnos"] == high
+    again = call("run", "--source", source.connection_string, "--data", tmp_path, "--until-caught-up")
+    assert again.code == 0
+    assert "caught up" in again.err
+    assert again.out == ""
+
+
+def test_an_empty_bucket_is_caught_up_with(tmp_path: Path) -> None:
+    with SandboxThread(SandboxCluster(vbuckets=4)) as empty:
+        result = call("run", "--source", empty.connection_string, "--data", tmp_path, "--until-caught-up", "--json")
+    assert (result.code, result.json["published_seqnos"], result.json["vbuckets_done"]) == (0, 0, 4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_runs_until_told_to_stop_and_can_be_asked_meanwhile(
+    source: SandboxThread, tmp_path: Path, number: signal.Signals
+) -> None:
+    with background("run", "--source", source.connection_string, "--data", tmp_path, "--workers", "2") as service:
+        status = eventually(lambda: (client.ask(tmp_path, "status") or {}).get("status", {}))
+        eventually(lambda: (client.ask(tmp_path, "status") or {})["status"]["state"] == "caught up")
+        status = call("status", "--data", tmp_path, "--json").json
+        assert (status["service"], status["pid"]) == ("up", service.pid)
+        assert [worker["phase"] for worker in status["workers"]] == ["running", "running"]
+        assert status["totals"]["documents"] == 183
+        second = call("run", "--source", source.connection_string, "--data", tmp_path)
+        assert second.code == 1
+        assert str(service.pid) in second.complaint
+        service.send_signal(number)
+        _, err = service.communicate(timeout=LIMIT_S)
+    assert service.returncode == 0
+    assert "Traceback" not in err
+    assert call("check", "--data", tmp_path).code == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "words"),
+    [
+        ("nonsense", 2, "scheme"),
+        ("http://demo@localhost/demo", 2, "scheme"),
+        ("couchbase://demo@localhost", 2, "bucket"),
+        ("couchbase://demo:secret@localhost/demo", 2, "password"),
+        ("couchbase://demo@local host/demo", 2, "host"),
+        ("couchbase://demo@localhost:99999/demo", 2, "port"),
+        ("couchbase:///demo", 2, ""),
+        ("", 2, "empty"),
+    ],
+)
+def test_a_source_that_cannot_be_meant(tmp_path: Path, url: str, code: int, words: str) -> None:
+    result = call("run", "--source", url, "--data", tmp_path / "data")
+    assert (result.code, result.out) == (code, "")
+    assert words in result.complaint
+    assert "secret" not in result.err
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_wrong_password_is_said_at_once(source: SandboxThread, tmp_path: Path) -> None:
+    arguments = ["run", "--source", source.connection_string, "--data", tmp_path / "data"]
+    result = call(*arguments, env={"DCP_MIRROR_PASSWORD": "wrong"})
+    assert result.code == 4
+    assert "password" in result.complaint
+    assert "wrong" not in result.complaint.replace("wrong user or password", "")
+    assert not (tmp_path / "data" / "mirror.json").exists()
+
+
+def test_no_such_bucket(source: SandboxThread, tmp_path: Path) -> None:
+    url = source.connection_string.rpartition("/")[0] + "/nonesuch"
+    result = call("run", "--source", url, "--data", tmp_path / "data")
+    assert result.code == 4
+    assert "nonesuch" in result.complaint
+
+
+def test_nobody_at_the_address(tmp_path: Path) -> None:
+    limited = ["--set", "bootstrap_timeout_s=0.5"]
+    result = call("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", "--until-caught-up", *limited)
+    assert result.code == 1
+    assert "127.0.0.1:1" in result.complaint
+
+
+def test_what_is_needed_is_asked_for(tmp_path: Path) -> None:
+    assert "--data" in call("run", "--source", NOBODY_THERE).complaint
+    assert "--source" in call("run", "--data", tmp_path).complaint
+    assert call("run").code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "words"),
+    [
+        (["--workers", "0"], {}, "workers"),
+        (["--groups", "100000"], {}, "groups"),
+        (["--sync", "sometimes"], {}, "sync"),
+        (["--set", "nonsense=1"], {}, "nonsense"),
+        (["--set", "nonsense"], {}, "NAME=VALUE"),
+        (["--set", "commit_interval_ms=soon"], {}, "commit_interval_ms"),
+        ([], {"DCP_MIRROR_WORKERS": "x"}, "workers"),
+        ([], {"DCP_MIRROR_WROKERS": "2"}, "WROKERS"),
+        ([], {"DCP_MIRROR_KV": "127.0.0.1:1"}, "listener"),
+        (["--config", "/nonexistent.toml"], {}, "/nonexistent.toml"),
+    ],
+)
+def test_settings_that_are_wrong(tmp_path: Path, arguments: list[str], env: dict[str, str], words: str) -> None:
+    result = call("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", *arguments, env=env)
+    assert result.code == 2
+    assert words in result.complaint
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_settings_file_that_is_no_toml(tmp_path: Path) -> None:
+    (tmp_path / "mirror.toml").write_text("source = {")
+    result = call("run", "--config", tmp_path / "mirror.toml")
+    assert result.code == 2
+    assert "TOML" in result.complaint
+
+
+def test_a_directory_that_cannot_be_written(source: SandboxThread, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o555)
+    for place in (tmp_path / "data", tmp_path / "data" / "below"):
+        arguments = ["run", "--source", source.connection_string, "--data", place]
+        result = call(*arguments, preexec_fn=without_rootly_powers)
+        assert result.code == 2, result.err
+        assert "cannot be written" in result.complaint
+
+
+def test_a_mirror_that_may_not_be_written_any_more(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
+    data = copy_of(mirrored, tmp_path)
+    before = files_below(data)
+    for place in [*data.rglob("*"), data]:
+        place.chmod(0o555 if place.is_dir() else 0o444)
+    arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up"]
+    result = call(*arguments, preexec_fn=without_rootly_powers)
+    assert result.code == 2, result.err
+    assert "cannot be written" in result.complaint
+    assert files_below(data) == before
+
+
+def copy_of(mirrored: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    return Path(
+        shutil.copytree(mirrored, tmp_path / "copy", ignore=lambda _, names: [n for n in names if n.endswith(".sock")])
+    )
+
+
+def test_a_directory_of_somebody_else(source: SandboxThread, tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").touch()
+    result = call("run", "--source", source.connection_string, "--data", tmp_path)
+    assert result.code == 2
+    assert "letters.txt" in result.complaint
+    file = call("run", "--source", source.connection_string, "--data", tmp_path / "letters.txt")
+    assert file.code == 2
+    assert "not a directory" in file.complaint
+
+
+def test_data_of_another_bucket_is_left_as_it_is(mirrored: Path, tmp_path: Path) -> None:
+    data = copy_of(mirrored, tmp_path)
+    before = files_below(data)
+    with SandboxThread(SandboxCluster(vbuckets=16, seed=99)) as other:
+        result = call("run", "--source", other.connection_string, "--data", data)
+    assert result.code == 3
+    assert "bucket" in result.complaint
+    assert files_below(data) == before
+
+
+def test_the_number_of_groups_is_fixed(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
+    data = copy_of(mirrored, tmp_path)
+    arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up"]
+    result = call(*arguments, "--groups", "5")
+    assert result.code == 2
+    assert "4 groups" in result.complaint
+    assert call(*arguments, "--groups", "4", "--workers", "3").code == 0
+
+
+def test_damaged_data_is_said_by_name(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
+    data = copy_of(mirrored, tmp_path)
+    (data / "group-0001" / "data.mdb").write_bytes(b"garbage" * 1000)
+    arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up"]
+    result = call(*arguments)
+    assert result.code == 3, result.err
+    assert "group-0001" in result.complaint
+    (data / "mirror.json").write_text("{")
+    assert call(*arguments).code == 3
+
+
+def test_one_damaged_group_does_not_stop_the_others(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
+    data = copy_of(mirrored, tmp_path)
+    (data / "group-0001" / "data.mdb").write_bytes(b"garbage" * 1000)
+    with background("run", "--source", source.connection_string, "--data", data, "--workers", "2") as service:
+        states = eventually(lambda: settled_states(data))
+        assert states == {"streaming": 12, "damaged": 4}
+        service.terminate()
+        service.communicate(timeout=LIMIT_S)
+
+
+def settled_states(data: Path) -> dict[str, int] | None:
+    answer = client.ask(data, "status")
+    states: dict[str, int] = answer["status"]["totals"]["states"] if answer else {}
+    return states if states.get("streaming", 0) + states.get("damaged", 0) == 16 else None
