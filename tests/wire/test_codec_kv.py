@@ -1,0 +1,239 @@
+"""Key-value messages: bodies there and back, shapes that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirror.wire import codec_kv as kv
+from mirror.wire.constants import Datatype, Feature, Magic, Opcode, Status
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+from mirror.wire.frame import Frame, request
+from tests.wire.shapes import blobs, keys, u8, u16, u32, u64
+
+i64 = st.integers(-(2**63), 2**63 - 1)
+
+lookup_specs = st.lists(st.builds(kv.LookupSpec, u8, blobs, u8), min_size=1, max_size=16)
+mutation_specs = st.lists(st.builds(kv.MutationSpec, u8, blobs, blobs, u8), min_size=1, max_size=16)
+lookup_results = st.lists(st.builds(kv.LookupResult, u16, blobs), max_size=5)
+mutation_results = st.lists(
+    st.builds(kv.MutationResult, u8, st.just(0), blobs) | st.builds(kv.MutationResult, u8, st.integers(1, 65_535)),
+    max_size=5,
+)
+documents = st.lists(st.builds(kv.ScanItem, blobs, blobs, u32, u32, u64, u64, u8), max_size=4)
+only_keys = st.lists(st.builds(kv.ScanItem, blobs), max_size=4)
+observed = st.builds(kv.ObservedSeqno, u16, u64, u64, u64) | st.builds(kv.ObservedSeqno, u16, u64, u64, u64, u64, u64)
+
+PAIRS: list[tuple[str, Callable[[Any], bytes], Callable[[bytes], Any], st.SearchStrategy[Any]]] = [
+    ("features", kv.encode_features, kv.decode_features, st.lists(u16, max_size=9).map(tuple)),
+    ("store", kv.encode_store, kv.decode_store, st.builds(kv.Store, u32, u32)),
+    ("counter", kv.encode_counter, kv.decode_counter, st.builds(kv.Counter, u64, u64, u32)),
+    ("expiry", kv.encode_expiry, kv.decode_expiry, u32),
+    ("flags", kv.encode_flags, kv.decode_flags, u32),
+    ("meta", kv.encode_meta, kv.decode_meta, st.builds(kv.Meta, st.booleans(), u32, u32, u64, st.none() | u8)),
+    (
+        "with meta",
+        kv.encode_with_meta,
+        kv.decode_with_meta,
+        st.builds(kv.WithMeta, u32, u32, u64, u64, st.none() | u32, st.none() | u16),
+    ),
+    ("observed", kv.encode_observe_seqno, kv.decode_observe_seqno, observed),
+    ("lookup specs", kv.encode_lookup_specs, kv.decode_lookup_specs, lookup_specs),
+    ("lookup results", kv.encode_lookup_results, kv.decode_lookup_results, lookup_results),
+    ("mutation specs", kv.encode_mutation_specs, kv.decode_mutation_specs, mutation_specs),
+    ("mutation results", kv.encode_mutation_results, kv.decode_mutation_results, mutation_results),
+    (
+        "scan limits",
+        kv.encode_scan_continue,
+        kv.decode_scan_continue,
+        st.builds(kv.ScanLimits, st.binary(min_size=16, max_size=16), u32, u32, u32),
+    ),
+    ("documents", kv.encode_scan_items, lambda body: kv.decode_scan_items(body, keys_only=False), documents),
+    ("keys", kv.encode_scan_items, lambda body: kv.decode_scan_items(body, keys_only=True), only_keys),
+    (
+        "token",
+        lambda pair: kv.encode_mutation_token(*pair),
+        kv.decode_mutation_token,
+        st.tuples(u64, u64),
+    ),
+    (
+        "collection",
+        lambda pair: kv.encode_collection_id(*pair),
+        kv.decode_collection_id,
+        st.tuples(u64, u32),
+    ),
+]
+NAMES = [pair[0] for pair in PAIRS]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=NAMES)
+@given(st.data())
+def test_a_body_is_read_as_it_was_written(pair: tuple[Any, ...], data: st.DataObject) -> None:
+    _, write, read, values = pair
+    value = data.draw(values)
+    assert read(write(value)) == value
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=NAMES)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_body_or_a_remote_error(pair: tuple[Any, ...], body: bytes) -> None:
+    name, write, read, _ = pair
+    try:
+        value = read(body)
+    except RemoteProtocolError:
+        return
+    if body and name not in ("meta", "observed"):  # which read some numbers as yes or no, or leave some out
+        assert write(value) == body
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=NAMES)
+@given(st.data())
+def test_a_body_cut_short_is_a_shorter_body_or_a_remote_error(pair: tuple[Any, ...], data: st.DataObject) -> None:
+    name, write, read, values = pair
+    value = data.draw(values)
+    body = write(value)
+    shortest = 1 if name == "expiry" else 0  # no extras at all mean an expiry of 0
+    if len(body) <= shortest:
+        return
+    try:
+        found = read(body[: data.draw(st.integers(shortest, len(body) - 1))])
+    except RemoteProtocolError:
+        return
+    assert found != value
+
+
+def test_requests_of_a_session_say_what_they_are_given() -> None:
+    asked = kv.hello(b"agent", (Feature.XATTR, Feature.COLLECTIONS), opaque=1)
+    assert kv.decode_hello(asked) == (b"agent", (6, 0x12))
+    for make in (kv.sasl_auth, kv.sasl_step):
+        assert kv.decode_sasl(make(b"PLAIN", b"\0a\0b")) == (b"PLAIN", b"\0a\0b")
+    assert kv.decode_error_map_request(kv.get_error_map(2)) == 2
+    assert kv.decode_cluster_config_request(kv.get_cluster_config()) is None
+    assert kv.decode_cluster_config_request(kv.get_cluster_config((-1, 7))) == (-1, 7)
+    assert kv.decode_observe_seqno_request(kv.observe_seqno(3, 2**60)) == 2**60
+    made = [
+        asked,
+        kv.sasl_list_mechs(opaque=1),
+        kv.sasl_auth(b"PLAIN", b"", opaque=1),
+        kv.sasl_step(b"SCRAM-SHA1", b"x", opaque=1),
+        kv.select_bucket(b"demo", opaque=1),
+        kv.noop(opaque=1),
+        kv.get_error_map(opaque=1),
+        kv.get_cluster_config((1, 2), opaque=1),
+        kv.get_meta(3, b"key", opaque=1),
+        kv.get_collections_manifest(opaque=1),
+        kv.get_collection_id(b"s.c", opaque=1),
+        kv.get_scope_id(b"s", opaque=1),
+        kv.observe_seqno(3, 4, opaque=1),
+    ]
+    for frame in made:
+        assert kv.check_request(frame) is frame
+        assert frame.opaque == 1
+
+
+@given(i64, i64, blobs, blobs, u32)
+def test_a_pushed_cluster_map_is_read_as_it_was_written(
+    epoch: int, revision: int, bucket: bytes, config: bytes, opaque: int
+) -> None:
+    frame = kv.clustermap_notification(epoch, revision, bucket, config, opaque=opaque)
+    assert kv.check_request(frame) is frame
+    assert kv.decode_clustermap_notification(frame) == (epoch, revision, bucket, config)
+
+
+def test_an_old_cluster_map_notification_has_no_epoch() -> None:
+    frame = Frame(Magic.SERVER_REQUEST, 1, extras=bytes.fromhex("00000007"), key=b"demo")
+    assert kv.decode_clustermap_notification(frame) == (0, 7, b"demo", b"")
+
+
+@pytest.mark.parametrize(
+    ("frame", "status"),
+    [
+        (request(0xEE), Status.UNKNOWN_COMMAND),
+        (request(Opcode.DCP_OPEN, extras=bytes(8), key=b"n"), Status.UNKNOWN_COMMAND),
+        (Frame(Magic.SERVER_REQUEST, 9), Status.UNKNOWN_COMMAND),
+        (request(Opcode.GET), Status.EINVAL),
+        (request(Opcode.GET, extras=b"x", key=b"k"), Status.EINVAL),
+        (request(Opcode.GET, key=b"k", value=b"v"), Status.EINVAL),
+        (request(Opcode.SET, extras=bytes(4), key=b"k"), Status.EINVAL),
+        (request(Opcode.NOOP, key=b"k"), Status.EINVAL),
+        (request(Opcode.GET_ERROR_MAP), Status.EINVAL),
+    ],
+)
+def test_requests_of_no_known_shape_are_refused_with_a_status(frame: Frame, status: Status) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        kv.check_request(frame)
+    assert (caught.value.op, caught.value.status) == (frame.opcode, status)
+
+
+@given(u8, blobs, blobs, blobs)
+def test_any_frame_is_a_request_or_a_remote_error(opcode: int, extras: bytes, key: bytes, value: bytes) -> None:
+    frame = request(opcode, extras=extras, key=key, value=value)
+    try:
+        assert kv.check_request(frame) is frame
+    except RemoteProtocolError as error:
+        assert error.status in (Status.EINVAL, Status.UNKNOWN_COMMAND)  # noqa: PT017 (either outcome is legal)
+
+
+def test_too_many_paths_are_refused_with_the_servers_own_status() -> None:
+    for read, body in (
+        (kv.decode_lookup_specs, kv.encode_lookup_specs([kv.LookupSpec(0xC5, b"p")] * 17)),
+        (kv.decode_mutation_specs, kv.encode_mutation_specs([kv.MutationSpec(0xC8, b"p")] * 17)),
+        (kv.decode_lookup_specs, b""),
+    ):
+        with pytest.raises(RemoteProtocolError) as caught:
+            read(body)
+        assert caught.value.status == Status.SUBDOC_INVALID_COMBO
+
+
+def test_a_request_with_one_path_is_taken_apart() -> None:
+    def asked(extras: str, value: bytes = b"pathrest") -> Frame:
+        return request(Opcode.SUBDOC_DICT_UPSERT, extras=bytes.fromhex(extras), key=b"k", value=value)
+
+    assert kv.decode_subdoc(asked("000405")) == (b"path", b"rest", 5, None, 0)
+    assert kv.decode_subdoc(asked("00040509")) == (b"path", b"rest", 5, None, 9)
+    assert kv.decode_subdoc(asked("0004050000000a")) == (b"path", b"rest", 5, 10, 0)
+    assert kv.decode_subdoc(asked("0004050000000a09")) == (b"path", b"rest", 5, 10, 9)
+    for bad in (asked("0009000000"), asked("000900"), asked("00")):
+        with pytest.raises(RemoteProtocolError):
+            kv.decode_subdoc(bad)
+
+
+def test_items_of_a_range_scan_stand_as_documented() -> None:
+    """range_scan_continue.md: lengths are LEB128; 25 bytes of metadata before a document."""
+    assert kv.encode_scan_items([kv.ScanItem(b"key0"), kv.ScanItem(b"k" * 128)])[:7].hex() == "046b6579308001"
+    item = kv.ScanItem(b"key0", b"value0", flags=1, expiry=2, seqno=3, cas=4, datatype=5)
+    body = kv.encode_scan_items([item])
+    assert body[:25].hex() == "00000001000000020000000000000003000000000000000405"
+    assert body[25:] == b"\x04key0\x06value0"
+    with pytest.raises(LocalProtocolError):
+        kv.encode_scan_continue(kv.ScanLimits(b"short"))
+
+
+def test_an_error_context_is_what_the_server_said_or_nothing() -> None:
+    value = kv.encode_error_context("no such thing", manifest_uid="1f")
+    assert kv.decode_error_context(value, Datatype.JSON) == "no such thing"
+    assert kv.decode_error_context(b'{"error":{"context":"a","ref":"b"}}', Datatype.JSON) == "a b"
+    for body, datatype in ((value, 0), (b"", 1), (b"{", 1), (b"[]", 1), (b'{"error":1}', 1), (b"\xff", 1), (b"{}", 1)):
+        assert kv.decode_error_context(body, datatype) == ""
+
+
+def test_a_server_duration_is_read_about_as_it_was_written() -> None:
+    """Two bytes for any time: the larger, the coarser (BinaryProtocol.md)."""
+    for duration_us in (0, 1, 50, 1_000, 1_000_000, 100_000_000):
+        heard = kv.decode_server_duration_us(kv.encode_server_duration(duration_us))
+        assert heard is not None
+        assert abs(heard - duration_us) <= max(2, duration_us * 0.05)
+    assert kv.decode_server_duration_us(b"") is None
+    assert kv.encode_server_duration(-5) == kv.encode_server_duration(0)
+    assert kv.encode_server_duration(1e12)[1:] == b"\xff\xff"
+
+
+@given(keys)
+def test_a_write_without_a_token_has_none(key: bytes) -> None:
+    assert kv.decode_mutation_token(b"") is None
+    assert kv.decode_expiry(b"") == 0
+    assert kv.get_meta(1, key).key == key

@@ -1,0 +1,163 @@
+"""Frames: to bytes and back, and every header that cannot be true."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirror.wire.constants import HEADER_SIZE, Magic, Opcode, Status
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+from mirror.wire.frame import (
+    HEADER,
+    Frame,
+    decode,
+    encode,
+    encode_frame_infos,
+    frame_infos,
+    frame_size,
+    request,
+    response,
+    stream_id_framing,
+)
+from tests.wire.shapes import frames
+
+
+def header(magic: int = 0x80, key: int = 0, extras: int = 0, body: int = 0, vbucket: int = 3) -> bytes:
+    return HEADER.pack(magic, 0x57, key, extras, 0, vbucket, body, 9, 0)
+
+
+@given(frames, st.binary(max_size=5), st.binary(max_size=5))
+def test_a_frame_is_read_as_it_was_written(frame: Frame, before: bytes, after: bytes) -> None:
+    data = encode(frame)
+    assert len(data) == frame.wire_size == frame_size(data)
+    for buf in (before + data + after, bytearray(before + data + after), memoryview(before + data + after)):
+        assert decode(buf, len(before)) == (frame, len(before) + len(data))
+
+
+@given(frames, st.data())
+def test_a_frame_that_was_cut_is_an_error_and_says_how_long_it_would_be(frame: Frame, data: st.DataObject) -> None:
+    whole = encode(frame)
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    assert frame_size(cut) in ((0,) if len(cut) < HEADER_SIZE else (len(whole),))
+    with pytest.raises(RemoteProtocolError, match="truncated"):
+        decode(cut)
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_a_frame_or_a_remote_error(data: bytes) -> None:
+    try:
+        frame, end = decode(data)
+    except RemoteProtocolError:
+        return
+    assert encode(frame) == data[:end]
+
+
+def test_a_magic_is_judged_at_its_first_byte() -> None:
+    assert frame_size(b"") == 0
+    assert frame_size(b"\x80") == 0
+    with pytest.raises(RemoteProtocolError, match="magic"):
+        frame_size(b"H")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (header(body=2**32 - 1), "above the limit"),
+        (header(key=1, body=0), "do not fit"),
+        (header(key=5, extras=31, body=35), "do not fit"),
+        (header(magic=0x08, key=0x0301, body=3), "do not fit"),
+    ],
+)
+def test_a_length_that_cannot_be_true_is_an_error_before_the_body_comes(bad: bytes, words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=words) as caught:
+        frame_size(bad)
+    assert (caught.value.op, caught.value.vbid) == (Opcode.DCP_MUTATION, 3)
+
+
+def test_a_responses_status_is_not_called_a_vbucket() -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        frame_size(header(magic=0x81, key=1))
+    assert caught.value.vbid is None
+    assert decode(header(magic=0x81, vbucket=0x23))[0].status == Status.ROLLBACK
+
+
+def test_the_limit_is_the_callers() -> None:
+    data = encode(request(Opcode.SET, key=b"k", value=b"x" * 100))
+    assert frame_size(data, 0, 101) == len(data)
+    with pytest.raises(RemoteProtocolError, match="limit of 100"):
+        frame_size(data, 0, 100)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(0x80, 0, framing=b"\x22\0\1"),
+        Frame(0x08, 0, framing=b"x" * 256),
+        Frame(0x08, 0, key=b"x" * 256),
+        Frame(0x42, 0),
+        Frame(0x80, 0, key=b"x" * 65_536),
+        Frame(0x80, 0, extras=b"x" * 256),
+        Frame(0x80, 0, opaque=-1),
+        Frame(0x80, 0, vbucket=65_536),
+    ],
+)
+def test_what_a_header_cannot_say_is_our_error(frame: Frame) -> None:
+    with pytest.raises(LocalProtocolError):
+        encode(frame)
+
+
+@given(st.lists(st.tuples(st.integers(0, 270), st.binary(max_size=270)), max_size=5))
+def test_frame_infos_are_read_as_they_were_written(infos: list[tuple[int, bytes]]) -> None:
+    assert frame_infos(encode_frame_infos(infos)) == infos
+
+
+@given(st.binary(max_size=30))
+def test_any_framing_extras_are_frame_infos_or_a_remote_error(framing: bytes) -> None:
+    try:
+        infos = frame_infos(framing)
+    except RemoteProtocolError:
+        return
+    assert sum(len(content) for _, content in infos) < max(len(framing), 1)
+
+
+@pytest.mark.parametrize("framing", [b"\x22", b"\x22\0", b"\xf2", b"\x2f", b"\xff\0", b"\x0f\x01"])
+def test_framing_extras_that_end_too_early_are_an_error(framing: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        frame_infos(framing)
+
+
+@pytest.mark.parametrize("info", [(-1, b""), (271, b""), (0, b"x" * 271)])
+def test_a_frame_info_that_cannot_be_said_is_our_error(info: tuple[int, bytes]) -> None:
+    with pytest.raises(LocalProtocolError):
+        encode_frame_infos([info])
+
+
+def test_a_stream_id_is_three_bytes_of_framing() -> None:
+    assert stream_id_framing(5) == bytes.fromhex("220005")
+    assert stream_id_framing(None) == b""
+    frame = request(Opcode.DCP_CLOSE_STREAM, framing=stream_id_framing(0xFFFF))
+    assert frame.magic == Magic.FLEX_REQUEST
+    assert frame.stream_id == 0xFFFF
+    assert request(Opcode.DCP_CLOSE_STREAM).stream_id is None
+    assert request(Opcode.GET, framing=encode_frame_infos([(1, b"x")])).stream_id is None
+    with pytest.raises(LocalProtocolError):
+        stream_id_framing(65_536)
+    with pytest.raises(RemoteProtocolError, match="stream id of 1 bytes"):
+        _ = request(Opcode.DCP_MUTATION, framing=b"\x21\0").stream_id
+
+
+def test_an_answer_has_the_opcode_and_opaque_of_its_question() -> None:
+    asked = request(Opcode.GET, opaque=77, key=b"k")
+    assert response(asked, Status.KEY_ENOENT) == Frame(0x81, 0, vbucket=1, opaque=77)
+    assert response(asked, framing=b"\x02\0\1").magic == Magic.FLEX_RESPONSE
+    assert response(Frame(0x82, 1, opaque=5)).magic == Magic.SERVER_RESPONSE
+    assert response(asked).is_response
+    with pytest.raises(LocalProtocolError):
+        response(response(asked))
+
+
+def test_the_header_is_as_long_as_its_name_says() -> None:
+    assert HEADER.size == HEADER_SIZE == struct.calcsize(">BBHBBHIIQ")

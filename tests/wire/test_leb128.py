@@ -1,0 +1,61 @@
+"""Collection ids: one spelling each."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirror.wire import leb128
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+from tests.wire.shapes import u32
+
+
+@given(u32, st.binary(max_size=8), st.binary(max_size=8))
+def test_a_number_is_read_as_it_was_written(number: int, before: bytes, after: bytes) -> None:
+    spelled = leb128.encode(number)
+    assert 1 <= len(spelled) <= leb128.LENGTH_MAX
+    assert leb128.decode(before + spelled + after, len(before)) == (number, len(before) + len(spelled))
+    assert leb128.split_key(spelled + after) == (number, after)
+
+
+@given(st.binary(max_size=7))
+def test_any_bytes_are_the_one_spelling_of_a_number_or_a_remote_error(data: bytes) -> None:
+    try:
+        number, end = leb128.decode(data)
+    except RemoteProtocolError:
+        return
+    assert leb128.encode(number) == data[:end]
+
+
+@pytest.mark.parametrize(
+    ("number", "spelled"),
+    [(0, "00"), (8, "08"), (127, "7f"), (128, "8001"), (0x1234, "b424"), (2**32 - 1, "ffffffff0f")],
+)
+def test_known_spellings(number: int, spelled: str) -> None:
+    assert leb128.encode(number).hex() == spelled
+    assert leb128.decode(bytes.fromhex(spelled)) == (number, len(spelled) // 2)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "words"),
+    [
+        ("", "ends inside"),
+        ("80", "ends inside"),
+        ("ffffffff", "ends inside"),
+        ("8000", "zero group"),
+        ("8880808000", "zero group"),
+        ("ffffffff1f", "more than 32 bits"),
+        ("808080808001", "more than 5 bytes"),
+        ("ffffffffff", "more than 5 bytes"),
+    ],
+)
+def test_other_spellings_are_refused(spelled: str, words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        leb128.decode(bytes.fromhex(spelled))
+
+
+@pytest.mark.parametrize("number", [-1, 2**32])
+def test_a_number_that_is_not_32_bits_is_our_error(number: int) -> None:
+    with pytest.raises(LocalProtocolError):
+        leb128.encode(number)

@@ -1,0 +1,219 @@
+"""The hot loop against the frame-by-frame codec, under every way to cut and to break bytes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirror.wire import codec_dcp
+from mirror.wire import events as ev
+from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Opcode
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+from mirror.wire.frame import HEADER, Frame, decode, encode, frame_size, request
+from mirror.wire.scan import Row, Run, is_data, normalise, row_of, scan
+from tests.wire import shapes
+
+MAX = BODY_LENGTH_MAX
+PREFIXES = {1: b"pre1", 2: b"pre2"}
+opaques = st.sampled_from((1, 2, 3))
+vbids = st.sampled_from((5, 6))
+documents = st.one_of(
+    st.builds(ev.Mutation, vbids, shapes.keys, shapes.u64, shapes.u64, shapes.u64, value=shapes.blobs, opaque=opaques),
+    st.builds(ev.Deletion, vbids, shapes.keys, shapes.u64, shapes.u64, shapes.u64, opaque=opaques),
+    st.builds(ev.Expiration, vbids, shapes.keys, shapes.u64, shapes.u64, shapes.u64, opaque=opaques),
+)
+messages = st.lists(documents | documents | shapes.requests | shapes.plain_responses, max_size=12)
+
+
+def flat(items: list[Run | Frame]) -> list[object]:
+    out: list[object] = []
+    for item in items:
+        if isinstance(item, Frame):
+            out.append(item)
+        else:
+            assert item.rows
+            assert item.byte_count == sum(len(value) for _, value in item.rows)
+            out += [(item.opaque, item.vbid, row) for row in item.rows]
+    return out
+
+
+def by_codec(data: bytes, routes: dict[int, bytes]) -> list[object]:
+    """What scan should say, said by the frame codec."""
+    out: list[object] = []
+    pos = 0
+    while (size := frame_size(data, pos)) and pos + size <= len(data):
+        frame, end = decode(data, pos)
+        if is_data(frame) and not frame.framing and frame.opaque in routes and frame.magic == 0x80:
+            out.append((frame.opaque, frame.vbucket, (routes[frame.opaque] + frame.extras[:8], data[pos:end])))
+        else:
+            out.append(frame)
+        pos = end
+    return out
+
+
+@given(messages, st.binary(max_size=7).map(lambda b: b"\x80" * len(b)))
+def test_scan_says_what_the_codec_says(said: list[ev.Event], rest: bytes) -> None:
+    data = b"".join(map(codec_dcp.encode, said))
+    items, pos = scan(rest + data + rest, len(rest), PREFIXES, MAX)
+    assert pos == len(rest) + len(data)
+    assert flat(items) == by_codec(data, PREFIXES)
+
+
+@given(messages, st.lists(st.integers(1, 80), max_size=40))
+def test_how_the_bytes_are_cut_makes_no_difference(said: list[ev.Event], sizes: list[int]) -> None:
+    data = b"".join(map(codec_dcp.encode, said))
+    got: list[object] = []
+    rest, start = b"", 0
+    for size in [*sizes, len(data)]:
+        rest += data[start : start + size]
+        start += size
+        items, pos = scan(rest, 0, PREFIXES, MAX)
+        got += flat(items)
+        rest = rest[pos:]
+    assert rest == b""
+    assert got == by_codec(data, PREFIXES)
+
+
+@given(messages, st.data())
+def test_broken_bytes_are_never_more_than_a_remote_error(said: list[ev.Event], data: st.DataObject) -> None:
+    whole = bytearray(b"".join(map(codec_dcp.encode, said)))
+    if not whole:
+        return
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        items, pos = scan(bytes(whole), 0, PREFIXES, MAX)
+    except RemoteProtocolError:
+        return
+    assert 0 <= pos <= len(whole)
+    assert flat(items) == by_codec(bytes(whole[:pos]), PREFIXES)
+
+
+@given(st.binary(max_size=120), st.integers(0, 20))
+def test_any_bytes_are_consumed_kept_or_refused(data: bytes, pos: int) -> None:
+    pos = min(pos, len(data))
+    try:
+        items, end = scan(data, pos, PREFIXES, 60)
+    except RemoteProtocolError:
+        return
+    assert pos <= end <= len(data)
+    assert len(data) - end < 24 + 61
+    size = sum(item.wire_size if isinstance(item, Frame) else item.byte_count for item in items)
+    assert size == end - pos
+
+
+def document(seqno: int, opaque: int = 1, vbid: int = 5, **more: object) -> bytes:
+    return codec_dcp.encode(ev.Mutation(vbid, b"\0key", seqno, 1, 2, value=b"value", opaque=opaque, **more))  # type: ignore[arg-type]
+
+
+MARKER = codec_dcp.encode(ev.SnapshotMarker(5, 1, 9, 1, opaque=1))
+
+
+def runs(data: bytes) -> list[tuple[int, int, int, int] | int]:
+    items, pos = scan(data, 0, PREFIXES, MAX)
+    assert pos == len(data)
+    return [
+        item.opcode if isinstance(item, Frame) else (item.opaque, item.vbid, item.first_seqno, item.last_seqno)
+        for item in items
+    ]
+
+
+def test_a_run_ends_where_its_stream_does() -> None:
+    data = document(1) + document(2) + document(7, 2) + document(3) + MARKER + document(4) + document(5, vbid=6)
+    assert runs(data) == [
+        (1, 5, 1, 2),
+        (2, 5, 7, 7),
+        (1, 5, 3, 3),
+        Opcode.DCP_SNAPSHOT_MARKER,
+        (1, 5, 4, 4),
+        (1, 6, 5, 5),
+    ]
+
+
+def test_a_row_is_prefix_and_seqno_and_the_whole_message() -> None:
+    data = document(258)
+    items, _ = scan(data, 0, PREFIXES, MAX)
+    assert isinstance(items[0], Run)
+    assert items[0].rows == [(b"pre1" + (258).to_bytes(8), data)]
+    assert items[0].byte_count == len(data)
+    assert "opaque=0x1, vbid=5, rows=1" in repr(items[0])
+
+
+def test_what_is_not_routed_comes_as_a_frame() -> None:
+    assert runs(document(1, 9) + document(2, stream_id=4) + document(3)) == [0x57, 0x57, (1, 5, 3, 3)]
+
+
+def test_messages_at_the_very_end_of_a_buffer_are_found() -> None:
+    noop = codec_dcp.encode(ev.DcpNoop(opaque=3))
+    end = codec_dcp.encode(ev.StreamEnd(5, 0, opaque=1))
+    assert runs(document(1) + noop + noop + end) == [(1, 5, 1, 1), 0x5C, 0x5C, 0x55]
+
+
+def bad_header(opcode: int = 0x57, key: int = 1, extras: int = 31, body: int = 32, magic: int = 0x80) -> bytes:
+    return HEADER.pack(magic, opcode, key, extras, 0, 5, body, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (bad_header(extras=30), "extras of 30 bytes, not 31"),
+        (bad_header(0x58, extras=20), "not 18 or 21"),
+        (bad_header(0x59, extras=18), "not 20"),
+        (bad_header(key=0), "no key"),
+        (bad_header(key=2), "do not fit in a body of 32"),
+        (bad_header(body=MAX + 1), "above the limit"),
+        (bad_header(body=0, key=0, extras=0), "extras of 0 bytes"),
+        (bad_header(magic=0x08, key=0x0300, body=40), "no key"),
+        (bad_header(magic=0x08, key=0x0301, extras=18, body=40), "not 31"),
+        (bad_header(magic=0x7F), "magic"),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", document(1), MARKER])
+@pytest.mark.parametrize("after", [b"", bytes(100)])
+def test_a_header_that_cannot_be_true_is_an_error_as_soon_as_it_is_there(
+    header: bytes, words: str, before: bytes, after: bytes
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=words) as caught:
+        scan(before + header + after, 0, PREFIXES, MAX)
+    if words != "magic":
+        assert (caught.value.op, caught.value.vbid) == (header[1], 5)
+
+
+def test_a_header_that_may_be_true_waits_for_its_body() -> None:
+    data = document(1) + document(2)
+    cut = len(document(1)) + HEADER_SIZE
+    items, pos = scan(data[:cut], 0, PREFIXES, MAX)
+    assert (len(items), pos) == (1, len(document(1)))
+
+
+def test_a_whole_message_above_the_limit_is_refused_as_a_half_one_is() -> None:
+    data = document(1)
+    body = len(data) - HEADER_SIZE
+    assert scan(data, 0, PREFIXES, body)[1] == len(data)
+    for length in (HEADER_SIZE, HEADER_SIZE + 8, len(data)):
+        with pytest.raises(RemoteProtocolError, match="above the limit"):
+            scan(data[:length], 0, PREFIXES, body - 1)
+
+
+@given(shapes.data_events, st.sampled_from((b"", b"\0")))
+def test_a_normalised_message_is_plain_and_has_a_collection_id(
+    event: ev.Mutation | ev.Deletion | ev.Expiration, prefix: bytes
+) -> None:
+    frame = codec_dcp.to_frame(event)
+    stored, end = decode(normalise(frame, prefix))
+    assert end == frame.wire_size - len(frame.framing) + len(prefix)
+    assert (stored.magic, stored.framing, stored.key) == (0x80, b"", prefix + frame.key)
+    row: Row = row_of(frame, b"abcd", prefix)
+    assert row == (b"abcd" + event.seqno.to_bytes(8), encode(stored))
+    if not (event.stream_id is not None or prefix):
+        assert encode(stored) == encode(frame)
+
+
+def test_only_documents_are_normalised() -> None:
+    assert not is_data(Frame(0x81, Opcode.DCP_MUTATION))
+    for frame in (decode(MARKER)[0], Frame(0x81, Opcode.DCP_MUTATION)):
+        with pytest.raises(LocalProtocolError):
+            normalise(frame)
+    with pytest.raises(RemoteProtocolError):
+        normalise(request(Opcode.DCP_MUTATION, extras=bytes(30), key=b"k"))

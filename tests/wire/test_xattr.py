@@ -1,0 +1,87 @@
+"""Extended attributes: blobs in, pairs out, and every length that lies."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirror.wire import xattr
+from mirror.wire.constants import Datatype
+from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+
+names = st.binary(min_size=1, max_size=10).filter(lambda name: b"\0" not in name)
+pairs = st.dictionaries(names, st.binary(max_size=20), max_size=4)
+
+
+@given(pairs, st.binary(max_size=30))
+def test_attributes_and_body_are_read_as_they_were_written(xattrs: dict[bytes, bytes], body: bytes) -> None:
+    value = xattr.join(xattrs, body)
+    found, rest = xattr.split(value, Datatype.XATTR | Datatype.JSON)
+    assert (list(found.items()), rest) == (list(xattrs.items()), body)
+    assert xattr.body_of(value, Datatype.XATTR) == body
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_attributes_or_a_remote_error(value: bytes) -> None:
+    try:
+        xattrs, body = xattr.split(value, Datatype.XATTR)
+    except RemoteProtocolError:
+        return
+    assert xattr.join(xattrs, body) == value
+
+
+@given(pairs, st.binary(max_size=5), st.data())
+def test_one_changed_byte_is_never_more_than_a_remote_error(
+    xattrs: dict[bytes, bytes], body: bytes, data: st.DataObject
+) -> None:
+    value = bytearray(xattr.join(xattrs, body))
+    value[data.draw(st.integers(0, len(value) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found, rest = xattr.split(bytes(value), Datatype.XATTR)
+    except RemoteProtocolError:
+        return
+    assert xattr.join(found, rest) == value
+
+
+def test_without_the_bit_all_is_body() -> None:
+    assert xattr.split(b"\0\0\0\1x", Datatype.JSON) == ({}, b"\0\0\0\1x")
+    assert xattr.body_of(b"\0\0\0\1x", 0) == b"\0\0\0\1x"
+
+
+def test_a_known_blob() -> None:
+    blob = bytes.fromhex("00000010 0000000c 5f73796e6300 7b7d2020 2000".replace(" ", ""))
+    assert xattr.split(blob + b"body", 4) == ({b"_sync": b"{}   "}, b"body")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"\0\0\0",
+        b"\0\0\0\1",
+        b"\0\0\0\2xx",
+        b"\0\0\0\4\0\0\0\0",
+        b"\0\0\0\7\0\0\0\4a\0\0",
+        b"\0\0\0\7\0\0\0\3\0\0\0",
+        b"\0\0\0\7\0\0\0\3a\0b",
+        b"\0\0\0\7\0\0\0\3abc",
+        b"\0\0\0\x0e" + b"\0\0\0\3a\0\0" * 2,
+        b"\xff\xff\xff\xff\0\0\0\3a\0\0",
+    ],
+)
+def test_lengths_and_zeros_that_lie_are_refused(value: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        xattr.split(value, Datatype.XATTR)
+
+
+def test_a_compressed_value_has_to_be_opened_first() -> None:
+    for read in (xattr.split, xattr.body_of):
+        with pytest.raises(LocalProtocolError, match="compressed"):
+            read(b"", Datatype.XATTR | Datatype.SNAPPY)
+
+
+@pytest.mark.parametrize("name", [b"", b"a\0b"])
+def test_a_name_that_cannot_be_written_is_our_error(name: bytes) -> None:
+    with pytest.raises(LocalProtocolError):
+        xattr.join({name: b""})
