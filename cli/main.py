@@ -14,6 +14,7 @@ import typer
 from cli import config, exits, sandbox
 from cli.changes import changes
 from cli.check import check
+from cli.demo import demo
 from cli.get import get
 from cli.run import run
 from cli.scan import scan
@@ -47,6 +48,7 @@ def options(
 
 
 MIRROR, LOOK = "Mirror", "Look"
+app.command(rich_help_panel=MIRROR)(demo)
 app.command(rich_help_panel=MIRROR)(run)
 app.command(rich_help_panel=LOOK)(status)
 app.command(rich_help_panel=LOOK)(top)

@@ -259,6 +259,44 @@ def story_panel(title: str, lines: Sequence[str]) -> Panel:
     return Panel("\n".join(escape(line) for line in lines) or "[dim]...[/dim]", title=title, title_align="left")
 
 
+SPARKS = " ▁▂▃▄▅▆▇█"
+SPARKS_MAX = 40
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A row of bars, the highest as high as they go."""
+    top = max(values, default=0)
+    return "".join(SPARKS[round(value / top * (len(SPARKS) - 1))] if top else SPARKS[0] for value in values)
+
+
+def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequence[str]) -> RenderableType:
+    """The demo's picture: figures, workers, what happened."""
+    sums = document["totals"]
+    lag = f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}"
+    figures = fact_table(
+        {
+            "state": state_text(document["state"]),
+            "documents": f"{number(sums['documents'])}   (published: {number(sums['published_seqnos'])} seqnos)",
+            "rate": f"{number(sums['documents_per_s'])} docs/s  {sparkline(rates)}",
+            "lag": lag,
+            "vbuckets": ", ".join(f"{count} {state}" for state, count in sorted(sums["states"].items())),
+            "rollbacks": number(sums["rollback_count"]),
+            "look": escape(f"dcp-mirror top --data {document['data']}"),
+        }
+    )
+    parts: list[RenderableType] = [
+        Panel(figures, title="dcp-mirror demo", title_align="left", subtitle="Ctrl-C ends it", subtitle_align="right"),
+        worker_table(document["workers"]),
+        story_panel("what happened", lines),
+    ]
+    return Group(*parts)
+
+
+def demo_end(lines: Sequence[str]) -> RenderableType:
+    """The whole story."""
+    return story_panel("what happened", lines)
+
+
 class Screen:
     """A place that shows the newest of something: redrawn on a terminal, a line every few seconds elsewhere."""
 
@@ -269,6 +307,7 @@ class Screen:
         self._last_line = ""
         self._last_s = float("-inf")
         self._live: Live | None = None
+        self._said: set[str] = set()
 
     @property
     def is_terminal(self) -> bool:
@@ -297,8 +336,18 @@ class Screen:
             self._last_line, self._last_s = line, now_s
             self.say(line)
 
+    def finish(self, view: RenderableType, lines: Sequence[str]) -> None:
+        """Leave `view` as the last picture on a terminal; elsewhere print those lines that were not said yet."""
+        if self._live is not None:
+            self._live.update(view, refresh=True)
+            return
+        for line in lines:
+            if line not in self._said:
+                self.say(line)
+
     def say(self, line: str) -> None:
         """A line that stays, whatever is redrawn below it."""
+        self._said.add(line)
         self._console.print(Text(line), soft_wrap=True)
         if self._live is None:
             self._console.file.flush()

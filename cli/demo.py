@@ -1,0 +1,269 @@
+"""`demo`: a source, a mirror and a live view, with no configuration; what goes wrong in life goes wrong here too.
+
+Knows the story (fill, a killed worker, a failover with loss, the reckoning) and proves each step by figures of both
+sides; the processes are `stage`'s matter, the picture `render`'s. Invariants: every claim it prints was measured in
+this run; if one does not hold the exit code is 1; everything it started ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import options, output, render
+from cli.exits import Ended
+from cli.stage import Stage
+from cli.status import Counter
+from mirror.errors import ConfigError, ExitCode, SupervisionError
+from storage import check as storage_check
+from storage import directory
+from storage.view import open_view
+
+LOOK_INTERVAL_S = 0.5
+PLAIN_INTERVAL_S = 3.0
+STEP_TIMEOUT_S = 90.0
+"""No step takes this long unless something is broken; then the demo says so instead of waiting for ever."""
+DEFAULT_LENGTH_S = 30.0
+"""Without --seconds the story is told in this time; then the mirror runs on until Ctrl-C."""
+LOST_CHANGES = 20
+"""Changes that each vbucket of the failed node loses."""
+
+
+class Story:
+    """What happens, step by step: a generator that is asked to go on with each new status."""
+
+    def __init__(self, stage: Stage, length_s: float) -> None:
+        """The killing begins after a third of `length_s`, the failover after two thirds."""
+        self.lines: list[str] = []
+        self.facts: dict[str, Any] = {}
+        self.told = False
+        self._stage = stage
+        self._began_s = time.monotonic()
+        self._length_s = length_s
+        self._status: dict[str, Any] = {}
+        self._steps = self._tell()
+        next(self._steps)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._began_s
+
+    def say(self, line: str) -> None:
+        """Add a line."""
+        self.lines.append(f"{self.elapsed_s:5.1f} s  {line}")
+
+    def go_on(self, status: dict[str, Any]) -> None:
+        """One look further."""
+        self._status = status
+        if not self.told:
+            try:
+                next(self._steps)
+            except StopIteration:
+                self.told = True
+
+    def _wait(self, condition: Any, what: str) -> Iterator[None]:
+        until_s = time.monotonic() + STEP_TIMEOUT_S
+        while not condition():
+            if time.monotonic() > until_s:
+                raise SupervisionError(f"the demo waited {STEP_TIMEOUT_S:.0f} s in vain: {what}")
+            yield
+
+    def _until(self, moment_s: float) -> Iterator[None]:
+        while self.elapsed_s < moment_s:
+            yield
+
+    def _tell(self) -> Iterator[None]:
+        yield
+        yield from self._fill()
+        yield from self._until(self._length_s / 3)
+        yield from self._kill()
+        yield from self._until(self._length_s * 2 / 3)
+        yield from self._fail_over()
+
+    # the steps
+
+    def _caught_up(self) -> bool:
+        sums = self._status["totals"]
+        every = self._status["vbucket_count"]
+        return bool(
+            every
+            and sums["vbuckets"] == every
+            and sums["states"].get("streaming", 0) == every
+            and sums["source_high_seqnos"]
+            and sums["lag_seqnos"] is not None
+            and sums["lag_seqnos"] * 50 <= sums["source_high_seqnos"]
+        )
+
+    def _fill(self) -> Iterator[None]:
+        self.say(f"source: 2 nodes, live writes, at {self._stage.connection_string}")
+        yield from self._wait(self._caught_up, "the first fill")
+        self.facts["filled_s"] = round(self.elapsed_s, 1)
+        self.facts["filled_seqnos"] = self._status["totals"]["published_seqnos"]
+        self.say(f"mirrored {render.number(self.facts['filled_seqnos'])} seqnos; now following the live writes")
+
+    def _kill(self) -> Iterator[None]:
+        yield from self._wait(lambda: self._running(), "all workers")
+        victim = self._status["workers"][0]
+        groups = set(victim["groups"])
+        vbids = [row["vbid"] for row in self._status["vbuckets"] if row["group"] in groups]
+        published = {row["vbid"]: row["published_seqno"] for row in self._status["vbuckets"]}
+        requests = {vbid: len(self._requests(vbid)) for vbid in vbids}
+        self._stage.kill_worker(victim["pid"])
+        killed_s = time.monotonic()
+        self.say(f"SIGKILL to worker {victim['slot']} (process {victim['pid']}, {len(vbids)} vbuckets)")
+        yield from self._wait(lambda: self._replaced(victim), "the worker's replacement")
+        yield from self._wait(lambda: all(len(self._requests(vbid)) > requests[vbid] for vbid in vbids), "new streams")
+        yield from self._wait(self._caught_up, "catching up after the kill")
+        lag_s = time.monotonic() - killed_s
+        again = sum(row["requested_again_bytes"] or 0 for row in self._status["vbuckets"] if row["vbid"] in vbids)
+        lower = [vbid for vbid in vbids if self._requests(vbid)[-1] < published[vbid]]
+        self.facts["kill"] = {
+            "worker": victim["slot"],
+            "vbuckets": len(vbids),
+            "back_s": round(lag_s, 1),
+            "requested_again_bytes": again,
+            "vbuckets_asked_below_published": len(lower),
+        }
+        self.say(f"worker {victim['slot']} is back and caught up after {lag_s:.1f} s; asked for again: {again} bytes")
+        self.say(
+            f"the source's account: {len(vbids) - len(lower)} of {len(vbids)} streams resumed where the mirror stood"
+        )
+
+    def _running(self) -> bool:
+        workers = self._status["workers"]
+        return bool(workers) and all(worker["phase"] == "running" for worker in workers)
+
+    def _replaced(self, victim: dict[str, Any]) -> bool:
+        worker: dict[str, Any] = self._status["workers"][victim["slot"]]
+        return bool(worker["phase"] == "running" and worker["pid"] != victim["pid"])
+
+    def _requests(self, vbid: int) -> list[int]:
+        """Where each accepted stream of a vbucket began, as the source counts them."""
+        requests: list[int] = self._stage.ask_source("vbucket", vbid=vbid)["stream_requests"]
+        return requests
+
+    def _fail_over(self) -> Iterator[None]:
+        yield from self._wait(self._caught_up, "catching up before the failover")
+        before = self._status["totals"]["rollback_count"]
+        vbids = [row["vbid"] for row in self._status["vbuckets"] if self._node_of(row["vbid"]) == 1]
+        self._stage.ask_source("failover-node", node=1, lose=LOST_CHANGES)
+        self.say(f"node 1 fails over: {len(vbids)} vbuckets lose their newest {LOST_CHANGES} changes each")
+        yield from self._wait(lambda: self._status["totals"]["rollback_count"] > before, "a rollback")
+        yield from self._wait(self._caught_up, "catching up after the failover")
+        with open_view(str(self._stage.data)) as view:
+            rollbacks = [view.rollbacks(vbid)[-1] for vbid in vbids if view.rollbacks(vbid)]
+        lost = sum(rollback.from_seqno - rollback.to_seqno for rollback in rollbacks)
+        self.facts["failover"] = {
+            "vbuckets": len(vbids),
+            "rolled_back": len(rollbacks),
+            "retracted_seqnos": lost,
+            "refilled_from_0": sum(rollback.to_seqno == 0 for rollback in rollbacks),
+        }
+        self.say(
+            f"{len(rollbacks)} vbuckets rolled back to a kept boundary: {lost} seqnos retracted, at once for readers"
+        )
+        if rollbacks:
+            one = rollbacks[0]
+            self.say(
+                f"vbucket {one.vbid}: seqno {one.from_seqno} -> {one.to_seqno} on branch {one.to_branch}, "
+                "streaming on from there"
+            )
+
+    def _node_of(self, vbid: int) -> int:
+        node: int = self._stage.ask_source("vbucket", vbid=vbid)["node"]
+        return node
+
+    def reckon(self, counter: Counter) -> bool:
+        """Silence the source, let the mirror arrive, compare; then end the service and check what it left."""
+        self._stage.ask_source("rate", rate=0)
+        until_s = time.monotonic() + STEP_TIMEOUT_S
+        documents = wanted = -1
+        while time.monotonic() < until_s:
+            status = self._stage.status()
+            wanted = self._stage.ask_source("status")["documents"]
+            if status is not None and status["totals"]["lag_seqnos"] == 0:
+                counter.fill(status)
+                documents = status["totals"]["documents"]
+                if documents == wanted:
+                    break
+            time.sleep(LOOK_INTERVAL_S)
+        code = self._stage.end_service()
+        problems = storage_check.check(str(self._stage.data)).problems
+        self.facts["documents"] = {"source": wanted, "mirror": documents}
+        self.facts["check_problems"] = problems
+        self.say(
+            f"writes stop. documents in the source: {render.number(wanted)}, in the mirror: {render.number(documents)}"
+        )
+        self.say(f"the stored data is {'sound' if not problems else f'NOT sound: {problems[0]}'} (dcp-mirror check)")
+        kill = self.facts.get("kill") or {}
+        held = kill.get("requested_again_bytes", 0) == 0 and kill.get("vbuckets_asked_below_published", 0) == 0
+        return documents == wanted and not problems and code == 0 and held
+
+
+def demo(
+    data: options.DataOption = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", min=1, help="End by itself, with a summary.", show_default=False)
+    ] = None,
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Documents at the start.")] = 50_000,
+    rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second.")] = 1_000.0,
+    workers: Annotated[int, typer.Option("--workers", min=1, max=8, help="Worker processes.")] = 2,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show it all: a source with live writes, its mirror, a killed worker, a failover with rollback."""
+    if data is not None and directory.exists(str(data)):
+        raise ConfigError(f"{data} holds a mirror already", hint="the demo makes a new one: give it an empty directory")
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcp-mirror-demo-")))
+        place = data if data is not None else folder / "data"
+        stage = Stage(place, folder, nodes=2, vbuckets=64, documents=documents, rate=rate, workers=workers)
+        stack.enter_context(stage)
+        story = Story(stage, seconds or DEFAULT_LENGTH_S)
+        counter = Counter(place)
+        with render.Screen(to_stderr=as_json, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+            with contextlib.suppress(KeyboardInterrupt):
+                perform(stage, story, counter, screen, seconds)
+            ok = story.reckon(counter)
+            screen.finish(render.demo_end(story.lines), story.lines)
+        finish(story, ok, data, as_json=as_json)
+    if not ok:
+        raise Ended(ExitCode.FAILED)
+
+
+def perform(stage: Stage, story: Story, counter: Counter, screen: render.Screen, seconds: float | None) -> None:
+    """Look, go on with the story, draw; until the time is over and the story told."""
+    rates: deque[float] = deque(maxlen=render.SPARKS_MAX)
+    said = 0
+    while seconds is None or story.elapsed_s < seconds or not story.told:
+        status = stage.status()
+        if status is not None:
+            with contextlib.suppress(OSError):
+                counter.fill(status)
+            story.go_on(status)
+            rates.append(status["totals"]["documents_per_s"] or 0)
+            if not screen.is_terminal:
+                for line in story.lines[said:]:
+                    screen.say(line)
+                said = len(story.lines)
+            screen.show(render.demo_view(status, list(rates), story.lines), render.status_line(status))
+        time.sleep(LOOK_INTERVAL_S)
+
+
+def finish(story: Story, ok: bool, data: Path | None, *, as_json: bool) -> None:
+    """The summary."""
+    if as_json:
+        output.print_json({"ok": ok, "elapsed_s": round(story.elapsed_s, 1), **story.facts})
+        return
+    typer.echo("the demo ended well: every claim above was measured" if ok else "the demo did NOT end well: see above")
+    if data is not None:
+        typer.echo(f"the mirror stays in {data}: dcp-mirror scan --data {data} --limit 3")

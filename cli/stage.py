@@ -1,0 +1,148 @@
+"""The stage of the demo: a sandbox and a service as processes of their own, just as a person would start them.
+
+Knows how to start, ask, harm and end the two; never what is shown. Both are put into sessions of their own, so that a
+Ctrl-C reaches the demo alone, which then ends them in order; the kernel ends them should the demo be killed.
+Invariant: leaving the stage leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cli import client
+from mirror.errors import SupervisionError
+from mirror.sandbox import control
+from mirror.supervise.worker import die_with_parent
+
+COMMAND = [sys.executable, "-P", "-m", "cli.main"]
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 30.0
+
+
+class Stage:
+    """A source and a mirror of it."""
+
+    def __init__(
+        self, data: Path, folder: Path, *, nodes: int, vbuckets: int, documents: int, rate: float, workers: int
+    ):
+        """Nothing starts yet. `folder` takes logs and the source's control socket."""
+        self.data = data
+        self.folder = folder
+        self.workers = workers
+        self.control = folder / "source.sock"
+        self.connection_string = ""
+        self._source_options = {
+            "nodes": nodes,
+            "vbuckets": vbuckets,
+            "load": documents,
+            "rate": rate,
+            "keys": documents * 2,
+            "seed": secrets.randbelow(2**31),
+            "control": self.control,
+        }
+        self._source: subprocess.Popen[bytes] | None = None
+        self._service: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        """Start the source, wait for its first line, then start the service."""
+        try:
+            flags = [f"--{name}={value}" for name, value in self._source_options.items()]
+            self._source = self._start("source", "sandbox", *flags, stdout=subprocess.PIPE)
+            self.connection_string = self._first_line(self._source)
+            mirror = [
+                "run",
+                "--source",
+                self.connection_string,
+                "--data",
+                str(self.data),
+                "--workers",
+                str(self.workers),
+            ]
+            self._service = self._start("service", *mirror, stdout=subprocess.DEVNULL)
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End both."""
+        self.end()
+
+    def _start(self, name: str, *arguments: str, stdout: int) -> subprocess.Popen[bytes]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("DCP_MIRROR_")}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [*COMMAND, *arguments],
+                env=kept | {"DCP_MIRROR_USER": "demo", "DCP_MIRROR_PASSWORD": "demo"},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # the demo has one thread, so the child is safe to prepare
+            )
+
+    def _first_line(self, process: subprocess.Popen[bytes]) -> str:
+        assert process.stdout is not None, "the source's stdout is a pipe"
+        ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
+        line = process.stdout.readline().decode().strip() if ready else ""
+        if not line:
+            raise SupervisionError("the sandbox did not start", hint=self._last_words("source"))
+        return line
+
+    def _last_words(self, name: str) -> str:
+        lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
+        return lines[-1] if lines else f"nothing in {self.folder / name}.log"
+
+    def status(self) -> dict[str, Any] | None:
+        """The mirror's status; None while the service is not there yet. Raises SupervisionError when it has ended."""
+        assert self._service is not None, "the stage was entered"
+        if (code := self._service.poll()) is not None:
+            raise SupervisionError(f"the service ended with exit code {code}", hint=self._last_words("service"))
+        answer = client.ask(self.data, "status")
+        status: dict[str, Any] | None = answer["status"] if answer else None
+        return status
+
+    def ask_source(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Ask the source for something, harm included."""
+        answer = control.ask(self.control, command, **arguments)
+        return answer if isinstance(answer, dict) else {}
+
+    @staticmethod
+    def kill_worker(pid: int) -> None:
+        """SIGKILL, as the kernel does when memory is short."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def end_service(self) -> int | None:
+        """Stop the mirror cleanly; returns its exit code."""
+        return self._end(self._service)
+
+    def end(self) -> None:
+        """End both."""
+        self._end(self._service)
+        self._end(self._source)
+        if self._source is not None and self._source.stdout is not None:
+            self._source.stdout.close()
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes] | None) -> int | None:
+        if process is None:
+            return None
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        return process.wait()
