@@ -1,0 +1,477 @@
+"""The consumer against the embedded source: following, faults, moves, failovers, refusals, a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigError, ConnectFailed, PrivilegeMissing
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.wire.constants import VbucketState
+from storage.check import check
+from storage.errors import Full
+from storage.view import open_view
+from tests.feed.harness import Mirror
+
+VBUCKETS = 8
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[SandboxCluster]:
+    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1) as running:
+        yield running
+
+
+def mirror_of(cluster: SandboxCluster, path: Path, **options: Any) -> Mirror:
+    settings = {"noop_interval_s": 0.5, "connection_buffer_size": 64 * 1024, **options.pop("settings", {})}
+    return Mirror(
+        path,
+        bucket=cluster.bucket.name,
+        bucket_uuid=options.pop("bucket_uuid", cluster.bucket.map.bucket_uuid),
+        vbuckets=VBUCKETS,
+        password=options.pop("password", "demo"),
+        groups=options.pop("groups", 2),
+        settings=settings,
+        **options,
+    )
+
+
+def write(cluster: SandboxCluster, count: int, name: str = "doc") -> None:
+    for number in range(count):
+        cluster.set(f"{name}-{number}", {"name": name, "number": number})
+
+
+async def follow(mirror: Mirror, cluster: SandboxCluster) -> None:
+    """Wait until everything that the source has now is published."""
+    assert mirror.consumer is not None
+    targets = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
+    consumer = mirror.consumer
+    await mirror.until(lambda: consumer.caught_up(targets), "caught up")
+    await mirror.until(
+        lambda: all(mirror.row(vbid)["published_seqno"] == seqno for vbid, seqno in targets.items()), "exactly there"
+    )
+
+
+def assert_equal(mirror: Mirror, cluster: SandboxCluster) -> None:
+    """What readers see of every vbucket is the source's state at that boundary."""
+    assert check(mirror.path, deep=True).problems == []
+    with open_view(mirror.path) as view:
+        for vbid in range(VBUCKETS):
+            source = cluster.vbucket(vbid).state_at(view.state(vbid).published_seqno)
+            seen = {
+                b"\0" + document.key: (document.seqno, document.cas, document.rev_seqno, document.flags)
+                for document in view.scan(vbid, now=0)
+            }
+            wanted = {key: (item.seqno, item.cas, item.rev_seqno, item.flags) for key, item in source.items()}
+            assert seen == wanted, f"vb {vbid}"
+
+
+async def test_everything_is_mirrored_and_followed(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 300)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    write(cluster, 200)
+    for number in range(0, 300, 3):
+        cluster.delete(f"doc-{number}")
+    await follow(mirror, cluster)
+    status = consumer.status()
+    assert status["counters"]["received_documents"] >= 500
+    assert status["counters"]["requested_again_bytes"] == 0
+    assert {row["state"] for row in status["vbuckets"]} <= {"streaming", "backfilling"}
+    assert len(status["nodes"]) == 2
+    assert status["map"]["rev"] == cluster.bucket.map.rev
+    await mirror.until(lambda: all(row["lag_seqnos"] == 0 for row in consumer.status()["vbuckets"]), "no lag")
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_restart_asks_for_nothing_again(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 300)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    await mirror.stop()
+    published = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
+    write(cluster, 50, "new")
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    assert consumer.status()["counters"]["requested_again_bytes"] == 0
+    assert consumer.status()["counters"]["received_documents"] == 50
+    for vbid, seqno in published.items():
+        assert [request.start_seqno for request in cluster.sent(vbid).stream_requests] == [0, seqno]
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_killed_node_that_comes_back_is_found_again(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    await cluster.kill_node(1)
+    await mirror.until(lambda: not all(node["ready"] for node in consumer.status()["nodes"]), "node missed")
+    write(cluster, 100, "while-down")
+    here = [vbid for vbid in range(VBUCKETS) if vbid % 2 == 0]
+    for vbid in here:
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    assert {mirror.row(vbid)["state"] for vbid in range(VBUCKETS) if vbid not in here} == {"waiting"}
+    await cluster.restart_node(1)
+    await follow(mirror, cluster)
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_vbuckets_are_followed_to_where_they_move(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    await cluster.add_node()
+    await cluster.rebalance()
+    write(cluster, 100, "after-rebalance-in")
+    await follow(mirror, cluster)
+    assert len({row["node"] for row in consumer.status()["vbuckets"]}) == 3
+    await cluster.rebalance([0])
+    write(cluster, 100, "after-rebalance-out")
+    await follow(mirror, cluster)
+    await mirror.until(lambda: len(consumer.status()["nodes"]) == 1, "old nodes let go")
+    assert consumer.status()["counters"]["requested_again_bytes"] == 0
+    assert sum(row["rollback_count"] for row in consumer.status()["vbuckets"]) == 0
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_failover_with_loss_is_rolled_back_exactly(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 200)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    for round_ in range(10):  # boundaries of their own
+        cluster.set(f"lost-{round_}", {"round": round_}, vbid=3)
+        await mirror.until_published(3, cluster.vbucket(3).high_seqno)
+    base = cluster.failover(3, lose=6)
+    cluster.set("instead", {"new": "history"}, vbid=3)
+    await mirror.until(lambda: mirror.row(3)["rollback_count"] == 1, "rollback")
+    await mirror.until(lambda: mirror.row(3)["published_seqno"] == cluster.vbucket(3).high_seqno, "the new history")
+    assert [request.start_seqno for request in cluster.sent(3).stream_requests][-1] == base
+    assert consumer.status()["counters"]["requested_again_bytes"] == 0
+    assert {row["rollback_count"] for row in consumer.status()["vbuckets"] if row["vbid"] != 3} == {0}
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_whole_node_fails_over_with_loss(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 200)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    write(cluster, 40, "perhaps-lost")
+    await follow(mirror, cluster)
+    await cluster.failover_node(1, lose=2)
+    write(cluster, 40, "after")
+    await mirror.until(
+        lambda: all(
+            mirror.row(vbid)["published_seqno"] == cluster.vbucket(vbid).high_seqno
+            and mirror.row(vbid)["vbuuid"] == cluster.vbucket(vbid).vbuuid
+            for vbid in range(VBUCKETS)
+        ),
+        "everything on the new history",
+    )
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_vbucket_without_active_node_waits_and_is_reported(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 50)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    owner = cluster.bucket.map.owners[2]
+    cluster.bucket.map.owners[2] = -1
+    cluster.bucket.map_changed(2)
+    await mirror.until_state(2, "no-active-node")
+    cluster.set("late", {"a": 1}, vbid=2)
+    cluster.set("other", {"a": 1}, vbid=4)
+    await mirror.until_published(4, cluster.vbucket(4).high_seqno)
+    cluster.bucket.map.owners[2] = owner
+    cluster.bucket.map_changed(2)
+    await follow(mirror, cluster)
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_vbucket_that_is_no_longer_active_on_its_node_is_asked_for_until_it_is(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    """NOT_MY_VBUCKET with the same map: nothing to follow, so the request is repeated; the others go on."""
+    write(cluster, 50)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    cluster.set_vbucket_state(5, VbucketState.REPLICA)
+    await mirror.until_state(5, "waiting")
+    await mirror.until(lambda: "does not serve" in (mirror.row(5)["last_error"] or ""), "NOT_MY_VBUCKET")
+    write(cluster, 50, "while-replica")
+    await mirror.until_published(4, cluster.vbucket(4).high_seqno)
+    cluster.set_vbucket_state(5, VbucketState.ACTIVE)
+    await follow(mirror, cluster)
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+@pytest.mark.parametrize("fault", ["cut", "truncate", "garble", "silence", "stop_mid_snapshot"])
+async def test_connection_that_fails_is_replaced(cluster: SandboxCluster, tmp_path: Path, fault: str) -> None:
+    """Also in the middle of snapshots, with more to come than a window."""
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    getattr(cluster.faults, fault)()
+    for vbid in range(VBUCKETS):
+        cluster.multi_write(vbid, [(f"many-{vbid}-{number}", {"pad": "x" * 200}) for number in range(100)])
+    await follow(mirror, cluster)
+    status = consumer.status()
+    assert sum(node["reconnects"] for node in status["nodes"]) >= 1
+    assert status["counters"]["requested_again_bytes"] == 0
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_garbled_frames_never_reach_readers(cluster: SandboxCluster, tmp_path: Path) -> None:
+    """Bytes that are damaged in a value cannot be noticed; those in headers and extras must end in a clean state."""
+    write(cluster, 200)
+    cluster.faults.garble(3, future=True)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await asyncio.sleep(0.5)
+    assert consumer.status()["nodes"] is not None
+    cluster.faults.clear()
+    cluster.faults.cut()
+    await mirror.stop()
+    assert check(mirror.path).problems == []
+
+
+async def test_slow_source_does_not_grow_the_queue(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 500)
+    mirror = mirror_of(cluster, tmp_path, settings={"connection_buffer_size": 4096})
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    for node in consumer.status()["nodes"]:
+        assert node["received_bytes"] - node["acked_bytes"] == node["unacked_bytes"] < 4096
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_wrong_password_is_exit_4(cluster: SandboxCluster, tmp_path: Path) -> None:
+    mirror = mirror_of(cluster, tmp_path, password="wrong")
+    mirror.start(cluster.connection_string)
+    error = await mirror.fails()
+    assert isinstance(error, AuthRejected)
+    assert error.exit_code == 4
+    assert "wrong" not in error.what.replace("wrong user or password", "")
+
+
+async def test_changed_password_needs_no_restart(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 20)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    cluster.add_user("demo", "rotated")
+    cluster.faults.cut()
+    await mirror.until(
+        lambda: any("refused user" in (node["error"] or "") for node in consumer.status()["nodes"]), "refusal shown"
+    )
+    mirror.password_file.write_text("rotated\n")
+    write(cluster, 20, "after")
+    await follow(mirror, cluster)
+    await mirror.stop()
+
+
+async def test_missing_password_and_missing_user_are_exit_2(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DCP_MIRROR_PASSWORD", raising=False)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.password_file.unlink()
+    mirror.start(cluster.connection_string)
+    error = await mirror.fails()
+    assert isinstance(error, ConfigError)
+    assert error.setting == "password"
+    mirror.start(cluster.connection_string.replace("demo@", ""))
+    error = await mirror.fails()
+    assert isinstance(error, ConfigError)
+    assert error.setting == "source"
+
+
+async def test_no_such_bucket_is_exit_4(cluster: SandboxCluster, tmp_path: Path) -> None:
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string.removesuffix("demo") + "other")
+    error = await mirror.fails()
+    assert isinstance(error, BucketMissing)
+    assert "other" in error.what
+
+
+async def test_user_without_dcp_privilege_is_exit_4(cluster: SandboxCluster, tmp_path: Path) -> None:
+    cluster.add_user("reader", "demo", frozenset({"Read"}))
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string.replace("demo@", "reader@"))
+    error = await mirror.fails()
+    assert isinstance(error, (PrivilegeMissing, BucketMissing))
+    assert error.exit_code == 4
+
+
+async def test_unreachable_source_is_waited_for_or_given_up_by_setting(cluster: SandboxCluster, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nowhere = f"couchbase://demo@127.0.0.1:{unused.getsockname()[1]}/demo"
+    mirror = mirror_of(cluster, tmp_path, settings={"bootstrap_timeout_s": 0.05})
+    mirror.start(nowhere)
+    error = await mirror.fails()
+    assert isinstance(error, ConnectFailed)
+    assert error.exit_code == 1
+    patient = mirror_of(cluster, tmp_path)
+    consumer = patient.start(nowhere)
+    await patient.until(lambda: "cannot be reached" in (consumer.status()["error"] or ""), "error shown")
+    await patient.stop()
+
+
+async def test_first_host_that_answers_is_enough(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 20)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string.replace("@", "@127.0.0.1:1,"))
+    await follow(mirror, cluster)
+    await mirror.stop()
+
+
+async def test_another_bucket_is_exit_3_and_the_data_stays(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    with open_view(mirror.path) as view:
+        before = {vbid: view.state(vbid).published_seqno for vbid in range(VBUCKETS)}
+    await cluster.recreate_bucket()
+    error = await mirror.fails()
+    assert isinstance(error, BucketChanged)
+    assert error.exit_code == 3
+    with open_view(mirror.path) as view:
+        assert {vbid: view.state(vbid).published_seqno for vbid in range(VBUCKETS)} == before
+        assert sum(1 for _ in view.scan(now=0)) == 100
+    assert check(mirror.path, deep=True).problems == []
+
+
+async def test_full_disk_stops_one_group_and_it_goes_on_later(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    writer = mirror.writers[1]
+    write_down = writer._write
+
+    def no_space(_work: Any) -> Any:
+        writer._reload()
+        raise Full(os.strerror(errno.ENOSPC), path=writer.path)
+
+    monkeypatch.setattr(writer, "_write", no_space)
+    write(cluster, 100, "while-full")
+    await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
+    for vbid in (0, 2, 4, 6):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    assert "No space left" in mirror.row(1)["last_error"]
+    monkeypatch.setattr(writer, "_write", write_down)
+    await follow(mirror, cluster)
+    assert consumer.status()["groups"][1]["error"] is None
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_large_snapshot_is_hidden_until_it_is_whole(cluster: SandboxCluster, tmp_path: Path) -> None:
+    """Staged in bounded batches, cut in the middle, resumed where it stood, visible in one instant."""
+    cluster.bucket.load(((f"big-{n}".encode(), b'{"pad":"' + b"y" * 300 + b'"}') for n in range(8000)), vbid=1)
+    mirror = mirror_of(cluster, tmp_path, settings={"batch_bytes_max": 64 * 1024, "connection_buffer_size": 32768})
+    consumer = mirror.start(cluster.connection_string)
+    await mirror.until(lambda: mirror.row(1)["staged_seqno"] > 2000, "part of the snapshot")
+    with open_view(mirror.path) as view:
+        assert view.state(1).published_seqno == 0
+        assert list(view.scan(1, now=0)) == []
+    staged = mirror.row(1)["staged_seqno"]
+    cluster.faults.cut()
+    await follow(mirror, cluster)
+    assert [request.start_seqno for request in cluster.sent(1).stream_requests][-1] >= staged
+    assert consumer.status()["counters"]["requested_again_bytes"] == 0
+    assert all(group["pending_bytes"] < 2 * 64 * 1024 for group in consumer.status()["groups"])
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_rollback_on_command_and_streaming_on_from_there(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 50)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    boundary = mirror.row(3)["published_seqno"]
+    cluster.set("later", {"a": 1}, vbid=3)
+    await follow(mirror, cluster)
+    answer = await consumer.request({"op": "rollback", "vbid": 3, "to": boundary})
+    assert answer == {"vbid": 3, "boundary_seqno": boundary, "from_seqno": boundary + 1, "branch": answer["branch"]}
+    await follow(mirror, cluster)
+    assert mirror.row(3)["rollback_count"] == 1
+    with pytest.raises(ConfigError):
+        await consumer.request({"op": "rollback", "vbid": 99, "to": 1})
+    with pytest.raises(ConfigError, match="unknown command"):
+        await consumer.request({"op": "dance"})
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_stalled_stream_is_noticed_and_asked_for_anew(cluster: SandboxCluster, tmp_path: Path) -> None:
+    """The source says it is ahead, noops come, but one stream brings nothing."""
+    write(cluster, 20)
+    mirror = mirror_of(cluster, tmp_path, settings={"stall_timeout_s": 1})
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    actor = consumer._actors[4]
+    lost: list[int] = []
+    actor.handle_rows = lambda opaque, rows, byte_count: lost.append(len(rows))  # type: ignore[method-assign]
+    cluster.set("swallowed", {"a": 1}, vbid=4)
+    await mirror.until(lambda: bool(lost), "rows swallowed")
+    del actor.handle_rows
+    await mirror.until(lambda: mirror.row(4)["stalls"] >= 1, "stall noticed")
+    assert "stalled" in mirror.row(4)["last_error"]
+    await follow(mirror, cluster)
+    assert consumer.status()["counters"]["stalls"] >= 1
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_two_workers_share_a_bucket_by_groups(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 100)
+    first = mirror_of(cluster, tmp_path, own_groups=[0])
+    second = mirror_of(cluster, tmp_path, own_groups=[1])
+    one, other = first.start(cluster.connection_string), second.start(cluster.connection_string)
+    targets = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
+    await first.until(lambda: one.caught_up(targets), "first half")
+    await second.until(lambda: other.caught_up(targets), "second half")
+    assert {row["vbid"] for row in one.status()["vbuckets"]} == {0, 2, 4, 6}
+    await second.stop()
+    await first.stop()
+    assert_equal(first, cluster)
+
+
+async def test_stop_before_anything_began_returns(cluster: SandboxCluster, tmp_path: Path) -> None:
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await consumer.stop()
+    assert mirror.task is not None
+    await mirror.task
+    mirror.close()
