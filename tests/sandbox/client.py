@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp, codec_kv
@@ -24,11 +25,18 @@ TIMEOUT_SECONDS = 10.0
 class Client:
     """One connection."""
 
+    opened: ClassVar[list[Client]] = []
+    """Closed behind each test."""
+    clusters: ClassVar[list[SandboxCluster]] = []
+    """Stopped behind each test; for those that are not contexts."""
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
         self.features: tuple[int, ...] = ()
         self.events: list[Any] = []
         self.sizes: list[int] = []
+        self.frames: list[Frame] = []
+        """What came on streams, without opaques."""
         self.pushed: list[Frame] = []
         self.stats: dict[bytes, bytes] = {}
         self.closed = asyncio.Event()
@@ -42,7 +50,9 @@ class Client:
     @staticmethod
     async def connect(cluster: SandboxCluster, node: int = 0) -> Client:
         reader, writer = await asyncio.open_connection(cluster.host, cluster.nodes[node].port)
-        return Client(reader, writer)
+        client = Client(reader, writer)
+        Client.opened.append(client)
+        return client
 
     @staticmethod
     async def login(
@@ -198,4 +208,5 @@ class Client:
                 self.writer.write(fr.encode(fr.response(frame)))
         else:
             self.sizes.append(frame.wire_size)
+            self.frames.append(replace(frame, opaque=0))
             self.events.append(codec_dcp.decode(frame))

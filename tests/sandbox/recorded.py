@@ -67,6 +67,8 @@ def seqno_of(frame: Frame) -> int:
 def fill(vbucket: Vbucket, by_seqno: dict[int, Frame], high_seqno: int) -> None:
     """Make a vbucket hold exactly what a server held that sent these frames; the gaps are what dedup left out."""
     newest: dict[bytes, Item] = {}
+    vbucket.log.clear()
+    vbucket.collection_high_seqno.clear()
     for seqno in range(1, high_seqno + 1):
         frame = by_seqno.get(seqno)
         if frame is None:
@@ -85,7 +87,7 @@ def fill(vbucket: Vbucket, by_seqno: dict[int, Frame], high_seqno: int) -> None:
             key = system_key(about_scope=about_scope, id_=id_)
             if not about_scope:
                 for old in list(newest.values()):
-                    if old.key[0] == id_ and old.kind != Opcode.DCP_SYSTEM_EVENT:
+                    if old.kind != Opcode.DCP_SYSTEM_EVENT and old.collection_id == id_:
                         newest.pop(old.key).next_seqno = seqno
         item = Item(seqno, key, fr.encode(replace(frame, opaque=0)))
         if key in newest:
@@ -95,7 +97,7 @@ def fill(vbucket: Vbucket, by_seqno: dict[int, Frame], high_seqno: int) -> None:
     vbucket.newest = {0: {}}
     for item in newest.values():
         if item.kind != Opcode.DCP_SYSTEM_EVENT:
-            vbucket.newest.setdefault(item.key[0], {})[item.key] = item
-            collection = vbucket.collection_high_seqno
-            collection[item.key[0]] = max(collection.get(item.key[0], 0), item.seqno)
+            id_ = item.collection_id
+            vbucket.newest.setdefault(id_, {})[item.key] = item
+            vbucket.collection_high_seqno[id_] = max(vbucket.collection_high_seqno.get(id_, 0), item.seqno)
     vbucket.to_disk()

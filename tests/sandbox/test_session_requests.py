@@ -53,6 +53,7 @@ def looked_up(result: codec_kv.LookupResult) -> object:
 async def sandbox_for_the_sdk() -> SandboxCluster:
     cluster = SandboxCluster(vbuckets=16, bucket="orders")
     await cluster.start()
+    Client.clusters.append(cluster)
     cluster.bucket.create_scope("inventory")
     cluster.bucket.create_collection("inventory", "items")
     cluster.bucket.manifest.uid = 1
@@ -75,8 +76,6 @@ async def test_every_request_of_the_sdk_is_answered_as_the_engine_did(captures: 
         assert shape(answer) == shape(recorded), f"opcode 0x{request.opcode:02x} opaque {request.opaque}"
         asked += 1
     assert asked >= (4 if recording.endswith("1") else 40)
-    await client.close()
-    await cluster.stop()
 
 
 async def test_the_error_map_speaks_of_every_status_of_the_recorded_one(captures: Path) -> None:
@@ -88,7 +87,6 @@ async def test_the_error_map_speaks_of_every_status_of_the_recorded_one(captures
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.login(cluster)
         ours = json.loads((await client.ask(codec_kv.get_error_map())).value)
-        await client.close()
     common = set(ours["errors"]) & set(recorded["errors"])
     assert len(common) > 45
     for code in common:
@@ -110,7 +108,6 @@ async def test_a_wrong_password_and_a_wrong_bucket_are_refused() -> None:
         assert (await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0demo"))).status == Status.SUCCESS
         assert (await client.ask(codec_kv.select_bucket(b"other"))).status == Status.EACCESS
         assert (await client.ask(codec_dcp.to_frame(codec_dcp.ev.DcpOpen(b"x", 1)))).status == Status.NO_BUCKET
-        await client.close()
 
 
 async def test_features_come_in_ascending_order_and_only_known_ones() -> None:
@@ -118,7 +115,6 @@ async def test_features_come_in_ascending_order_and_only_known_ones() -> None:
         client = await Client.connect(cluster)
         answer = await client.ask(codec_kv.hello(b"t", (0x12, 0x06, 0x21, 0x0B)))
         assert codec_kv.decode_features(answer.value) == (0x06, 0x0B, 0x12)
-        await client.close()
 
 
 async def test_the_map_is_not_sent_again_to_who_knows_it() -> None:
@@ -129,7 +125,6 @@ async def test_the_map_is_not_sent_again_to_who_knows_it() -> None:
         assert (await client.ask(codec_kv.get_cluster_config(known))).value == b""
         cluster.failover(1)
         assert json.loads((await client.ask(codec_kv.get_cluster_config(known))).value)["rev"] > known[1]
-        await client.close()
 
 
 async def test_who_asked_for_it_is_told_of_a_new_map() -> None:
@@ -140,7 +135,6 @@ async def test_who_asked_for_it_is_told_of_a_new_map() -> None:
         _, rev, name, config = codec_kv.decode_clustermap_notification(client.pushed[0])
         assert (rev, name) == (cluster.bucket.map.rev, b"demo")
         assert json.loads(config)["rev"] == rev
-        await client.close()
 
 
 async def test_seqnos_of_all_vbuckets_by_state_and_collection() -> None:
@@ -169,8 +163,6 @@ async def test_seqnos_of_all_vbuckets_by_state_and_collection() -> None:
         legacy = await Client.login(cluster, features=())
         answer = await legacy.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS))
         assert dict(codec_dcp.decode_all_vb_seqnos(answer.value))[2] == 3
-        await client.close()
-        await legacy.close()
 
 
 async def test_a_token_is_observed_on_its_history_and_after_a_failover() -> None:
@@ -185,7 +177,6 @@ async def test_a_token_is_observed_on_its_history_and_after_a_failover() -> None
         seen = codec_kv.decode_observe_seqno((await client.ask(codec_kv.observe_seqno(0, old))).value)
         assert (seen.vbuuid, seen.old_vbuuid, seen.last_seqno_received) == (cluster.vbucket(0).vbuuid, old, 3)
         assert (await client.ask(codec_kv.observe_seqno(0, 12345))).status == Status.KEY_ENOENT
-        await client.close()
 
 
 async def test_statistics_end_with_an_empty_one() -> None:
@@ -199,7 +190,6 @@ async def test_statistics_end_with_an_empty_one() -> None:
         await client.ask(fr.request(Opcode.STAT, key=b"failovers"))
         assert client.stats[b"vb_0:num_entries"] == b"1"
         assert (await client.ask(fr.request(Opcode.STAT, key=b"nonsense"))).status == Status.KEY_ENOENT
-        await client.close()
 
 
 async def test_collections_are_found_by_name() -> None:
@@ -214,7 +204,6 @@ async def test_collections_are_found_by_name() -> None:
         assert (await client.ask(codec_kv.get_collection_id(b"nodot"))).status == Status.EINVAL
         manifest = json.loads((await client.ask(codec_kv.get_collections_manifest())).value)
         assert manifest["scopes"][1]["collections"] == [{"name": "c", "uid": "8", "maxTTL": 60}]
-        await client.close()
 
 
 async def test_privileges_are_looked_up_for_each_operation() -> None:
@@ -227,4 +216,3 @@ async def test_privileges_are_looked_up_for_each_operation() -> None:
         assert "DcpProducer" in json.loads(refused.value)["error"]["context"]
         user.privileges = ALL_PRIVILEGES
         assert (await client.ask(opening)).status == Status.SUCCESS
-        await client.close()

@@ -28,4 +28,3 @@ async def test_a_backfill_sends_the_newest_version_of_each_key_and_then_goes_liv
         await client.until_seqno(1, 152)
         assert client.markers()[1:] == [(152, 152, 5)]
         assert client.of(ev.Mutation)[-1].rev_seqno == 5
-        await client.close()
