@@ -1,0 +1,238 @@
+"""A connection: frames in pieces, answers by opaque, ends that everybody hears of."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout, TlsFailed
+from mirror.feed.connection_string import Address
+from mirror.feed.transport import OPAQUE_MAX, Link, Opaques, open_link, tls_context
+from mirror.wire import events as ev
+from mirror.wire.codec_dcp import encode as encode_event
+from mirror.wire.constants import Opcode, Status
+from mirror.wire.frame import Frame, encode, request, response
+from mirror.wire.scan import Run
+from tests.feed.scripted_node import ScriptedNode, refuse, silent
+
+
+class Listener:
+    """A receiver that remembers."""
+
+    def __init__(self) -> None:
+        self.items: list[Run | Frame] = []
+        self.lost: list[ClusterError] = []
+
+    def on_batch(self, items: list[Run | Frame]) -> None:
+        self.items += items
+
+    def on_lost(self, error: ClusterError) -> None:
+        self.lost.append(error)
+
+
+def link_in_memory() -> tuple[Link, Listener]:
+    link = Link(Address("node", 1), SystemClock())
+    listener = Listener()
+    link.receiver = listener
+    return link, listener
+
+
+def mutation(seqno: int, opaque: int, value: bytes = b"{}") -> bytes:
+    return encode_event(ev.Mutation(3, b"\0key", seqno, 1, 1, value=value, opaque=opaque))
+
+
+async def connect(node: ScriptedNode, timeout_s: float = 5.0) -> Link:
+    return await open_link(Address("127.0.0.1", node.port), tls=None, timeout_s=timeout_s, clock=SystemClock())
+
+
+@pytest.mark.parametrize("size", [1, 7, 23, 24, 25, 100, 10_000])
+async def test_the_same_comes_out_however_the_bytes_are_cut(size: int) -> None:
+    link, listener = link_in_memory()
+    link.routes[9] = b"\0\0\0\1"
+    noop = encode(request(Opcode.DCP_NOOP, opaque=5))
+    data = mutation(1, 9) + mutation(2, 9, b"x" * 3000) + noop + mutation(3, 9) + mutation(4, 8) + noop
+    for start in range(0, len(data), size):
+        link.data_received(data[start : start + size])
+    rows = [row for item in listener.items if isinstance(item, Run) for row in item.rows]
+    assert [key for key, _ in rows] == [b"\0\0\0\1" + seqno.to_bytes(8) for seqno in (1, 2, 3)]
+    others = [item.opcode for item in listener.items if isinstance(item, Frame)]
+    assert others == [Opcode.DCP_NOOP, Opcode.DCP_MUTATION, Opcode.DCP_NOOP]
+    assert link.received_bytes == len(data)
+
+
+async def test_a_large_frame_in_small_pieces_is_joined_once() -> None:
+    """The pieces wait unjoined: work per piece does not depend on how much is there already."""
+    link, listener = link_in_memory()
+    link.routes[9] = b"\0\0\0\1"
+    data = mutation(1, 9, bytes(20 * 1024 * 1024))
+    for start in range(0, len(data), 64 * 1024):
+        link.data_received(data[start : start + 64 * 1024])
+        assert max(map(len, link._pieces), default=0) <= 64 * 1024
+    (run,) = listener.items
+    assert isinstance(run, Run)
+    assert run.rows[0][1] == data
+
+
+async def test_a_length_that_cannot_be_true_ends_the_connection_at_once() -> None:
+    link, listener = link_in_memory()
+    link.data_received(b"\x80\x57" + b"\xff" * 22)
+    assert link.closed
+    (error,) = listener.lost
+    assert isinstance(error, HandshakeFailed)
+    assert "broke the protocol" in error.what
+    link.data_received(mutation(1, 9))
+    assert listener.items == []
+
+
+async def test_answers_find_their_requests_in_any_order_and_unasked_ones_are_dropped() -> None:
+    link, listener = link_in_memory()
+    answers: list[tuple[str, int]] = []
+    frames = {}
+    for name in ("first", "second"):
+        frames[name] = request(Opcode.NOOP, opaque=link.next_opaque())
+        link.ask(frames[name], lambda outcome, name=name: answers.append((name, outcome.status)))  # type: ignore[misc,union-attr]
+    late = response(frames["second"], Status.EINVAL)
+    link.data_received(encode(late) + encode(late) + encode(response(frames["first"])))
+    assert answers == [("second", Status.EINVAL), ("first", Status.SUCCESS)]
+    assert listener.items == []
+    assert link.unanswered_count == 0
+
+
+async def test_everybody_who_waits_is_told_once_when_the_connection_ends() -> None:
+    link, listener = link_in_memory()
+    told: list[object] = []
+    link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), told.append)
+    link.connection_lost(ConnectionResetError("reset"))
+    link.connection_lost(None)
+    link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), told.append)
+    assert len(told) == 1, "never from within the call"
+    await asyncio.sleep(0)
+    assert len(told) == 2
+    assert all(isinstance(error, ConnectFailed) for error in told)
+    assert len(listener.lost) == 1
+    assert "reset" in listener.lost[0].what
+
+
+async def test_no_opaque_is_given_twice_while_it_is_used() -> None:
+    opaques = Opaques()
+    opaques._last = OPAQUE_MAX - 1
+    link = Link(Address("node", 1), SystemClock(), opaques)
+    assert link.next_opaque() == OPAQUE_MAX
+    link.routes[1] = b"\0\0\0\1"
+    assert link.next_opaque() == 2
+    other = Link(Address("other", 1), SystemClock(), opaques)
+    assert other.next_opaque() == 3
+
+
+async def test_request_returns_the_response_whatever_its_status() -> None:
+    async with ScriptedNode({Opcode.NOOP: refuse(Status.EBUSY)}) as node:
+        link = await connect(node)
+        assert (await link.request(Opcode.NOOP, timeout_s=5)).status == Status.EBUSY
+        assert not link.secure
+        link.close()
+
+
+async def test_request_without_an_answer_is_a_timeout_and_leaves_nothing_behind() -> None:
+    async with ScriptedNode({Opcode.NOOP: silent}) as node:
+        link = await connect(node)
+        with pytest.raises(SourceTimeout, match="NOOP"):
+            await link.request(Opcode.NOOP, timeout_s=0.02)
+        assert link.unanswered_count == 0
+        link.close()
+
+
+async def test_request_whose_connection_ends_fails_with_the_reason() -> None:
+    async with ScriptedNode({Opcode.NOOP: silent}) as node:
+        link = await connect(node)
+        waiting = asyncio.create_task(link.request(Opcode.NOOP, timeout_s=5))
+        await node.was_asked.wait()
+        node.hang_up()
+        with pytest.raises(ConnectFailed):
+            await waiting
+
+
+async def test_nobody_there_is_one_clear_error() -> None:
+    with pytest.raises(ConnectFailed, match=r"127\.0\.0\.1:1 cannot be reached") as caught:
+        await open_link(Address("127.0.0.1", 1), tls=None, timeout_s=5, clock=SystemClock())
+    assert caught.value.retryable
+    with pytest.raises(ConnectFailed, match="cannot be resolved"):
+        await open_link(Address("no.such.host.invalid", 1), tls=None, timeout_s=5, clock=SystemClock())
+
+
+# -- TLS ----------------------------------------------------------------------------------------------------------
+
+
+# Made for these tests alone: it signs itself, is for the name localhost, and lasts a hundred years.
+CERTIFICATE = """\
+-----BEGIN CERTIFICATE-----
+MIIBlDCCATugAwIBAgIUHX1FKr/pJuohDuEAkkQ2yHUaPbwwCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyMTA1NDQ0OVoYDzIxMjYxMDI4
+MDU0NDQ5WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAASTklmjN/jSgmiSXbBdrb2Et5GGNE7j4Ipdp+1rVbUmqbnLo3c0BSKN
+6pa95GVt1lLf06pS9JrVRv2SLOM5Vx+8o2kwZzAdBgNVHQ4EFgQU2GHa7Of8E5fh
+auYJKIf9RUJ9Cb0wHwYDVR0jBBgwFoAU2GHa7Of8E5fhauYJKIf9RUJ9Cb0wDwYD
+VR0TAQH/BAUwAwEB/zAUBgNVHREEDTALgglsb2NhbGhvc3QwCgYIKoZIzj0EAwID
+RwAwRAIgMgriFnry1R4dxlZnGfc0ZWSOI1JQrb4018xRigQzxnMCIGSblp6H4gyt
+13w1af4JAIEjex8BDlkMhnbrdKzrOiql
+-----END CERTIFICATE-----
+"""
+KEY = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgcSNMnqjVxVdBkZtO
+VQ/EACSOoElSl+7pQgz+fUIJ3jyhRANCAASTklmjN/jSgmiSXbBdrb2Et5GGNE7j
+4Ipdp+1rVbUmqbnLo3c0BSKN6pa95GVt1lLf06pS9JrVRv2SLOM5Vx+8
+-----END PRIVATE KEY-----
+"""
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[str, str]:
+    """The certificate's file and its key's."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert.write_text(CERTIFICATE)
+    key.write_text(KEY)
+    return str(cert), str(key)
+
+
+def server_context(certificate: tuple[str, str]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    return context
+
+
+async def test_tls_with_a_known_ca_and_name(certificate: tuple[str, str]) -> None:
+    async with ScriptedNode(ssl=server_context(certificate)) as node:
+        context = tls_context(certificate[0], None, None, "1.2")
+        link = await open_link(Address("localhost", node.port), tls=context, timeout_s=5, clock=SystemClock())
+        assert link.secure
+        assert (await link.request(Opcode.NOOP, timeout_s=5)).status == Status.SUCCESS
+        link.close()
+
+
+@pytest.mark.parametrize(("host", "known"), [("localhost", False), ("127.0.0.1", True)])
+async def test_tls_with_an_unknown_ca_or_another_name_is_refused(
+    certificate: tuple[str, str], host: str, known: bool
+) -> None:
+    async with ScriptedNode(ssl=server_context(certificate)) as node:
+        context = tls_context(certificate[0] if known else None, None, None, "1.2")
+        with pytest.raises(TlsFailed, match="certificate") as caught:
+            await open_link(Address(host, node.port), tls=context, timeout_s=5, clock=SystemClock())
+        assert caught.value.exit_code == 4
+        assert not caught.value.retryable
+
+
+async def test_tls_with_a_port_that_speaks_none_is_refused(certificate: tuple[str, str]) -> None:
+    async with ScriptedNode() as node:
+        node.greeting = b"\x81\x00" + bytes(22)
+        context = tls_context(certificate[0], None, None, "1.3")
+        with pytest.raises(TlsFailed):
+            await open_link(Address("127.0.0.1", node.port), tls=context, timeout_s=5, clock=SystemClock())
+
+
+def test_tls_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TlsFailed, match=r"absent\.pem"):
+        tls_context(str(tmp_path / "absent.pem"), None, None, "1.2")
