@@ -78,7 +78,7 @@ def write_limit(path: str, rows: dict[int, list[Row]], *, deferred: bool, batch_
             sort_key_rows(batch)
             for first in range(0, len(batch), batch_rows):
                 with env.begin(write=True) as txn:
-                    txn.cursor(key_trees[vbid]).putmulti(batch[first : first + batch_rows], append=True)
+                    txn.cursor(key_trees[vbid]).putmulti(batch[first : first + batch_rows], dupdata=False)
     env.sync(True)
     seconds = time.perf_counter() - start
     env.close()

@@ -129,6 +129,8 @@ class Environment:
 
     def begin(self, *, write: bool = False) -> Any:
         """A transaction on the newest commit. A map grown by the writer is taken over here."""
+        if os.getpid() != self._pid:
+            raise Closed("opened before fork; open it again in the child", path=self.path)
         try:
             return self.env.begin(write=write)
         except lmdb.MapResizedError:
@@ -140,8 +142,6 @@ class Environment:
                 return self.begin(write=write)
             raise storage_error(error, self.path) from error
         except lmdb.Error as error:
-            if os.getpid() != self._pid:
-                raise Closed("opened before fork; open it again in the child", path=self.path) from error
             raise storage_error(error, self.path) from error
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import msgpack
 
-from storage import keys, records
+from storage import keys
 from storage.environment import Environment
 
 RUN_ROWS = 200_000
@@ -44,7 +44,6 @@ class IndexJob:
         self._run: list[KeyRow] = []
         self._spilled: list[IO[bytes]] = []
         self._sorted: Iterator[KeyRow] | None = None
-        self._append = False
 
     def read_slice(self) -> bool:
         """Read the next slice of rows. False when all are read."""
@@ -71,7 +70,7 @@ class IndexJob:
         self._spilled.append(file)
         self._run = []
 
-    def sort(self, txn: Any) -> None:
+    def _sort(self) -> None:
         """Get ready for writing: one sorted stream out of all runs."""
         if self._spilled and self._run:
             self._spill()
@@ -80,19 +79,18 @@ class IndexJob:
         else:
             sort_key_rows(self._run)
             self._sorted = iter(self._run)
-        self._append = txn.stat(self.environment.db(keys.keys_db(self.vbid)))["entries"] == 0
 
     def write_slice(self, txn: Any) -> bool:
         """Insert the next slice in `txn`, which the caller commits. False when nothing is left."""
         if self._sorted is None:
-            self.sort(txn)
+            self._sort()
         assert self._sorted is not None
         self._slice = list(islice(self._sorted, SLICE_ROWS))
         return self.write_again(txn)
 
     def write_again(self, txn: Any) -> bool:
         """Insert the current slice (once more, after the map was grown)."""
-        put_key_rows(self.environment, txn, self.vbid, self._slice, append=self._append)
+        put_key_rows(self.environment, txn, self.vbid, self._slice)
         return len(self._slice) == SLICE_ROWS
 
     def close(self) -> None:
@@ -126,6 +124,44 @@ def rows_between(
             if len(rows) == limit:
                 break
     return rows
+
+
+def key_rows_between(
+    environment: Environment, txn: Any, vbid: int, prefix: bytes, after_seqno: int, to_seqno: int, limit: int
+) -> tuple[list[KeyRow], int, int]:
+    """Key rows of the next `limit` rows after `after_seqno`, how many rows that were, and the last one's seqno.
+
+    Reading and taking apart in one loop, without holding the rows, takes a third of the time of doing both in turn.
+    """
+    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    end = prefix + to_seqno.to_bytes(8, "big")
+    found: list[KeyRow] = []
+    count = 0
+    last = prefix + after_seqno.to_bytes(8, "big")
+    if after_seqno >= to_seqno or not cursor.set_range(prefix + (after_seqno + 1).to_bytes(8, "big")):
+        return found, 0, after_seqno
+    for key, frame in cursor.iternext():
+        if key > end or count == limit:
+            break
+        if len(key) == keys.ROW_KEY_SIZE:
+            count += 1
+            last = key
+            if frame[1] != 0x5F:
+                start = 24 + frame[4]
+                found.append((frame[start : start + (frame[2] << 8 | frame[3])], key + frame[1:2]))
+    return found, count, int.from_bytes(last[4:], "big")
+
+
+def sort_key_rows(rows: list[KeyRow]) -> None:
+    """Sort for the key tree. The rows come in rising seqno, so a stable sort by key alone is by (key, dup)."""
+    rows.sort(key=itemgetter(0))
+
+
+def put_key_rows(environment: Environment, txn: Any, vbid: int, rows: list[KeyRow]) -> None:
+    """Insert sorted key rows; pairs that are there already stay as they are."""
+    if rows:
+        consumed, _ = txn.cursor(environment.db(keys.keys_db(vbid))).putmulti(rows, dupdata=False)
+        assert consumed == len(rows), (vbid, consumed, len(rows))
 
 
 def key_rows_between(

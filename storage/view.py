@@ -8,8 +8,10 @@ passed it. A View may be used by many threads; a generator it returned by one at
 
 from __future__ import annotations
 
+import os
 import struct
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -137,6 +139,17 @@ def open_view(path: str, *, map_size: int = MAP_SIZE) -> View:
     return View(path, map_size=map_size)
 
 
+_views: weakref.WeakSet[View] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for view in list(_views):
+        view.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class View:
     """A reader of one mirror. Use it as a context manager, or close it."""
 
@@ -150,8 +163,9 @@ class View:
         self._manifests: dict[tuple[int, int, int], Manifest] = {}
         self._groups = self.identity.group_count
         self._count = self.identity.vbucket_count
-        self._closed = False
+        self._closed: str | None = None
         self._opened: dict[int, Opened] = {}
+        _views.add(self)
 
     def __enter__(self) -> View:
         """Nothing to do: opening was enough."""
@@ -163,10 +177,16 @@ class View:
 
     def close(self) -> None:
         """Give the environments up; generators of this view must not be used afterwards."""
-        self._closed = True
+        self._closed = self._closed or "the view is closed"
         self._opened.clear()
         for environment in self._environments.values():
             SHARED.release(environment)
+        self._environments.clear()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: LMDB's transactions and reader slots belong to the parent."""
+        self._closed = "opened before fork; open another view in the child"
+        self._opened.clear()
         self._environments.clear()
 
     # -- plumbing -------------------------------------------------------------------------------------------------
@@ -177,7 +197,7 @@ class View:
 
     def _environment(self, vbid: int) -> Environment:
         if self._closed:
-            raise Closed("the view is closed", path=self.path)
+            raise Closed(self._closed, path=self.path)
         if not 0 <= vbid < self._count:
             raise StorageError(f"there is no vbucket {vbid}; this bucket has {self._count}", path=self.path)
         group = vbid % self._groups

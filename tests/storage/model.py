@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from storage import keys, records
-from storage.model import FailoverEntry, Identity, Seqno, Vbid, Vbuuid
+from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbid, Vbuuid
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 4, 2)
 
@@ -29,6 +29,11 @@ def row(prefix: bytes, key: bytes, value: bytes | None, seqno: int) -> tuple[byt
     """A row as the scanner would make it."""
     frame = records.encode_deletion(key, seqno) if value is None else records.encode_mutation(key, value, seqno)
     return prefix + seqno.to_bytes(8, "big"), frame
+
+
+def span(start_seqno: int, end_seqno: int) -> SnapshotRange:
+    """The range of an open snapshot."""
+    return SnapshotRange(Seqno(start_seqno), Seqno(end_seqno))
 
 
 def log(vbuuid: int = 77) -> tuple[FailoverEntry, ...]:

@@ -12,8 +12,7 @@ from storage import directory, keys, records
 from storage.check import check
 from storage.environment import Environment
 from storage.errors import NotAMirror
-from storage.model import SnapshotRange
-from tests.storage.model import IDENTITY, keys_of, log, row
+from tests.storage.model import IDENTITY, keys_of, log, row, span
 from tests.storage.test_writer import open_writer
 
 KEYS = keys_of(0, 5)
@@ -28,12 +27,12 @@ def path(tmp_path: Path) -> str:
     writer.save_failover_log(0, log())
     for first in (1, 6):
         rows = [row(writer.row_prefix(0), key, b"v", first + n) for n, key in enumerate(KEYS)]
-        writer.stage(0, rows, 0, SnapshotRange(first, first + 4))
+        writer.stage(0, rows, 0, span(first, first + 4))
         writer.publish(0, first + 4, first)
         writer.commit()
     writer.rollback(0, 7)
     rows = [row(writer.row_prefix(0), key, b"w", 20 + n) for n, key in enumerate(KEYS)]
-    writer.stage(0, rows, 0, SnapshotRange(20, 30))
+    writer.stage(0, rows, 0, span(20, 30))
     writer.commit(flush_open=True)
     writer.close()
     assert check(path).problems == []

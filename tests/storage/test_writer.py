@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,10 @@ from storage import directory
 from storage.check import check
 from storage.environment import SHARED
 from storage.errors import Locked, NoSuchBoundary, SeqnoOrder, ViewInvalidated
-from storage.model import SnapshotRange, Vbid
+from storage.model import Vbid
 from storage.view import Token, open_view
 from storage.writer import GroupWriter
-from tests.storage.model import IDENTITY, ModelVbucket, keys_of, log, row
+from tests.storage.model import IDENTITY, ModelVbucket, keys_of, log, row, span
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ class Store(RuleBasedStateMachine):
             events.append((seqno, KEYS[vbid][key], value))
         prefix = self.writer.row_prefix(vbid)
         rows = [row(prefix, key, value, seqno) for seqno, key, value in events]
-        self.writer.stage(vbid, rows, sum(len(r[1]) for r in rows), SnapshotRange(at + 1, events[-1][0] + 3))
+        self.writer.stage(vbid, rows, sum(len(r[1]) for r in rows), span(at + 1, events[-1][0] + 3))
         self.open[vbid] += events
 
     @rule(vbid=st.sampled_from(VBIDS), skipped=st.sampled_from([0, 0, 0, 2]))
@@ -135,7 +135,7 @@ class Store(RuleBasedStateMachine):
     def commit(self, flush: bool) -> None:
         self.settle(self.writer.commit(flush_open=flush).published)
 
-    def settle(self, published: list[tuple[Vbid, int]]) -> None:
+    def settle(self, published: Sequence[tuple[Vbid, int]]) -> None:
         """Take over into the model what a commit said it published."""
         for vbid, seqno in published:
             ready = self.complete[vbid]
@@ -313,7 +313,7 @@ def publish(
 ) -> None:
     prefix = writer.row_prefix(vbid)
     rows = [row(prefix, *item) for item in items]
-    writer.stage(vbid, rows, 0, SnapshotRange(items[0][2], items[-1][2]))
+    writer.stage(vbid, rows, 0, span(items[0][2], items[-1][2]))
     writer.publish(vbid, end or items[-1][2], items[0][2])
     writer.commit()
 
@@ -342,7 +342,7 @@ def test_rows_that_do_not_rise_are_refused_and_harm_nobody(path: str, writer: Gr
     prefix = writer.row_prefix(0)
     rows = [row(prefix, key, b"x", seqno) for seqno in seqnos]
     with pytest.raises(SeqnoOrder):
-        writer.stage(0, rows, 0, SnapshotRange(0, 9))
+        writer.stage(0, rows, 0, span(0, 9))
     other = keys_of(2, 1)[0]
     publish(writer, 2, [(other, b"y", 1)])
     with open_view(path) as view:
@@ -356,9 +356,9 @@ def test_an_oso_snapshot_appears_whole_and_a_broken_one_never(path: str, writer:
         writer.begin_oso(0)
         prefix = writer.row_prefix(0)
         rows = [row(prefix, b, b"b", 7), row(prefix, a, b"a", 3)]
-        writer.stage(0, rows, 10, SnapshotRange(0, 2**64 - 1), unordered=True)
+        writer.stage(0, rows, 10, span(0, 2**64 - 1), unordered=True)
         writer.commit(flush_open=True)
-        writer.stage(0, [row(prefix, c, b"c", 5)], 10, SnapshotRange(0, 2**64 - 1), unordered=True)
+        writer.stage(0, [row(prefix, c, b"c", 5)], 10, span(0, 2**64 - 1), unordered=True)
         assert writer.state(0).staged_seqno == 7
         with open_view(path) as view:
             assert list(view.scan(0)) == []

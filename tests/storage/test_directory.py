@@ -1,0 +1,107 @@
+"""The directory: mirror.json last, groups fixed, and every way it can be wrong said by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from storage import directory
+from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, StorageError, WrongBucket
+from storage.model import Identity
+from tests.storage.model import IDENTITY
+
+
+def test_what_was_made_is_found_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "a" / "b")
+    directory.create(path, IDENTITY)
+    assert directory.exists(path)
+    assert directory.load(path) == IDENTITY
+    assert os.stat(path).st_mode & 0o777 == 0o700
+    with pytest.raises(StorageError, match="already holds a mirror"):
+        directory.create(path, IDENTITY)
+
+
+def test_a_creation_that_was_cut_short_counts_as_empty_and_can_be_repeated(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    directory.create(path, IDENTITY)
+    os.rename(tmp_path / "mirror.json", tmp_path / "mirror.json.new")
+    assert not directory.exists(path)
+    with pytest.raises(NotAMirror, match="no mirror here yet"):
+        directory.load(path)
+    directory.create(path, IDENTITY)
+    assert directory.load(path) == IDENTITY
+
+
+def test_every_vbucket_is_in_one_group() -> None:
+    identity = Identity("", "b", "u", 10, 4)
+    vbids = [vbid for group in range(4) for vbid in directory.group_vbids(identity, group)]
+    assert sorted(vbids) == list(range(10))
+    assert list(directory.group_vbids(identity, 3)) == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("", CorruptedError, "cannot be read"),
+        ("[]", CorruptedError, "no mirror description"),
+        ("{}", CorruptedError, "no mirror description"),
+        ('{"format": 99}', FormatTooNew, "format 99; this program knows format 1"),
+        ('{"format": 1}', CorruptedError, "lacks 'cluster_uuid'"),
+        (
+            '{"format":1,"cluster_uuid":"","bucket_name":"b","bucket_uuid":"u","vbucket_count":0,"group_count":1}',
+            CorruptedError,
+            "cannot be true",
+        ),
+        (
+            '{"format":1,"cluster_uuid":"","bucket_name":7,"bucket_uuid":"u","vbucket_count":4,"group_count":1}',
+            CorruptedError,
+            "cannot be true",
+        ),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_named(
+    tmp_path: Path, text: str, kind: type[StorageError], message: str
+) -> None:
+    (tmp_path / "mirror.json").write_text(text)
+    with pytest.raises(kind, match=message):
+        directory.load(str(tmp_path))
+
+
+def test_a_path_that_is_no_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotAMirror, match="not a directory"):
+        directory.load(str(tmp_path / "file"))
+    with pytest.raises(NotAMirror, match="no such directory"):
+        directory.load(str(tmp_path / "nowhere"))
+
+
+def test_an_environment_of_another_mirror_is_refused() -> None:
+    other = Identity("cluster", "bucket", "another", 4, 2)
+    with pytest.raises(WrongBucket, match="another"):
+        directory.check_identity(directory.identity_bytes(other, 0), IDENTITY, 0, "/data")
+    with pytest.raises(CorruptedError, match="does not say what it is"):
+        directory.check_identity(None, IDENTITY, 0, "/data")
+    directory.check_identity(directory.identity_bytes(IDENTITY, 1), IDENTITY, 1, "/data")
+
+
+def test_the_lock_is_exclusive_and_given_up(tmp_path: Path) -> None:
+    lock = directory.GroupLock(str(tmp_path))
+    with pytest.raises(Locked, match="another process"):
+        directory.GroupLock(str(tmp_path))
+    lock.release()
+    directory.GroupLock(str(tmp_path)).release()
+
+
+def test_the_description_holds_what_the_format_says(tmp_path: Path) -> None:
+    directory.create(str(tmp_path / "m"), IDENTITY)
+    assert json.loads((tmp_path / "m" / "mirror.json").read_text()) == {
+        "format": 1,
+        "cluster_uuid": "cluster",
+        "bucket_name": "bucket",
+        "bucket_uuid": "uuid",
+        "vbucket_count": 4,
+        "group_count": 2,
+    }

@@ -1,0 +1,141 @@
+"""Environments: one per file and process, fork guard, map growth seen by readers, and errors by name."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from storage import directory, keys
+from storage.environment import SHARED, Environment, storage_error
+from storage.errors import Closed, CorruptedError, Full, Locked, ReadOnly, StorageError
+from storage.view import open_view
+from tests.storage.model import IDENTITY, keys_of
+from tests.storage.test_writer import open_writer, publish
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    directory.create(str(tmp_path / "mirror"), IDENTITY)
+    return str(tmp_path / "mirror")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), Full, "no space left"),
+        (OSError(errno.EDQUOT, "quota"), Full, "no space left"),
+        (OSError(errno.EFBIG, "File too large"), Full, "no space left"),
+        (lmdb.DiskError("mdb_txn_commit: No space left on device"), Full, "no space left"),
+        (lmdb.MapFullError("map"), Full, "map is full"),
+        (OSError(errno.EACCES, "x"), ReadOnly, "permission denied"),
+        (OSError(errno.EROFS, "x"), ReadOnly, "permission denied"),
+        (lmdb.ReadersFullError("x"), Locked, "reader slots"),
+        (lmdb.CorruptedError("x"), CorruptedError, "damaged"),
+        (lmdb.InvalidError("x"), CorruptedError, "damaged"),
+        (OSError(errno.EIO, "Input/output error"), StorageError, "Input/output error"),
+    ],
+)
+def test_errors_of_the_system_get_our_names(error: Exception, kind: type[StorageError], text: str) -> None:
+    ours = storage_error(error, "/somewhere")
+    assert type(ours) is kind
+    assert text in str(ours)
+    assert str(ours).startswith("/somewhere: ")
+
+
+def test_a_group_without_its_file_is_damage_not_a_new_store(path: str) -> None:
+    folder = directory.group_path(path, 0)
+    os.unlink(os.path.join(folder, "data.mdb"))
+    with pytest.raises(CorruptedError, match="data file is missing"):
+        Environment(folder, [0, 2], writable=True)
+    assert not os.path.exists(os.path.join(folder, "data.mdb"))
+
+
+def test_a_file_that_is_no_environment_is_named(path: str) -> None:
+    with open(os.path.join(directory.group_path(path, 0), "data.mdb"), "wb") as file:
+        file.write(b"not LMDB at all" * 1000)
+    with pytest.raises(CorruptedError, match="damaged"):
+        Environment(directory.group_path(path, 0), [0, 2])
+
+
+def test_two_views_of_one_process_share_an_environment_and_the_last_one_closes_it(path: str) -> None:
+    one, two = open_view(path), open_view(path)
+    assert one._environment(0) is two._environment(0)
+    one.close()
+    assert two.get("nothing") is None
+    two.close()
+    assert not any(real.startswith(os.path.realpath(path)) for real in SHARED.open)
+    with pytest.raises(Closed):
+        two.state(0)
+
+
+READER = """
+import sys
+from storage.view import open_view
+view = open_view(sys.argv[1], map_size=1 << 20)
+print(view.get(sys.argv[2]) is not None, flush=True)
+sys.stdin.readline()
+print(len(view.get(sys.argv[2]).value), flush=True)
+"""
+
+
+def test_a_reader_takes_over_a_map_that_the_writer_grew(path: str) -> None:
+    writer = open_writer(path, map_size=1 << 20)
+    key = keys_of(0, 1)[0]
+    publish(writer, 0, [(key, b"x", 1)])
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, path, key.decode()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert reader.stdout is not None
+    assert reader.stdin is not None
+    assert reader.stdout.readline() == "True\n"
+    for number in range(8):
+        publish(writer, 0, [(key, b"y" * 1_000_000, number + 2)])
+    assert writer.figures()["map_bytes"] > 1 << 20
+    reader.stdin.write("\n")
+    reader.stdin.flush()
+    assert reader.stdout.readline() == "1000000\n"
+    assert reader.wait(10) == 0
+    reader.stdin.close()
+    reader.stdout.close()
+    writer.close()
+
+
+def _read_in_child(view: object, results: object) -> None:
+    try:
+        view.get("anything")  # type: ignore[attr-defined]
+        results.put("read")  # type: ignore[attr-defined]
+    except StorageError as error:
+        results.put(type(error).__name__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_view_is_not_used_after_fork(path: str) -> None:
+    context = multiprocessing.get_context("fork")
+    with open_view(path) as view:
+        view.get("anything")
+        results = context.Queue()
+        child = context.Process(target=_read_in_child, args=(view, results))
+        child.start()
+        assert results.get(timeout=20) == "Closed"
+        child.join(20)
+
+
+def test_handles_are_opened_once_and_trees_are_named_when_missing(path: str) -> None:
+    environment = Environment(directory.group_path(path, 0), [0, 2, 4])
+    with pytest.raises(CorruptedError, match="a tree is missing"):
+        environment.open_all()
+    environment.close()
+    environment = Environment(directory.group_path(path, 0), [0, 2])
+    environment.open_all()
+    handle = environment.db(keys.DB_META)
+    environment.open_all()
+    assert environment.db(keys.DB_META) is handle
+    assert environment.file_bytes() > 4096
+    environment.close()

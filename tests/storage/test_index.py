@@ -1,0 +1,105 @@
+"""Building key rows late: sorted runs, spilling, repeating, and what each read of rows leaves out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import storage.index
+from storage import directory, index, keys, records
+from storage.environment import Environment
+from tests.storage.model import IDENTITY, row
+
+PREFIX = keys.PREFIX.pack(1)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[Environment]:
+    directory.create(str(tmp_path / "m"), IDENTITY)
+    environment = Environment(directory.group_path(str(tmp_path / "m"), 0), [0, 2], writable=True)
+    environment.open_all()
+    yield environment
+    environment.close()
+
+
+def fill(environment: Environment, count: int, seed: int = 1) -> list[tuple[bytes, bytes]]:
+    rng = random.Random(seed)
+    rows = [
+        row(PREFIX, b"key-%d" % rng.randrange(count // 2 + 1), rng.choice([b"v", None]), n + 1) for n in range(count)
+    ]
+    with environment.begin(write=True) as txn:
+        tree = environment.db(keys.rows_db(0))
+        txn.cursor(tree).putmulti(rows, append=True)
+        txn.put(keys.ROW.pack(1, count) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 0, 0), db=tree)
+        txn.put(keys.ROW.pack(2, 1), rows[0][1], db=tree)  # of another branch
+    return rows
+
+
+def run(environment: Environment, from_seqno: int, to_seqno: int) -> int:
+    """Do a job to its end; returns how many write transactions it took."""
+    job = index.IndexJob(environment, 0, PREFIX, from_seqno, to_seqno)
+    while job.read_slice():
+        pass
+    slices = 0
+    more = True
+    while more:
+        full = environment.begin(write=True)
+        more = job.write_slice(full)
+        full.abort()  # as on a full map
+        with environment.begin(write=True) as txn:
+            assert job.write_again(txn) == more
+        slices += 1
+    job.close()
+    return slices
+
+
+def stored(environment: Environment) -> list[tuple[bytes, bytes]]:
+    with environment.read() as txn:
+        return list(txn.cursor(environment.db(keys.keys_db(0))).iternext())
+
+
+@pytest.mark.parametrize("run_rows", [3, 10, 1000])
+@pytest.mark.parametrize("count", [1, 6, 47])
+def test_a_job_makes_every_key_row_once(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch, run_rows: int, count: int
+) -> None:
+    monkeypatch.setattr(storage.index, "RUN_ROWS", run_rows)
+    monkeypatch.setattr(storage.index, "SLICE_ROWS", 4)
+    monkeypatch.setattr(storage.index, "_CHUNK_ROWS", 2)
+    rows = fill(environment, count)
+    assert run(environment, 0, count) == count // 4 + 1
+    assert stored(environment) == sorted(records.key_rows(rows))
+
+
+def test_a_job_that_is_done_again_changes_nothing(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.index, "SLICE_ROWS", 5)
+    rows = fill(environment, 23)
+    run(environment, 0, 11)  # as far as a crash let it come
+    run(environment, 0, 23)
+    assert stored(environment) == sorted(records.key_rows(rows))
+
+
+@pytest.mark.parametrize(
+    ("after", "to", "limit"), [(0, 20, 100), (3, 9, 100), (3, 9, 2), (9, 9, 5), (20, 50, 5), (0, 0, 5)]
+)
+def test_rows_between_are_those_of_the_branch_without_boundaries(
+    environment: Environment, after: int, to: int, limit: int
+) -> None:
+    rows = fill(environment, 20)
+    wanted = [r for n, r in enumerate(rows, 1) if after < n <= to][:limit]
+    with environment.read() as txn:
+        assert index.rows_between(environment, txn, 0, PREFIX, after, to, limit) == wanted
+        found, count, last = index.key_rows_between(environment, txn, 0, PREFIX, after, to, limit)
+    assert found == records.key_rows(wanted)
+    assert (count, last) == (len(wanted), after + len(wanted))
+
+
+def test_key_rows_in_key_order_fill_their_pages(environment: Environment) -> None:
+    rows = [(b"\0key-%08d" % n, keys.DUP.pack(1, n, 0x57)) for n in range(20_000)]
+    with environment.begin(write=True) as txn:
+        index.put_key_rows(environment, txn, 0, rows)
+        leaf_pages = txn.stat(environment.db(keys.keys_db(0)))["leaf_pages"]
+    assert leaf_pages * 4096 < 1.1 * sum(len(key) + len(dup) + 10 for key, dup in rows)
