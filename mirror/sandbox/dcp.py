@@ -64,6 +64,8 @@ class Sent:
     bytes: int = 0
     stream_requests: list[AcceptedStream] = field(default_factory=list)
     refused_requests: int = 0
+    snapshot_ends: set[int] = field(default_factory=set)
+    """Seqnos at which a snapshot that was announced ends: a client may publish at no other."""
 
 
 class ProducerPort(Protocol):
@@ -272,6 +274,7 @@ class DcpProducer:
             seqno_advanced=self.features.collections,
             ack_markers=self.ack_markers,
             live_snapshot_items=self._live_snapshot_items,
+            announced_ends=self._port.sent(request.vbid).snapshot_ends,
         )
         encoder = ItemEncoder(self.features)
         return None, ProducerStream(vbucket, request, stream_filter, encoder, options, self._rng)

@@ -9,7 +9,7 @@ out-of-order snapshot); every snapshot is complete at its end for what the filte
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
@@ -55,6 +55,8 @@ class StreamOptions:
     """Off for clients without collections."""
     ack_markers: bool = False
     live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS
+    announced_ends: set[int] = field(default_factory=set)
+    """Takes the last seqno of each snapshot that is announced, for tests to know them."""
 
 
 class ProducerStream:
@@ -210,6 +212,7 @@ class ProducerStream:
         return True
 
     def _open(self, items: Iterator[Item], end: int, *, from_disk: bool) -> None:
+        self._options.announced_ends.add(end)
         self._pending = items
         self._snapshot_end = end
         self._from_disk = from_disk

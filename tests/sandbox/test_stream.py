@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+
+import pytest
+
 from mirror.sandbox import SandboxCluster
 from mirror.wire import events as ev
+from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason
 
-from .client import DATA, Client
+from .client import DATA, ENDLESS, Client
+
+
+def data(client: Client, vbid: int = 0) -> list[int]:
+    return [e.seqno for e in client.of(*DATA, vbid=vbid)]
 
 
 async def test_a_backfill_sends_the_newest_version_of_each_key_and_then_goes_live() -> None:
@@ -16,15 +26,286 @@ async def test_a_backfill_sends_the_newest_version_of_each_key_and_then_goes_liv
         cluster.delete("k7", vbid=1)
         cluster.bucket.to_disk()
         client = await Client.dcp(cluster)
-        answer = await client.stream(1)
-        assert answer.status == 0
+        assert (await client.stream(1)).status == 0
         await client.until_seqno(1, 151)
         assert client.markers() == [(0, 151, 6)]
-        data = client.of(*DATA)
-        assert [e.seqno for e in data] == sorted(e.seqno for e in data)
-        assert len(data) == 50
-        assert isinstance(data[-1], ev.Deletion)
+        seqnos = data(client, 1)
+        assert seqnos == sorted(seqnos)
+        assert len(seqnos) == 50
+        assert isinstance(client.of(*DATA)[-1], ev.Deletion)
         cluster.set("k7", {"back": 1}, vbid=1)
         await client.until_seqno(1, 152)
         assert client.markers()[1:] == [(152, 152, 5)]
         assert client.of(ev.Mutation)[-1].rev_seqno == 5
+        assert cluster.sent(1).snapshot_ends == {151, 152}
+
+
+async def test_what_is_in_memory_is_sent_from_there_in_one_first_snapshot() -> None:
+    """As recorded: 210 documents that were never on disk come as [0..210] memory|checkpoint (72_d1)."""
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(210):
+            cluster.set(f"k{index % 160}", {"n": index})
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        await client.until_seqno(0, 210)
+        assert client.markers() == [(0, 210, 5)]
+        assert data(client) == list(range(51, 211))
+
+
+async def test_live_snapshots_are_small_and_each_is_the_state_at_its_end() -> None:
+    async with SandboxCluster(vbuckets=1, seed=3) as cluster:
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        rng = random.Random(5)
+        cluster.set("k0", {})
+        await client.until_seqno(0, 1)
+        for index in range(400):
+            key = f"k{rng.randrange(12)}"
+            if rng.random() < 0.2 and cluster.bucket.get(key) is not None:
+                cluster.delete(key)
+            else:
+                cluster.set(key, {"n": index})
+            if index % 40 == 0:
+                await asyncio.sleep(0)
+        await client.until_seqno(0, cluster.vbucket(0).high_seqno)
+        markers = client.of(ev.SnapshotMarker)
+        assert len(markers) > 100
+        found: dict[bytes, bytes] = {}
+        end = None
+        for event in client.of(*DATA, ev.SnapshotMarker):
+            if isinstance(event, ev.SnapshotMarker):
+                if end is not None:
+                    state = cluster.vbucket(0).state_at(end)
+                    assert found == {key: item.value for key, item in state.items()}
+                end = event.end_seqno
+            elif isinstance(event, ev.Mutation):
+                found[event.key] = event.value
+            else:
+                found.pop(event.key, None)
+
+
+async def test_a_group_lands_in_one_snapshot() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        for index in range(60):
+            cluster.multi_write(0, [(f"a{index % 3}", {"n": index}), ("b", {"n": index}), (f"c{index}", {"n": index})])
+            if index % 7 == 0:
+                await asyncio.sleep(0)
+        await client.until_seqno(0, 180)
+        ends = {end for _, end, _ in client.markers()}
+        assert ends <= {3 * n for n in range(1, 61)}
+
+
+async def test_a_finite_end_is_overrun_by_the_snapshot_that_it_is_in() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(100):
+            cluster.set(f"k{index}", {})
+        cluster.bucket.to_disk()
+        client = await Client.dcp(cluster)
+        await client.stream(0, end=20)
+        await client.until(lambda: client.of(ev.StreamEnd))
+        assert client.markers() == [(0, 100, 6)]
+        assert data(client) == list(range(1, 101))
+        assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
+
+
+async def test_a_resumed_stream_begins_at_its_own_start_and_a_later_marker_at_the_next_seqno() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(10):
+            cluster.set(f"k{index}", {})
+        uuid = cluster.vbucket(0).vbuuid
+        client = await Client.dcp(cluster)
+        await client.stream(0, start=4, uuid=uuid)
+        await client.until_seqno(0, 10)
+        cluster.set("k", {})
+        await client.until_seqno(0, 11)
+        assert [marker[:2] for marker in client.markers()] == [(4, 10), (11, 11)]
+        other = await Client.dcp(cluster, name="other")
+        cluster.bucket.to_disk()
+        await other.stream(0, start=4, uuid=uuid, snap=(2, 8))
+        await other.until_seqno(0, 11)
+        assert other.markers() == [(2, 11, 6)]
+
+
+async def test_a_cursor_that_is_dropped_continues_from_disk_and_returns_to_memory() -> None:
+    async with SandboxCluster(vbuckets=1, checkpoint_items_max=10, checkpoints_kept=2) as cluster:
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        for index in range(100):
+            cluster.set(f"k{index % 30}", {"n": index})
+        await client.until_seqno(0, 100)
+        cluster.set("more", {})
+        await client.until_seqno(0, 101)
+        kinds = [flags & 3 for _, _, flags in client.markers()]
+        assert kinds == [2, 1]
+        for index in range(100):
+            cluster.set(f"k{index % 30}", {"n": -index})
+        await client.until_seqno(0, 201)
+        assert 2 in [flags & 3 for _, _, flags in client.markers()[2:]]
+        state = cluster.vbucket(0).state_at()
+        assert client.state(0) == {key: item.value for key, item in state.items()}
+
+
+async def test_new_checkpoints_are_told_by_their_flag() -> None:
+    async with SandboxCluster(vbuckets=1, live_snapshot_items=1) as cluster:
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        for _ in range(2):
+            cluster.set("k", {})
+            await client.until_seqno(0, cluster.vbucket(0).high_seqno)
+        cluster.bucket.create_scope("s")
+        await client.until_seqno(0, 3)
+        cluster.bucket.create_collection("s", "c")
+        await client.until_seqno(0, 4)
+        assert [flags for _, _, flags in client.markers()] == [5, 1, 1, 5]
+
+
+async def test_only_disk_and_only_up_to_now() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(10):
+            cluster.set(f"k{index}", {})
+        client = await Client.dcp(cluster)
+        await client.stream(0, flags=0x02)
+        await client.until(lambda: client.of(ev.StreamEnd))
+        assert client.markers() == [(0, 10, 6)]
+
+
+async def test_plain_clients_see_durable_writes_as_mutations_and_are_told_of_prepares_by_their_seqno() -> None:
+    async with SandboxCluster(vbuckets=1, live_snapshot_items=1) as cluster:
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        cluster.bucket.set("k", {}, durable=True)
+        await client.until_seqno(0, 2)
+        cluster.bucket.documents.abort_durable(cluster.vbucket(0), b"\0k", b"{}")
+        cluster.set("l", {})
+        await client.until_seqno(0, 5)
+        assert data(client) == [2, 5]
+        assert not client.of(ev.Prepare, ev.Commit, ev.Abort)
+
+
+async def test_clients_that_ask_for_sync_writes_get_prepare_commit_and_abort() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.dcp(cluster, enable_sync_writes="true", consumer_name="n9")
+        await client.stream(0)
+        cluster.bucket.set("k", {}, durable=True)
+        cluster.bucket.documents.abort_durable(cluster.vbucket(0), b"\0k", b"{}")
+        await client.until_seqno(0, 4)
+        seen = client.of(ev.Prepare, ev.Commit, ev.Abort)
+        assert [(type(e).__name__, e.seqno) for e in seen] == [
+            ("Prepare", 1),
+            ("Commit", 2),
+            ("Prepare", 3),
+            ("Abort", 4),
+        ]
+        assert {m.version for m in client.of(ev.SnapshotMarker)} == {MarkerVersion.V2_0}
+        cluster.bucket.to_disk()
+        other = await Client.dcp(cluster, name="other", enable_sync_writes="true", consumer_name="n9")
+        await other.stream(0)
+        await other.until_seqno(0, 4)
+        marker = other.of(ev.SnapshotMarker)[0]
+        assert (marker.end_seqno, marker.high_completed_seqno) == (4, 3)
+        assert data(other) == [2]
+
+
+async def test_a_marker_of_version_2_2_tells_the_purge_seqno() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for key in "abc":
+            cluster.set(key, {})
+        for key in "ab":
+            cluster.delete(key)
+        cluster.bucket.purge()
+        cluster.bucket.to_disk()
+        client = await Client.dcp(cluster, max_marker_version="2.2")
+        await client.stream(0)
+        await client.until_seqno(0, 5)
+        cluster.set("d", {})
+        await client.until_seqno(0, 6)
+        disk, memory = client.of(ev.SnapshotMarker)
+        assert (disk.version, disk.purge_seqno) == (MarkerVersion.V2_2, 4)
+        assert memory.version == MarkerVersion.V1
+        assert data(client) == [3, 5, 6]
+
+
+async def test_markers_ask_for_an_answer_when_a_test_wants_them_to() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.nodes[0].ack_markers = True
+        client = await Client.dcp(cluster)
+        cluster.set("k", {})
+        await client.stream(0)
+        await client.until_seqno(0, 1)
+        assert client.of(ev.SnapshotMarker)[0].flags & SnapshotFlag.ACK
+
+
+@pytest.mark.parametrize("with_seqno", [False, True])
+async def test_an_out_of_order_snapshot_has_no_marker_inside(with_seqno: bool) -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        for index in (3, 1, 2):
+            cluster.set(f"k{index}", {}, collection="s.c")
+        cluster.set("other", {})
+        cluster.bucket.to_disk()
+        value = "true_with_seqno_advanced" if with_seqno else "true"
+        client = await Client.dcp(cluster, enable_out_of_order_snapshots=value)
+        await client.stream(0, value=b'{"collections":["8"]}')
+        await client.until(lambda: len(client.of(ev.OsoSnapshot)) == 2)
+        assert [e.key for e in client.of(ev.Mutation)] == [b"\x08k1", b"\x08k2", b"\x08k3"]
+        assert not client.markers()
+        assert [e.seqno for e in client.of(ev.SeqnoAdvanced)] == ([6] if with_seqno else [])
+        cluster.set("k4", {}, collection="s.c")
+        await client.until_seqno(0, 7)
+        assert client.markers()[0][:2] == (0, 7)
+
+
+async def test_a_filter_that_can_show_nothing_more_ends_the_stream() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        cluster.set("k", {}, collection="s.c")
+        client = await Client.dcp(cluster)
+        await client.stream(0, value=b'{"collections":["8"]}')
+        await client.until_seqno(0, 3)
+        cluster.bucket.drop_collection("s.c")
+        await client.until(lambda: client.of(ev.StreamEnd))
+        assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.FILTER_EMPTY
+        assert client.of(ev.SystemEvent)[-1].event == 1
+
+
+async def test_a_scope_filter_follows_new_collections() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.create_scope("s")
+        client = await Client.dcp(cluster)
+        await client.stream(0, value=b'{"scope":"8"}')
+        cluster.bucket.create_collection("s", "c")
+        cluster.set("k", {"a": 1}, collection="s.c")
+        cluster.set("k", {"b": 1})
+        cluster.bucket.drop_scope("s")
+        await client.until(lambda: client.of(ev.StreamEnd))
+        assert [e.key for e in client.of(ev.Mutation)] == [b"\x08k"]
+        assert [e.event for e in client.of(ev.SystemEvent)] == [3, 0, 1, 4]
+
+
+async def test_writes_beside_the_filter_are_not_told_live() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        client = await Client.dcp(cluster)
+        await client.stream(0, value=b'{"collections":["8"]}')
+        await client.until_seqno(0, 2)
+        for index in range(10):
+            cluster.set(f"k{index}", {})
+            await asyncio.sleep(0)
+        cluster.set("k", {}, collection="s.c")
+        await client.until_seqno(0, 13)
+        assert not client.of(ev.SeqnoAdvanced)
+        assert data(client) == [13]
+
+
+async def test_a_stream_at_the_end_of_its_range_ends_at_once() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.dcp(cluster)
+        await client.stream(0, end=0)
+        await client.until(lambda: client.of(ev.StreamEnd))
+        assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
+        assert ENDLESS == 2**64 - 1
