@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage import records
+from storage import keys, records
 from storage.errors import CorruptedError
 from storage.model import (
     Branch,
@@ -39,9 +39,7 @@ def test_a_mutation_is_read_as_it_was_written(
     document = records.decode_row(VB, BR, frame)
     assert document == (VB, cid, key, seqno, rev, cas, flags, expiry, 1, value, Kind.MUTATION, BR)
     assert not document.deleted
-    assert records.key_rows([(b"position", frame)]) == [
-        (records.keys.encode_collection_id(cid) + key, b"position" + b"\x57")
-    ]
+    assert records.key_rows([(b"position", frame)]) == [(keys.encode_collection_id(cid) + key, b"position" + b"\x57")]
 
 
 @given(st.binary(min_size=1, max_size=246), U64, st.booleans())
