@@ -57,6 +57,7 @@ class Assembler:
     __slots__ = (
         "_branch",
         "_collections",
+        "_held_snapshot",
         "_oso_high_seqno",
         "_purge_seqno",
         "_replaces_end",
@@ -80,6 +81,7 @@ class Assembler:
         self.open_snapshot: SnapshotRange | None = None
         self.oso = False
         self._branch = Branch(0)
+        self._held_snapshot: SnapshotRange | None = None
         self._oso_high_seqno = 0
         self._purge_seqno: int | None = None
         self._replaces_end = False
@@ -92,7 +94,7 @@ class Assembler:
         self.position_seqno = max(state.staged_seqno, self.boundary_seqno)
         self.manifest = state.manifest
         resumable = is_resumable(self.boundary_seqno, self.position_seqno, state.open_snapshot)
-        self.open_snapshot = state.open_snapshot if resumable else None
+        self.open_snapshot = self._held_snapshot = state.open_snapshot if resumable else None
         self.prepares.undo_to(self.position_seqno if resumable else self.boundary_seqno)
         self.oso = False
         self._oso_high_seqno = 0
@@ -114,18 +116,17 @@ class Assembler:
         return not self.oso and is_resumable(self.boundary_seqno, self.position_seqno, self.open_snapshot)
 
     def begin_stream(self, *, inside_snapshot: bool, collections_granted: bool) -> None:
-        """Follow a stream that was accepted. A marker of which nothing had been accepted is forgotten."""
+        """Follow a stream that was accepted."""
         self._collections = collections_granted
         self._replaces_end = inside_snapshot
-        if not inside_snapshot:
-            self.open_snapshot = None
-            self._purge_seqno = None
 
     def end_stream(self) -> None:
-        """No stream is followed: of an open snapshot only what was accepted of it remains."""
-        if self.position_seqno == self.boundary_seqno:
-            self.open_snapshot = None
-            self._purge_seqno = None
+        """No stream is followed: what remains of an open snapshot is the range that the last accepted item came with.
+
+        A marker of which nothing was accepted is forgotten. To send its range would claim what is not held.
+        """
+        self.open_snapshot = self._held_snapshot
+        self._purge_seqno = None
         self._replaces_end = False
 
     # --- messages of the stream ---
@@ -319,6 +320,7 @@ class Assembler:
 
     def _moved_to(self, seqno: int, cause: str, out: list[Instruction]) -> None:
         self.position_seqno = Seqno(seqno)
+        self._held_snapshot = self.open_snapshot
         assert self.open_snapshot is not None  # the callers checked it
         if seqno == self.open_snapshot.end_seqno:
             self._publish(cause, out)
@@ -328,7 +330,7 @@ class Assembler:
         end_seqno = self.open_snapshot.end_seqno
         out.append(PublishSnapshot(self._vbid, cause, end_seqno, self.open_snapshot.start_seqno, self._purge_seqno))
         self.boundary_seqno = end_seqno
-        self.open_snapshot = None
+        self.open_snapshot = self._held_snapshot = None
         self._purge_seqno = None
         self.prepares.boundary_reached()
 
@@ -346,6 +348,7 @@ class Assembler:
             assert self.open_snapshot.start_seqno <= self.open_snapshot.end_seqno
         if self.oso:
             assert self.position_seqno == 0, "an out-of-order snapshot that was not the first"
+        assert (self._held_snapshot is None) == (self.position_seqno == self.boundary_seqno), "a part without its range"
         if self._replaces_end:
             assert self.resumable, "a mid-snapshot stream without anything to continue"
 

@@ -110,6 +110,7 @@ class VbucketMachine:
         "_features",
         "_idle_text",
         "_marker_acks",
+        "_marker_purge_seqno",
         "_next_vbuuid",
         "_no_node",
         "_offset",
@@ -152,6 +153,7 @@ class VbucketMachine:
         self._marker_acks: list[tuple[int, int]] = []
         self._retry_reason: RetryReason | None = None
         self._source_purge_seqno = 0
+        self._marker_purge_seqno = 0
         self._bound_seqno: int | None = None
         self._next_vbuuid: Vbuuid | None = None
         self._common_tried = False
@@ -198,6 +200,8 @@ class VbucketMachine:
             self.ignored_count += 1
             return []
         out: list[Instruction] = []
+        if self._marker_purge_seqno:
+            self._save_purge_seqno(out)
         try:
             self._assembler.rows(rows, byte_count, out)
         except Violation as violation:
@@ -466,6 +470,8 @@ class VbucketMachine:
     def _stream_message(self, event: StreamEvent, out: list[Instruction]) -> None:
         if self._is_stale(event.opaque):
             return
+        if self._marker_purge_seqno and type(event) is not SnapshotMarker:
+            self._save_purge_seqno(out)
         try:
             _ASSEMBLE[type(event)](self._assembler, event, out)
         except Violation as violation:
@@ -488,13 +494,17 @@ class VbucketMachine:
             else:
                 self._violated("too many markers that ask for an answer", out)
                 return
-        if event.purge_seqno and event.purge_seqno != self._source_purge_seqno:
-            # Known before the first row, so that a mid-snapshot request after a restart can say it.
-            self._source_purge_seqno = event.purge_seqno
-            out.append(SaveFailoverLog(self.vbid, "marker", self.failover_log, event.purge_seqno))
+        self._marker_purge_seqno = event.purge_seqno
         if self.refilling and event.end_seqno == 0:
             self._perhaps_empty(out)
         self._report_streaming(out)
+
+    def _save_purge_seqno(self, out: list[Instruction]) -> None:
+        """Before the first item of a snapshot, so that a mid-snapshot request after a restart can say it."""
+        if self._marker_purge_seqno != self._source_purge_seqno:
+            self._source_purge_seqno = self._marker_purge_seqno
+            out.append(SaveFailoverLog(self.vbid, "first item", self.failover_log, self._source_purge_seqno))
+        self._marker_purge_seqno = 0
 
     def _stream_end(self, event: StreamEnd, out: list[Instruction]) -> None:
         if self._is_stale(event.opaque):
@@ -582,6 +592,7 @@ class VbucketMachine:
     def _forget_stream(self) -> None:
         self.opaque = None
         self._marker_acks.clear()
+        self._marker_purge_seqno = 0
         self._assembler.end_stream()
 
     def _new_handshake(self) -> None:

@@ -7,8 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mirror.ingest.rollback import Accept, OutOfRange, ProducerAnswer, Rollback, producer_answer
+from mirror.ingest.rollback import (
+    Accept,
+    OutOfRange,
+    ProducerAnswer,
+    Rollback,
+    common_history,
+    falls,
+    producer_answer,
+    prune_failover_log,
+    vbuuid_at,
+)
 from storage.model import FailoverEntry, Seqno, Vbuuid
 
 CAPTURES = Path(__file__).parents[2] / ".." / "shared" / "captures"
@@ -28,6 +40,7 @@ def recorded_answer(status: str, rollback_seqno: int | None) -> ProducerAnswer:
     return answers[status]
 
 
+@pytest.mark.skipif(not CAPTURES.is_dir(), reason="the recordings are not beside the checkout")
 @pytest.mark.parametrize("server", ["605", "72"])
 def test_the_producer_rule_gives_every_recorded_answer(server: str) -> None:
     recorded: dict[str, Any] = json.loads((CAPTURES / f"rollback_answers_{server}.json").read_text())
@@ -87,3 +100,92 @@ def test_the_producer_rule_case_by_case(
 
 def test_a_producer_without_a_failover_log_knows_no_history() -> None:
     assert producer_answer(8, 8, 8, 0xA, (), 30, 0) == Rollback(0)
+
+
+# --- consumer ---
+
+# Ours: A from 0, B from 10, C from 20; we stand at 25.
+OURS = ((0xC, 20), (0xB, 10), (0xA, 0))
+
+
+@pytest.mark.parametrize(
+    ("seqno", "vbuuid"),
+    [(0, 0), (1, 0xA), (9, 0xA), (10, 0xB), (19, 0xB), (20, 0xC), (1000, 0xC)],
+)
+def test_a_boundary_lies_on_the_newest_history_that_had_begun(seqno: int, vbuuid: int) -> None:
+    assert vbuuid_at(log(*OURS), seqno) == vbuuid
+
+
+def test_a_boundary_below_every_entry_lies_on_no_known_history() -> None:
+    assert vbuuid_at(log((0xC, 20)), 19) == 0
+
+
+def test_entries_that_share_a_seqno_name_the_newest_of_them() -> None:
+    assert vbuuid_at(log((0xC, 10), (0xB, 10), (0xA, 0)), 10) == 0xC
+
+
+def test_pruning_drops_what_began_above_the_boundary() -> None:
+    assert prune_failover_log(log(*OURS), 10) == log((0xB, 10), (0xA, 0))
+
+
+def test_where_pruning_leaves_nothing_the_boundarys_own_vbuuid_stands_in() -> None:
+    assert prune_failover_log(log((0xC, 20)), 15, Vbuuid(0xB)) == log((0xB, 15))
+    assert prune_failover_log(log((0xC, 20)), 15) == ()
+    assert prune_failover_log(log((0xC, 20)), 0, Vbuuid(0xB)) == ()
+
+
+@pytest.mark.parametrize(
+    ("answer", "start", "bound", "falling"),
+    [(9, 10, None, True), (10, 10, None, False), (11, 10, None, False), (8, 10, 9, True), (9, 10, 9, False)],
+)
+def test_each_rollback_must_be_below_the_request_and_the_answer_before(
+    answer: int, start: int, bound: int | None, falling: bool
+) -> None:
+    assert falls(answer, start, bound) is falling
+
+
+@pytest.mark.parametrize(
+    ("source", "high", "expected"),
+    [
+        pytest.param(((0xD, 22), *OURS), 30, (0xC, 22), id="the source left our newest history after 22"),
+        pytest.param(((0xD, 12), *OURS[1:]), 30, (0xB, 12), id="the source never had our newest history"),
+        pytest.param(((0xD, 30), (0xB, 10), (0xA, 0)), 40, (0xB, 20), id="our own next history is the limit"),
+        pytest.param(OURS, 23, (0xC, 23), id="its newest history ends at its high seqno"),
+        pytest.param(OURS, None, (0xC, 25), id="without a high seqno our own position is the limit"),
+        pytest.param(((0xD, 0),), 30, None, id="nothing in common"),
+        pytest.param(((0xD, 0), (0xA, 0)), 30, None, id="only seqno 0 in common"),
+        pytest.param((), 30, None, id="no log at all"),
+    ],
+)
+def test_common_history_is_the_newest_shared_and_ends_where_either_left_it(
+    source: tuple[tuple[int, int], ...], high: int | None, expected: tuple[int, int] | None
+) -> None:
+    common = common_history(log(*OURS), 25, log(*source), high)
+    assert (None if common is None else (common.vbuuid, common.seqno)) == expected
+    if common is not None:
+        assert common.failover_log[0].vbuuid == common.vbuuid
+        assert common.failover_log == log(*OURS)[-len(common.failover_log) :]
+
+
+def test_a_history_that_began_at_our_very_position_gives_way_to_the_one_before() -> None:
+    """A failover without loss, to a node that never told the others: nothing need be fetched again."""
+    common = common_history(log((0xD, 25), *OURS), 25, log((0xE, 25), *OURS), 30)
+    assert common is not None
+    assert (common.vbuuid, common.seqno) == (0xC, 25)
+
+
+HISTORIES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 30)), max_size=6).map(
+    lambda pairs: log(*sorted(dict(pairs).items(), key=lambda pair: -pair[1]))
+)
+
+
+@given(HISTORIES, st.integers(1, 30), HISTORIES, st.integers(0, 30))
+def test_going_back_to_common_history_is_answered_with_acceptance(
+    own: tuple[FailoverEntry, ...], own_seqno: int, source: tuple[FailoverEntry, ...], high_seqno: int
+) -> None:
+    common = common_history(own, own_seqno, source, high_seqno)
+    if common is None:
+        return
+    assert 0 < common.seqno <= own_seqno
+    for boundary in {int(common.seqno), (int(common.seqno) + 1) // 2}:
+        assert producer_answer(boundary, boundary, boundary, common.vbuuid, source, high_seqno, 0) == Accept()
