@@ -10,10 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import options, output
+from cli import options, output, render
 from cli.exits import Ended
 from mirror.errors import ExitCode
 from storage import check as storage_check
+
+PLAIN_INTERVAL_S = 5.0
 
 
 def check(
@@ -24,14 +26,22 @@ def check(
 ) -> None:
     """Check every invariant of the stored data. Exit code 3 when one does not hold."""
     path = str(options.data_directory(data, config))
-    report = storage_check.check(path, deep=deep)
+    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+
+        def progress(done: int, of: int) -> None:
+            line = f"checked {done} of {of} vbuckets"
+            screen.show(line, line)
+
+        report = storage_check.check(path, deep=deep, progress=progress)
     found: list[str] = [str(problem) for problem in report.problems]
     if as_json:
         shape: dict[str, Any] = {"data": path, "deep": deep, "ok": not found, "problems": found}
-        output.print_json(shape)
+        looked_at = {name: getattr(report, name) for name in ("vbuckets", "rows", "key_rows", "boundaries")}
+        output.print_json(shape | looked_at)
     else:
         for problem in found:
             typer.echo(problem)
-        typer.echo(f"{path}: {len(found)} problems" if found else f"{path}: sound")
+        looked = f"{report.vbuckets} vbuckets, {report.rows:,} rows, {report.boundaries:,} boundaries"
+        typer.echo(f"{path}: {f'{len(found)} problems' if found else 'sound'} ({looked})")
     if found:
         raise Ended(ExitCode.DATA)

@@ -266,4 +266,4 @@ def finish(story: Story, ok: bool, data: Path | None, *, as_json: bool) -> None:
         return
     typer.echo("the demo ended well: every claim above was measured" if ok else "the demo did NOT end well: see above")
     if data is not None:
-        typer.echo(f"the mirror stays in {data}: dcp-mirror scan --data {data} --limit 3")
+        typer.echo(f"the mirror stays in {data}: {render.command_name()} scan --data {data} --limit 3")

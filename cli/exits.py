@@ -79,6 +79,8 @@ def guarded(command: Callable[[], Any]) -> int:
         cause = error.__context__ if isinstance(error, SystemExit) else error  # typer turns a broken pipe into an exit
         if isinstance(cause, OSError) and cause.errno == errno.EPIPE:
             return _reader_left()
+        if isinstance(error, SystemExit):
+            return error.code if isinstance(error.code, int) else ExitCode.FAILED if error.code else ExitCode.DONE
         code, line = code_of(error)
         if os.environ.get("DCP_MIRROR_LOG_LEVEL", "").lower() == "debug" and line:
             traceback.print_exception(error)

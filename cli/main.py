@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import config, exits, sandbox
+from cli import bench, config, exits, sandbox
 from cli.changes import changes
 from cli.check import check
 from cli.demo import demo
@@ -58,6 +58,7 @@ app.command(rich_help_panel=LOOK)(changes)
 app.command(rich_help_panel=LOOK)(state)
 app.command(rich_help_panel=LOOK)(check)
 app.add_typer(sandbox.app, name="sandbox", rich_help_panel=MIRROR)
+app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
 app.add_typer(config.app, name="config", rich_help_panel=LOOK)
 
 
@@ -66,7 +67,7 @@ def main() -> None:
     if not __debug__:
         exits.complain("asserts are switched off (python -O, PYTHONOPTIMIZE): they guard the data, so nothing runs")
         sys.exit(2)
-    sys.exit(exits.guarded(lambda: app(standalone_mode=False)))
+    sys.exit(exits.guarded(lambda: app(prog_name="dcp-mirror", standalone_mode=False)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ columns; control characters from data never reach the terminal.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -107,7 +108,7 @@ def summary(document: Mapping[str, Any]) -> Table:
     lag = f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}" if sums["lag_seqnos"] is not None else DASH
     rate = None
     if sums.get("documents_per_s") is not None:
-        rate = f"{number(sums['seqnos_per_s'])} docs/s, {size(sums.get('bytes_per_s'))}/s"
+        rate = f"{number(sums['documents_per_s'])} docs/s, {size(sums.get('bytes_per_s'))}/s"
     rollbacks = number(sums["rollback_count"])
     if sums["last_rollback_ms"] is not None:
         rollbacks += f", the last at {moment(sums['last_rollback_ms'])}"
@@ -152,7 +153,7 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def vbucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Vbuckets, one a line."""
+    """Vbuckets with all that is known of them, one a line."""
     lines: list[list[str | Text]] = [
         [
             str(row["vbid"]),
@@ -164,12 +165,29 @@ def vbucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             number(row["lag_seqnos"]),
             duration(row["lag_s"]),
             number(row["documents"]),
+            str(row["rollback_count"]),
             str(row["detail"] or ""),
         ]
         for row in rows
     ]
-    headers = ["vbid", "state", "vbuuid", "published", "staged", "source", "lag", "for", "documents", ""]
-    return plain_table(headers, lines, right=(0, 3, 4, 5, 6, 7, 8))
+    headers = ["vbid", "state", "vbuuid", "published", "staged", "source", "lag", "for", "documents", "rollbacks", ""]
+    return plain_table(headers, lines, right=(0, 3, 4, 5, 6, 7, 8, 9))
+
+
+def trouble_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Vbuckets that somebody should look at, and why."""
+    lines: list[list[str | Text]] = [
+        [
+            str(row["vbid"]),
+            state_text(row["state"]),
+            number(row["published_seqno"]),
+            number(row["lag_seqnos"]),
+            duration(row["lag_s"]),
+            str(row["detail"] or ""),
+        ]
+        for row in rows
+    ]
+    return plain_table(["vbid", "state", "published", "lag", "for", "why"], lines, right=(0, 2, 3, 4))
 
 
 def worst_vbuckets(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -193,7 +211,7 @@ def status_view(document: Mapping[str, Any], *, every_vbucket: bool = False) -> 
         worst = worst_vbuckets(rows)
         parts += ["", f"[dim]vbuckets[/dim]  {escape(states)}"]
         if worst:
-            parts += ["", vbucket_table(worst[:VBUCKET_ROWS_MAX])]
+            parts += ["", trouble_table(worst[:VBUCKET_ROWS_MAX])]
             if len(worst) > VBUCKET_ROWS_MAX:
                 parts.append(f"[dim]... and {len(worst) - VBUCKET_ROWS_MAX} more behind (--all shows every one)[/dim]")
     return Group(*parts)
@@ -269,6 +287,14 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(SPARKS[round(value / top * (len(SPARKS) - 1))] if top else SPARKS[0] for value in values)
 
 
+def command_name() -> str:
+    """The program as it was called, so that a line can be copied: it may not be on the PATH."""
+    called = sys.argv[0]
+    if os.path.basename(called) != "dcp-mirror" or shutil.which("dcp-mirror") == called:
+        return "dcp-mirror"
+    return min(called, os.path.relpath(called), key=len)
+
+
 def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequence[str]) -> RenderableType:
     """The demo's picture: figures, workers, what happened."""
     sums = document["totals"]
@@ -281,7 +307,7 @@ def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequen
             "lag": lag,
             "vbuckets": ", ".join(f"{count} {state}" for state, count in sorted(sums["states"].items())),
             "rollbacks": number(sums["rollback_count"]),
-            "look": escape(f"dcp-mirror top --data {document['data']}"),
+            "look": escape(f"{command_name()} top --data {document['data']}"),
         }
     )
     parts: list[RenderableType] = [
@@ -305,7 +331,7 @@ class Screen:
         self._console = stderr if to_stderr else stdout
         self._interval_s = plain_interval_s
         self._last_line = ""
-        self._last_s = float("-inf")
+        self._last_s = time.monotonic()
         self._live: Live | None = None
         self._said: set[str] = set()
 
@@ -332,7 +358,8 @@ class Screen:
             self._live.update(view, refresh=True)
             return
         now_s = time.monotonic()
-        if line != self._last_line and now_s - self._last_s >= self._interval_s:
+        news = line != self._last_line or not self._interval_s
+        if news and now_s - self._last_s >= self._interval_s:
             self._last_line, self._last_s = line, now_s
             self.say(line)
 

@@ -684,9 +684,9 @@ class View:
                         raise ViewInvalidated(
                             "the vbucket was filled anew since this token", vbid=vbid, hint="read it from the beginning"
                         )
-                elif token.seqno < served.floor_seqno and token.seqno > 0:
+                elif 0 < token.seqno < (purged := self._purged(opened, txn, vbid)):
                     raise ViewInvalidated(
-                        f"history before seqno {served.floor_seqno} is gone",
+                        f"tombstones up to seqno {purged} are gone",
                         vbid=vbid,
                         hint="read it from the beginning",
                     )
@@ -694,6 +694,11 @@ class View:
             yield from self._retractions(opened, vbid, served, lost, token, after, raw)
         for document in self._rows_of(opened, vbid, served, after, served.seqno, raw):
             yield Change(document.kind.name.lower(), Token(Vbid(vbid), document.branch, document.seqno), document)
+
+    @staticmethod
+    def _purged(opened: Opened, txn: Any, vbid: int) -> int:
+        """Up to here deletions may be missing: whoever stands below cannot be told of them any more."""
+        return branches.load(opened.environment, txn, Vbid(vbid)).state.local_purge_seqno
 
     def _lost_chain(self, opened: Opened, txn: Any, vbid: int, token: Token) -> chain.Chain:
         try:

@@ -17,7 +17,7 @@ from storage.model import VbucketState
 
 Row = dict[str, Any]
 
-TREND_WINDOW_MS = 10_000
+TREND_WINDOW_MS = 5_000
 """Rates are over this much time: short enough to follow a change, long enough not to flicker."""
 TREND_REPORTS_MAX = 64
 """Reports kept per trend; with one a second the window fits several times."""

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import lmdb
+
+from tests.cli.conftest import call
+
+
+def test_a_sound_mirror(mirrored: Path) -> None:
+    result = call("check", "--data", mirrored, "--json")
+    assert result.code == 0
+    assert result.json["ok"] is True
+    assert (result.json["problems"], result.json["vbuckets"], result.json["deep"]) == ([], 16, False)
+    assert result.json["rows"] >= 203
+    deep = call("check", "--data", mirrored, "--deep")
+    assert deep.code == 0
+    assert "sound" in deep.out
+
+
+def test_a_row_that_is_gone_is_found(mirrored: Path, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(mirrored, tmp_path / "copy"))
+    with lmdb.open(str(data / "group-0001"), max_dbs=100) as env:
+        rows = env.open_db(b"v1", create=False)
+        with env.begin(write=True, db=rows) as txn:
+            assert txn.delete(next(txn.cursor().iternext(values=False)))
+    result = call("check", "--data", data)
+    assert result.code == 3
+    assert "vbucket 1" in result.out
+    as_json = call("check", "--data", data, "--json")
+    assert as_json.code == 3
+    assert as_json.json["ok"] is False
+    assert as_json.json["problems"]
+    assert result.err == ""
+
+
+def test_a_file_of_garbage_is_found(mirrored: Path, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(mirrored, tmp_path / "copy"))
+    (data / "group-0002" / "data.mdb").write_bytes(b"garbage" * 1000)
+    assert call("check", "--data", data).code == 3
+    assert call("check", "--data", data, "--deep").code == 3
+
+
+def test_no_mirror_there(tmp_path: Path) -> None:
+    result = call("check", "--data", tmp_path)
+    assert result.code == 2
+    assert str(tmp_path) in result.complaint

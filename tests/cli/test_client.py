@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli import client
+from mirror.errors import SupervisionError
+from mirror.supervise.control import SOCKET_NAME, socket_address
+
+
+class Service:
+    """A service that answers one line as told."""
+
+    def __init__(self, directory: Path, answer: Callable[[socket.socket, bytes], None]) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        with socket_address(directory) as address:
+            self._listener.bind(address)
+        self._listener.listen()
+        self._answer = answer
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> Service:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        line, _ = self._listener.accept()
+        with line:
+            self._answer(line, line.recv(1 << 16))
+
+
+def test_nobody_there_is_no_error(tmp_path: Path) -> None:
+    assert client.ask(tmp_path, "ping") is None
+    assert client.ask(tmp_path / "missing", "ping") is None
+    (tmp_path / SOCKET_NAME).touch()
+    assert client.ask(tmp_path, "ping") is None
+
+
+def test_an_answer_in_pieces(tmp_path: Path) -> None:
+    heard = []
+
+    def answer(line: socket.socket, request: bytes) -> None:
+        heard.append(request)
+        for piece in (b'{"ok": true, "va', b'lue": "' + b"x" * 300_000, b'"}\n'):
+            line.sendall(piece)
+
+    with Service(tmp_path, answer):
+        found = client.ask(tmp_path, "status", vbid=3)
+    assert found is not None
+    assert len(found["value"]) == 300_000
+    assert heard == [b'{"op": "status", "vbid": 3}\n']
+
+
+def test_a_refusal_keeps_its_words_and_code(tmp_path: Path) -> None:
+    refusal = b'{"ok": false, "error": "no", "exit_code": 2}\n'
+    with Service(tmp_path, lambda line, _: line.sendall(refusal)), pytest.raises(client.ServiceSaidNo) as caught:
+        client.ask(tmp_path, "dance")
+    assert (str(caught.value), caught.value.exit_code) == ("no", 2)
+
+
+def test_a_service_that_goes_away_in_mid_answer_is_not_there(tmp_path: Path) -> None:
+    with Service(tmp_path, lambda line, _: line.sendall(b'{"ok": tr')):
+        assert client.ask(tmp_path, "status") is None
+
+
+@pytest.mark.parametrize("answer", [b"[]\n", b'"ok"\n'])
+def test_an_answer_that_makes_no_sense(tmp_path: Path, answer: bytes) -> None:
+    with Service(tmp_path, lambda line, _: line.sendall(answer)), pytest.raises(SupervisionError, match="sense"):
+        client.ask(tmp_path, "status")
+
+
+def test_a_service_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.05)
+    waiting = threading.Event()
+    with Service(tmp_path, lambda line, _: bool(waiting.wait(30)) and None):
+        with pytest.raises(SupervisionError, match="does not answer"):
+            client.ask(tmp_path, "status")
+        waiting.set()

@@ -1,0 +1,49 @@
+"""The demo as a newcomer runs it, only shorter: each claim it makes is measured, so its own verdict is the test."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from tests.cli.conftest import LIMIT_S, background, call
+
+SMALL = ["--documents", "3000", "--rate", "300"]
+
+
+def test_the_whole_story_ends_well(tmp_path: Path) -> None:
+    result = call("demo", "--seconds", "8", "--data", tmp_path / "data", "--json", *SMALL)
+    assert result.code == 0, result.err
+    told = result.json
+    assert told["ok"] is True
+    assert told["kill"]["requested_again_bytes"] == 0
+    assert told["kill"]["vbuckets_asked_below_published"] == 0
+    assert told["kill"]["vbuckets"] == 32
+    assert told["failover"]["rolled_back"] >= 1
+    assert told["failover"]["retracted_seqnos"] >= 1
+    assert told["failover"]["refilled_from_0"] == 0
+    assert told["documents"]["source"] == told["documents"]["mirror"] > 3000
+    assert told["check_problems"] == []
+    for line in ("SIGKILL to worker", "is back", "fails over", "rolled back", "writes stop"):
+        assert line in result.err
+    assert call("status", "--data", tmp_path / "data", "--json").json["totals"]["rollback_count"] >= 1
+
+
+def test_ctrl_c_ends_it_in_order_and_nothing_is_left_running(tmp_path: Path) -> None:
+    with background("demo", "--data", tmp_path / "data", *SMALL) as demo:
+        assert demo.stdout is not None
+        while "mirrored" not in demo.stdout.readline():
+            assert demo.poll() is None
+        demo.send_signal(signal.SIGINT)
+        out, err = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == 0, err
+    assert "the demo ended well" in out
+    assert "Traceback" not in err
+    nobody = ["--source", "couchbase://demo@127.0.0.1:1/demo", "--set", "bootstrap_timeout_s=0.1"]
+    check = call("run", *nobody, "--data", tmp_path / "data", "--until-caught-up")
+    assert "serves" not in check.complaint, "no service of the demo may hold the lock any more"
+
+
+def test_somebody_elses_mirror_is_not_touched(mirrored: Path) -> None:
+    result = call("demo", "--data", mirrored)
+    assert result.code == 2
+    assert "holds a mirror already" in result.complaint

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from cli.get import as_of_from
+from mirror.errors import ConfigError
+from mirror.sandbox.thread import SandboxThread
+from storage.view import Time
+from tests.cli.conftest import call
+
+
+def test_the_value_comes_byte_for_byte(mirrored: Path) -> None:
+    assert call("get", "--data", mirrored, "order::001").raw == b'{"number": 1}'
+    assert call("get", "--data", mirrored, "text").raw == b"plain text"
+    assert call("get", "--data", mirrored, "schlüssel").raw == '{"straße": "Ü"}'.encode()
+
+
+def test_a_key_that_is_no_text(mirrored: Path) -> None:
+    found = call("get", "--data", mirrored, b"\xff\xfekey".decode(errors="surrogateescape"), "--json")
+    assert base64.b64decode(found.json["key_b64"]) == b"\xff\xfekey"
+    assert base64.b64decode(found.json["value_b64"]) == b"\x00\x01binary"
+
+
+def test_every_field_is_that_of_the_source(mirrored: Path, source: SandboxThread) -> None:
+    found = call("get", "--data", mirrored, "order::007", "--json").json
+    assert found["key"] == "order::007"
+    assert (found["value"], found["deleted"], found["collection_id"]) == ({"number": 7}, False, 0)
+    wire_key = b"\x00order::007"
+
+    def at_source() -> dict[str, int]:
+        vbucket = source.cluster.vbucket(found["vbid"])
+        item = vbucket.state_at(vbucket.high_seqno)[wire_key]
+        return {name: getattr(item, name) for name in ("seqno", "rev_seqno", "cas", "flags", "expiry")}
+
+    expected = source.call(at_source)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("key", ["nonesuch", "order::010", "x" * 300, ""], ids=["never", "deleted", "long", "empty"])
+def test_what_is_absent_is_exit_5(mirrored: Path, key: str) -> None:
+    result = call("get", "--data", mirrored, key)
+    assert (result.code, result.out) == (5, "")
+    assert "no document" in result.complaint
+
+
+def test_meta_tells_all_but_the_value(mirrored: Path) -> None:
+    result = call("get", "--data", mirrored, "order::001", "--meta")
+    assert "datatype" in result.out
+    assert "13 bytes" in result.out
+    assert "number" not in result.out
+
+
+def test_as_of_names_the_boundary_that_was_read(mirrored: Path) -> None:
+    now = call("get", "--data", mirrored, "order::001", "--json").json
+    high = call("state", "--data", mirrored, "--vbid", str(now["vbid"]), "--json").json["vbuckets"][0][
+        "published_seqno"
+    ]
+    result = call("get", "--data", mirrored, "order::001", "--as-of", str(high))
+    assert result.raw == b'{"number": 1}'
+    assert f"vbucket {now['vbid']}, seqno {high}" in result.err
+    assert call("get", "--data", mirrored, "order::001", "--as-of", "2999-01-01").code == 0
+    early = call("get", "--data", mirrored, "order::001", "--as-of", "2000-01-01")
+    assert early.code == 1
+    assert early.out == ""
+    assert early.complaint
+
+
+def test_as_of_is_a_seqno_or_a_time() -> None:
+    assert as_of_from(None) is None
+    assert as_of_from("17") == 17
+    assert as_of_from("1970-01-01T00:00:01+00:00") == Time(1000)
+    with pytest.raises(ConfigError, match="neither"):
+        as_of_from("yesterday")
+
+
+@pytest.mark.parametrize(
+    ("collection", "code"), [("_default._default", 0), ("_default", 0), ("0", 0), ("no.such", 2), ("12345", 5)]
+)
+def test_collections(mirrored: Path, collection: str, code: int) -> None:
+    result = call("get", "--data", mirrored, "order::001", "--collection", collection)
+    assert result.code == code, result.err
+
+
+def test_no_mirror_there(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "missing"):
+        result = call("get", "--data", place, "key")
+        assert result.code == 2
+        assert str(place) in result.complaint

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cli.options import collection_from, data_directory, flags_from, settings_from
+from mirror.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_tester(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA", "WORKERS", "CONFIG", "PASSWORD_FILE"):
+        monkeypatch.delenv(f"DCP_MIRROR_{name}", raising=False)
+
+
+def test_a_flag_comes_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mirror.toml"
+    file.write_text("workers = 2\ngroups = 3\ncommit_interval_ms = 7\n")
+    monkeypatch.setenv("DCP_MIRROR_WORKERS", "5")
+    monkeypatch.setenv("DCP_MIRROR_GROUPS", "6")
+    loaded = settings_from({"workers": 8, "sync": None}, config=file, pairs=["seqno-poll-interval-s=9"])
+    settings = loaded.settings
+    assert (settings.workers, settings.groups, settings.commit_interval_ms) == (8, 6, 7)
+    assert settings.seqno_poll_interval_s == 9
+    assert loaded.provenance["sync"] == "default"
+
+
+@pytest.mark.parametrize("pair", ["nonsense", "=1", ""])
+def test_a_pair_that_is_none(pair: str) -> None:
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        flags_from([pair])
+
+
+def test_a_value_may_hold_an_equals_sign() -> None:
+    assert flags_from(["password-file=/a=b"]) == {"password_file": "/a=b"}
+    assert flags_from(None) == {}
+
+
+def test_the_data_directory_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--data"):
+        data_directory(None)
+    monkeypatch.setenv("DCP_MIRROR_DATA", str(tmp_path))
+    assert data_directory(None) == tmp_path
+    assert data_directory(tmp_path / "flag") == tmp_path / "flag"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [(None, None), ("8", 8), ("orders", "_default.orders"), ("shop.orders", "shop.orders")]
+)
+def test_collections_by_name_and_by_number(text: str | None, meant: str | int | None) -> None:
+    assert collection_from(text) == meant

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from cli import render
+from mirror.supervise.status import reported_row, totals
+
+
+def drawn(view: RenderableType, width: int = 80) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width, highlight=False).print(view)
+    return file.getvalue()
+
+
+def document(**more: Any) -> dict[str, Any]:
+    """A status with one good, one lagging and one refused vbucket."""
+    rows = [
+        reported_row(
+            {"vbid": 0, "state": "streaming", "published_seqno": 1_234_567, "source_high_seqno": 1_234_567}, 0
+        ),
+        reported_row({"vbid": 1, "state": "streaming", "published_seqno": 5, "source_high_seqno": 50}, 0),
+        reported_row({"vbid": 2, "state": "refused", "text": "no [bold]privilege", "source_high_seqno": None}, 0),
+    ]
+    rows[1]["lag_s"] = 90.0
+    worker = {
+        "slot": 0,
+        "pid": 4711,
+        "phase": "running",
+        "groups": list(range(8)),
+        "uptime_s": 3725.0,
+        "heartbeat_age_s": 0.2,
+        "restarts": 2,
+        "last_exit": "SIGKILL",
+        "last_error": None,
+        "cpu_percent": 12.3,
+        "private_bytes": 31 * 2**20,
+        "resident_bytes": 2**30,
+    }
+    found: dict[str, Any] = {
+        "service": "up",
+        "state": "mirroring",
+        "message": "45 seqnos behind",
+        "pid": 1,
+        "uptime_s": 10.0,
+        "data": "/data/[red]mirror",
+        "source": "couchbase://demo@h/demo",
+        "bucket": "demo",
+        "vbucket_count": 3,
+        "workers": [worker],
+        "totals": totals(rows) | {"documents_per_s": 1500.0, "bytes_per_s": 2.0**20},
+        "vbuckets": rows,
+        "catch_up": None,
+    }
+    return found | more
+
+
+def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
+    text = drawn(render.status_view(document()))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.rindex("refused") < text.rindex("1 min 30 s")
+    for shown in ("mirroring", "45 seqnos behind", "1,234,572 seqnos", "1,500 docs/s", "4711", "31.0 MiB", "SIGKILL"):
+        assert shown in text
+
+
+def test_markup_in_data_is_text() -> None:
+    text = drawn(render.status_view(document(), every_vbucket=True), 160)
+    assert "/data/[red]mirror" in text
+    assert "no [bold]privilege" in text
+
+
+def test_every_vbucket_is_shown_when_asked_for() -> None:
+    text = drawn(render.status_view(document(), every_vbucket=True), 160)
+    assert "1,234,567" in text
+    assert len([line for line in text.splitlines() if "streaming" in line]) == 2
+
+
+def test_a_status_with_the_service_down_has_dashes() -> None:
+    rows = [reported_row({"vbid": 0, "state": "stored"}, 0)]
+    down = document(service="down", state="stored", message="", workers=[], vbuckets=rows, source=None)
+    down["totals"] = totals(rows) | {"documents_per_s": None, "bytes_per_s": None}
+    text = drawn(render.status_view(down))
+    assert "not running" in text
+    assert "documents  -" in text
+
+
+def test_the_one_line_says_the_same() -> None:
+    line = render.status_line(document())
+    assert line.startswith("mirroring | documents - | published 1,234,572 | rate 1,500/s | lag 45 seqnos")
+    assert "workers 1/1" in line
+    waiting = document(state="waiting for the source", message="nobody there")
+    assert render.status_line(waiting).endswith("nobody there")
+
+
+def test_progress_shows_share_rate_and_time_left() -> None:
+    catch_up = {"vbuckets": 4, "vbuckets_done": 1, "seqnos_wanted": 1000, "seqnos_published": 250, "share": 0.25}
+    line = render.progress_line(document(catch_up=catch_up), elapsed_s=10)
+    assert line == "25.0% done | 250 of 1,000 seqnos | 1 of 4 vbuckets | 1,500/s | 30 s left"
+    assert "25.0%" in drawn(render.progress_view(document(catch_up=catch_up), 10))
+    assert render.progress_line(document(), 1) == "mirroring: 45 seqnos behind"
+
+
+def test_the_demo_fits_eighty_columns() -> None:
+    text = drawn(render.demo_view(document(), [0.0, 5.0, 10.0], ["1.0 s  it began"]))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "▄█" in text
+    assert "it began" in drawn(render.demo_end(["1.0 s  it began"]))
+
+
+def test_sparks_of_nothing_are_nothing() -> None:
+    assert render.sparkline([]) == ""
+    assert render.sparkline([0, 0]).strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (0.04, "0.0 s"),
+        (9.9, "9.9 s"),
+        (59, "59 s"),
+        (61, "1 min 01 s"),
+        (3725, "1 h 02 min"),
+        (90_000, "1 d 1 h"),
+    ],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert render.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20 * 300, "300 MiB"), (2**42, "4096 GiB")],
+)
+def test_sizes(value: int | None, text: str) -> None:
+    assert render.size(value) == text
+
+
+def test_without_a_terminal_a_line_comes_every_few_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(render.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(render, "stdout", Console(highlight=False))
+    with render.Screen(plain_interval_s=2) as screen:
+        assert not screen.is_terminal
+        for second, line in [(0.0, "too early"), (2.0, "one"), (3.0, "too soon"), (4.5, "two"), (9.0, "two")]:
+            now_s[0] = second
+            screen.show("picture", line)
+        screen.say("said")
+        screen.finish("picture", ["said", "last"])
+    assert capsys.readouterr().out.splitlines() == ["one", "two", "said", "last"]

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from cli.sandbox import arguments_from, socket_of
+from mirror.errors import ConfigError
+from mirror.feed.connection_string import parse
+from mirror.sandbox.control import default_path
+from tests.cli.conftest import LIMIT_S, background, call
+
+
+def test_it_says_where_it_is_does_what_it_is_asked_and_ends_when_told(tmp_path: Path) -> None:
+    with background(
+        "sandbox", "--nodes", "2", "--vbuckets", "8", "--load", "100", "--control", tmp_path / "s"
+    ) as source:
+        assert source.stdout is not None
+        url = source.stdout.readline().strip()
+        assert parse(url).bucket == "demo"
+        fault = ["sandbox", "fault", "--control", tmp_path / "s"]
+        status = call(*fault, "status").json
+        assert (status["documents"], status["vbuckets"], status["connection_string"]) == (100, 8, url)
+        before = call(*fault, "vbucket", "vbid=3").json
+        assert call(*fault, "failover", "vbid=3", "lose=2").json == {"base_seqno": before["high_seqno"] - 2}
+        assert len(call(*fault, "vbucket", "vbid=3").json["failover_log"]) == len(before["failover_log"]) + 1
+        assert call(*fault, "cut", "node=0").json == {"connections": 0}
+        wrong = call(*fault, "dance")
+        assert (wrong.code, wrong.out) == (2, "")
+        assert "no such command" in wrong.complaint
+        source.send_signal(signal.SIGINT)
+        out, err = source.communicate(timeout=LIMIT_S)
+        assert (source.returncode, out, err) == (0, "", "")
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with background("sandbox", "--control", tmp_path / "one") as source:
+        assert source.stdout is not None
+        port = parse(source.stdout.readline()).addresses[0].port
+        second = call("sandbox", "--port", str(port), "--control", tmp_path / "two")
+        assert second.code == 2
+        assert str(port) in second.complaint
+        source.terminate()
+        source.communicate(timeout=LIMIT_S)
+
+
+def test_nobody_to_ask(tmp_path: Path) -> None:
+    result = call("sandbox", "fault", "status", "--control", tmp_path / "nobody")
+    assert result.code == 1
+    assert "nobody" in result.complaint
+    assert call("sandbox", "fault", "status").code == 2
+
+
+def test_which_source_is_meant() -> None:
+    assert socket_of(None, None, Path("/s")) == Path("/s")
+    assert socket_of("couchbase://demo@127.0.0.1:1234,127.0.0.1:1235/demo", None, None) == default_path(1234)
+    assert socket_of(None, 77, None) == default_path(77)
+    with pytest.raises(ConfigError):
+        socket_of(None, None, None)
+
+
+def test_arguments_are_numbers_flags_lists_or_text() -> None:
+    given = arguments_from(["node=1", "bytes-per-second=2.5", "future=true", "nodes=0,1", "name=a,b", "path=s.c"])
+    assert given == {
+        "node": 1,
+        "bytes_per_second": 2.5,
+        "future": True,
+        "nodes": [0, 1],
+        "name": "a,b",
+        "path": "s.c",
+    }
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        arguments_from(["node"])

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mirror.sandbox.thread import SandboxThread
+from tests.cli.conftest import call
+from tests.cli.test_output import FIELDS
+
+
+def test_all_documents_one_a_line(mirrored: Path) -> None:
+    result = call("scan", "--data", mirrored, "--json")
+    assert result.code == 0
+    assert len(result.lines) == 183
+    assert all(list(line)[:2] == FIELDS[:2] for line in result.lines)
+    orders = {line["key"]: line["value"]["number"] for line in result.lines if line.get("key", "").startswith("order")}
+    assert orders == {f"order::{number:03}": number for number in range(200) if number % 10}
+    assert not any(line["deleted"] for line in result.lines)
+
+
+def test_tombstones_only_when_asked_for(mirrored: Path, source: SandboxThread) -> None:
+    lines = call("scan", "--data", mirrored, "--json", "--deletions").lines
+    assert {line["key"] for line in lines if line["deleted"]} == {f"order::{number:03}" for number in range(0, 200, 10)}
+    assert all(line["value"] is None for line in lines if line["deleted"])
+
+
+def test_a_part_of_them(mirrored: Path) -> None:
+    assert [line["key"] for line in call("scan", "--data", mirrored, "--json", "--prefix", "tex").lines] == ["text"]
+    assert len(call("scan", "--data", mirrored, "--json", "--limit", "7").lines) == 7
+    assert call("scan", "--data", mirrored, "--json", "--limit", "0").lines == []
+    by_vbid = [call("scan", "--data", mirrored, "--json", "--vbid", str(vbid)).lines for vbid in range(16)]
+    assert sum(map(len, by_vbid)) == 183
+    assert all(line["vbid"] == vbid for vbid, lines in enumerate(by_vbid) for line in lines)
+    assert [line.get("key", "") for line in by_vbid[3]] == sorted(line.get("key", "") for line in by_vbid[3])
+
+
+def test_people_get_readable_lines(mirrored: Path) -> None:
+    result = call("scan", "--data", mirrored, "--prefix", "order::00")
+    assert len(result.out.splitlines()) == 9
+    assert 'order::001\t{"number": 1}' in result.out
+
+
+def test_a_seqno_needs_its_vbucket(mirrored: Path) -> None:
+    result = call("scan", "--data", mirrored, "--as-of", "5")
+    assert result.code == 2
+    assert "--vbid" in result.complaint
+    assert call("scan", "--data", mirrored, "--as-of", "2999-01-01", "--limit", "1").code == 0
+
+
+@pytest.mark.parametrize("vbid", ["16", "70000", "x"])
+def test_a_vbucket_that_is_not_there(mirrored: Path, vbid: str) -> None:
+    result = call("scan", "--data", mirrored, "--vbid", vbid)
+    assert result.code in (1, 2)
+    assert result.complaint

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli.stage import Stage
+from mirror.errors import SupervisionError
+from tests.cli.test_run import eventually
+
+
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path / "data", tmp_path, nodes=1, vbuckets=4, documents=10, rate=0, workers=1)
+
+
+def test_source_and_mirror_come_and_go_together(tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with stage(tmp_path) as both:
+        status = eventually(lambda: (found := both.status()) and found["state"] == "caught up" and found)
+        assert both.ask_source("status")["documents"] == 10
+        assert status["totals"]["published_seqnos"] == 10
+        pid = status["workers"][0]["pid"]
+        both.kill_worker(pid)
+        both.kill_worker(pid)
+        assert both.end_service() == 0
+        with pytest.raises(SupervisionError, match="exit code 0"):
+            both.status()
+    assert set(psutil.Process().children(recursive=True)) == before
+
+
+def test_a_source_that_does_not_start_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    monkeypatch.setattr("cli.stage.COMMAND", ["/bin/sh", "-c", "echo dcp-mirror: no way >&2"])
+    with pytest.raises(SupervisionError, match="no way"):
+        stage(tmp_path).__enter__()
+    assert set(psutil.Process().children(recursive=True)) == before
+
+
+def test_settings_of_whoever_runs_the_demo_do_not_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "DCP_MIRROR_WORKERS", "nonsense")
+    monkeypatch.setitem(os.environ, "DCP_MIRROR_PASSWORD", "another")
+    with stage(tmp_path) as both:
+        eventually(lambda: (found := both.status()) and found["state"] == "caught up")
+        assert both.connection_string.startswith("couchbase://demo@")

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from mirror.sandbox.thread import SandboxThread
+from tests.cli.conftest import call
+
+FIELDS = [
+    "vbid", "branch", "staging_branch", "vbuuid", "failover_log", "published_seqno", "staged_seqno", "snapshot",
+    "source_purge_seqno", "local_purge_seqno", "history_floor_seqno", "manifest_uid", "rollback_count",
+    "last_rollback_ms", "boundaries",
+]  # fmt: skip
+
+
+def test_positions_and_histories_are_those_of_the_source(mirrored: Path, source: SandboxThread) -> None:
+    shown = call("state", "--data", mirrored, "--json").json
+    assert shown["bucket"] == "demo"
+    assert [row["vbid"] for row in shown["vbuckets"]] == list(range(16))
+    for row in shown["vbuckets"]:
+        vbucket = source.cluster.vbucket(row["vbid"])
+        assert list(row) == FIELDS
+        assert row["published_seqno"] == row["staged_seqno"] == source.call(lambda at=vbucket: at.high_seqno)
+        log = source.call(lambda at=vbucket: [(f"{entry.vbuuid:012x}", entry.seqno) for entry in at.failover_log])
+        assert [(entry["vbuuid"], entry["seqno"]) for entry in row["failover_log"]] == log
+        assert row["vbuuid"] == log[0][0]
+        assert row["snapshot"] is None
+        if row["published_seqno"]:
+            assert row["boundaries"][0]["seqno"] == row["published_seqno"]
+
+
+def test_one_vbucket_and_a_table(mirrored: Path) -> None:
+    assert [row["vbid"] for row in call("state", "--data", mirrored, "--vbid", "3", "--json").json["vbuckets"]] == [3]
+    table = call("state", "--data", mirrored).out.splitlines()
+    assert table[0].split()[:4] == ["vbid", "branch", "vbuuid", "published"]
+    assert len(table) == 17
+
+
+def test_a_vbucket_that_is_not_there(mirrored: Path) -> None:
+    assert "no vbucket 99" in call("state", "--data", mirrored, "--vbid", "99").complaint

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli import client, status
+from tests.cli.conftest import call
+
+JSON_MD = Path(status.__file__).with_name("JSON.md").read_text()
+FIELDS = [
+    "service", "state", "message", "pid", "uptime_s", "time_ms", "data", "source", "source_error", "bucket",
+    "bucket_uuid", "cluster_uuid", "vbucket_count", "group_count", "sync", "supervisor", "workers", "totals",
+    "catch_up", "vbuckets",
+]  # fmt: skip
+
+
+def test_with_the_service_down_the_store_speaks(mirrored: Path) -> None:
+    shown = call("status", "--data", mirrored, "--json").json
+    assert list(shown) == FIELDS
+    assert (shown["service"], shown["state"], shown["workers"]) == ("down", "stored", [])
+    assert shown["totals"]["documents"] == 183
+    assert shown["totals"]["vbuckets"] == 16
+    assert [row["vbid"] for row in shown["vbuckets"]] == list(range(16))
+
+
+def test_every_field_that_is_printed_is_promised(mirrored: Path) -> None:
+    shown = call("status", "--data", mirrored, "--json").json
+    names = [*shown, *shown["totals"], *shown["supervisor"], *shown["vbuckets"][0]]
+    assert [name for name in names if f"`{name}`" not in JSON_MD] == []
+
+
+def test_people_get_a_summary_and_every_vbucket_on_demand(mirrored: Path) -> None:
+    text = call("status", "--data", mirrored).out
+    assert "not running" in text
+    assert "16 stored" in text
+    assert len(call("status", "--data", mirrored, "--all").out.splitlines()) > 16
+
+
+def test_top_ends_after_the_looks_that_were_asked_for(mirrored: Path) -> None:
+    lines = call("top", "--data", mirrored, "--count", "2", "--interval", "0.1", "--json").lines
+    assert len(lines) == 2
+    assert list(lines[0]) == FIELDS
+    plain = call("top", "--data", mirrored, "--count", "3", "--interval", "0.1")
+    assert len(plain.out.splitlines()) == 3
+    assert "documents 183" in plain.out
+
+
+def test_a_large_mirror_is_counted_only_when_asked_to(mirrored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "COUNT_SEQNOS_MAX", 10)
+    document = status.stored_status(mirrored)
+    status.Counter(mirrored).fill(document)
+    assert document["totals"]["documents"] is None
+    status.Counter(mirrored, always=True).fill(document)
+    assert document["totals"]["documents"] == 183
+
+
+def test_what_the_service_does_not_know_yet_comes_from_the_store(
+    mirrored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = status.stored_status(mirrored) | {"service": "up", "state": "starting"}
+    answer["vbuckets"] = [row | {"state": "streaming"} for row in answer["vbuckets"][:3]]
+    monkeypatch.setattr(client, "ask", lambda *_: {"status": json.loads(json.dumps(answer))})
+    document = status.current_status(mirrored)
+    assert [row["vbid"] for row in document["vbuckets"]] == list(range(16))
+    assert document["totals"]["states"] == {"streaming": 3, "stored": 13}
+
+
+def test_no_mirror_there(tmp_path: Path) -> None:
+    result = call("status", "--data", tmp_path / "missing")
+    assert result.code == 2
+    assert "missing" in result.complaint
