@@ -1,1 +1,1 @@
-"""Placeholder docstring to be replaced by the owner of the room."""
+"""Hands towards a cluster: login, streams, the map, commits. Knows sockets and the store; decides in `ingest` alone."""

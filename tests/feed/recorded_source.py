@@ -171,6 +171,8 @@ class RecordedSource:
         self.last_end: dict[int, int] = {}
         self.windows: list[ProducerWindow] = []
         self.noops_answered = 0
+        self.markers_answered = 0
+        self.without_noops = False
         self.statuses_sent: list[int] = []
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
@@ -209,8 +211,10 @@ class RecordedSource:
                 return exchange
         chosen: Exchange | None = None
         for exchange in exchanges:
-            if exchange.status in (Status.ROLLBACK, Status.NOT_SUPPORTED) or exchange in played:
-                continue  # NOT_SUPPORTED was for requests before enable_noop: ours come after it
+            if exchange.status == Status.ROLLBACK or exchange in played:
+                continue
+            if exchange.status == Status.NOT_SUPPORTED and not self.without_noops:
+                continue  # that was for requests before enable_noop: ours come after it
             played.append(exchange)
             chosen = exchange
             if exchange.status != Status.SUCCESS or self.part_above(exchange, asked.start_seqno):
@@ -334,6 +338,7 @@ class _Connection:
         opcode = frame.opcode
         if frame.is_response:
             source.noops_answered += opcode == Opcode.DCP_NOOP
+            source.markers_answered += opcode == Opcode.DCP_SNAPSHOT_MARKER
         elif opcode == Opcode.HELLO:
             asked = [code for (code,) in struct.iter_unpack(">H", frame.value)]
             granted = [code for code in asked if code in source.script.features | {Feature.SELECT_BUCKET}]

@@ -94,7 +94,7 @@ async def test_answers_find_their_requests_in_any_order_and_unasked_ones_are_dro
     frames = {}
     for name in ("first", "second"):
         frames[name] = request(Opcode.NOOP, opaque=link.next_opaque())
-        link.ask(frames[name], lambda outcome, name=name: answers.append((name, outcome.status)))  # type: ignore[misc,union-attr]
+        link.ask(frames[name], lambda outcome, name=name: answers.append((name, outcome.status)))  # type: ignore[misc]
     late = response(frames["second"], Status.EINVAL)
     link.data_received(encode(late) + encode(late) + encode(response(frames["first"])))
     assert answers == [("second", Status.EINVAL), ("first", Status.SUCCESS)]

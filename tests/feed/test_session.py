@@ -1,0 +1,433 @@
+"""One node's session: negotiation, streams by opaque, flow control to the byte, signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.config import PasswordSource, Settings
+from mirror.errors import ClusterError, HandshakeFailed, NotSupported, PrivilegeMissing, SourceTimeout
+from mirror.feed.bootstrap import Access
+from mirror.feed.connection_string import parse
+from mirror.feed.session import NodeSession, StreamAnswer
+from mirror.feed.transport import Opaques
+from mirror.ingest.events import StreamAccepted, StreamRefused, StreamRollback
+from mirror.ingest.instructions import RequestStream
+from mirror.ingest.offset import StreamOffset
+from mirror.wire import events as ev
+from mirror.wire.codec_dcp import encode as encode_event
+from mirror.wire.codec_dcp import encode_failover_log
+from mirror.wire.constants import NO_END_SEQNO, Opcode, Status, StreamEndReason
+from mirror.wire.flow_control import ProducerWindow, counted_size
+from mirror.wire.frame import Frame, decode, encode, request, response
+from mirror.wire.scan import Row
+from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from tests.feed.scripted_node import PASSWORD, Answer, ScriptedNode, refuse, silent
+
+PREFIX = b"\0\0\0\7"
+VBID = 3
+
+
+class Owner:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.byte_count = 0
+        self.events: list[ev.Event] = []
+        self.answers: list[StreamAnswer] = []
+        self.lost: list[ClusterError] = []
+        self.told = asyncio.Event()
+
+    def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
+        assert vbid == VBID
+        self.rows += rows
+        self.byte_count += byte_count
+        self.told.set()
+
+    def on_event(self, vbid: int, event: ev.Event) -> None:
+        self.events.append(event)
+        self.told.set()
+
+    def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
+        self.answers.append(answer)
+        self.told.set()
+
+    def on_closed(self, session: NodeSession, error: ClusterError) -> None:
+        self.lost.append(error)
+        self.told.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():
+                self.told.clear()
+                with_poll = asyncio.wait_for(self.told.wait(), 0.01)
+                try:
+                    await with_poll
+                except TimeoutError:
+                    continue
+
+
+def make(node: ScriptedNode, path: Path, **settings: Any) -> tuple[NodeSession, Owner]:
+    file = path / "password"
+    file.write_text(PASSWORD)
+    values = {
+        "password_file": file,
+        "connect_timeout_s": 5,
+        "request_timeout_s": 5,
+        "noop_interval_s": 20,
+        "connection_buffer_size": 4096,
+        **settings,
+    }
+    made = Settings.model_validate(values)
+    source = parse(f"couchbase://demo@127.0.0.1:{node.port}/b")
+    owner = Owner()
+    access = Access(source, PasswordSource.of(made), made)
+    session = NodeSession(
+        access, source.addresses[0], owner, SystemClock(), name="dcp-mirror:test:0", opaques=Opaques()
+    )
+    return session, owner
+
+
+@asynccontextmanager
+async def opened(
+    path: Path, answers: dict[int, Answer] | None = None, **settings: Any
+) -> AsyncIterator[tuple[ScriptedNode, NodeSession, Owner]]:
+    async with ScriptedNode(answers) as node:
+        session, owner = make(node, path, **settings)
+        await session.open()
+        try:
+            yield node, session, owner
+        finally:
+            session.close()
+
+
+def asked(start: int = 0, purge_seqno: int | None = None) -> RequestStream:
+    offset = StreamOffset.between_snapshots(Seqno(start), Vbuuid(99))
+    return RequestStream(Vbid(VBID), "test", offset, NO_END_SEQNO, 0x10, purge_seqno)
+
+
+def mutation(seqno: int, value: bytes = b"{}", key: bytes = b"\0key", stream_id: int | None = None) -> ev.Mutation:
+    return ev.Mutation(VBID, key, seqno, 1, 1, value=value, stream_id=stream_id)
+
+
+# -- negotiation --------------------------------------------------------------------------------------------------
+
+
+async def test_negotiation_is_one_control_at_a_time_and_tolerates_what_is_optional(tmp_path: Path) -> None:
+    def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
+        waiting = frame.key in (b"enable_noop", b"set_noop_interval", b"connection_buffer_size")
+        return [response(frame, Status.SUCCESS if waiting else Status.EINVAL)]
+
+    async with opened(tmp_path, {Opcode.DCP_CONTROL: control}) as (node, session, _):
+        assert session.ready
+        assert session.controls["enable_noop"]
+        assert not session.controls["enable_expiry_opcode"]
+        assert not session.sends_purge_seqno
+        names = [frame.key for frame in node.asked_for(Opcode.DCP_CONTROL)]
+        assert names[:3] == [b"enable_noop", b"set_noop_interval", b"connection_buffer_size"]
+        assert b"enable_sync_writes" not in names
+        assert b"consumer_name" not in names, "with a name we would become a durability acker"
+        (open_,) = node.asked_for(Opcode.DCP_OPEN)
+        assert open_.key == b"dcp-mirror:test:0"
+        assert int.from_bytes(open_.extras[4:]) == 0x01 | 0x04 | 0x20 | 0x100
+
+
+@pytest.mark.parametrize("status", [Status.EINVAL, Status.NOT_SUPPORTED])
+async def test_required_control_that_is_refused_ends_it(tmp_path: Path, status: int) -> None:
+    async with ScriptedNode({Opcode.DCP_CONTROL: refuse(status)}) as node:
+        session, _ = make(node, tmp_path)
+        with pytest.raises(NotSupported, match="enable_noop"):
+            await session.open()
+
+
+async def test_fraction_of_a_second_is_asked_for_and_given_up(tmp_path: Path) -> None:
+    def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
+        return [response(frame, Status.EINVAL if b"." in frame.value and b"noop" in frame.key else Status.SUCCESS)]
+
+    async with opened(tmp_path, {Opcode.DCP_CONTROL: control}, noop_interval_s=1.5) as (node, session, _):
+        tried = [f.value for f in node.asked_for(Opcode.DCP_CONTROL) if f.key == b"set_noop_interval"]
+        assert tried == [b"1.5", b"2"]
+        assert session.noop_interval_s == 2
+        assert session.sends_purge_seqno, "max_marker_version was taken"
+
+
+async def test_open_flags_that_the_server_does_not_know_are_left_out(tmp_path: Path) -> None:
+    """As 6.0.5 does: EINVAL, and it hangs up."""
+
+    def open_(node: ScriptedNode, frame: Frame) -> list[Frame]:
+        flags = int.from_bytes(frame.extras[4:])
+        return [response(frame, Status.EINVAL if flags & 0x120 else Status.SUCCESS)]
+
+    async with opened(tmp_path, {Opcode.DCP_OPEN: open_}) as (node, _, _):
+        flags = [int.from_bytes(frame.extras[4:]) for frame in node.asked_for(Opcode.DCP_OPEN)]
+        assert flags == [0x125, 0x25, 0x05]
+        assert node.connections == 3
+
+
+OPEN_REFUSALS = [
+    (Status.EACCESS, PrivilegeMissing),
+    (Status.EINVAL, NotSupported),
+    (Status.ETMPFAIL, HandshakeFailed),
+    (Status.NO_BUCKET, HandshakeFailed),
+]
+
+
+@pytest.mark.parametrize(("status", "kind"), OPEN_REFUSALS)
+async def test_refused_dcp_open_is_one_clear_error(tmp_path: Path, status: int, kind: type[ClusterError]) -> None:
+    async with ScriptedNode({Opcode.DCP_OPEN: refuse(status)}) as node:
+        session, owner = make(node, tmp_path)
+        with pytest.raises(kind):
+            await session.open()
+        assert owner.lost == [], "who was never open cannot be lost"
+
+
+# -- streams ------------------------------------------------------------------------------------------------------
+
+
+async def test_stream_request_says_where_to_begin(tmp_path: Path) -> None:
+    async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
+        session.request_stream(asked(start=17, purge_seqno=2**63), PREFIX)
+        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_STREAM_REQ)))
+        (frame,) = node.asked_for(Opcode.DCP_STREAM_REQ)
+        sent = ev.StreamRequest(VBID, 0x10, 17, NO_END_SEQNO, 99, 17, 17, b'{"purge_seqno":"%d"}' % 2**63)
+        assert encode_event(sent, opaque=frame.opaque) == encode(frame)
+
+
+ALL_REFUSALS = [status for status in Status if status not in (Status.SUCCESS, Status.ROLLBACK)]
+
+
+@pytest.mark.parametrize("status", ALL_REFUSALS)
+async def test_every_refusal_of_a_stream_reaches_the_owner(tmp_path: Path, status: Status) -> None:
+    answers = {Opcode.DCP_STREAM_REQ: refuse(status, b"context")}
+    async with opened(tmp_path, answers) as (_, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        assert owner.answers == [StreamRefused(opaque, status, b"context")]
+        assert session.stream_count == 0
+        assert session.ready
+
+
+async def test_accepted_and_rolled_back(tmp_path: Path) -> None:
+    log = encode_failover_log([(2**48 - 1, 5), (1, 0)])
+    answers = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, log)}
+    async with opened(tmp_path, answers) as (node, session, owner):
+        first = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: len(owner.answers) == 1)
+        node.answers[Opcode.DCP_STREAM_REQ] = refuse(Status.ROLLBACK, (2**64 - 2).to_bytes(8))
+        second = session.request_stream(asked(5), PREFIX)
+        await owner.until(lambda: len(owner.answers) == 2)
+        entries = (FailoverEntry(Vbuuid(2**48 - 1), Seqno(5)), FailoverEntry(Vbuuid(1), Seqno(0)))
+        assert owner.answers == [StreamAccepted(first, entries), StreamRollback(second, 2**64 - 2)]
+        assert first != second
+
+
+@pytest.mark.parametrize("body", [b"x", bytes(15)])
+async def test_answer_of_another_shape_ends_the_connection(tmp_path: Path, body: bytes) -> None:
+    answers = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, body)}
+    async with opened(tmp_path, answers) as (_, session, owner):
+        session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.lost))
+        assert isinstance(owner.lost[0], HandshakeFailed)
+        assert owner.answers == []
+
+
+async def test_stream_request_without_an_answer_replaces_the_connection(tmp_path: Path) -> None:
+    answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: silent}
+    async with opened(tmp_path, answers, request_timeout_s=0.2) as (_, session, owner):
+        session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.lost))
+        assert isinstance(owner.lost[0], SourceTimeout)
+        assert f"vb {VBID}" in owner.lost[0].what
+
+
+@pytest.mark.parametrize("reason", [*StreamEndReason, 99])
+async def test_every_stream_end_reaches_the_owner_and_kills_the_opaque(tmp_path: Path, reason: int) -> None:
+    async with opened(tmp_path) as (node, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        node.send(
+            encode_event(mutation(1), opaque=opaque),
+            encode_event(ev.StreamEnd(VBID, reason), opaque=opaque),
+            encode_event(mutation(2), opaque=opaque),
+        )
+        await owner.until(lambda: session.figures.dropped_bytes > 0)
+        assert [event.reason for event in owner.events if isinstance(event, ev.StreamEnd)] == [reason]
+        assert len(owner.rows) == 1
+        assert session.stream_count == 0
+
+
+async def test_rows_come_with_prefix_and_seqno_and_in_stored_form(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (node, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        node.send(
+            encode_event(mutation(1), opaque=opaque),
+            encode_event(mutation(2, stream_id=5), opaque=opaque),  # a flexible frame is stored as a plain one
+        )
+        await owner.until(lambda: len(owner.rows) == 2)
+        assert [key for key, _ in owner.rows] == [PREFIX + seqno.to_bytes(8) for seqno in (1, 2)]
+        stored = [decode(value)[0] for _, value in owner.rows]
+        assert [frame.key for frame in stored] == [b"\0key", b"\0key"]
+        assert [frame.framing for frame in stored] == [b"", b""]
+        session.set_row_prefix(opaque, b"\0\0\0\x09")
+        node.send(encode_event(mutation(3), opaque=opaque))
+        await owner.until(lambda: len(owner.rows) == 3)
+        assert owner.rows[2][0][:4] == b"\0\0\0\x09"
+
+
+async def test_connection_without_collections_gets_the_collection_id_put_before_its_keys(tmp_path: Path) -> None:
+    async with ScriptedNode() as node:
+        node.features -= {0x12}
+        session, owner = make(node, tmp_path)
+        await session.open()
+        assert session.handshake.collections is False
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        plain = [mutation(1, key=b"k" * 250), mutation(2, key=b"\xff", value=b""), mutation(3, key=b"s", stream_id=1)]
+        deleted = ev.Deletion(VBID, b"d", 4, 9, 8, delete_time=7)
+        node.send(*(encode_event(event, opaque=opaque) for event in [*plain, deleted]))
+        await owner.until(lambda: len(owner.rows) == 4)
+        frames = [decode(value)[0] for _, value in owner.rows]
+        assert [frame.key for frame in frames] == [b"\0" + b"k" * 250, b"\0\xff", b"\0s", b"\0d"]
+        assert [frame.wire_size for frame in frames] == [len(value) for _, value in owner.rows]
+        assert [frame.value for frame in frames] == [b"{}", b"", b"{}", b""]
+        assert (frames[3].cas, len(frames[3].extras)) == (8, 21)
+        session.close()
+
+
+async def test_closed_stream_brings_nothing_more_and_its_bytes_are_acked(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (node, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        session.close_stream(VBID, opaque)
+        session.close_stream(VBID, opaque)
+        late = encode_event(mutation(1, bytes(3000)), opaque=opaque)
+        node.send(late)
+        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_BUFFER_ACK)))
+        assert owner.rows == []
+        assert session.figures.dropped_bytes == len(late)
+        (ack,) = node.asked_for(Opcode.DCP_BUFFER_ACK)
+        assert int.from_bytes(ack.extras) == len(late)
+        assert len(node.asked_for(Opcode.DCP_CLOSE_STREAM)) == 1
+        session.close_stream(VBID, None)
+        await owner.until(lambda: len(node.asked_for(Opcode.DCP_CLOSE_STREAM)) == 2)
+
+
+async def test_marker_that_asks_for_it_is_answered_with_its_opaque(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (node, session, owner):
+        session.answer_marker(VBID, 1234)
+        await owner.until(lambda: bool(node.answered))
+        assert (node.answered[0].opcode, node.answered[0].opaque) == (Opcode.DCP_SNAPSHOT_MARKER, 1234)
+
+
+async def test_message_that_is_no_part_of_dcp_ends_the_connection(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (node, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        node.send(request(Opcode.DCP_SNAPSHOT_MARKER, vbucket=VBID, opaque=opaque, extras=b"bad"))
+        await owner.until(lambda: bool(owner.lost))
+        assert "broke the protocol" in owner.lost[0].what
+
+
+# -- flow control -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
+    """Whatever comes, wanted or not, a producer that counts as a server does gets every byte back."""
+    chance = random.Random(seed)
+    window = ProducerWindow(4096)
+
+    def acked(_node: ScriptedNode, frame: Frame) -> None:
+        window.acked(int.from_bytes(frame.extras))
+
+    async with opened(tmp_path, {Opcode.DCP_BUFFER_ACK: acked}) as (node, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        makers: list[Callable[[int], ev.Event]] = [
+            lambda seqno: mutation(seqno, bytes(chance.randrange(400))),
+            lambda seqno: ev.Deletion(VBID, b"\0k", seqno, 1, 1),
+            lambda seqno: ev.Expiration(VBID, b"\0k", seqno, 1, 1),
+            lambda seqno: ev.Prepare(VBID, b"\0k", seqno, 1, 1, value=b"v"),
+            lambda seqno: ev.Commit(VBID, b"\0k", seqno - 1, seqno),
+            lambda seqno: ev.Abort(VBID, b"\0k", seqno - 1, seqno),
+            lambda seqno: ev.SeqnoAdvanced(VBID, seqno),
+            lambda seqno: ev.SnapshotMarker(VBID, seqno, seqno, 1),
+            lambda seqno: ev.OsoSnapshot(VBID, 1),
+            lambda seqno: ev.SystemEvent(VBID, seqno, 3, 0, b"s", bytes(12)),
+            lambda seqno: ev.DcpNoop(),
+            lambda seqno: mutation(seqno, stream_id=9),
+        ]
+        sent_bytes = 0
+        for seqno in range(1, 600):
+            await owner.until(lambda: window.is_open)
+            frame = decode(
+                encode_event(chance.choice(makers)(seqno), opaque=opaque if chance.random() < 0.8 else 77_777)
+            )[0]
+            window.sent(counted_size(frame))
+            sent_bytes += counted_size(frame)
+            node.send(frame)
+        await owner.until(lambda: session.ledger.received_total == sent_bytes)
+        await owner.until(lambda: window.outstanding == session.ledger.unacked)
+        assert session.ledger.outstanding == session.ledger.unacked < 4096
+        assert session.figures.dropped_bytes > 0
+
+
+# -- signs of life ------------------------------------------------------------------------------------------------
+
+
+async def test_noop_is_answered_before_the_data_that_came_before_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (node, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        answered_at: list[int] = []
+        link_send = session.link.send
+
+        def watched(data: bytes) -> None:
+            answered_at.append(len(owner.rows))
+            link_send(data)
+
+        session.link.send = watched  # type: ignore[method-assign]
+        node.send(
+            encode_event(mutation(1), opaque=opaque) + encode_event(ev.DcpNoop(), opaque=4321),
+        )
+        await owner.until(lambda: bool(node.answered))
+        assert (node.answered[0].opcode, node.answered[0].opaque) == (Opcode.DCP_NOOP, 4321)
+        assert answered_at[0] == 0
+        assert session.figures.noops_answered == 1
+        assert session.ledger.received_total == counted_size(decode(encode_event(mutation(1)))[0])
+
+
+async def test_own_noops_keep_a_connection_alive_that_has_no_stream_yet(tmp_path: Path) -> None:
+    async with opened(tmp_path, noop_interval_s=0.1) as (node, session, owner):
+        await owner.until(lambda: len(node.asked_for(Opcode.NOOP)) >= 4)
+        assert session.ready
+
+
+async def test_silent_connection_is_ended(tmp_path: Path) -> None:
+    async with opened(tmp_path, {Opcode.NOOP: silent}, noop_interval_s=0.1) as (_, session, owner):
+        await owner.until(lambda: bool(owner.lost))
+        assert isinstance(owner.lost[0], SourceTimeout)
+        assert "silent" in owner.lost[0].what
+        assert not session.ready
+
+
+async def test_lost_connection_is_told_once_and_closes_what_depends_on_it(tmp_path: Path) -> None:
+    async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
+        session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_STREAM_REQ)))
+        node.hang_up()
+        await owner.until(lambda: bool(owner.lost))
+        session.close()
+        assert len(owner.lost) == 1
+        assert owner.answers == []
+        assert session.stream_count == 0
+        assert (await session.closed) is owner.lost[0]

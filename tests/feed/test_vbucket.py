@@ -1,0 +1,155 @@
+"""A vbucket at work: how it reacts, with its machine and its store, to all that a source can answer and end with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mirror.ingest.reactions import Action, on_refusal, on_stream_end
+from mirror.wire import events as ev
+from mirror.wire.codec_dcp import encode_failover_log, to_frame
+from mirror.wire.constants import SnapshotFlag, Status, StreamEndReason
+from storage.check import check
+from storage.view import open_view
+from tests.feed.harness import Mirror
+from tests.feed.recorded_source import BUCKET, BUCKET_UUID, PASSWORD, VBUCKETS, Exchange, RecordedSource, Script
+
+VBID, OTHER = 3, 4
+LOG = encode_failover_log([(99, 0)])
+FEATURES = frozenset((6, 7, 8, 10, 11, 18))
+ANY = ev.StreamRequest(VBID, 0, 0, 0, 0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror.feed.vbucket.delay_s", lambda reason, attempt, jitter: 0.01)
+
+
+def snapshot(first: int, last: int, flags: int = int(SnapshotFlag.MEMORY)) -> list[ev.Event]:
+    items = [ev.Mutation(VBID, b"\0k%d" % seqno, seqno, 1, seqno, value=b"{}") for seqno in range(first, last + 1)]
+    return [ev.SnapshotMarker(VBID, first, last, flags), *items]
+
+
+def success(*events: ev.Event) -> Exchange:
+    return Exchange(ANY, Status.SUCCESS, LOG, [to_frame(event) for event in events])
+
+
+def script(*exchanges: Exchange) -> Script:
+    other = [ev.SnapshotMarker(OTHER, 1, 1, 1), ev.Mutation(OTHER, b"\0other", 1, 1, 1, value=b"{}")]
+    return Script(FEATURES, {VBID: list(exchanges), OTHER: [success(*other)]})
+
+
+def mirror_at(path: Path) -> Mirror:
+    return Mirror(path, bucket=BUCKET, bucket_uuid=BUCKET_UUID, vbuckets=VBUCKETS, password=PASSWORD)
+
+
+def stored(mirror: Mirror) -> list[int]:
+    assert check(mirror.path, deep=True).problems == []
+    with open_view(mirror.path) as view:
+        return sorted(document.seqno for document in view.scan(VBID))
+
+
+@pytest.mark.parametrize("reason", [*StreamEndReason, 42])
+async def test_after_every_end_of_a_stream_it_is_asked_for_again_unless_people_must_act(
+    reason: int, tmp_path: Path
+) -> None:
+    ended = success(*snapshot(1, 3), ev.StreamEnd(VBID, reason))
+    mirror = mirror_at(tmp_path)
+    async with RecordedSource(script(ended, success(*snapshot(1, 3), *snapshot(4, 6)))) as source:
+        mirror.start(source.connection_string)
+        await mirror.until_published(OTHER, 1)
+        if on_stream_end(reason).action is Action.STOP:
+            await mirror.until_state(VBID, "refused")
+            await mirror.until_published(VBID, 3)
+            assert "restart" in mirror.row(VBID)["last_error"]
+        else:
+            await mirror.until_published(VBID, 6)
+            asked = [request for request in source.requests if request.vbid == VBID]
+            assert [(r.start_seqno, r.snap_start_seqno, r.snap_end_seqno, r.vbuuid) for r in asked[:2]] == [
+                (0, 0, 0, 0),
+                (3, 3, 3, 99),
+            ], "a full request with the stored position: any end may hide a rollback"
+        await mirror.stop()
+    assert stored(mirror) == list(range(1, mirror_end(reason) + 1))
+
+
+def mirror_end(reason: int) -> int:
+    return 3 if on_stream_end(reason).action is Action.STOP else 6
+
+
+REFUSALS = [status for status in Status if status not in (Status.SUCCESS, Status.ROLLBACK)]
+
+
+@pytest.mark.parametrize("status", REFUSALS)
+async def test_after_every_refusal_it_is_asked_for_again_unless_people_must_act(status: Status, tmp_path: Path) -> None:
+    """From 0, where nothing is held; the other vbucket of the same connection is not touched by it."""
+    refused = Exchange(ANY, status, b"")
+    mirror = mirror_at(tmp_path)
+    source = RecordedSource(script(refused, success(*snapshot(1, 3))))
+    source.without_noops = True  # so that NOT_SUPPORTED, too, is played
+    async with source:
+        mirror.start(source.connection_string)
+        await mirror.until_published(OTHER, 1)
+        action = on_refusal(status).action
+        if action is Action.STOP:
+            await mirror.until_state(VBID, "refused")
+        else:
+            await mirror.until_published(VBID, 3)
+            assert source.statuses_sent.count(status) == 1
+        assert mirror.row(VBID)["last_error"]
+        await mirror.stop()
+    assert stored(mirror) == ([] if action is Action.STOP else [1, 2, 3])
+
+
+async def test_out_of_range_is_answered_by_a_search_for_common_history_and_then_a_refill(tmp_path: Path) -> None:
+    """ERANGE at a position that is held: the log has no common history, so everything comes anew beside the old."""
+    mirror = mirror_at(tmp_path)
+    async with RecordedSource(script(success(*snapshot(1, 3)))) as source:
+        mirror.start(source.connection_string)
+        await mirror.until_published(VBID, 3)
+        again = Exchange(ANY, Status.SUCCESS, encode_failover_log([(77, 0)]), success(*snapshot(1, 2)).messages)
+        source.play_next(script(Exchange(ANY, Status.ERANGE, b""), again))
+        await mirror.until(lambda: mirror.row(VBID)["vbuuid"] == 77, "the new history")
+        await mirror.until(lambda: mirror.row(VBID)["published_seqno"] == 2, "the new copy")
+        await mirror.stop()
+    assert stored(mirror) == [1, 2]
+
+
+async def test_silence_inside_a_snapshot_shows_nothing_of_it_and_is_resumed_there(tmp_path: Path) -> None:
+    part = snapshot(1, 100, int(SnapshotFlag.DISK))[:51]
+    mirror = mirror_at(tmp_path)
+    async with RecordedSource(script(success(*part))) as source:
+        mirror.start(source.connection_string)
+        await mirror.until(lambda: mirror.row(VBID)["staged_seqno"] == 50, "half of it")
+        assert mirror.row(VBID)["published_seqno"] == 0
+        source.requests.clear()
+        source.play_next(script(success(*snapshot(1, 100, int(SnapshotFlag.DISK)))))
+        await mirror.until_published(VBID, 100)
+        asked = next(request for request in source.requests if request.vbid == VBID)
+        assert (asked.start_seqno, asked.snap_start_seqno, asked.snap_end_seqno, asked.vbuuid) == (50, 0, 100, 99)
+        await mirror.stop()
+    assert stored(mirror) == list(range(1, 101))
+
+
+async def test_source_that_breaks_the_order_harms_no_other_vbucket(tmp_path: Path) -> None:
+    """Seqnos fall inside one run: nothing of that snapshot is kept, the stream is asked for again, others go on."""
+    marker, *items = snapshot(1, 5)
+    broken = success(marker, items[0], items[3], items[2], items[4])
+    mirror = mirror_at(tmp_path)
+    async with RecordedSource(script(broken, success(*snapshot(1, 5)))) as source:
+        mirror.start(source.connection_string)
+        await mirror.until_published(OTHER, 1)
+        await mirror.until_published(VBID, 5)
+        await mirror.stop()
+    assert stored(mirror) == [1, 2, 3, 4, 5]
+
+
+async def test_marker_that_asks_to_be_acked_is_answered_once_it_is_durable(tmp_path: Path) -> None:
+    wants_ack = int(SnapshotFlag.MEMORY | SnapshotFlag.ACK)
+    mirror = mirror_at(tmp_path)
+    async with RecordedSource(script(success(*snapshot(1, 3, wants_ack)))) as source:
+        mirror.start(source.connection_string)
+        await mirror.until(lambda: bool(source.markers_answered), "the answer")
+        assert mirror.row(VBID)["published_seqno"] == 3
+        await mirror.stop()
