@@ -137,18 +137,20 @@ class DcpProducer:
         self._consumer_name = False
         self._marker_v2_2 = False
         self._wake = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._pumping: asyncio.Task[None] | None = None
+        self._noop_task: asyncio.Task[None] | None = None
         self._noop_opaque = NOOP_OPAQUE_FIRST
         self._heard = asyncio.get_running_loop().time()
 
     def start(self) -> None:
         """Begin to send."""
-        self._tasks.append(asyncio.create_task(self._pump()))
+        self._pumping = asyncio.create_task(self._pump())
 
     def stop(self) -> None:
         """The connection is gone."""
-        for task in self._tasks:
-            task.cancel()
+        for task in (self._pumping, self._noop_task):
+            if task is not None:
+                task.cancel()
         for stream in self.streams.values():
             stream.vbucket.changed.discard(self.wake)
         self.streams.clear()
@@ -285,8 +287,7 @@ class DcpProducer:
         if value not in (b"true", b"false"):
             return Status.EINVAL
         self.noop_enabled = value == b"true"
-        if self.noop_enabled and len(self._tasks) < 2:
-            self._tasks.append(asyncio.create_task(self._noops()))
+        self._restart_noops()
         return Status.SUCCESS
 
     def _set_noop_interval(self, value: bytes) -> Status:
@@ -297,6 +298,7 @@ class DcpProducer:
         if not 0.1 <= seconds <= 10_800:
             return Status.EINVAL
         self.noop_interval = seconds
+        self._restart_noops()
         return Status.SUCCESS
 
     def _set_buffer_size(self, value: bytes) -> Status:
@@ -381,6 +383,11 @@ class DcpProducer:
 
     def _not_supported(self, _value: bytes) -> Status:
         return Status.NOT_SUPPORTED
+
+    def _restart_noops(self) -> None:
+        if self._noop_task is not None:
+            self._noop_task.cancel()
+        self._noop_task = asyncio.create_task(self._noops()) if self.noop_enabled else None
 
     # --- sending
 

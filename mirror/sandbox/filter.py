@@ -60,32 +60,29 @@ class StreamFilter:
         return self.collections is not None and not self.collections and self.scope_id is None
 
     def passes(self, item: Item) -> bool:
-        """Whether the stream shows a change; a scope's new collections join here, ended ones leave by `update`."""
+        """Whether the stream shows a change. To be asked in the order of seqnos, once each: system events that pass
+        change what follows (a scope's new collections join, ended ones leave).
+        """
         if self.collections is None:
             return True
         if item.kind != SYSTEM_EVENT:
             return item.collection_id in self.collections
         if self.legacy:
             return False
-        if item.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
-            if self.scope_id is not None:
-                return _scope_of(item) == self.scope_id
-            return system_id(item) in self.collections
-        return self.scope_id == system_id(item)
-
-    def update(self, item: Item) -> bool:
-        """Take note of a system event that was sent; True when the filter became empty by it."""
-        if self.collections is None or item.kind != SYSTEM_EVENT:
-            return False
         event, id_ = item.event, system_id(item)
-        if event == SystemEventId.COLLECTION_BEGIN and self.scope_id is not None:
-            self.collections.add(id_)
-        elif event == SystemEventId.COLLECTION_END:
-            self.collections.discard(id_)
-            return self.scope_id is None and not self.collections
-        elif event == SystemEventId.SCOPE_DROP and id_ == self.scope_id:
+        if event in (SystemEventId.SCOPE_CREATE, SystemEventId.SCOPE_DROP):
+            if self.scope_id != id_:
+                return False
+            if event == SystemEventId.SCOPE_DROP:
+                self.scope_id = None
+                self.collections.clear()
             return True
-        return False
+        shown = id_ in self.collections if self.scope_id is None else _scope_of(item) == self.scope_id
+        if shown and event == SystemEventId.COLLECTION_BEGIN:
+            self.collections.add(id_)
+        elif shown and event == SystemEventId.COLLECTION_END:
+            self.collections.discard(id_)
+        return shown
 
 
 def _scope_of(item: Item) -> int:

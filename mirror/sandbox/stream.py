@@ -186,7 +186,8 @@ class ProducerStream:
         marker_end = 0
         for item in vbucket.changes(first, last):
             superseded = item.next_seqno
-            if superseded and superseded <= last and superseded != item.seqno:
+            replaced = superseded and superseded <= last and superseded != item.seqno
+            if replaced and item.kind != PREPARE:  # in memory a prepare stands beside its commit
                 continue
             if not self._filter.passes(item):
                 continue
@@ -256,8 +257,6 @@ class ProducerStream:
             frame = item.frame
             if not (plain and frame[1] == MUTATION and not frame[5] & unwanted):
                 frame = encoder.encode(item, from_disk=from_disk, stream_id=stream_id)
-                if self._filter.update(item):
-                    self._filter_ended(item)
             if frame[1] == PREPARE:
                 self.uncounted_bytes += 2  # a prepare is counted two bytes longer than it is (protocol facts 2.8)
             parts.append(frame)
@@ -278,12 +277,6 @@ class ProducerStream:
             if from_disk and not self._oso:
                 self.seqno = last.seqno
         return done
-
-    def _filter_ended(self, item: Item) -> None:
-        assert self._filter.collections is not None
-        self._filter.scope_id = None
-        self._filter.collections.clear()
-        self._pending = iter(())
 
     def _finish(self, out: bytearray) -> None:
         end = self._snapshot_end

@@ -162,6 +162,7 @@ class Vbucket:
         """
         log, items, vbid, pack = self.log, self.newest[0], self.vbid, MUTATION_HEAD.pack
         first = seqno = len(log)
+        known = len(items)
         cas = self.next_cas(now_ns)
         for key, value in documents:
             seqno += 1
@@ -172,7 +173,7 @@ class Vbucket:
             item = Item(seqno, key, head + key + value)
             log.append(item)
             items[key] = item
-        assert len(items) >= seqno - first, "a key was given twice"
+        assert len(items) == known + seqno - first, "a key was given twice, or was here before"
         self.cas_max = cas
         self.collection_high_seqno[0] = seqno
         self.to_disk()
@@ -255,7 +256,7 @@ class Vbucket:
 
     def _push(self, item: Item) -> None:
         self.log.append(item)
-        if len(self.log) - self._checkpoints[-1] >= self._checkpoint_items_max:
+        if len(self.log) - self._checkpoints[-1] + 1 >= self._checkpoint_items_max:
             self.open_checkpoint()
         self._notify()
 

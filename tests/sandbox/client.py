@@ -153,6 +153,9 @@ class Client:
     async def until_seqno(self, vbid: int, seqno: int) -> None:
         await self.until(lambda: self.seqno(vbid) >= seqno)
 
+    async def until_end(self, opaque: int) -> None:
+        await self.until(lambda: any(e.opaque == opaque for e in self.of(ev.StreamEnd)))
+
     async def until_closed(self) -> None:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             await self.closed.wait()

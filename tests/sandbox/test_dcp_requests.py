@@ -104,7 +104,7 @@ async def test_requests_are_answered_as_recorded(captures: Path, name: str) -> N
         asked += 1
         bounded = request.opcode == Opcode.DCP_STREAM_REQ and answer.status == Status.SUCCESS
         if bounded and int.from_bytes(request.extras[16:24]) < 2**32:
-            await client.until(lambda: any(e.opaque == request.opaque for e in client.of(ev.StreamEnd)))
+            await client.until_end(request.opaque)
     assert asked >= 3
 
 

@@ -279,6 +279,7 @@ async def test_a_scope_filter_follows_new_collections() -> None:
         await client.stream(0, value=b'{"scope":"8"}')
         cluster.bucket.create_collection("s", "c")
         cluster.set("k", {"a": 1}, collection="s.c")
+        await client.until_seqno(0, 3)
         cluster.set("k", {"b": 1})
         cluster.bucket.drop_scope("s")
         await client.until(lambda: client.of(ev.StreamEnd))

@@ -1,0 +1,42 @@
+"""The map's JSON: revisions, nodes, who answers, and vbuckets that are nowhere."""
+
+from __future__ import annotations
+
+import json
+
+from mirror.ingest.topology import parse_cluster_map
+from mirror.sandbox.clustermap import NOWHERE, ClusterMap, NodeAddress
+
+
+def made() -> ClusterMap:
+    nodes = [NodeAddress(0, 1000), NodeAddress(2, 1002)]
+    return ClusterMap("demo", "ab" * 16, [0, 2, 1], [[2], [0], [NOWHERE]], nodes, replica_count=1)
+
+
+def test_the_map_names_nodes_by_their_place_in_it() -> None:
+    config = json.loads(made().to_json(2, with_bucket=True))
+    assert config["vBucketServerMap"]["vBucketMap"] == [[0, 1], [1, 0], [-1, -1]]
+    assert config["vBucketServerMap"]["serverList"] == ["$HOST:1000", "$HOST:1002"]
+    assert [node.get("thisNode", False) for node in config["nodesExt"]] == [False, True]
+    assert (config["rev"], config["revEpoch"], config["uuid"]) == (1, 1, "ab" * 16)
+
+
+def test_the_global_map_has_no_vbuckets() -> None:
+    config = json.loads(made().to_json(0, with_bucket=False))
+    assert "vBucketServerMap" not in config
+    assert [node["services"]["kv"] for node in config["nodesExt"]] == [1000, 1002]
+
+
+def test_a_consumer_reads_it() -> None:
+    seen = parse_cluster_map(made().to_json(2, with_bucket=True), "127.0.0.1")
+    assert len(seen.nodes) == 2
+
+
+def test_a_change_has_a_higher_revision() -> None:
+    cluster_map = made()
+    before = cluster_map.to_json(0, with_bucket=True)
+    assert cluster_map.to_json(0, with_bucket=True) is before
+    cluster_map.owners[0] = 2
+    cluster_map.bump()
+    after = json.loads(cluster_map.to_json(0, with_bucket=True))
+    assert (after["rev"], after["vBucketServerMap"]["vBucketMap"][0][0]) == (2, 1)

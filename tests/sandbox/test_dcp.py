@@ -1,0 +1,195 @@
+"""A producer's connection: the window, names, noops, controls, stream ids, ends, and the rule of rollback."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from mirror.sandbox import SandboxCluster
+from mirror.wire import codec_dcp
+from mirror.wire import events as ev
+from mirror.wire.constants import Status, StreamEndReason, VbucketState
+
+from .client import DATA, Client
+
+
+async def test_the_window_is_overshot_by_at_most_the_last_message() -> None:
+    async with SandboxCluster(vbuckets=2) as cluster:
+        for index in range(300):
+            cluster.set(f"k{index}", {"pad": "x" * (index % 90)}, vbid=index % 2)
+        client = await Client.dcp(cluster, connection_buffer_size="4096")
+        await client.stream(0)
+        await client.stream(1)
+        acked = 0
+        while len(client.of(*DATA)) < 300:
+            wanted = acked + 4096
+            await client.until(
+                partial(lambda bytes_: sum(client.sizes) >= bytes_ or len(client.of(*DATA)) == 300, wanted)
+            )
+            await asyncio.sleep(0.002)
+            assert sum(client.sizes) - acked < 4096 + max(client.sizes)
+            client.ack(sum(client.sizes) - acked)
+            acked = sum(client.sizes)
+        for vbid in (0, 1):
+            assert len(client.state(vbid)) == 150
+
+
+async def test_a_window_that_grows_lets_the_stream_go_on() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(100):
+            cluster.set(f"k{index}", {})
+        client = await Client.dcp(cluster, connection_buffer_size="500")
+        await client.stream(0)
+        await client.until(lambda: sum(client.sizes) >= 500)
+        assert client.seqno(0) < 100
+        await client.control("connection_buffer_size", "0")
+        await client.until_seqno(0, 100)
+
+
+async def test_the_same_name_ends_the_older_connection() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        first = await Client.dcp(cluster, name="same")
+        second = await Client.dcp(cluster, name="same")
+        await first.until_closed()
+        assert (await second.stream(0)).status == 0
+
+
+async def test_noops_come_at_the_interval_and_silence_ends_the_connection() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.nodes[0].dcp_idle_timeout = 0.4
+        client = await Client.dcp(cluster, set_noop_interval="0.1")
+        await client.stream(0)
+        await client.until(lambda: len(client.of(ev.DcpNoop)) >= 6)
+        opaques = [e.opaque for e in client.of(ev.DcpNoop)]
+        assert opaques == list(range(opaques[0], opaques[0] + len(opaques)))
+        client.answer_noops = False
+        await client.until_closed()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("set_priority", "high", 0),
+        ("set_priority", "no", Status.EINVAL),
+        ("set_noop_interval", "0.5", 0),
+        ("set_noop_interval", "0.01", Status.EINVAL),
+        ("set_noop_interval", "x", Status.EINVAL),
+        ("enable_noop", "perhaps", Status.EINVAL),
+        ("backfill_order", "sequential", 0),
+        ("backfill_order", "random", Status.EINVAL),
+        ("supports_cursor_dropping_vulcan", "true", 0),
+        ("force_value_compression", "true", Status.EINVAL),
+        ("send_stream_end_on_client_close_stream", "false", Status.EINVAL),
+        ("include_deleted_user_xattrs", "true", Status.EINVAL),
+        ("enable_out_of_order_snapshots", "maybe", Status.EINVAL),
+        ("change_streams", "true", Status.NOT_SUPPORTED),
+        ("stream_buffer_size", "1", Status.NOT_SUPPORTED),
+        ("flatbuffers_system_events", "false", Status.EINVAL),
+        ("max_marker_version", "9", Status.EINVAL),
+        ("consumer_name", "n", 0),
+        ("enable_expiry_opcode", "yes", Status.EINVAL),
+        ("enable_sync_writes", "no", Status.EINVAL),
+        ("enable_ext_metadata", "true", Status.EINVAL),
+    ],
+)
+async def test_controls(name: str, value: str, status: int) -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.dcp(cluster)
+        assert await client.control(name, value) == status
+
+
+async def test_stream_ids_and_sync_writes_exclude_each_other() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.dcp(cluster, enable_stream_id="true")
+        assert await client.control("enable_sync_writes", "true") == Status.NOT_SUPPORTED
+        other = await Client.dcp(cluster, name="o", enable_sync_writes="true")
+        assert await other.control("enable_stream_id", "true") == Status.NOT_SUPPORTED
+        legacy = await Client.dcp(cluster, name="l", features=())
+        assert await legacy.control("enable_stream_id", "true") == Status.EINVAL
+        closing = codec_dcp.to_frame(ev.CloseStream(0))
+        assert (await client.ask(closing)).status == Status.DCP_STREAM_ID_INVALID
+
+
+async def test_closing_a_stream_tells_the_end_only_on_request() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        closing = codec_dcp.to_frame(ev.CloseStream(0))
+        client = await Client.dcp(cluster, send_stream_end_on_client_close_stream="true")
+        await client.stream(0)
+        assert (await client.ask(closing)).status == 0
+        await client.until(lambda: client.of(ev.StreamEnd))
+        assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.CLOSED
+        quiet = await Client.dcp(cluster, name="quiet")
+        await quiet.stream(0)
+        assert (await quiet.ask(closing)).status == 0
+        assert (await quiet.ask(closing)).status == Status.KEY_ENOENT
+        cluster.set("k", {})
+        assert (await quiet.stream(0)).status == 0
+        await quiet.until_seqno(0, 1)
+        assert not quiet.of(ev.StreamEnd)
+
+
+async def test_a_change_of_state_ends_streams() -> None:
+    async with SandboxCluster(vbuckets=2) as cluster:
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        await client.stream(1)
+        cluster.set_vbucket_state(0, VbucketState.REPLICA)
+        await client.until(lambda: client.of(ev.StreamEnd))
+        assert [(e.vbid, e.reason) for e in client.of(ev.StreamEnd)] == [(0, StreamEndReason.STATE_CHANGED)]
+        assert (await client.stream(0, flags=0x10)).status == Status.NOT_MY_VBUCKET
+        assert (await client.stream(0)).status == 0
+        cluster.set_vbucket_state(0, VbucketState.ACTIVE)
+        await client.until(lambda: len(client.of(ev.StreamEnd)) == 2)
+        answer = await client.stream(0, flags=0x10)
+        assert len(codec_dcp.decode_failover_log(answer.value)) == 2
+
+
+async def test_the_privilege_to_stream_is_another_than_that_to_open() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.add_user("half", "pw", frozenset({"DcpProducer"}))
+        client = await Client.dcp(cluster, user="half", password="pw")
+        assert (await client.stream(0)).status == Status.EACCESS
+
+
+async def test_after_a_failover_with_loss_a_client_is_told_to_roll_back() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(20):
+            cluster.set(f"k{index}", {})
+        uuid = cluster.vbucket(0).vbuuid
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        await client.until_seqno(0, 20)
+        assert cluster.failover(0, lose=5) == 15
+        await client.until(lambda: client.of(ev.StreamEnd))
+        answer = await client.stream(0, start=20, uuid=uuid)
+        assert answer.status == Status.ROLLBACK
+        assert codec_dcp.decode_rollback_seqno(answer.value) == 15
+        assert (await client.stream(0, start=15, uuid=uuid)).status == 0
+        sent = cluster.sent(0)
+        assert [request.start_seqno for request in sent.stream_requests] == [0, 15]
+        assert sent.refused_requests == 1
+        assert sent.frames == len(client.frames) - 1  # the STREAM_END is none of the vbucket's data
+
+
+async def test_below_the_purge_seqno_everything_begins_anew_unless_the_client_knows_it() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(10):
+            cluster.set(f"k{index}", {})
+        for index in range(9):
+            cluster.delete(f"k{index}")
+        cluster.bucket.purge()
+        assert cluster.vbucket(0).purge_seqno == 18
+        uuid = cluster.vbucket(0).vbuuid
+        client = await Client.dcp(cluster)
+        answer = await client.stream(0, start=5, uuid=uuid)
+        assert (answer.status, codec_dcp.decode_rollback_seqno(answer.value)) == (Status.ROLLBACK, 0)
+        assert (await client.stream(0, start=5, uuid=uuid, value=b'{"purge_seqno":"18"}')).status == 0
+
+
+async def test_values_need_noops() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.dcp(cluster)
+        await client.control("enable_noop", "false")
+        assert (await client.stream(0, value=b'{"uid":"0"}')).status == Status.NOT_SUPPORTED

@@ -1,0 +1,153 @@
+"""Document operations: CAS, revisions, expiry, locks, xattrs of tombstones, durable writes."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from mirror.clock import ManualClock
+from mirror.sandbox import values
+from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.documents import LOCKED_CAS, DocumentError, Mode
+from mirror.sandbox.item import ABORT, EXPIRATION, PREPARE, CommitItem
+from mirror.wire.constants import Status
+
+
+class World:
+    """One vbucket and a clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.bucket = Bucket(
+            "demo", vbuckets=1, clock=self.clock, rng=Random(1), checkpoint_items_max=100, checkpoints_kept=2
+        )
+        self.documents = self.bucket.documents
+        self.vbucket = self.bucket.vbuckets[0]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_modes_and_cas_are_honoured(world: World) -> None:
+    store, vb = world.documents.store, world.vbucket
+    with pytest.raises(DocumentError) as error:
+        store(vb, b"\0k", b"1", mode=Mode.REPLACE)
+    assert error.value.status == Status.KEY_ENOENT
+    first = store(vb, b"\0k", b"1", mode=Mode.ADD, flags=7)
+    with pytest.raises(DocumentError) as error:
+        store(vb, b"\0k", b"1", mode=Mode.ADD)
+    assert error.value.status == Status.KEY_EEXISTS
+    second = store(vb, b"\0k", b"2", cas=first.cas)
+    assert (second.rev_seqno, second.seqno, second.cas > first.cas) == (2, 2, True)
+    with pytest.raises(DocumentError) as error:
+        store(vb, b"\0k", b"3", cas=first.cas)
+    assert error.value.status == Status.KEY_EEXISTS
+    assert vb.high_seqno == 2
+    deleted = world.documents.remove(vb, b"\0k", cas=second.cas)
+    assert (deleted.deleted, deleted.rev_seqno) == (True, 3)
+    again = store(vb, b"\0k", b"4", mode=Mode.ADD)
+    assert again.rev_seqno == 4
+
+
+def test_a_document_expires_when_somebody_looks(world: World) -> None:
+    world.documents.store(world.vbucket, b"\0k", b"1", expiry=10)
+    assert world.documents.find(world.vbucket, b"\0k") is not None
+    world.clock.advance(11)
+    assert world.documents.find(world.vbucket, b"\0k") is None
+    gone = world.vbucket.log[-1]
+    assert (gone.kind, gone.rev_seqno, gone.expiry) == (EXPIRATION, 2, world.documents.now())
+    assert world.documents.find(world.vbucket, b"\0k") is None
+    assert world.vbucket.high_seqno == 2
+
+
+def test_the_pager_finds_what_nobody_looks_at(world: World) -> None:
+    for index in range(5):
+        world.documents.store(world.vbucket, b"\0k%d" % index, b"1", expiry=10 if index % 2 else 0)
+    world.clock.advance(60)
+    assert world.documents.expire_all(world.vbucket) == 2
+    assert world.vbucket.document_count == 3
+
+
+def test_expiry_is_relative_or_absolute_and_bounded_by_the_collection(world: World) -> None:
+    now = world.documents.now()
+    store = world.documents.store
+    assert store(world.vbucket, b"\0a", b"1", expiry=60).expiry == now + 60
+    assert store(world.vbucket, b"\0a", b"1", expiry=now + 99).expiry == now + 99
+    assert store(world.vbucket, b"\0a", b"2", preserve_expiry=True).expiry == now + 99
+    assert store(world.vbucket, b"\0a", b"2").expiry == 0
+    world.bucket.create_collection("_default", "brief", max_ttl=50)
+    assert store(world.vbucket, b"\x08a", b"1").expiry == now + 50
+    assert store(world.vbucket, b"\x08a", b"1", expiry=10).expiry == now + 10
+
+
+def test_touching_without_a_change_is_no_change(world: World) -> None:
+    world.documents.store(world.vbucket, b"\0k", b"1")
+    assert world.documents.touch(world.vbucket, b"\0k", 0).seqno == 1
+    touched = world.documents.touch(world.vbucket, b"\0k", 100)
+    assert (touched.seqno, touched.expiry, touched.value) == (2, world.documents.now() + 100, b"1")
+
+
+def test_a_lock_keeps_others_out_until_it_ends(world: World) -> None:
+    documents, vb = world.documents, world.vbucket
+    documents.store(vb, b"\0k", b"1")
+    item, cas = documents.lock(vb, b"\0k", 5)
+    assert cas > item.cas
+    assert documents.visible_cas(vb, item) == LOCKED_CAS
+    for attempt in (
+        lambda: documents.lock(vb, b"\0k"),
+        lambda: documents.store(vb, b"\0k", b"2"),
+        lambda: documents.remove(vb, b"\0k"),
+        lambda: documents.touch(vb, b"\0k", 1),
+        lambda: documents.unlock(vb, b"\0k", 1),
+    ):
+        with pytest.raises(DocumentError) as error:
+            attempt()
+        assert error.value.status == Status.LOCKED
+    assert documents.store(vb, b"\0k", b"2", cas=cas).value == b"2"
+    _, cas = documents.lock(vb, b"\0k", 5)
+    world.clock.advance(6)
+    assert documents.store(vb, b"\0k", b"3").value == b"3"
+    with pytest.raises(DocumentError) as error:
+        documents.unlock(vb, b"\0k", cas)
+    assert error.value.status == Status.ETMPFAIL
+
+
+def test_a_tombstone_keeps_system_xattrs_alone(world: World) -> None:
+    value, datatype = values.join({b"_sync": b'{"a":1}', b"user": b"1"}, b"{}", values.JSON)
+    value, datatype = values.deflate(value + b" " * 200, datatype)
+    world.documents.store(world.vbucket, b"\0k", value, datatype=datatype)
+    gone = world.documents.remove(world.vbucket, b"\0k")
+    assert values.split(gone.value, gone.datatype) == ({b"_sync": b'{"a":1}'}, b"")
+
+
+def test_a_durable_write_is_a_prepare_and_a_commit(world: World) -> None:
+    committed = world.documents.store(world.vbucket, b"\0k", b"1", durability=1)
+    assert isinstance(committed, CommitItem)
+    assert (committed.seqno, committed.prepared_seqno) == (2, 1)
+    assert world.vbucket.log[0].kind == PREPARE
+    assert world.vbucket.log[0].next_seqno == 2
+    world.documents.abort_durable(world.vbucket, b"\0k", b"2")
+    assert world.vbucket.log[-1].kind == ABORT
+    assert world.documents.get(world.vbucket, b"\0k").value == b"1"
+    assert world.vbucket.high_completed_seqno(2) == 1
+    assert world.vbucket.high_completed_seqno(4) == 3
+    assert world.vbucket.state_at().keys() == {b"\0k"}
+
+
+@pytest.mark.parametrize(
+    ("key", "status"),
+    [
+        (b"\x09k", Status.UNKNOWN_COLLECTION),
+        (b"\0", Status.EINVAL),
+        (b"\x80", Status.EINVAL),
+        (b"\x80\0k", Status.EINVAL),
+    ],
+)
+def test_keys_that_cannot_be(world: World, key: bytes, status: Status) -> None:
+    with pytest.raises(DocumentError) as error:
+        world.documents.store(world.vbucket, key, b"1")
+    assert error.value.status == status
+    assert world.vbucket.high_seqno == 0

@@ -1,0 +1,88 @@
+"""Frames for one client; the recorded shapes of all feature sets are compared in test_dcp_requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from mirror.sandbox import item as it
+from mirror.sandbox import values
+from mirror.sandbox.encoder import ClientFeatures, ItemEncoder, with_stream_id
+from mirror.sandbox.item import CommitItem, EventItem, Item
+from mirror.sandbox.manifest import Change
+from mirror.wire import codec_dcp
+from mirror.wire import events as ev
+from mirror.wire import frame as fr
+from mirror.wire.constants import SystemEventId
+
+
+def decoded(frame: bytes) -> object:
+    return codec_dcp.decode(fr.decode(frame)[0])
+
+
+def mutation(value: bytes = b"{}", datatype: int = 1) -> Item:
+    return Item(5, b"\x08k", it.mutation_frame(3, b"\x08k", 5, 1, 9, value, datatype=datatype))
+
+
+def test_what_needs_no_change_is_the_very_same_bytes() -> None:
+    encoder = ItemEncoder(ClientFeatures(collections=True))
+    item = mutation()
+    assert encoder.encode(item, from_disk=True) is item.frame
+
+
+def test_without_collections_keys_have_no_prefix() -> None:
+    sent = decoded(ItemEncoder(ClientFeatures()).encode(mutation(), from_disk=True))
+    assert isinstance(sent, ev.Mutation)
+    assert sent.key == b"k"
+
+
+def test_compressed_values_are_opened_for_who_cannot() -> None:
+    packed = mutation(*values.deflate(b"a" * 500, 0))
+    sent = decoded(ItemEncoder(ClientFeatures(collections=True)).encode(packed, from_disk=True))
+    assert isinstance(sent, ev.Mutation)
+    assert (sent.value, sent.datatype) == (b"a" * 500, 0)
+    able = ItemEncoder(ClientFeatures(collections=True, snappy=True))
+    assert able.encode(packed, from_disk=True) == packed.frame
+    forced = ItemEncoder(ClientFeatures(collections=True, snappy=True, force_compression=True))
+    assert fr.decode(forced.encode(mutation(b"a" * 500, 0), from_disk=True))[0].datatype == values.SNAPPY
+
+
+@pytest.mark.parametrize(
+    ("flags", "expiry_opcode", "from_disk", "wanted"),
+    [
+        (0x01, False, True, ev.Deletion(3, b"\x08k", 5, 1, 9, 0, b"", None)),
+        (0x01, True, True, ev.Deletion(3, b"\x08k", 5, 1, 9, 0, b"", None)),
+        (0x21, False, True, ev.Deletion(3, b"\x08k", 5, 1, 9, 0, b"", 77)),
+        (0x21, False, False, ev.Deletion(3, b"\x08k", 5, 1, 9, 0, b"", 0)),
+        (0x21, True, True, ev.Expiration(3, b"\x08k", 5, 1, 9, 0, b"", 77)),
+    ],
+)
+def test_an_expiration_has_its_own_opcode_only_with_delete_times(
+    flags: int, expiry_opcode: bool, from_disk: bool, wanted: object
+) -> None:
+    item = Item(5, b"\x08k", it.expiration_frame(3, b"\x08k", 5, 1, 9, b"", delete_time=77))
+    features = ClientFeatures(collections=True, open_flags=flags, expiry_opcode=expiry_opcode)
+    assert decoded(ItemEncoder(features).encode(item, from_disk=from_disk)) == wanted
+
+
+def test_commits_are_mutations_unless_asked_for_from_memory() -> None:
+    frame = it.mutation_frame(3, b"\x08k", 6, 1, 9, b"{}")
+    item = CommitItem(6, b"\x08k", frame, 5)
+    able = ItemEncoder(ClientFeatures(collections=True, sync_writes=True))
+    assert decoded(able.encode(item, from_disk=False)) == ev.Commit(3, b"\x08k", 5, 6)
+    assert able.encode(item, from_disk=True) == frame
+    plain = ItemEncoder(ClientFeatures(collections=True))
+    assert plain.encode(item, from_disk=False) == frame
+    abort = Item(7, b"\x08k", it.abort_frame(3, b"\x08k", 5, 7))
+    assert (plain.shows(abort), able.shows(abort)) == (False, True)
+    assert able.encode(abort, from_disk=True) == abort.frame
+
+
+def test_events_in_the_other_shape_and_with_a_stream_id() -> None:
+    change = Change(SystemEventId.SCOPE_CREATE, 1, 8, name="s")
+    frame = it.system_event_frame(3, 5, 3, 0, b"s", change.body())
+    item = EventItem(5, b"x", frame, change)
+    assert ItemEncoder(ClientFeatures(collections=True)).encode(item, from_disk=True) == frame
+    flat = decoded(ItemEncoder(ClientFeatures(collections=True, flat_events=True)).encode(item, from_disk=True))
+    assert flat == ev.SystemEvent(3, 5, 3, 2, b"s", change.flat_body())
+    with_id = fr.decode(with_stream_id(frame, 300))[0]
+    assert (with_id.stream_id, with_id.key, with_id.value) == (300, b"s", change.body())

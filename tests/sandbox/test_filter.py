@@ -1,0 +1,109 @@
+"""Filters of stream requests: what is refused, what passes, and how events change it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mirror.sandbox.filter import FilterError, StreamFilter, parse
+from mirror.sandbox.item import Item, mutation_frame, system_event_frame
+from mirror.sandbox.manifest import BucketManifest, Change
+from mirror.sandbox.vbucket import system_key
+from mirror.wire.constants import Status, SystemEventId
+
+
+@pytest.fixture
+def manifest() -> BucketManifest:
+    made = BucketManifest()
+    made.create_scope("s")
+    made.create_collection("s", "c")
+    made.create_collection("s", "d")
+    made.create_collection("_default", "e")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        (b"{}", Status.EINVAL),
+        (b'{"other":1}', Status.EINVAL),
+        (b"[1]", Status.EINVAL),
+        (b"{oops", Status.EINVAL),
+        (b'{"scope":8}', Status.EINVAL),
+        (b'{"scope":"zz"}', Status.EINVAL),
+        (b'{"uid":1}', Status.EINVAL),
+        (b'{"collections":[]}', Status.EINVAL),
+        (b'{"collections":"8"}', Status.EINVAL),
+        (b'{"collections":["8"],"scope":"8"}', Status.EINVAL),
+        (b'{"collections":["8"],"purge_seqno":5}', Status.EINVAL),
+        (b'{"collections":["77"]}', Status.UNKNOWN_COLLECTION),
+        (b'{"scope":"77"}', Status.UNKNOWN_SCOPE),
+        (b'{"sid":3}', Status.DCP_STREAM_ID_INVALID),
+    ],
+)
+def test_what_is_refused(manifest: BucketManifest, value: bytes, status: Status) -> None:
+    with pytest.raises(FilterError) as error:
+        parse(value, manifest, has_collections=True, has_stream_ids=False)
+    assert error.value.status == status
+
+
+def test_stream_ids_are_wanted_or_not(manifest: BucketManifest) -> None:
+    assert parse(b'{"sid":3}', manifest, has_collections=True, has_stream_ids=True).stream_id == 3
+    for value in (b"", b'{"sid":0}', b'{"sid":70000}', b'{"sid":"3"}'):
+        with pytest.raises(FilterError):
+            parse(value, manifest, has_collections=True, has_stream_ids=True)
+
+
+def test_a_client_without_collections_may_say_nothing(manifest: BucketManifest) -> None:
+    legacy = parse(b"", manifest, has_collections=False, has_stream_ids=False)
+    assert (legacy.legacy, legacy.collections, legacy.empty) == (True, {0}, False)
+    assert legacy.passes(document(0))
+    assert not legacy.passes(document(8))
+    assert not legacy.passes(event(SystemEventId.COLLECTION_END, 0, 0))
+    with pytest.raises(FilterError):
+        parse(b'{"uid":"0"}', manifest, has_collections=False, has_stream_ids=False)
+
+
+def test_nothing_said_means_everything(manifest: BucketManifest) -> None:
+    for value in (b"", b'{"uid":"ff"}', b'{"purge_seqno":"12"}'):
+        whole = parse(value, manifest, has_collections=True, has_stream_ids=False)
+        assert whole.all
+        assert whole.passes(document(77))
+        assert whole.passes(event(SystemEventId.SCOPE_DROP, 9))
+    assert whole.purge_seqno == 12
+
+
+def test_a_scope_takes_in_its_new_collections_and_ends_with_it(manifest: BucketManifest) -> None:
+    scope = parse(b'{"scope":"8"}', manifest, has_collections=True, has_stream_ids=False)
+    assert scope.collections == {8, 9}
+    assert not scope.passes(document(11))
+    assert scope.passes(event(SystemEventId.COLLECTION_BEGIN, 8, 11))
+    assert scope.passes(document(11))
+    assert not scope.passes(event(SystemEventId.COLLECTION_BEGIN, 0, 12))
+    assert scope.passes(event(SystemEventId.COLLECTION_END, 8, 11))
+    assert not scope.passes(document(11))
+    assert not scope.passes(event(SystemEventId.SCOPE_DROP, 9))
+    assert not scope.empty
+    assert scope.passes(event(SystemEventId.SCOPE_DROP, 8))
+    assert scope.empty
+
+
+def test_collections_that_end_leave_an_empty_filter(manifest: BucketManifest) -> None:
+    some = parse(b'{"collections":["8","a"]}', manifest, has_collections=True, has_stream_ids=False)
+    assert some.passes(event(SystemEventId.COLLECTION_END, 8, 8))
+    assert not some.passes(event(SystemEventId.COLLECTION_END, 8, 9))
+    assert not some.passes(event(SystemEventId.SCOPE_CREATE, 8))
+    assert not some.empty
+    assert some.passes(event(SystemEventId.COLLECTION_END, 0, 10))
+    assert some.empty
+    assert not StreamFilter().empty
+
+
+def document(collection_id: int) -> Item:
+    key = bytes((collection_id,)) + b"k"
+    return Item(1, key, mutation_frame(0, key, 1, 1, 1, b""))
+
+
+def event(kind: SystemEventId, scope_id: int, collection_id: int = 0) -> Item:
+    change = Change(kind, 1, scope_id, collection_id)
+    key = system_key(about_scope=change.about_scope, id_=scope_id if change.about_scope else collection_id)
+    return Item(1, key, system_event_frame(0, 1, kind, 0, b"", change.body()))

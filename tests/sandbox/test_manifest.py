@@ -1,0 +1,104 @@
+"""The manifest and its system events, in both shapes, beside the recorded ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mirror.sandbox.manifest import BucketManifest, Change, ManifestError
+from mirror.wire import codec_dcp
+from mirror.wire import events as ev
+from mirror.wire.constants import Opcode, SystemEventId
+from mirror.wire.system_events import decode_system_event
+
+from .recorded import frames, stream_of
+
+
+def recorded_events(captures: Path, name: str) -> list[ev.SystemEvent]:
+    found = [codec_dcp.decode(f) for f in stream_of(frames(captures / name)) if f.opcode == Opcode.DCP_SYSTEM_EVENT]
+    return [event for event in found if isinstance(event, ev.SystemEvent)]
+
+
+def as_event(change: Change, version: int, body: bytes) -> ev.SystemEvent:
+    return ev.SystemEvent(1, 5, change.event, version, change.key, body)
+
+
+def test_bodies_have_the_recorded_bytes(captures: Path) -> None:
+    """The changes that made the recorded events, each with the uid it carried."""
+    begin, end = SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END
+    made = [
+        Change(SystemEventId.SCOPE_CREATE, 0, 8, name="inventory"),
+        Change(begin, 0, 8, 8, "hotel"),
+        Change(begin, 1, 8, 9, "route"),
+        Change(SystemEventId.SCOPE_CREATE, 1, 9, name="s2"),
+        Change(begin, 1, 9, 10, "tmp", 600),
+        Change(begin, 2, 9, 0x1234, "bigid"),
+        Change(end, 3, 8, 9),
+        Change(end, 3, 9, 0x1234),
+        Change(end, 3, 9, 10),
+        Change(SystemEventId.SCOPE_DROP, 4, 9),
+    ]
+    recorded = recorded_events(captures, "72_k1_collections_live.jsonl")
+    assert [(c.event, c.version, c.key, c.body()) for c in made] == [
+        (e.event, e.version, e.key, e.value) for e in recorded
+    ]
+
+
+def test_both_shapes_say_the_same(captures: Path) -> None:
+    for change in (
+        Change(SystemEventId.SCOPE_CREATE, 7, 8, name="s"),
+        Change(SystemEventId.SCOPE_CREATE, 0, 8, name="a longer name"),
+        Change(SystemEventId.COLLECTION_BEGIN, 7, 8, 9, "c"),
+        Change(SystemEventId.COLLECTION_BEGIN, 7, 8, 9, "ttl", 60),
+        Change(SystemEventId.COLLECTION_BEGIN, 0, 0, 9, "c"),
+        Change(SystemEventId.COLLECTION_END, 7, 8, 9),
+        Change(SystemEventId.SCOPE_DROP, 7, 8),
+    ):
+        plain = decode_system_event(as_event(change, change.version, change.body()))
+        flat = decode_system_event(as_event(change, 2, change.flat_body()))
+        assert type(plain) is type(flat)
+        for name in ("manifest_uid", "scope_id", "collection_id", "name", "max_ttl"):
+            assert getattr(plain, name, None) == getattr(flat, name, None), (change, name)
+
+
+def test_a_scope_goes_with_its_collections_under_the_uid_before() -> None:
+    manifest = BucketManifest()
+    manifest.create_scope("s")
+    manifest.create_collection("s", "c")
+    manifest.create_collection("s", "d", collection_id=0x1234)
+    changes = manifest.drop_scope("s")
+    assert [(c.event, c.collection_id, c.uid) for c in changes] == [(1, 0x1234, 3), (1, 8, 3), (4, 0, 4)]
+    assert (manifest.uid, list(manifest.scopes), list(manifest.collections)) == (4, [0], [0])
+    manifest.create_scope("t")
+    manifest.create_collection("t", "c")
+    assert manifest.collection("t.c").collection_id == 0x1235  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+    manifest = BucketManifest()
+    manifest.create_scope("s")
+    manifest.create_collection("s", "c")
+    before = manifest.to_json()
+    for attempt in (
+        lambda: manifest.create_scope("s"),
+        lambda: manifest.create_collection("t", "c"),
+        lambda: manifest.create_collection("s", "c"),
+        lambda: manifest.create_collection("s", "d", collection_id=8),
+        lambda: manifest.drop_collection("s.d"),
+        lambda: manifest.flush_collection("t.c"),
+        lambda: manifest.drop_scope("_default"),
+        lambda: manifest.drop_scope("t"),
+    ):
+        with pytest.raises(ManifestError):
+            attempt()
+    assert manifest.to_json() == before
+    assert json.loads(before)["uid"] == "2"
+
+
+def test_names_are_looked_up_with_the_default_left_out() -> None:
+    manifest = BucketManifest()
+    assert manifest.collection("_default._default") == manifest.collection("._default") == manifest.collections[0]
+    assert manifest.collection("_default.x") is None
+    assert manifest.collection("x._default") is None

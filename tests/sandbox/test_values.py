@@ -1,0 +1,40 @@
+"""Values: compression, xattrs and datatype bits change together."""
+
+from __future__ import annotations
+
+import pytest
+
+from mirror.sandbox import values
+
+
+def test_compression_is_undone_and_only_done_where_it_helps() -> None:
+    packed, datatype = values.deflate(b"a" * 1000, values.JSON)
+    assert (datatype, len(packed) < 200) == (values.JSON | values.SNAPPY, True)
+    assert values.inflate(packed, datatype) == (b"a" * 1000, values.JSON)
+    assert values.deflate(packed, datatype) == (packed, datatype)
+    assert values.deflate(b"xyz", 0) == (b"xyz", 0)
+    assert values.deflate(b"", 0) == (b"", 0)
+    with pytest.raises(ValueError, match="not snappy"):
+        values.inflate(b"\xff\xff\xff\xff\xff", values.SNAPPY)
+
+
+def test_json_is_judged_by_content() -> None:
+    assert [values.datatype_of(body) for body in (b"{}", b'"x"', b"1", b"", b"\xff", b"{")] == [1, 1, 1, 0, 0, 0]
+
+
+def test_parts_of_a_value() -> None:
+    value, datatype = values.join({b"_sync": b"1", b"mine": b"2"}, b"{}", values.JSON)
+    packed, packed_type = values.deflate(value + b" " * 100, datatype)
+    assert datatype == values.JSON | values.XATTR
+    assert values.split(packed, packed_type) == ({b"_sync": b"1", b"mine": b"2"}, b"{}" + b" " * 100)
+    assert values.without_xattrs(value, datatype) == (b"{}", values.JSON)
+    assert values.without_body(value, datatype) == (
+        values.join({b"_sync": b"1", b"mine": b"2"}, b"", 0)[0],
+        values.XATTR,
+    )
+    assert values.without_body(b"{}", 1) == (b"", 0)
+    assert values.tombstone_value(value, datatype) == (values.join({b"_sync": b"1"}, b"", 0)[0], values.XATTR)
+    assert values.tombstone_value(b"{}", 1) == (b"", 0)
+    assert values.join({}, b"{}", 5) == (b"{}", 1)
+    with pytest.raises(ValueError, match="xattrs"):
+        values.split(b"\0\0", values.XATTR)

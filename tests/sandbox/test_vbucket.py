@@ -1,0 +1,201 @@
+"""A vbucket: dedup at any cut, groups, failover with loss, purge, checkpoints, and a past that is never forgotten."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mirror.clock import ManualClock
+from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.item import Item
+from mirror.sandbox.vbucket import FAILOVER_LOG_MAX, Vbucket
+
+
+def bucket(**options: int) -> Bucket:
+    made = Bucket(
+        "demo",
+        vbuckets=1,
+        clock=ManualClock(),
+        rng=Random(1),
+        checkpoint_items_max=options.get("checkpoint_items_max", 10_000),
+        checkpoints_kept=options.get("checkpoints_kept", 4),
+    )
+    made.map.owners = [0]
+    return made
+
+
+def shown(vbucket: Vbucket, last: int) -> dict[bytes, Item]:
+    """What a client has that got the snapshot from 1 to `last`."""
+    found: dict[bytes, Item] = {}
+    for item in vbucket.changes(1, last):
+        if item.next_seqno and item.next_seqno <= last and item.next_seqno != item.seqno:
+            continue
+        if item.deleted:
+            found.pop(item.key, None)
+        else:
+            found[item.key] = item
+    return found
+
+
+operations = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), min_size=1, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(operations, st.integers(0, 20))
+def test_any_cut_of_the_log_is_the_state_at_its_end(writes: list[tuple[str, bool]], lose: int) -> None:
+    source = bucket()
+    vbucket = source.vbuckets[0]
+    for key, delete in writes:
+        if delete and source.get(key) is not None:
+            source.delete(key)
+        else:
+            source.set(key, {"n": vbucket.high_seqno})
+    vbucket.failover(lose)
+    for key, _ in writes[:5]:
+        source.set(key, {"again": vbucket.high_seqno})
+    for last in range(1, vbucket.high_seqno + 1):
+        assert shown(vbucket, last) == vbucket.state_at(last)
+    newest = {key: item for key, item in vbucket.newest[0].items() if not item.deleted}
+    assert newest == vbucket.state_at()
+
+
+def test_a_failover_with_loss_keeps_the_lost_history() -> None:
+    source = bucket()
+    vbucket = source.vbuckets[0]
+    for index in range(10):
+        source.set("k", {"n": index})
+    old, lost_state = vbucket.vbuuid, vbucket.state_at(9)
+    assert vbucket.failover(4) == 6
+    assert [entry.seqno for entry in vbucket.failover_log] == [6, 0]
+    source.set("other", {})
+    assert vbucket.high_seqno == 7
+    assert vbucket.state_at(9, old) == lost_state
+    assert vbucket.state_at(6, old) == vbucket.state_at(6)
+    with pytest.raises(LookupError, match="above 7"):
+        vbucket.state_at(9)
+    with pytest.raises(LookupError, match="no history"):
+        vbucket.state_at(8, vbucket.vbuuid)
+    with pytest.raises(LookupError, match="no history"):
+        vbucket.state_at(1, 4711)
+
+
+def test_histories_lost_one_after_the_other_stay_apart() -> None:
+    source = bucket()
+    vbucket = source.vbuckets[0]
+    seen = {}
+    for round_ in range(4):
+        for index in range(10):
+            source.set(f"k{index}", {"round": round_})
+        seen[vbucket.vbuuid, vbucket.high_seqno] = vbucket.state_at()
+        vbucket.failover(15 if round_ else 5)
+    for (uuid, seqno), state in seen.items():
+        assert vbucket.state_at(seqno, uuid) == state
+
+
+def test_a_failover_drops_the_entries_that_it_undoes_and_keeps_so_many() -> None:
+    source = bucket()
+    vbucket = source.vbuckets[0]
+    for index in range(30):
+        source.set("k", {"n": index})
+        vbucket.failover()
+    assert len(vbucket.failover_log) == FAILOVER_LOG_MAX
+    vbucket.failover(5)
+    assert [entry.seqno for entry in vbucket.failover_log][:2] == [25, 25]
+    assert all(0 < entry.vbuuid < 2**48 for entry in vbucket.failover_log)
+
+
+def test_a_group_is_never_cut() -> None:
+    source = bucket(checkpoint_items_max=3)
+    vbucket = source.vbuckets[0]
+    source.set("before", {})
+    source.multi_write(0, [("a", {}), ("b", {}), ("c", {}), ("d", {})])
+    source.multi_write(0, [("a", None), ("b", {})])
+    assert vbucket.cut(0, 1) == (1, True)
+    assert vbucket.cut(0, 2)[0] in (1, 5)
+    assert vbucket.cut(1, 1)[0] == 5
+    assert vbucket.failover(1) == 5
+    assert vbucket.failover(2) == 1
+
+
+def test_tombstones_are_purged_but_not_the_newest_change() -> None:
+    source = bucket()
+    vbucket = source.vbuckets[0]
+    for key in "abc":
+        source.set(key, {})
+    for key in "abc":
+        source.delete(key)
+    before = vbucket.state_at(5, tombstones=True)
+    assert vbucket.purge() == 5
+    assert sorted(vbucket.newest[0]) == [b"\0c"]
+    assert vbucket.state_at(5, tombstones=True) == before
+    source.set("a", {})
+    assert source.get("a") is not None
+    assert vbucket.find(b"\0a", 0).rev_seqno == 3  # type: ignore[union-attr]
+    vbucket.failover(1)
+    assert vbucket.purge_seqno == 5
+    assert sorted(vbucket.newest[0]) == [b"\0c"]
+
+
+def test_checkpoints_bound_what_is_in_memory() -> None:
+    source = bucket(checkpoint_items_max=10, checkpoints_kept=2)
+    vbucket = source.vbuckets[0]
+    for index in range(35):
+        source.set(f"k{index}", {})
+    assert vbucket.memory_floor_seqno == 20
+    assert vbucket.cut(20, 100) == (30, True)
+    assert vbucket.cut(30, 100) == (35, True)
+    assert vbucket.cut(32, 100) == (35, False)
+    vbucket.to_disk()
+    assert vbucket.memory_floor_seqno == 35
+
+
+def test_a_dropped_collection_is_empty_and_a_flushed_one_begins_anew() -> None:
+    source = bucket()
+    vbucket = source.vbuckets[0]
+    source.create_scope("s")
+    source.create_collection("s", "c")
+    source.set("k", {}, collection="s.c")
+    source.set("k", {})
+    source.flush_collection("s.c")
+    assert sorted(vbucket.state_at()) == [b"\0k"]
+    source.set("k2", {}, collection="s.c")
+    assert sorted(vbucket.state_at()) == [b"\0k", b"\x08k2"]
+    source.drop_collection("s.c")
+    assert sorted(vbucket.state_at()) == [b"\0k"]
+    assert shown(vbucket, vbucket.high_seqno).keys() >= {b"\0k"}
+    assert 8 not in vbucket.newest
+    vbucket.failover(1)
+    assert sorted(vbucket.state_at()) == [b"\0k", b"\x08k2"]
+    assert vbucket.find(b"\x08k2", 8) is not None
+
+
+def test_reset_is_a_vbucket_without_a_past() -> None:
+    source = bucket()
+    source.set("k", {})
+    vbucket = source.vbuckets[0]
+    old = vbucket.vbuuid
+    vbucket.reset()
+    assert (vbucket.high_seqno, vbucket.purge_seqno, len(vbucket.failover_log)) == (0, 0, 1)
+    assert vbucket.vbuuid != old
+
+
+def test_a_load_is_on_disk_and_has_rising_cas() -> None:
+    source = bucket()
+    assert source.load(((b"k%d" % i, b"{}") for i in range(1000)), vbid=0) == 1000
+    vbucket = source.vbuckets[0]
+    assert (vbucket.high_seqno, vbucket.memory_floor_seqno, vbucket.document_count) == (1000, 1000, 1000)
+    cas = [item.cas for item in vbucket.log]
+    assert cas == sorted(set(cas))
+    assert source.set("k5", {}).rev_seqno == 2
+    with pytest.raises(AssertionError, match="twice"):
+        source.load([(b"k1", b"{}")], vbid=0)
+
+
+def test_cas_never_goes_back_when_the_clock_does() -> None:
+    vbucket = bucket().vbuckets[0]
+    first = vbucket.next_cas(10**18)
+    assert vbucket.next_cas(10**17) == first + 1
+    assert vbucket.next_cas(10**18 + 10**9) == (10**18 + 10**9) & ~0xFFFF
