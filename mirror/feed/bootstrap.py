@@ -101,9 +101,9 @@ async def enter(
     return link, Handshake(features)
 
 
-async def fetch_map(link: Link, settings: Settings) -> ClusterMap:
+async def fetch_map(link: Link, settings: Settings, *, timeout_s: float | None = None) -> ClusterMap:
     """Ask a node for the bucket's cluster map. Raises ClusterError."""
-    answer = await link.request(Opcode.GET_CLUSTER_CONFIG, timeout_s=settings.request_timeout_s)
+    answer = await link.request(Opcode.GET_CLUSTER_CONFIG, timeout_s=timeout_s or settings.request_timeout_s)
     if answer.status != Status.SUCCESS:
         raise HandshakeFailed(
             f"{link.address} gives no cluster map: {status_name(answer.status)}",

@@ -50,6 +50,8 @@ STEP_SHARE_S = 0.002
 """Pause between two slices of background work, in which sockets are served."""
 MAP_REFRESH_MIN_S = 0.05
 """A thousand vbuckets that are told to look at the map again look once."""
+MAP_TIMEOUT_S = 2.0
+"""A node that takes longer to say its map is left for the next one: a failover is not to wait for a dead node."""
 FREE_BYTES_TO_RESUME = 2
 """Times `batch_bytes_max` that must be free before a group whose disk was full tries again."""
 
@@ -107,6 +109,8 @@ class Consumer:
         self._dcp_name = f"dcp-mirror:{self.clock.unique()}:{worker}"
         self._was_ready = False
         self._map_wanted = asyncio.Event()
+        self._map_turn = 0
+        self._polls: dict[Address, asyncio.Task[None]] = {}
         self._work_wanted = asyncio.Event()
         self._ending: asyncio.Future[None] | None = None
         self._stop_asked = False
@@ -148,6 +152,10 @@ class Consumer:
         await self._finished.wait()
 
     async def _wind_up(self) -> None:
+        polls = list(self._polls.values())
+        for task in polls:
+            task.cancel()
+        await asyncio.gather(*polls, return_exceptions=True)
         for actor in self._actors.values():
             actor.drop_machine()
         await asyncio.gather(*(keeper.stop() for keeper in self._nodes.values()), *self._stopping_keepers)
@@ -205,25 +213,25 @@ class Consumer:
             attempt += 1
 
     async def _refresh_once(self) -> None:
-        """Ask every ready node until one gives a map; without any, the addresses we know, as at the start."""
-        for keeper in list(self._nodes.values()):
-            session = keeper.session
-            if session is None or not session.ready:
-                continue
+        """Ask the ready nodes, each time another first, until one gives a map; without any, as at the start."""
+        ready = [keeper.session for keeper in self._nodes.values() if keeper.session is not None and keeper.ready]
+        self._map_turn += 1
+        turn = self._map_turn % max(1, len(ready))
+        for session in ready[turn:] + ready[:turn]:
             try:
-                self._take_map(await fetch_map(session.link, self.settings))
+                found = await fetch_map(session.link, self.settings, timeout_s=MAP_TIMEOUT_S)
+            except ClusterError as error:  # also of a node that fell silent a moment ago: the next one knows
+                log.debug("no map from node", node=str(session.address), error=str(error))
+            else:
+                self._take_map(found)
                 return
-            except BucketChanged:
-                raise
-            except (ClusterError, AssertionError) as error:
-                log.debug("no map from node", node=str(keeper.address), error=str(error))
         known = [*self._nodes, *self._source.addresses]
         try:
-            self._take_map(await discover(self._access, self.clock, addresses=dict.fromkeys(known)))
-        except BucketChanged:
-            raise
+            found = await discover(self._access, self.clock, addresses=dict.fromkeys(known))
         except (ClusterError, ConfigError) as error:
             self._error = str(error)
+        else:
+            self._take_map(found)
 
     def _take_map(self, new: ClusterMap) -> None:
         """Let the vbuckets follow a map, unless it is older than what we have. Raises BucketChanged."""
@@ -481,9 +489,17 @@ class Consumer:
 
     async def _poll_seqnos(self) -> None:
         while True:
-            await asyncio.gather(*(self._poll_node(keeper) for keeper in list(self._nodes.values())))
+            for address, keeper in self._nodes.items():
+                if address not in self._polls:  # a node that is slow to answer does not keep the others waiting
+                    task = asyncio.create_task(self._poll_node(keeper))
+                    self._polls[address] = task
+                    task.add_done_callback(partial(self._poll_ended, address))
             self._watch_progress()
             await self.clock.sleep(self.settings.seqno_poll_interval_s)
+
+    def _poll_ended(self, address: Address, task: asyncio.Task[None]) -> None:
+        self._polls.pop(address, None)
+        self._task_ended(task)
 
     async def _poll_node(self, keeper: NodeKeeper) -> None:
         session = keeper.session

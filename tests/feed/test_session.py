@@ -206,7 +206,7 @@ ALL_REFUSALS = [status for status in Status if status not in (Status.SUCCESS, St
 
 @pytest.mark.parametrize("status", ALL_REFUSALS)
 async def test_every_refusal_of_a_stream_reaches_the_owner(tmp_path: Path, status: Status) -> None:
-    answers = {Opcode.DCP_STREAM_REQ: refuse(status, b"context")}
+    answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(status, b"context")}
     async with opened(tmp_path, answers) as (_, session, owner):
         opaque = session.request_stream(asked(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
@@ -217,7 +217,7 @@ async def test_every_refusal_of_a_stream_reaches_the_owner(tmp_path: Path, statu
 
 async def test_accepted_and_rolled_back(tmp_path: Path) -> None:
     log = encode_failover_log([(2**48 - 1, 5), (1, 0)])
-    answers = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, log)}
+    answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, log)}
     async with opened(tmp_path, answers) as (node, session, owner):
         first = session.request_stream(asked(), PREFIX)
         await owner.until(lambda: len(owner.answers) == 1)
@@ -231,7 +231,7 @@ async def test_accepted_and_rolled_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("body", [b"x", bytes(15)])
 async def test_answer_of_another_shape_ends_the_connection(tmp_path: Path, body: bytes) -> None:
-    answers = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, body)}
+    answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, body)}
     async with opened(tmp_path, answers) as (_, session, owner):
         session.request_stream(asked(), PREFIX)
         await owner.until(lambda: bool(owner.lost))
