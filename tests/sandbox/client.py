@@ -42,7 +42,7 @@ class Client:
         self.closed = asyncio.Event()
         self.answer_noops = True
         self._reader = reader
-        self._answers: dict[int, Frame] = {}
+        self.answers: dict[int, Frame] = {}
         self._news = asyncio.Event()
         self._opaque = 0x1000
         self._task = asyncio.create_task(self._read())
@@ -116,8 +116,8 @@ class Client:
 
     async def ask(self, frame: Frame) -> Frame:
         opaque = self.send(frame)
-        await self.until(lambda: opaque in self._answers)
-        return self._answers.pop(opaque)
+        await self.until(lambda: opaque in self.answers)
+        return self.answers.pop(opaque)
 
     async def control(self, name: str, value: str) -> int:
         return (await self.ask(codec_dcp.to_frame(ev.DcpControl(name.encode(), value.encode())))).status
@@ -204,7 +204,7 @@ class Client:
         elif frame.opcode == Opcode.STAT and frame.key:
             self.stats[frame.key] = frame.value
         elif frame.is_response:
-            self._answers[frame.opaque] = frame
+            self.answers[frame.opaque] = frame
         elif frame.opcode == Opcode.DCP_NOOP:
             self.events.append(codec_dcp.decode(frame))
             if self.answer_noops:
