@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import socket
@@ -16,7 +15,7 @@ from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigErro
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import VbucketState
 from storage.check import check
-from storage.errors import Full
+from storage.errors import CorruptedError, Full
 from storage.view import open_view
 from tests.feed.harness import Mirror
 
@@ -245,18 +244,65 @@ async def test_connection_that_fails_is_replaced(cluster: SandboxCluster, tmp_pa
     assert_equal(mirror, cluster)
 
 
-async def test_garbled_frames_never_reach_readers(cluster: SandboxCluster, tmp_path: Path) -> None:
-    """Bytes that are damaged in a value cannot be noticed; those in headers and extras must end in a clean state."""
+async def test_garbage_is_survived_and_leaves_a_sound_store(cluster: SandboxCluster, tmp_path: Path) -> None:
+    """What is damaged in a value cannot be noticed; what is damaged elsewhere ends the connection, never the mirror."""
     write(cluster, 200)
     cluster.faults.garble(3, future=True)
     mirror = mirror_of(cluster, tmp_path)
     consumer = mirror.start(cluster.connection_string)
-    await asyncio.sleep(0.5)
-    assert consumer.status()["nodes"] is not None
+    await mirror.until(lambda: sum(node["reconnects"] for node in consumer.status()["nodes"]) >= 3, "tried again")
     cluster.faults.clear()
     cluster.faults.cut()
+    write(cluster, 20, "after")
+    await mirror.until(
+        lambda: all(
+            row["state"] in ("streaming", "backfilling", "refilling", "refused")
+            for row in consumer.status()["vbuckets"]
+        ),
+        "streams again",
+    )
     await mirror.stop()
     assert check(mirror.path).problems == []
+
+
+async def test_node_that_falls_silent_is_not_waited_for_when_its_vbuckets_are_elsewhere(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    """No FIN, and the noop interval is long: the map of the other node is enough."""
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path, settings={"noop_interval_s": 600})
+    mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    cluster.faults.silence(node=1)
+    for vbid in range(1, VBUCKETS, 2):
+        cluster.move(vbid, 0)
+    write(cluster, 100, "moved")
+    await follow(mirror, cluster)
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_damaged_group_stops_and_the_others_go_on(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(cluster, 50)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+
+    def damaged(_work: Any) -> Any:
+        raise CorruptedError("page 7 is not a page", path="group-0001")
+
+    monkeypatch.setattr(mirror.writers[1], "_write", damaged)
+    write(cluster, 50, "after")
+    await mirror.until_state(1, "refused")
+    for vbid in (0, 2, 4, 6):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    assert "page 7" in consumer.status()["groups"][1]["error"]
+    with pytest.raises(CorruptedError):
+        await consumer.request({"op": "rollback", "vbid": 1, "to": 0})
+    monkeypatch.undo()
+    await mirror.stop()
 
 
 async def test_slow_source_does_not_grow_the_queue(cluster: SandboxCluster, tmp_path: Path) -> None:
