@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
+import shutil
 import signal
 import socket
 import sys
@@ -28,7 +30,9 @@ from mirror.supervise import logs
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, REQUEST, START, STOP, Channel, Message
 from mirror.supervise.heartbeat import INTERVAL_MS
 from storage import directory
+from storage.environment import storage_error
 from storage.errors import StorageError
+from storage.model import Identity
 from storage.writer import GroupWriter
 
 PR_SET_PDEATHSIG = 1
@@ -102,6 +106,24 @@ class Mirroring:
         return await self._consumer.request(command)
 
 
+def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> None:
+    """Make a group anew, empty, when its folder is missing: that is how a damaged one is given up and filled again."""
+    path = directory.group_path(data, group)
+    if os.path.isdir(path):
+        return
+    log.warning("a group's folder is missing; the group is filled again", group=group, path=path)
+    unfinished = f"{path}.new"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        os.makedirs(unfinished, mode=0o700)
+        directory.create_environment(
+            unfinished, group, directory.group_vbids(identity, group), identity, time_ms=now_ms
+        )
+        os.rename(unfinished, path)
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
 async def open_stores(start: Message) -> Work:
     """Open the groups that a START message names. Raises what makes working on any of them impossible."""
     settings = from_wire(start["settings"])
@@ -117,6 +139,7 @@ async def open_stores(start: Message) -> Work:
     for group in start["groups"]:
         vbids = directory.group_vbids(identity, group)
         try:
+            restore_missing(data, identity, group, clock.wall_ms())
             writers.append(
                 GroupWriter.open(
                     directory.group_path(data, group),

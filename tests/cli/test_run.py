@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -186,8 +187,6 @@ def test_a_mirror_that_may_not_be_written_any_more(mirrored: Path, source: Sandb
 
 
 def copy_of(mirrored: Path, tmp_path: Path) -> Path:
-    import shutil
-
     return Path(
         shutil.copytree(mirrored, tmp_path / "copy", ignore=lambda _, names: [n for n in names if n.endswith(".sock")])
     )
@@ -247,3 +246,15 @@ def settled_states(data: Path) -> dict[str, int] | None:
     answer = client.ask(data, "status")
     states: dict[str, int] = answer["status"]["totals"]["states"] if answer else {}
     return states if states.get("streaming", 0) + states.get("damaged", 0) == 16 else None
+
+
+def test_a_damaged_group_that_is_set_aside_is_filled_again(
+    mirrored: Path, source: SandboxThread, tmp_path: Path
+) -> None:
+    data = copy_of(mirrored, tmp_path)
+    (data / "group-0001").rename(tmp_path / "aside")
+    result = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up")
+    assert result.code == 0, result.err
+    assert "filled again" in result.err
+    assert call("check", "--data", data).code == 0
+    assert call("scan", "--data", data, "--json").out == call("scan", "--data", mirrored, "--json").out
