@@ -248,7 +248,7 @@ async def test_garbage_is_survived_and_leaves_a_sound_store(cluster: SandboxClus
     """What is damaged in a value cannot be noticed; what is damaged elsewhere ends the connection, never the mirror."""
     write(cluster, 200)
     cluster.faults.garble(3, future=True)
-    mirror = mirror_of(cluster, tmp_path)
+    mirror = mirror_of(cluster, tmp_path, settings={"request_timeout_s": 0.5})
     consumer = mirror.start(cluster.connection_string)
     await mirror.until(lambda: sum(node["reconnects"] for node in consumer.status()["nodes"]) >= 3, "tried again")
     cluster.faults.clear()
