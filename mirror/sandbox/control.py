@@ -105,7 +105,7 @@ class ControlServer:
         writer.close()
 
 
-def ask(path: Path, command: str, **arguments: object) -> Any:
+def ask(path: Path, command: str, /, **arguments: object) -> Any:
     """Give a command to the source whose control socket is at `path`; returns its result."""
     try:
         with socket.socket(socket.AF_UNIX) as link:

@@ -13,6 +13,7 @@ from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Magic, Opcode, Status
+from mirror.wire.errors import ProtocolError
 from mirror.wire.frame import Frame
 
 ENDLESS = 2**64 - 1
@@ -41,6 +42,8 @@ class Client:
         self.stats: dict[bytes, bytes] = {}
         self.closed = asyncio.Event()
         self.answer_noops = True
+        self.truncated = False
+        """The connection ended inside of a frame."""
         self._reader = reader
         self.answers: dict[int, Frame] = {}
         self._news = asyncio.Event()
@@ -138,6 +141,22 @@ class Client:
         request = ev.StreamRequest(vbid, flags, start, end, uuid, snap_start, snap_end, value, opaque=opaque)
         return await self.ask(codec_dcp.to_frame(request))
 
+    async def stream_without_answer(self, vbid: int) -> None:
+        """Ask for everything of a vbucket, and do not wait for the answer."""
+        self.send(codec_dcp.to_frame(ev.StreamRequest(vbid, 0, 0, ENDLESS, 0, 0, 0, b"")))
+        await self.writer.drain()
+
+    def pause(self) -> None:
+        """Stop reading the socket."""
+        self.writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    def resume(self) -> None:
+        self.writer.transport.resume_reading()  # type: ignore[attr-defined]
+
+    async def breathe(self) -> None:
+        """Let the other side do what it can."""
+        await asyncio.sleep(0)
+
     def ack(self, count: int) -> None:
         self.send(codec_dcp.to_frame(ev.BufferAck(count)))
 
@@ -192,7 +211,8 @@ class Client:
                 while (frame := buffer.next_frame()) is not None:
                     self._take(frame)
                 self._news.set()
-        except ConnectionError:
+            self.truncated = len(buffer) > 0
+        except (ConnectionError, ProtocolError):
             pass
         finally:
             self.closed.set()

@@ -1,0 +1,98 @@
+"""The direct way to the data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mirror.sandbox import DocumentError, SandboxCluster, vbucket_of
+from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.manifest import ManifestError
+from mirror.wire.constants import VbucketState
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    return SandboxCluster(nodes=2, vbuckets=16, replicas=1).bucket
+
+
+def test_keys_are_where_clients_look_for_them() -> None:
+    """The vbuckets that the official SDK was recorded asking (sdk_72_conn2)."""
+    found = {key: vbucket_of(key, 16) for key in (b"a", b"exp", b"bin", b"big", b"nope", b"cnt", b"i1")}
+    assert found == {b"a": 7, b"exp": 14, b"bin": 7, b"big": 11, b"nope": 1, b"cnt": 6, b"i1": 8}
+
+
+def test_values_of_every_kind(bucket: Bucket) -> None:
+    assert bucket.set("d", {"a": [1]}).value == b'{"a":[1]}'
+    assert bucket.set("t", "text").datatype == 0
+    assert bucket.set("b", b"\xff").value == b"\xff"
+    packed = bucket.set("c", {"pad": "x" * 500}, compressed=True, xattrs={"u": 1}, flags=9, expiry=100)
+    assert (packed.datatype, packed.flags, packed.expiry > 100) == (7, 9, True)
+    assert bucket.get("d") is not None
+    bucket.delete("d")
+    assert bucket.get("d") is None
+    with pytest.raises(DocumentError):
+        bucket.delete("d")
+    assert bucket.expire("t").deleted
+    assert bucket.document_count == 2
+    assert bucket.set("x", {}, vbid=3).seqno == 1
+    assert bucket.vbuckets[3].document_count >= 1
+
+
+def test_collections_are_written_by_name(bucket: Bucket) -> None:
+    assert bucket.create_scope("s") == 8
+    assert bucket.create_collection("s", "c", collection_id=0x1234) == 0x1234
+    item = bucket.set("k", {}, collection="s.c")
+    assert item.key == b"\xb4\x24k"
+    assert bucket.get("k") is None
+    with pytest.raises(ManifestError):
+        bucket.set("k", {}, collection="s.d")
+    bucket.drop_scope("s")
+    assert all(vbucket.high_seqno >= 4 for vbucket in bucket.vbuckets)
+    assert bucket.document_count == 0
+
+
+def test_a_load_is_spread_by_key_or_goes_to_one_vbucket(bucket: Bucket) -> None:
+    assert bucket.load((b"k%d" % i, b"{}") for i in range(500)) == 500
+    assert bucket.document_count == 500
+    assert bucket.get("k77") is not None
+    assert bucket.load([(b"only", b"{}")], vbid=2) == 1
+    assert bucket.vbuckets[2].find(b"\0only", 0) is not None
+
+
+def test_groups(bucket: Bucket) -> None:
+    bucket.set("gone", {}, vbid=1)
+    items = bucket.multi_write(1, [("a", {"n": 1}), ("b", "x"), ("gone", None)])
+    assert [item.seqno for item in items] == [2, 3, 4]
+    assert bucket.vbuckets[1].cut(1, 1)[0] == 4
+
+
+def test_states_by_node(bucket: Bucket) -> None:
+    bucket.map.owners[0], bucket.map.replicas[0] = 0, [1]
+    assert bucket.state_on(0, 0) == VbucketState.ACTIVE
+    assert bucket.state_on(0, 1) == VbucketState.REPLICA
+    assert bucket.state_on(0, 2) == VbucketState.DEAD
+    assert bucket.state_on(99, 0) == VbucketState.DEAD
+    bucket.states[0] = VbucketState.PENDING
+    assert bucket.state_on(0, 0) == VbucketState.PENDING
+
+
+def test_a_bucket_made_anew_has_nothing_of_the_old_one(bucket: Bucket) -> None:
+    bucket.create_scope("s")
+    bucket.set("k", {})
+    old = bucket.map.bucket_uuid, bucket.map.rev, bucket.vbuckets[0].vbuuid
+    bucket.recreate()
+    assert bucket.document_count == 0
+    assert bucket.map.bucket_uuid != old[0]
+    assert bucket.map.rev > old[1]
+    assert bucket.vbuckets[0].vbuuid != old[2]
+    assert json.loads(bucket.manifest.to_json())["uid"] == "0"
+    assert bucket.set("k", {}).rev_seqno == 1
+
+
+def test_the_same_seed_gives_the_same_histories() -> None:
+    def uuids(seed: int) -> list[int]:
+        return [vbucket.vbuuid for vbucket in SandboxCluster(vbuckets=4, seed=seed).bucket.vbuckets]
+
+    assert uuids(1) == uuids(1) != uuids(2)

@@ -1,0 +1,139 @@
+"""The cluster: nodes that die and come back, vbuckets that move, and the maps that tell of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from mirror.sandbox import SandboxCluster
+from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import events as ev
+from mirror.wire.constants import Status
+
+from .client import Client
+
+
+async def config_of(cluster: SandboxCluster, node: int) -> dict[str, object]:
+    client = await Client.login(cluster, node=node)
+    config: dict[str, object] = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
+    return config
+
+
+async def test_vbuckets_are_spread_over_the_nodes() -> None:
+    async with SandboxCluster(nodes=3, vbuckets=6) as cluster:
+        assert cluster.bucket.map.owners == [0, 1, 2, 0, 1, 2]
+        assert cluster.connection_string.startswith("couchbase://demo@127.0.0.1:")
+        assert cluster.connection_string.endswith("/demo")
+        assert len({node.port for node in cluster.nodes}) == 3
+        config = await config_of(cluster, 1)
+        assert config["vBucketServerMap"]["vBucketMap"] == [[0], [1], [2], [0], [1], [2]]  # type: ignore[index]
+
+
+async def test_a_killed_node_breaks_connections_and_comes_back_on_its_port() -> None:
+    async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
+        cluster.set("k", {}, vbid=1)
+        client = await Client.dcp(cluster, node=1)
+        await client.stream(1)
+        port, uuid = cluster.nodes[1].port, cluster.vbucket(1).vbuuid
+        await cluster.kill_node(1)
+        await client.until_closed()
+        assert not cluster.nodes[1].alive
+        with pytest.raises(ConnectionError):
+            await Client.connect(cluster, 1)
+        await cluster.restart_node(1)
+        assert cluster.nodes[1].port == port
+        client = await Client.dcp(cluster, node=1)
+        await client.stream(1, uuid=uuid)
+        await client.until_seqno(1, 1)
+        assert client.markers() == [(0, 1, 6)]
+
+
+async def test_a_crash_loses_the_newest_changes() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(10):
+            cluster.set(f"k{index}", {})
+        uuid = cluster.vbucket(0).vbuuid
+        await cluster.restart_node(0, lose=4)
+        assert cluster.vbucket(0).high_seqno == 6
+        client = await Client.dcp(cluster)
+        answer = await client.stream(0, start=10, uuid=uuid)
+        assert codec_dcp.decode_rollback_seqno(answer.value) == 6
+
+
+async def test_a_failed_over_node_leaves_the_map() -> None:
+    async with SandboxCluster(nodes=3, vbuckets=6, replicas=1) as cluster:
+        for vbid in range(6):
+            cluster.set("k", {}, vbid=vbid)
+        rev = cluster.bucket.map.rev
+        await cluster.failover_node(1, lose=1)
+        assert 1 not in cluster.bucket.map.owners
+        assert [cluster.vbucket(vbid).high_seqno for vbid in range(6)] == [1, 0, 1, 1, 0, 1]
+        config = await config_of(cluster, 0)
+        assert config["rev"] > rev  # type: ignore[operator]
+        assert len(config["nodesExt"]) == 2  # type: ignore[arg-type]
+        assert all(
+            owner != 1 and 1 not in cluster.bucket.map.replicas[v] for v, owner in enumerate(cluster.bucket.map.owners)
+        )
+
+
+async def test_a_vbucket_that_moves_ends_its_streams_and_is_refused_with_the_map() -> None:
+    async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
+        cluster.set("k", {}, vbid=0)
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        await client.until_seqno(0, 1)
+        uuid = cluster.vbucket(0).vbuuid
+        cluster.move(0, 1)
+        await client.until(lambda: client.of(ev.StreamEnd))
+        refused = await client.stream(0, start=1, uuid=uuid)
+        assert refused.status == Status.NOT_MY_VBUCKET
+        assert json.loads(refused.value)["vBucketServerMap"]["vBucketMap"][0] == [1]
+        other = await Client.dcp(cluster, node=1)
+        assert (await other.stream(0, start=1, uuid=uuid)).status == 0
+        assert cluster.failover(0, lose=0) == 1
+        assert cluster.bucket.map.owners[0] == 0
+
+
+async def test_nodes_join_and_leave_by_rebalance() -> None:
+    async with SandboxCluster(nodes=1, vbuckets=8) as cluster:
+        assert await cluster.add_node() == 1
+        assert cluster.bucket.map.owners == [0] * 8
+        assert await cluster.rebalance() == 4
+        assert sorted(cluster.bucket.map.owners) == [0] * 4 + [1] * 4
+        assert await cluster.rebalance([1]) == 4
+        assert [node.number for node in cluster.bucket.map.nodes] == [1]
+        assert cluster.connection_string == f"couchbase://demo@127.0.0.1:{cluster.nodes[1].port}/demo"
+
+
+async def test_a_bucket_made_anew_breaks_connections() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.set("k", {})
+        uuid = cluster.bucket.map.bucket_uuid
+        client = await Client.dcp(cluster)
+        await cluster.recreate_bucket()
+        await client.until_closed()
+        assert (await config_of(cluster, 0))["uuid"] != uuid
+
+
+async def test_expired_documents_are_found_by_the_pager() -> None:
+    async with SandboxCluster(vbuckets=1, expiry_pager_seconds=0.05) as cluster:
+        cluster.bucket.set("k", {}, expiry=cluster.bucket.documents.now() - 5)
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        await client.until_seqno(0, 2)
+        assert isinstance(client.events[-1], ev.Deletion)
+
+
+async def test_a_million_changes_are_not_needed_to_see_that_nothing_leaks() -> None:
+    """Connections that come and go leave no listener at a vbucket."""
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(5):
+            client = await Client.dcp(cluster, name=f"c{index}")
+            await client.stream(0)
+            await client.close()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not cluster.nodes[0].connections
+        assert not cluster.vbucket(0).changed
