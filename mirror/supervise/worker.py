@@ -30,7 +30,7 @@ from mirror.supervise import logs
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, REQUEST, START, STOP, Channel, Message
 from mirror.supervise.heartbeat import INTERVAL_MS
 from storage import directory
-from storage.environment import storage_error
+from storage.environment import MAP_SIZE, storage_error
 from storage.errors import StorageError
 from storage.model import Identity
 from storage.writer import GroupWriter
@@ -135,7 +135,6 @@ async def open_stores(start: Message) -> Work:
     identity = directory.load(data)
     writers: list[GroupWriter] = []
     failures: dict[int, tuple[range, StorageError]] = {}
-    more = {} if settings.map_size_bytes is None else {"map_size": settings.map_size_bytes}
     for group in start["groups"]:
         vbids = directory.group_vbids(identity, group)
         try:
@@ -148,7 +147,7 @@ async def open_stores(start: Message) -> Work:
                     identity=identity,
                     sync=settings.sync,
                     clock_ms=clock.wall_ms,
-                    **more,
+                    map_size=settings.map_size_bytes or MAP_SIZE,
                 )
             )
         except StorageError as error:
