@@ -9,20 +9,19 @@ message; streams take turns; everything about a vbucket is asked of the bucket, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
 from mirror.ingest.rollback import OutOfRange, Rollback, producer_answer
 from mirror.sandbox import filter as filters
+from mirror.sandbox.controls import Controls
 from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.stream import ProducerStream, StreamOptions
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_dcp
 from mirror.wire.constants import (
-    ControlKey,
     DcpOpenFlag,
     Status,
     StreamEndReason,
@@ -41,7 +40,6 @@ OPEN_FLAGS = int(
     | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
 )
 NOOP_OPAQUE_FIRST = 10_000_000
-NOOP_INTERVAL_DEFAULT = 180.0
 IDLE_TIMEOUT_DEFAULT = 360.0
 
 
@@ -121,8 +119,7 @@ class DcpProducer:
         self.features = features
         self.streams: dict[tuple[int, int | None], ProducerStream] = {}
         self.window = ProducerWindow()
-        self.noop_interval = NOOP_INTERVAL_DEFAULT
-        self.noop_enabled = False
+        self.controls = Controls(features)
         self.idle_timeout = IDLE_TIMEOUT_DEFAULT
         self.ack_markers = False
         """Set by tests: memory and disk markers ask for an answer."""
@@ -131,11 +128,6 @@ class DcpProducer:
         self._port = port
         self._rng = rng
         self._live_snapshot_items = live_snapshot_items
-        self._stream_ids = False
-        self._end_on_close = False
-        self._oso = self._oso_with_seqno_advanced = False
-        self._consumer_name = False
-        self._marker_v2_2 = False
         self._wake = asyncio.Event()
         self._pumping: asyncio.Task[None] | None = None
         self._noop_task: asyncio.Task[None] | None = None
@@ -167,10 +159,15 @@ class DcpProducer:
 
     def control(self, name: bytes, value: bytes) -> Status:
         """DCP_CONTROL."""
-        handler = _CONTROLS.get(name)
-        if handler is None:
-            return Status.EINVAL
-        return handler(self, value)
+        controls = self.controls
+        noops = (controls.noop_enabled, controls.noop_interval)
+        status = controls.set(name, value)
+        if controls.buffer_bytes != self.window.window_bytes:
+            self.window.resize(controls.buffer_bytes)
+            self.wake()
+        if noops != (controls.noop_enabled, controls.noop_interval):
+            self._restart_noops()
+        return status
 
     def request_stream(self, request: StreamRequest) -> tuple[Refusal | None, bytes]:
         """DCP_STREAM_REQ: a refusal, or None and the failover log; the stream begins with `wake`."""
@@ -192,14 +189,14 @@ class DcpProducer:
 
     def close_stream(self, vbid: int, stream_id: int | None) -> tuple[Status, bytes]:
         """DCP_CLOSE_STREAM: the status, and the STREAM_END to send after the answer (empty unless it was asked for)."""
-        if (stream_id is not None) != self._stream_ids:
+        if (stream_id is not None) != self.controls.stream_ids:
             return Status.DCP_STREAM_ID_INVALID, b""
         stream = self.streams.pop((vbid, stream_id), None)
         if stream is None:
             return Status.KEY_ENOENT, b""
         self._forget(stream)
         end = stream.end(StreamEndReason.CLOSED)
-        return Status.SUCCESS, end if self._end_on_close else b""
+        return Status.SUCCESS, end if self.controls.end_on_close else b""
 
     def send_counted(self, data: bytes) -> None:
         """Send what flow control counts, whether the window is open or not (stream ends)."""
@@ -234,14 +231,14 @@ class DcpProducer:
             return Refusal(Status.NOT_MY_VBUCKET), None
         if not self._port.may_stream():
             return Refusal(Status.EACCESS), None
-        if (self.features.xattrs or request.value) and not self.noop_enabled:
+        if (self.features.xattrs or request.value) and not self.controls.noop_enabled:
             return Refusal(Status.NOT_SUPPORTED), None
         try:
             stream_filter = filters.parse(
                 request.value,
                 self._port.manifest,
                 has_collections=self.features.collections,
-                has_stream_ids=self._stream_ids,
+                has_stream_ids=self.controls.stream_ids,
             )
         except filters.FilterError as error:
             unknown = error.status in (Status.UNKNOWN_COLLECTION, Status.UNKNOWN_SCOPE)
@@ -269,10 +266,10 @@ class DcpProducer:
         if isinstance(answer, Rollback):
             return Refusal(Status.ROLLBACK, codec_dcp.encode_rollback_seqno(answer.seqno)), None
         options = StreamOptions(
-            marker_v2=self.features.sync_writes and self._consumer_name,
-            marker_v2_2=self._marker_v2_2,
-            oso=self._oso,
-            oso_with_seqno_advanced=self._oso_with_seqno_advanced,
+            marker_v2=self.features.sync_writes and self.controls.consumer_name,
+            marker_v2_2=self.controls.marker_v2_2,
+            oso=self.controls.oso,
+            oso_with_seqno_advanced=self.controls.oso_with_seqno_advanced,
             seqno_advanced=self.features.collections,
             ack_markers=self.ack_markers,
             live_snapshot_items=self._live_snapshot_items,
@@ -281,113 +278,10 @@ class DcpProducer:
         encoder = ItemEncoder(self.features)
         return None, ProducerStream(vbucket, request, stream_filter, encoder, options, self._rng)
 
-    # --- controls
-
-    def _set_noop(self, value: bytes) -> Status:
-        if value not in (b"true", b"false"):
-            return Status.EINVAL
-        self.noop_enabled = value == b"true"
-        self._restart_noops()
-        return Status.SUCCESS
-
-    def _set_noop_interval(self, value: bytes) -> Status:
-        try:
-            seconds = float(value)
-        except ValueError:
-            return Status.EINVAL
-        if not 0.1 <= seconds <= 10_800:
-            return Status.EINVAL
-        self.noop_interval = seconds
-        self._restart_noops()
-        return Status.SUCCESS
-
-    def _set_buffer_size(self, value: bytes) -> Status:
-        if not (value.isdigit() and int(value) < 1 << 32):
-            return Status.EINVAL
-        self.window.resize(int(value))
-        self.wake()
-        return Status.SUCCESS
-
-    def _set_force_compression(self, value: bytes) -> Status:
-        if value != b"true" or not self.features.snappy:
-            return Status.EINVAL
-        self.features.force_compression = True
-        return Status.SUCCESS
-
-    def _set_end_on_close(self, value: bytes) -> Status:
-        if value != b"true":
-            return Status.EINVAL
-        self._end_on_close = True
-        return Status.SUCCESS
-
-    def _set_expiry_opcode(self, value: bytes) -> Status:
-        """Success always; without delete times it stays without effect (captures, point 8)."""
-        if value not in (b"true", b"false"):
-            return Status.EINVAL
-        self.features.expiry_opcode = value == b"true"
-        return Status.SUCCESS
-
-    def _set_stream_id(self, value: bytes) -> Status:
-        if value != b"true" or not self.features.collections:
-            return Status.EINVAL
-        if self.features.sync_writes:
-            return Status.NOT_SUPPORTED
-        self._stream_ids = True
-        return Status.SUCCESS
-
-    def _set_sync_writes(self, value: bytes) -> Status:
-        if value != b"true":
-            return Status.EINVAL
-        if self._stream_ids:
-            return Status.NOT_SUPPORTED
-        self.features.sync_writes = True
-        return Status.SUCCESS
-
-    def _set_consumer_name(self, value: bytes) -> Status:
-        if not 0 < len(value) <= 200:
-            return Status.EINVAL
-        self._consumer_name = True
-        return Status.SUCCESS
-
-    def _set_deleted_user_xattrs(self, value: bytes) -> Status:
-        took = self.features.open_flags & DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
-        return Status.SUCCESS if value == b"true" and took else Status.EINVAL
-
-    def _set_oso(self, value: bytes) -> Status:
-        if value not in (b"true", b"true_with_seqno_advanced"):
-            return Status.EINVAL
-        self._oso = True
-        self._oso_with_seqno_advanced = value != b"true"
-        return Status.SUCCESS
-
-    def _set_flat_events(self, value: bytes) -> Status:
-        if value != b"true":
-            return Status.EINVAL
-        self.features.flat_events = True
-        return Status.SUCCESS
-
-    def _set_marker_version(self, value: bytes) -> Status:
-        if value not in (b"2.0", b"2.2") or not self.features.collections:
-            return Status.EINVAL
-        self._marker_v2_2 = value == b"2.2"
-        return Status.SUCCESS
-
-    def _set_priority(self, value: bytes) -> Status:
-        return Status.SUCCESS if value in (b"high", b"medium", b"low") else Status.EINVAL
-
-    def _set_order(self, value: bytes) -> Status:
-        return Status.SUCCESS if value in (b"round-robin", b"sequential") else Status.EINVAL
-
-    def _set_flag(self, value: bytes) -> Status:
-        return Status.SUCCESS if value in (b"true", b"false") else Status.EINVAL
-
-    def _not_supported(self, _value: bytes) -> Status:
-        return Status.NOT_SUPPORTED
-
     def _restart_noops(self) -> None:
         if self._noop_task is not None:
             self._noop_task.cancel()
-        self._noop_task = asyncio.create_task(self._noops()) if self.noop_enabled else None
+        self._noop_task = asyncio.create_task(self._noops()) if self.controls.noop_enabled else None
 
     # --- sending
 
@@ -430,34 +324,10 @@ class DcpProducer:
     async def _noops(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self.noop_interval)
+            await asyncio.sleep(self.controls.noop_interval)
             if loop.time() - self._heard > self.idle_timeout:
                 self._port.close()
                 return
             if self.streams:
                 self._noop_opaque += 1
                 self._port.send(codec_dcp.encode(DcpNoop(opaque=self._noop_opaque)))
-
-
-_CONTROLS: dict[bytes, Callable[[DcpProducer, bytes], Status]] = {
-    ControlKey.ENABLE_NOOP: DcpProducer._set_noop,
-    ControlKey.SET_NOOP_INTERVAL: DcpProducer._set_noop_interval,
-    ControlKey.CONNECTION_BUFFER_SIZE: DcpProducer._set_buffer_size,
-    ControlKey.SET_PRIORITY: DcpProducer._set_priority,
-    ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN: DcpProducer._set_flag,
-    ControlKey.SUPPORTS_HIFI_MFU: DcpProducer._set_flag,
-    ControlKey.FORCE_VALUE_COMPRESSION: DcpProducer._set_force_compression,
-    ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM: DcpProducer._set_end_on_close,
-    ControlKey.ENABLE_EXPIRY_OPCODE: DcpProducer._set_expiry_opcode,
-    ControlKey.ENABLE_STREAM_ID: DcpProducer._set_stream_id,
-    ControlKey.ENABLE_SYNC_WRITES: DcpProducer._set_sync_writes,
-    ControlKey.CONSUMER_NAME: DcpProducer._set_consumer_name,
-    ControlKey.BACKFILL_ORDER: DcpProducer._set_order,
-    ControlKey.INCLUDE_DELETED_USER_XATTRS: DcpProducer._set_deleted_user_xattrs,
-    ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS: DcpProducer._set_oso,
-    ControlKey.V7_DCP_STATUS_CODES: DcpProducer._set_flag,
-    ControlKey.CHANGE_STREAMS: DcpProducer._not_supported,
-    ControlKey.FLATBUFFERS_SYSTEM_EVENTS: DcpProducer._set_flat_events,
-    ControlKey.MAX_MARKER_VERSION: DcpProducer._set_marker_version,
-    b"stream_buffer_size": DcpProducer._not_supported,
-}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-import pytest
-
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
@@ -66,38 +64,6 @@ async def test_noops_come_at_the_interval_and_silence_ends_the_connection() -> N
         assert opaques == list(range(opaques[0], opaques[0] + len(opaques)))
         client.answer_noops = False
         await client.until_closed()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "status"),
-    [
-        ("set_priority", "high", 0),
-        ("set_priority", "no", Status.EINVAL),
-        ("set_noop_interval", "0.5", 0),
-        ("set_noop_interval", "0.01", Status.EINVAL),
-        ("set_noop_interval", "x", Status.EINVAL),
-        ("enable_noop", "perhaps", Status.EINVAL),
-        ("backfill_order", "sequential", 0),
-        ("backfill_order", "random", Status.EINVAL),
-        ("supports_cursor_dropping_vulcan", "true", 0),
-        ("force_value_compression", "true", Status.EINVAL),
-        ("send_stream_end_on_client_close_stream", "false", Status.EINVAL),
-        ("include_deleted_user_xattrs", "true", Status.EINVAL),
-        ("enable_out_of_order_snapshots", "maybe", Status.EINVAL),
-        ("change_streams", "true", Status.NOT_SUPPORTED),
-        ("stream_buffer_size", "1", Status.NOT_SUPPORTED),
-        ("flatbuffers_system_events", "false", Status.EINVAL),
-        ("max_marker_version", "9", Status.EINVAL),
-        ("consumer_name", "n", 0),
-        ("enable_expiry_opcode", "yes", Status.EINVAL),
-        ("enable_sync_writes", "no", Status.EINVAL),
-        ("enable_ext_metadata", "true", Status.EINVAL),
-    ],
-)
-async def test_controls(name: str, value: str, status: int) -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.dcp(cluster)
-        assert await client.control(name, value) == status
 
 
 async def test_stream_ids_and_sync_writes_exclude_each_other() -> None:
