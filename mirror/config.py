@@ -112,8 +112,13 @@ class Settings(BaseSettings):
     """Address of the DCP listener."""
 
     # housekeeping
-    history_s: Annotated[int, Field(ge=0)] = 3600
-    """How long superseded versions and boundaries are kept."""
+    history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600
+    """How long superseded versions, tombstones, retracted rows and boundaries are kept. Readers can go back so far, and
+    a failover that loses more than this costs a vbucket a refill."""
+    history_boundaries: Annotated[int, Field(ge=1)] | None = None
+    """Kept boundaries of a vbucket at most; None: as many as `history_s` keeps."""
+    history_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bytes of rows above the history floor of a vbucket at most; None: as many as `history_s` keeps."""
     worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
     """A worker that says nothing for this long is killed and started again."""
     stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 20.0

@@ -55,7 +55,7 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
         fields = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))
     except CorruptedError as error:
         raise CorruptedError(error.message, path=environment.path, vbid=vbid, hint=error.hint) from error
-    staging, staged, staging_published, indexed, snapshot, log, purge, local_purge, rollbacks, last = fields
+    staging, staged, staging_published, indexed, snapshot, log, purge, rollbacks, last = fields
     if staged < staging_published or (staging == branch and staging_published != published):
         raise CorruptedError(
             f"positions contradict each other (published {published}, staged {staged})",
@@ -86,12 +86,45 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
         open_snapshot=snapshot,
         failover_log=log,
         source_purge_seqno=Seqno(purge),
-        local_purge_seqno=Seqno(local_purge),
+        local_purge_seqno=Seqno(purge_row(environment, txn, vbid)[1]),
         manifest=manifest,
         rollback_count=rollbacks,
         last_rollback_ms=last,
     )
     return Loaded(state, indexed, manifest_key if staging == branch else (0, 0), above)
+
+
+def purge_row(environment: Environment, txn: Any, vbid: int) -> tuple[int, int]:
+    """(purged seqno, local_purge_seqno); zeros before the first purge."""
+    data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PURGE))
+    if data is None:
+        return 0, 0
+    if len(data) != keys.PURGE.size:
+        raise CorruptedError("the purge record is damaged", path=environment.path, vbid=vbid)
+    return keys.PURGE.unpack(data)
+
+
+def all_branches(environment: Environment, txn: Any, vbid: int) -> dict[int, records.BranchRow]:
+    """Every branch of a vbucket by number, rising."""
+    found = {}
+    cursor = txn.cursor(environment.db(keys.DB_BRANCH))
+    if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 0)):
+        for key, value in cursor.iternext():
+            row_vbid, branch = keys.BRANCH_KEY.unpack(key)
+            if row_vbid != vbid:
+                break
+            found[branch] = records.decode_branch(value)
+    return found
+
+
+def put_branch(environment: Environment, txn: Any, vbid: int, branch: int, row: records.BranchRow) -> None:
+    """Write a row of `branch`."""
+    txn.put(keys.BRANCH_KEY.pack(vbid, branch), records.encode_branch(row), db=environment.db(keys.DB_BRANCH))
+
+
+def get_branch(environment: Environment, txn: Any, vbid: int, branch: int) -> records.BranchRow:
+    """Read a row of `branch`."""
+    return records.decode_branch(txn.get(keys.BRANCH_KEY.pack(vbid, branch), db=environment.db(keys.DB_BRANCH)))
 
 
 def manifest_at(environment: Environment, txn: Any, vbid: int, key: ManifestKey) -> Manifest:
@@ -123,8 +156,16 @@ def put_published(
     manifest_key: ManifestKey,
     now_ms: int,
 ) -> None:
-    """Make `branch` up to `seqno` what readers see, and keep that boundary."""
+    """Make `branch` up to `seqno` what readers see, and keep that boundary.
+
+    A refill or OSO branch gets its time now, by which the purger knows that readers have seen it, and since when; the
+    purger then starts on it from its beginning.
+    """
     vbid_key = keys.VBID_KEY.pack(state.vbid)
+    if branch != state.branch:
+        row = get_branch(environment, txn, state.vbid, branch)
+        put_branch(environment, txn, state.vbid, branch, row._replace(time_ms=now_ms))
+        txn.put(vbid_key, keys.PURGE.pack(0, 0), db=environment.db(keys.DB_PURGE))
     floor = state.history_floor_seqno if state.staging_published_seqno else seqno
     pub = keys.PUB.pack(branch, seqno, floor, *manifest_key, 0)
     txn.put(vbid_key, pub, db=environment.db(keys.DB_PUB))
@@ -161,8 +202,7 @@ def _open_branch(
     environment: Environment, txn: Any, vbid: int, parent: int | None, base: int, vbuuid: int, reason: int, now_ms: int
 ) -> int:
     number = _next_branch(environment, txn, vbid)
-    row = records.encode_branch(parent, base, vbuuid, reason, now_ms)
-    txn.put(keys.BRANCH_KEY.pack(vbid, number), row, db=environment.db(keys.DB_BRANCH))
+    put_branch(environment, txn, vbid, number, records.BranchRow(parent, base, vbuuid, reason, now_ms))
     return number
 
 
@@ -178,7 +218,6 @@ def _put_state(
         None,
         changes.get("failover_log", state.failover_log),
         changes.get("source_purge_seqno", state.source_purge_seqno),
-        state.local_purge_seqno,
         changes.get("rollback_count", state.rollback_count),
         changes.get("last_rollback_ms", state.last_rollback_ms),
     )
@@ -218,7 +257,7 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
     vbid = state.vbid
     base = state.published_seqno
     if staging_reason(environment, txn, state) is BranchReason.REFILL:
-        begin_refill(environment, txn, state, BranchReason.REFILL, now_ms)
+        begin_refill(environment, txn, state, BranchReason.REFILL)
         return
     # Also for a broken OSO snapshot: rows of its branch are in the tree, so going on needs a newer branch to append to.
     vbuuid = vbuuid_at(state.failover_log, base)
@@ -238,16 +277,18 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
 
 def staging_reason(environment: Environment, txn: Any, state: VbucketState) -> BranchReason:
     """Why the staging branch was opened."""
-    key = keys.BRANCH_KEY.pack(state.vbid, state.staging_branch)
-    reason = BranchReason(records.decode_branch(txn.get(key, db=environment.db(keys.DB_BRANCH)))[3])
+    reason = BranchReason(get_branch(environment, txn, state.vbid, state.staging_branch).reason)
     assert (state.staging_branch == state.branch) or reason in (BranchReason.REFILL, BranchReason.OSO), state
     # A published refill or OSO branch is served like any other.
     return reason if state.staging_branch != state.branch else BranchReason.FIRST
 
 
-def begin_refill(environment: Environment, txn: Any, state: VbucketState, reason: BranchReason, now_ms: int) -> None:
-    """A staging branch without parent, beside what is served. The flag in `pub` says that a refill is under way."""
-    branch = _open_branch(environment, txn, state.vbid, None, 0, 0, reason, now_ms)
+def begin_refill(environment: Environment, txn: Any, state: VbucketState, reason: BranchReason) -> None:
+    """A staging branch without parent, beside what is served; its time stays 0 until readers see it.
+
+    The flag in `pub` says that a refill is under way.
+    """
+    branch = _open_branch(environment, txn, state.vbid, None, 0, 0, reason, 0)
     vbid_key = keys.VBID_KEY.pack(state.vbid)
     pub = list(unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, state.vbid))
     if reason is BranchReason.REFILL:

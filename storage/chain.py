@@ -15,7 +15,7 @@ from typing import Any
 from storage import keys, records
 from storage.environment import Environment
 from storage.errors import CorruptedError
-from storage.model import Boundary, Branch, Seqno, Vbid, Vbuuid
+from storage.model import SEQNO_MAX, Boundary, Branch, Seqno, Vbid, Vbuuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class Link:
     branch: int
     base_seqno: int
     cut: int
+    kept_seqno: int = SEQNO_MAX
+    """Rows of the branch above it may be gone already (they are on no served chain)."""
 
 
 Chain = tuple[Link, ...]
@@ -37,20 +39,20 @@ def load(environment: Environment, txn: Any, vbid: int, branch: int, cut: int) -
     current: int | None = branch
     while current is not None:
         try:
-            parent, base_seqno, _, _, _ = records.decode_branch(txn.get(keys.BRANCH_KEY.pack(vbid, current), db=db))
+            row = records.decode_branch(txn.get(keys.BRANCH_KEY.pack(vbid, current), db=db))
         except CorruptedError as error:
             raise CorruptedError(f"branch {current}: {error.message}", path=environment.path, vbid=vbid) from error
-        if parent is not None and parent >= current:
-            raise CorruptedError(f"branch {current} has parent {parent}", path=environment.path, vbid=vbid)
-        links.append(Link(current, base_seqno, cut))
-        cut = min(cut, base_seqno)
-        current = parent
+        if row.parent is not None and row.parent >= current:
+            raise CorruptedError(f"branch {current} has parent {row.parent}", path=environment.path, vbid=vbid)
+        links.append(Link(current, row.base_seqno, cut, row.kept_seqno))
+        cut = min(cut, row.base_seqno)
+        current = row.parent
     return tuple(links)
 
 
 def recut(chain: Chain, cut: int) -> Chain:
     """The same chain seen as of seqno `cut`."""
-    return tuple(Link(link.branch, link.base_seqno, min(link.cut, cut)) for link in chain)
+    return tuple(Link(link.branch, link.base_seqno, min(link.cut, cut), link.kept_seqno) for link in chain)
 
 
 def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:

@@ -166,7 +166,8 @@ class _Walk:
                 vbid, branch = keys.BRANCH_KEY.unpack(key)
                 if vbid != self.vbid:
                     break
-                parent, base_seqno, _, _, _ = records.decode_branch(value)
+                row = records.decode_branch(value)
+                parent, base_seqno = row.parent, row.base_seqno
                 if parent is None and base_seqno:
                     self._add(f"branch {branch} has no parent but base seqno {base_seqno}")
                 if parent is not None and parent not in known:

@@ -66,10 +66,10 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
         with environment.begin(write=True) as txn:
             branch, pub, state = (environment.db(name) for name in (keys.DB_BRANCH, keys.DB_PUB, keys.DB_STATE))
             for vbid in vbids:
-                first = records.encode_branch(None, 0, 0, BranchReason.FIRST, time_ms)
+                first = records.encode_branch(records.BranchRow(None, 0, 0, BranchReason.FIRST, time_ms))
                 txn.put(keys.BRANCH_KEY.pack(vbid, 1), first, db=branch)
                 txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(1, 0, 0, 0, 0, 0), db=pub)
-                empty = records.encode_state(1, 0, 0, 0, None, (), 0, 0, 0, None)
+                empty = records.encode_state(1, 0, 0, 0, None, (), 0, 0, None)
                 txn.put(keys.VBID_KEY.pack(vbid), empty, db=state)
             meta = environment.db(keys.DB_META)
             txn.put(b"identity", identity_bytes(identity, group), db=meta)

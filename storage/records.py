@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cramjam
 import msgpack
@@ -17,6 +17,7 @@ import msgpack
 from storage import keys
 from storage.errors import CorruptedError
 from storage.model import (
+    SEQNO_MAX,
     Branch,
     Collection,
     Document,
@@ -182,7 +183,7 @@ def encode_deletion(
     return HEADER.pack(MAGIC, opcode, len(wire_key), len(extras), 0, 0, body_length, 0, cas) + extras + wire_key
 
 
-StateFields = tuple[int, int, int, int, SnapshotRange | None, tuple[FailoverEntry, ...], int, int, int, int | None]
+StateFields = tuple[int, int, int, int, SnapshotRange | None, tuple[FailoverEntry, ...], int, int, int | None]
 
 
 def _pack(*fields: Any) -> bytes:
@@ -201,15 +202,27 @@ def _unpack(data: bytes | None, what: str, count: int) -> list[Any]:
     return fields[1:]
 
 
-def encode_branch(parent: int | None, base_seqno: int, vbuuid: int, reason: int, time_ms: int) -> bytes:
+class BranchRow(NamedTuple):
     """A row of `branch`."""
-    return _pack(parent, base_seqno, vbuuid, reason, time_ms)
+
+    parent: int | None
+    base_seqno: int
+    vbuuid: int
+    reason: int
+    time_ms: int
+    """When readers first saw it, milliseconds since 1970; 0: a refill or OSO snapshot that they have not seen."""
+    kept_seqno: int = SEQNO_MAX
+    """Rows of this branch above it are dead, and the purger has begun to remove them."""
 
 
-def decode_branch(data: bytes | None) -> tuple[int | None, int, int, int, int]:
-    """(parent, base_seqno, vbuuid, reason, time_ms)."""
-    parent, base_seqno, vbuuid, reason, time_ms = _unpack(data, "branch", 5)
-    return parent, base_seqno, vbuuid, reason, time_ms
+def encode_branch(row: BranchRow) -> bytes:
+    """A row of `branch`."""
+    return _pack(*row)
+
+
+def decode_branch(data: bytes | None) -> BranchRow:
+    """A BranchRow from its bytes."""
+    return BranchRow(*_unpack(data, "branch", 6))
 
 
 def encode_state(
@@ -220,7 +233,6 @@ def encode_state(
     open_snapshot: SnapshotRange | None,
     failover_log: Sequence[FailoverEntry],
     source_purge_seqno: int,
-    local_purge_seqno: int,
     rollback_count: int,
     last_rollback_ms: int | None,
 ) -> bytes:
@@ -233,7 +245,6 @@ def encode_state(
         (open_snapshot.start_seqno, open_snapshot.end_seqno, open_snapshot.flags) if open_snapshot else None,
         [(entry.vbuuid, entry.seqno) for entry in failover_log],
         source_purge_seqno,
-        local_purge_seqno,
         rollback_count,
         last_rollback_ms,
     )
@@ -241,7 +252,7 @@ def encode_state(
 
 def decode_state(data: bytes | None) -> StateFields:
     """The fields of `encode_state`, in its order."""
-    branch, staged, published, indexed, snapshot, log, purge, local_purge, rollbacks, last = _unpack(data, "state", 10)
+    branch, staged, published, indexed, snapshot, log, purge, rollbacks, last = _unpack(data, "state", 9)
     return (
         branch,
         staged,
@@ -250,7 +261,6 @@ def decode_state(data: bytes | None) -> StateFields:
         SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None,
         tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in log),
         purge,
-        local_purge,
         rollbacks,
         last,
     )

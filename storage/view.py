@@ -658,9 +658,11 @@ class View:
     def changes(self, vbid: int | None = None, *, since: Token | None = None, raw: bool = False) -> Iterator[Change]:
         """Published events in order, up to now. With `since` those after a token (of its vbucket).
 
-        When the token's history was rolled back, the rollback comes first, with what it retracted and restored; the
-        last of these carries the first token of the new history. Raises ViewInvalidated when the history the token
-        stood on was replaced whole (a refill), or when a rollback happens while the generator runs.
+        A token below the history floor resumes too, as long as no tombstone above it was purged: older versions of
+        what it has yet to see are left out, as the source's own dedup does. When the token's history was rolled back,
+        the rollback comes first, with what it retracted and restored; the last of these carries the first token of the
+        new history. Raises ViewInvalidated when the history the token stood on was replaced whole (a refill) or is no
+        longer kept, or when a rollback happens while the generator runs.
         """
         for each in range(self._count) if vbid is None else (vbid,):
             token = since if since is not None and since.vbid == each else None
@@ -684,21 +686,15 @@ class View:
                         raise ViewInvalidated(
                             "the vbucket was filled anew since this token", vbid=vbid, hint="read it from the beginning"
                         )
-                elif 0 < token.seqno < (purged := self._purged(opened, txn, vbid)):
-                    raise ViewInvalidated(
-                        f"tombstones up to seqno {purged} are gone",
-                        vbid=vbid,
-                        hint="read it from the beginning",
-                    )
+                purged = branches.purge_row(opened.environment, txn, vbid)[1]
+                gap = any(link.kept_seqno < link.cut and after < link.cut for link in lost)
+                if gap or (after < purged and token.seqno > 0):
+                    what = "what was rolled back is" if gap else f"tombstones up to seqno {purged} are"
+                    raise ViewInvalidated(f"{what} gone from history", vbid=vbid, hint="read it from the beginning")
         if token is not None and lost:
             yield from self._retractions(opened, vbid, served, lost, token, after, raw)
         for document in self._rows_of(opened, vbid, served, after, served.seqno, raw):
             yield Change(document.kind.name.lower(), Token(Vbid(vbid), document.branch, document.seqno), document)
-
-    @staticmethod
-    def _purged(opened: Opened, txn: Any, vbid: int) -> int:
-        """Up to here deletions may be missing: whoever stands below cannot be told of them any more."""
-        return branches.load(opened.environment, txn, Vbid(vbid)).state.local_purge_seqno
 
     def _lost_chain(self, opened: Opened, txn: Any, vbid: int, token: Token) -> chain.Chain:
         try:

@@ -33,11 +33,15 @@ from storage.model import (
     Vbid,
     VbucketState,
 )
+from storage.purge import Purger, Window
 
 INLINE_INDEX_ROWS = 20_000
 """Deferred rows up to this count get their key rows in the publishing transaction itself; more go to an IndexJob."""
 GROW_TRIES_MAX = 16
 """Doublings of the map for one commit; 16 of them are 65,536 times the size."""
+PURGE_INTERVAL_MS = 1_000
+"""Pause after a look at every vbucket that found no history to remove, milliseconds."""
+KEEP_ALL = Window()
 IDLE_SYNC_MS = 200
 """With `safe`, the meta page of the last commit is synced when the group was idle for this long, milliseconds."""
 
@@ -129,6 +133,7 @@ class GroupWriter:
         sync: str,
         clock_ms: Callable[[], int],
         map_size: int = MAP_SIZE,
+        window: Window = KEEP_ALL,
     ) -> None:
         """Use `open`."""
         self.path = path
@@ -138,6 +143,7 @@ class GroupWriter:
         self.sync = sync
         self.clock_ms = clock_ms
         self.map_size = map_size
+        self.window = window
         self.pending_bytes = 0
         self.commit_count = 0
         self._jobs: list[Vbucket] = []
@@ -161,12 +167,22 @@ class GroupWriter:
         sync: str = "safe",
         clock_ms: Callable[[], int],
         map_size: int = MAP_SIZE,
+        window: Window = KEEP_ALL,
     ) -> GroupWriter:
-        """Take the group's lock and read its states.
+        """Take the group's lock and read its states. `window`: how much history to keep.
 
         Raises Locked, ReadOnly, CorruptedError, FormatTooNew, WrongBucket.
         """
-        return cls(path, group=group, vbids=vbids, identity=identity, sync=sync, clock_ms=clock_ms, map_size=map_size)
+        return cls(
+            path,
+            group=group,
+            vbids=vbids,
+            identity=identity,
+            sync=sync,
+            clock_ms=clock_ms,
+            map_size=map_size,
+            window=window,
+        )
 
     # -- opening and states ---------------------------------------------------------------------------------------
 
@@ -183,6 +199,8 @@ class GroupWriter:
                 with self.environment.begin(write=True) as txn:
                     txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta)
             self._load()
+            self._purger = Purger(self.environment, self.vbids, self.window)
+            self._purge_after_ms = 0
             SHARED.announce(self.environment)
         except lmdb.Error as error:
             self.environment.close()
@@ -204,6 +222,19 @@ class GroupWriter:
                 self._vbuckets[vbid] = vbucket
         for vbid in self.vbids:
             self._leave_broken_oso(vbid)
+            self._finish_complete(vbid)
+
+    def _finish_complete(self, vbid: Vbid) -> None:
+        """A snapshot that was complete on disk when the last writer ended lacks its key rows alone: make them now.
+
+        The marker's start is not stored; the boundary gets the one below it, as a stream request would.
+        """
+        vbucket = self._vbuckets[vbid]
+        state = vbucket.state
+        if state.open_snapshot is None and state.staged_seqno > state.staging_published_seqno:
+            vbucket.complete_seqno = state.staged_seqno
+            vbucket.complete_start = state.staging_published_seqno
+            self._begin_job(vbucket)
 
     def _leave_broken_oso(self, vbid: Vbid) -> None:
         """An OSO snapshot is unordered, so a break cannot be resumed: its rows are left behind on their branch."""
@@ -485,7 +516,6 @@ class GroupWriter:
                 open_snapshot,
                 state.failover_log,
                 state.source_purge_seqno,
-                state.local_purge_seqno,
                 state.rollback_count,
                 state.last_rollback_ms,
             ),
@@ -529,11 +559,16 @@ class GroupWriter:
         vbucket.flushed_seqno = flushed
         vbucket.dirty = bool(vbucket.rows)
         if vbucket.complete_seqno is not None and vbucket.job is None:
-            vbucket.job = index.IndexJob(
-                self.environment, vbucket.base.vbid, vbucket.prefix, vbucket.indexed_seqno, vbucket.complete_seqno
-            )
-            self._jobs.append(vbucket)
+            self._begin_job(vbucket)
         return published
+
+    def _begin_job(self, vbucket: Vbucket) -> None:
+        """Have the key rows of a complete snapshot made by `step`."""
+        assert vbucket.complete_seqno is not None
+        vbucket.job = index.IndexJob(
+            self.environment, vbucket.base.vbid, vbucket.prefix, vbucket.indexed_seqno, vbucket.complete_seqno
+        )
+        self._jobs.append(vbucket)
 
     # -- background -----------------------------------------------------------------------------------------------
 
@@ -543,10 +578,33 @@ class GroupWriter:
         if self._jobs:
             self._index_step(self._jobs[0])
             return bool(self._jobs)
+        if self._purge_step():
+            return True
         idle_since = self._unsynced_since
         if self.sync == "safe" and idle_since is not None and self.clock_ms() - idle_since >= IDLE_SYNC_MS:
             self._sync()
         return False
+
+    def _purge_step(self) -> bool:
+        """Remove a little history that nobody may look at any more. True when something was done."""
+        now_ms = self.clock_ms()
+        if self.window == KEEP_ALL or now_ms < self._purge_after_ms:
+            return False
+        vbid = self._purger.plan(now_ms)
+        if vbid is None:
+            if self._purger.round_is_over:
+                self._purge_after_ms = now_ms + PURGE_INTERVAL_MS
+            return False
+        self._purge(vbid, now_ms)
+        return True
+
+    def _purge(self, vbid: Vbid, now_ms: int) -> None:
+        self._write(lambda txn: self._purger.step(txn, vbid, now_ms))
+        with self.environment.read() as txn:
+            state = branches.load(self.environment, txn, vbid).state
+        self._vbuckets[vbid].change(
+            history_floor_seqno=state.history_floor_seqno, local_purge_seqno=state.local_purge_seqno
+        )
 
     def _sync(self) -> None:
         try:
@@ -608,7 +666,7 @@ class GroupWriter:
         with self.environment.read() as txn:
             served = chain.load(self.environment, txn, vbid, state.branch, state.published_seqno)
             boundary = chain.newest_boundary(self.environment, txn, state.vbid, served, to_seqno)
-        if boundary is None:
+        if boundary is None or boundary.seqno < state.history_floor_seqno:
             return RollbackResult(Seqno(0), state.published_seqno, state.branch)
         self._discard_pending(vbucket)
         now = self.clock_ms()
@@ -637,8 +695,7 @@ class GroupWriter:
         vbucket = self._vbuckets[vbid]
         self._discard_pending(vbucket)
         state = vbucket.state
-        now = self.clock_ms()
-        self._write(lambda txn: branches.begin_refill(self.environment, txn, state, reason, now))
+        self._write(lambda txn: branches.begin_refill(self.environment, txn, state, reason))
         self._reread(vbid)
 
     def begin_oso(self, vbid: int) -> None:

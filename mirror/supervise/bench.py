@@ -163,10 +163,8 @@ def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> 
         )
         start, cpu_start = time.perf_counter(), time.process_time()
         running = asyncio.create_task(consumer.run())
-        while not (highs := consumer.source_high_seqnos()) or len(highs) < identity.vbucket_count:
-            await asyncio.sleep(0.005)
-        while not consumer.caught_up(highs):
-            await asyncio.sleep(0.005)
+        while len(highs := consumer.source_high_seqnos()) < identity.vbucket_count or not consumer.caught_up(highs):
+            await asyncio.sleep(0.005)  # noqa: ASYNC110 - looks on from outside, as status does
         for writer in writers:
             writer.environment.env.sync(True)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start

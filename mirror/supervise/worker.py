@@ -33,6 +33,7 @@ from storage import directory
 from storage.environment import MAP_SIZE, storage_error
 from storage.errors import StorageError
 from storage.model import Identity
+from storage.purge import Window
 from storage.writer import GroupWriter
 
 PR_SET_PDEATHSIG = 1
@@ -135,6 +136,11 @@ async def open_stores(start: Message) -> Work:
     identity = directory.load(data)
     writers: list[GroupWriter] = []
     failures: dict[int, tuple[range, StorageError]] = {}
+    window = Window(
+        time_ms=settings.history_s * 1000,
+        boundaries=settings.history_boundaries,
+        size_bytes=settings.history_bytes,
+    )
     for group in start["groups"]:
         vbids = directory.group_vbids(identity, group)
         try:
@@ -148,6 +154,7 @@ async def open_stores(start: Message) -> Work:
                     sync=settings.sync,
                     clock_ms=clock.wall_ms,
                     map_size=settings.map_size_bytes or MAP_SIZE,
+                    window=window,
                 )
             )
         except StorageError as error:

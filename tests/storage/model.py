@@ -67,6 +67,20 @@ class ModelVbucket:
         self.published = seqno
         self.boundaries[seqno] = self.contents
 
+    def purge(self, keep: int) -> int:
+        """Keep the newest `keep` boundaries; returns the floor."""
+        if len(self.boundaries) >= keep:
+            floor = sorted(self.boundaries)[-keep]
+            self.boundaries = {at: contents for at, contents in self.boundaries.items() if at >= floor}
+        return min(self.boundaries, default=0)
+
+    def kept_events(self) -> list[tuple[int, bytes, bytes | None]]:
+        """Events that must still be there when everything below the floor was purged."""
+        floor = min(self.boundaries, default=0)
+        below = {key: (at, key, value) for at, key, value in self.events if at <= floor}
+        newest = [event for event in below.values() if event[2] is not None]
+        return sorted(newest) + [event for event in self.events if event[0] > floor]
+
     def roll_back(self, to_seqno: int) -> int:
         """Back to the newest kept boundary at or below; 0 when there is none."""
         below = [seqno for seqno in self.boundaries if seqno <= to_seqno]

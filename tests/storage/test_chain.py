@@ -26,7 +26,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
     environment.open_all()
     with environment.begin(write=True) as txn:
         for branch, (parent, base) in TREE.items():
-            row = records.encode_branch(parent, base, 0, 1, 0)
+            row = records.encode_branch(records.BranchRow(parent, base, 0, 1, 0))
             txn.put(keys.BRANCH_KEY.pack(0, branch), row, db=environment.db(keys.DB_BRANCH))
     yield environment
     environment.close()

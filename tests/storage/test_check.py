@@ -93,7 +93,7 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
     "a state that is no msgpack": (put(keys.DB_STATE, b"\0\0", b"\xc1"), "cannot be read"),
     "a branch without its parent": (delete(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 1)), "vbucket 0"),
     "a circle of branches": (
-        put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 1), records.encode_branch(2, 0, 0, 1, 0)),
+        put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 1), records.encode_branch(records.BranchRow(2, 0, 0, 1, 0))),
         "vbucket 0",
     ),
     "a vbucket of another group": (put(keys.DB_PUB, b"\0\1", keys.PUB.pack(1, 0, 0, 0, 0, 0)), "row of vbucket 1"),

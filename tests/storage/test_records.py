@@ -103,7 +103,7 @@ def test_a_state_is_read_as_it_was_written(
 ) -> None:  # fmt: skip
     range_ = SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None
     entries = tuple(FailoverEntry(Vbuuid(uuid), Seqno(seqno)) for uuid, seqno in log)
-    fields = (branch, staged, published, 3, range_, entries, 5, 6, 7, last)
+    fields = (branch, staged, published, 3, range_, entries, 5, 6, last)
     assert records.decode_state(records.encode_state(*fields)) == fields
 
 
@@ -120,8 +120,8 @@ def test_a_manifest_is_read_as_it_was_written(
 
 
 def test_branches_and_rollbacks_are_read_as_they_were_written() -> None:
-    assert records.decode_branch(records.encode_branch(None, 0, 1, 1, 9)) == (None, 0, 1, 1, 9)
-    assert records.decode_branch(records.encode_branch(4, 50, 1, 2, 9)) == (4, 50, 1, 2, 9)
+    for row in (records.BranchRow(None, 0, 1, 1, 9), records.BranchRow(4, 50, 1, 2, 9, kept_seqno=60)):
+        assert records.decode_branch(records.encode_branch(row)) == row
     assert records.decode_rollback(records.encode_rollback(1, 2, 3, 4, 5, 6, 7)) == (1, 2, 3, 4, 5, 6, 7)
 
 

@@ -84,7 +84,7 @@ def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(wr
     )
     assert [d.value for d in view.scan(0)] == [b"default", b"order a", b"order b"]
     assert [d.value for d in view.scan(0, collection="shop.orders", prefix=B)] == [b"order b"]
-    with pytest.raises(UnknownCollection, match="known here: _default._default, shop.orders"):
+    with pytest.raises(UnknownCollection, match=r"known here: _default\._default, shop\.orders"):
         view.get(A, "shop.unknown")
 
     system_event(writer, 5, DEFAULT, Collection(9, 8, "orders", Seqno(5)), scopes=SCOPES)  # flushed

@@ -1,0 +1,369 @@
+"""History: raising the floor, and removing what nothing at or above it can see, in small steps.
+
+Knows boundaries, versions and branches; is called by the group's writer when there is nothing better to do. Cost is
+proportional to what changed, never to the size of the bucket: rows are visited once, in seqno order, after the floor
+has passed them. Invariants:
+- the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches
+  below it (`view` refuses);
+- a version goes only when its next version on the served chain is at or below the floor; a tombstone only when it is
+  the newest version at or below the floor and nothing older is left, which raises local_purge_seqno;
+- rows of a dropped or flushed collection go when that event is at or below the floor;
+- rows that a rollback retracted go when the rollback is older than the window or the floor has passed its boundary
+  (till then, readers may have yet to be told); rows that were never published go at once;
+- every step is one write transaction of at most `STEP_ROWS` rows; stopping between any two steps is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from storage import branches, chain, keys, records
+from storage.environment import Environment
+from storage.model import SEQNO_MAX, BranchReason, Vbid
+
+LOOK_VBUCKETS = 8
+"""Vbuckets looked at for work in one call."""
+STEP_ROWS = 1_000
+"""Rows removed, and twice as many visited, in one step: some 5-15 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How much history is kept. Each limit is a maximum: the tightest decides. None: no limit of that kind."""
+
+    time_ms: int | None = None
+    """Readers can go back at least this long, if the mirror is that old."""
+    boundaries: int | None = None
+    """Kept boundaries of a vbucket."""
+    size_bytes: int | None = None
+    """Bytes of rows of a vbucket above its floor."""
+
+
+class Dead(NamedTuple):
+    """Rows (after_seqno, to_seqno] of a branch that no view sees, since `time_ms`; None: they never were published."""
+
+    branch: int
+    after_seqno: int
+    to_seqno: int
+    time_ms: int | None
+
+
+class Purger:
+    """Purges the vbuckets of one group in turn. `step` works inside a transaction that the writer gives it."""
+
+    def __init__(self, environment: Environment, vbids: list[Vbid], window: Window) -> None:
+        """Nothing is known yet of where there is work."""
+        self.environment = environment
+        self.window = window
+        self._vbids = vbids
+        self._turn = 0
+        self._idle_looks = 0
+        self._walked: dict[int, tuple[int, int]] = {}
+        self.removed_rows = 0
+
+    def plan(self, now_ms: int) -> Vbid | None:
+        """The next vbucket that has work. None: none of the few looked at in this call has. Reads only."""
+        with self.environment.read() as txn:
+            for _ in range(min(LOOK_VBUCKETS, len(self._vbids))):
+                vbid = self._vbids[self._turn]
+                if self._has_work(txn, vbid, now_ms):
+                    self._idle_looks = 0
+                    return vbid
+                self._idle_looks += 1
+                self._turn = (self._turn + 1) % len(self._vbids)
+        return None
+
+    @property
+    def round_is_over(self) -> bool:
+        """True when every vbucket was looked at since work was last found."""
+        return self._idle_looks >= len(self._vbids)
+
+    def step(self, txn: Any, vbid: Vbid, now_ms: int) -> bool:
+        """Do a bounded part of what a vbucket needs. True when something was done."""
+        environment = self.environment
+        if dead := next(iter(self._removable(txn, vbid, now_ms)), None):
+            self.removed_rows += self._remove_dead(txn, vbid, dead)
+            return True
+        pub = branches.unpack_pub(
+            txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid
+        )
+        links = chain.load(environment, txn, vbid, pub[0], pub[1])
+        floor = pub[2]
+        purged = branches.purge_row(environment, txn, vbid)[0]
+        if purged < floor:
+            self._purge_versions(txn, vbid, links, purged, floor)
+            return True
+        target = self._target_floor(txn, vbid, links, floor, now_ms)
+        if target > floor:
+            txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*pub[:2], target, *pub[3:]), db=environment.db(keys.DB_PUB))
+            return True
+        return False
+
+    def _has_work(self, txn: Any, vbid: Vbid, now_ms: int) -> bool:
+        environment = self.environment
+        data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
+        branch, published, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
+        if branches.purge_row(environment, txn, vbid)[0] < floor:
+            return True
+        if next(iter(self._removable(txn, vbid, now_ms)), None) is not None:
+            return True
+        if published == floor:
+            return False
+        links = chain.load(environment, txn, vbid, branch, published)
+        return self._target_floor(txn, vbid, links, floor, now_ms) > floor
+
+    # -- the floor ------------------------------------------------------------------------------------------------
+
+    def _target_floor(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> int:
+        """Where the floor belongs; at least where it is."""
+        window = self.window
+        target = floor
+        if window.time_ms is not None:
+            target = self._floor_by_time(txn, vbid, links, floor, now_ms - window.time_ms)
+        if window.boundaries is not None:
+            kept = chain.boundaries(self.environment, txn, vbid, links)
+            for boundary in islice(kept, window.boundaries - 1, window.boundaries):
+                target = max(target, boundary.seqno)
+        if window.size_bytes is not None:
+            target = max(target, self._floor_by_size(txn, vbid, links, window.size_bytes))
+        return target
+
+    def _floor_by_time(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, until_ms: int) -> int:
+        """The newest boundary published at or before `until_ms`, as far as one step's walk from the floor finds it.
+
+        A snapshot may have more rows than a step: where the walk came to is remembered for the next one.
+        """
+        tip = links[0].branch
+        branch, start = self._walked.get(vbid, (tip, floor))
+        start = max(start, floor) if branch == tip else floor
+        target = floor
+        for count, (key, value) in enumerate(_forward(self.environment, txn, vbid, links, start)):
+            if len(key) == keys.BOUNDARY_KEY_SIZE:
+                boundary = chain.boundary_of(key, value, vbid)
+                if boundary.time_ms > until_ms:
+                    break
+                target = start = boundary.seqno
+            elif count >= 2 * STEP_ROWS:
+                start = int.from_bytes(key[4:12], "big") - 1
+                break
+        self._walked[vbid] = (tip, start)
+        return target
+
+    def _floor_by_size(self, txn: Any, vbid: Vbid, links: chain.Chain, size_bytes: int) -> int:
+        """The oldest boundary above which no more than `size_bytes` of rows lie; 0 when all fits."""
+        total = 0
+        oldest = 0
+        for key, value in _backward(self.environment, txn, vbid, links):
+            if len(key) == keys.BOUNDARY_KEY_SIZE:
+                oldest = int.from_bytes(key[4:12], "big")
+            else:
+                total += len(value)
+                if total > size_bytes and oldest:
+                    return oldest
+        return 0
+
+    # -- versions below the floor ---------------------------------------------------------------------------------
+
+    def _purge_versions(self, txn: Any, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> None:
+        """Visit rows in (purged, floor]: each makes its predecessors go, a tombstone perhaps itself."""
+        environment = self.environment
+        key_tree = environment.db(keys.keys_db(vbid))
+        row_tree = environment.db(keys.rows_db(vbid))
+        at_floor = chain.recut(links, floor)
+        victims: list[tuple[bytes, bytes]] = []
+        seen: set[tuple[bytes, bytes]] = set()
+        boundaries: list[bytes] = []
+        position = floor
+        local_purge = 0
+        cursor = txn.cursor(key_tree)
+        visited = 0
+        for key, frame in _forward(environment, txn, vbid, links, purged):
+            seqno = int.from_bytes(key[4:12], "big")
+            if seqno > floor:
+                break
+            if len(key) == keys.BOUNDARY_KEY_SIZE:
+                if seqno < floor:
+                    boundaries.append(key)
+                continue
+            if visited >= 2 * STEP_ROWS or len(victims) >= STEP_ROWS:
+                position = seqno - 1
+                break
+            visited += 1
+            if frame[1] == 0x5F:
+                more = self._of_dropped_collections(txn, vbid, links, seqno, STEP_ROWS - len(victims))
+                victims += more
+                if more:  # there may be more of them: come back to this event until none is left
+                    position = seqno - 1
+                    break
+                continue
+            ((wire_key, dup),) = records.key_rows([(key, frame)])
+            older = chain.recut(links, seqno - 1)
+            while (before := chain.newest_version(cursor, wire_key, older)) is not None:
+                if (wire_key, before) in seen:
+                    break  # and so are those before it
+                seen.add((wire_key, before))
+                victims.append((wire_key, before))
+                older = chain.recut(older, int.from_bytes(before[4:12], "big") - 1)
+            if dup[12] != 0x57 and chain.newest_version(cursor, wire_key, at_floor) == dup:
+                victims.append((wire_key, dup))
+                local_purge = seqno
+        self._delete(txn, key_tree, row_tree, victims)
+        for key in boundaries:
+            if int.from_bytes(key[4:12], "big") <= position:
+                txn.delete(key, db=row_tree)
+        for (
+            link
+        ) in links:  # boundaries that `_forward` does not come by: the old floor's, and copies at a branch's base
+            for seqno in {purged, link.base_seqno}:
+                if purged <= seqno < floor and seqno <= position:
+                    txn.delete(keys.ROW.pack(link.branch, seqno) + keys.BOUNDARY_SUFFIX, db=row_tree)
+        local_purge = max(local_purge, branches.purge_row(environment, txn, vbid)[1])
+        txn.put(keys.VBID_KEY.pack(vbid), keys.PURGE.pack(position, local_purge), db=environment.db(keys.DB_PURGE))
+
+    def _of_dropped_collections(
+        self, txn: Any, vbid: Vbid, links: chain.Chain, seqno: int, limit: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Key rows of collections that the system event at `seqno` ended or emptied, at most `limit`."""
+        environment = self.environment
+        before = branches.manifest_key_on(environment, txn, vbid, chain.recut(links, seqno - 1))
+        after = branches.manifest_key_on(environment, txn, vbid, chain.recut(links, seqno))
+        old = branches.manifest_at(environment, txn, vbid, before).collections
+        new = branches.manifest_at(environment, txn, vbid, after).collections
+        found: list[tuple[bytes, bytes]] = []
+        cuts = {link.branch: min(link.cut, seqno) for link in links}
+        for collection_id in old:
+            if collection_id in new and new[collection_id].begin_seqno < seqno:
+                continue
+            prefix = keys.encode_collection_id(collection_id)
+            cursor = txn.cursor(environment.db(keys.keys_db(vbid)))
+            if not cursor.set_range(prefix):
+                continue
+            for wire_key, dup in cursor.iternext():
+                if not wire_key.startswith(prefix):
+                    break
+                branch, at, _ = keys.DUP.unpack(dup)
+                if at <= cuts.get(branch, -1):
+                    found.append((wire_key, dup))
+                    if len(found) >= max(limit, 1):
+                        return found
+        return found
+
+    @staticmethod
+    def _delete(txn: Any, key_tree: Any, row_tree: Any, victims: list[tuple[bytes, bytes]]) -> None:
+        """Take versions out of both trees, each in its own order."""
+        unique = sorted(set(victims))
+        for wire_key, dup in unique:
+            removed = txn.delete(wire_key, dup, db=key_tree)
+            assert removed, (wire_key, dup)
+        for row_key in sorted(dup[:12] for _, dup in unique):
+            txn.delete(row_key, db=row_tree)
+
+    # -- branches that nobody sees any more -----------------------------------------------------------------------
+
+    def _removable(self, txn: Any, vbid: Vbid, now_ms: int) -> Iterator[Dead]:
+        """Dead rows that may go now and are still there."""
+        environment = self.environment
+        window_ms = self.window.time_ms
+        cursor = None
+        ranges = dead_ranges(environment, txn, vbid)
+        floor = 0
+        if ranges:
+            data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
+            floor = branches.unpack_pub(data, environment.path, vbid)[2]
+        for dead in ranges:
+            in_window = window_ms is None or (dead.time_ms or 0) > now_ms - window_ms
+            if dead.time_ms is not None and in_window and dead.after_seqno >= floor:
+                continue
+            cursor = cursor or txn.cursor(environment.db(keys.rows_db(vbid)))
+            first = keys.ROW.pack(dead.branch, dead.after_seqno) + keys.BOUNDARY_SUFFIX + b"\0"
+            last = keys.ROW.pack(dead.branch, dead.to_seqno) + keys.BOUNDARY_SUFFIX
+            if cursor.set_range(first) and cursor.key() <= last:
+                yield dead
+
+    def _remove_dead(self, txn: Any, vbid: Vbid, dead: Dead) -> int:
+        """Remove the first rows of a dead range with their key rows, and let readers know that there is a gap."""
+        row = branches.get_branch(self.environment, txn, vbid, dead.branch)
+        if row.kept_seqno > dead.after_seqno:
+            kept = row._replace(kept_seqno=dead.after_seqno)
+            branches.put_branch(self.environment, txn, vbid, dead.branch, kept)
+        row_tree = self.environment.db(keys.rows_db(vbid))
+        cursor = txn.cursor(row_tree)
+        last = keys.ROW.pack(dead.branch, dead.to_seqno) + keys.BOUNDARY_SUFFIX
+        cursor.set_range(keys.ROW.pack(dead.branch, dead.after_seqno) + keys.BOUNDARY_SUFFIX + b"\0")
+        found = []
+        for row in islice(cursor.iternext(), 2 * STEP_ROWS):
+            if row[0] > last:
+                break
+            found.append(row)
+        key_tree = self.environment.db(keys.keys_db(vbid))
+        rows = [row for row in found if len(row[0]) == keys.ROW_KEY_SIZE]
+        for wire_key, dup in sorted(records.key_rows(rows)):
+            txn.delete(wire_key, dup, db=key_tree)  # absent where the rows were never indexed
+        for row_key, _ in found:
+            txn.delete(row_key, db=row_tree)
+        return len(rows)
+
+
+def dead_ranges(environment: Environment, txn: Any, vbid: Vbid) -> list[Dead]:
+    """Every range of rows that no view of the served branch, nor the staging branch, will ever see."""
+    known = branches.all_branches(environment, txn, vbid)
+    if len(known) == 1:
+        return []
+    vbid_key = keys.VBID_KEY.pack(vbid)
+    served = branches.unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)[0]
+    staging = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))[0]
+    was_served = {
+        branch: row.time_ms
+        for branch, row in known.items()
+        if row.time_ms or row.reason not in (BranchReason.REFILL, BranchReason.OSO)
+    }
+    found = []
+    for branch in known:
+        if branch == staging:
+            continue
+        if branch not in was_served:  # a refill or OSO snapshot that was given up
+            found.append(Dead(branch, 0, SEQNO_MAX, None))
+            continue
+        cut = SEQNO_MAX
+        for later, since in was_served.items():
+            if later <= branch or later > served:
+                continue
+            links = {link.branch: link.cut for link in chain.load(environment, txn, vbid, later, SEQNO_MAX)}
+            new_cut = links.get(branch, known[branch].base_seqno)
+            if new_cut < cut:
+                unpublished = known[later].reason == BranchReason.ABANDONED
+                found.append(Dead(branch, new_cut, cut, None if unpublished else since))
+                cut = new_cut
+    return found
+
+
+def _forward(
+    environment: Environment, txn: Any, vbid: Vbid, links: chain.Chain, after_seqno: int
+) -> Iterator[tuple[bytes, bytes]]:
+    """Rows and boundaries of a chain above a seqno, rising; the boundary that ends `after_seqno` itself is left out."""
+    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    for link in reversed(links):
+        start = max(after_seqno, link.base_seqno)
+        if start >= link.cut or not cursor.set_range(keys.ROW.pack(link.branch, start + 1)):
+            continue
+        last = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
+        for key, value in cursor.iternext():
+            if key > last:
+                break
+            yield key, value
+
+
+def _backward(environment: Environment, txn: Any, vbid: Vbid, links: chain.Chain) -> Iterator[tuple[bytes, bytes]]:
+    """Rows and boundaries of a chain from its tip, falling."""
+    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    for link in links:
+        tip = keys.ROW.pack(link.branch, link.cut) + b"\x02"
+        if not (cursor.prev() if cursor.set_range(tip) else cursor.last()):
+            return
+        for key, value in cursor.iterprev():
+            if key[:4] != tip[:4] or int.from_bytes(key[4:12], "big") <= link.base_seqno:
+                break
+            yield key, value
