@@ -90,6 +90,8 @@ class Assembler:
         """Take over what the store holds."""
         self._branch = state.staging_branch
         self.boundary_seqno = state.staging_published_seqno
+        if state.open_snapshot is None and state.staged_seqno > self.boundary_seqno:
+            self.boundary_seqno = state.staged_seqno  # complete, and published as soon as the store has its key rows
         # A state that contradicts itself is read as holding no more than its boundary and something to abandon.
         self.position_seqno = max(state.staged_seqno, self.boundary_seqno)
         self.manifest = state.manifest
@@ -348,7 +350,7 @@ class Assembler:
             assert self.open_snapshot.start_seqno <= self.open_snapshot.end_seqno
         if self.oso:
             assert self.position_seqno == 0, "an out-of-order snapshot that was not the first"
-        assert (self._held_snapshot is None) == (self.position_seqno == self.boundary_seqno), "a part without its range"
+        assert self._held_snapshot is None or self.position_seqno > self.boundary_seqno, "a range without its part"
         if self._replaces_end:
             assert self.resumable, "a mid-snapshot stream without anything to continue"
 

@@ -605,7 +605,7 @@ class VbucketMachine:
         self._assembler.load(state)
         self.failover_log = tuple(state.failover_log)
         self._source_purge_seqno = int(state.source_purge_seqno)
-        self.refilling = state.staging_branch != state.branch
+        self.refilling = state.staging_branch != state.branch and not self._assembler.boundary_seqno
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
     def _is_stale(self, opaque: int) -> bool:

@@ -220,9 +220,11 @@ class Store(RuleBasedStateMachine):
             self.open[vbid] = [event for event in kept if event[0] <= after.staged_seqno]
             self.complete[vbid] = []
             self.refill[vbid] = after.staging_branch != after.branch
-            if after.staged_seqno > after.staging_published_seqno and not self.open[vbid]:
-                # Only a skipped end was kept: nothing to tell apart from a position.
-                assert after.published_seqno <= after.staged_seqno
+            if after.staged_seqno > after.staging_published_seqno and after.open_snapshot is None:
+                # Complete on disk, without its key rows: the new writer makes them and publishes it.
+                assert self.writer.publishing(vbid)
+                self.complete[vbid] = [(after.staged_seqno, self.open[vbid])]
+                self.open[vbid] = []
 
     @rule(keep=st.integers(1, 4), steps=st.sampled_from([1, 2, 200]))
     def purge(self, keep: int, steps: int) -> None:
@@ -422,6 +424,31 @@ def test_an_oso_snapshot_appears_whole_and_a_broken_one_never(path: str, writer:
         assert {d.key: d.seqno for d in view.scan(0)} == {b: 7, c: 5}
     assert check(path).problems == []
     writer.close()
+
+
+def test_a_complete_snapshot_without_its_key_rows_is_published_by_the_next_writer(path: str) -> None:
+    writer = open_writer(path)
+    events = [(seqno, b"k%d" % seqno, b"v") for seqno in range(1, 10)]
+    rows = [row(writer.row_prefix(0), key, value, seqno) for seqno, key, value in events]
+    writer.stage(0, rows[:5], 5, span(0, 9))
+    writer.commit(flush_open=True)
+    writer.stage(0, rows[5:], 5, span(0, 9))
+    writer.publish(0, 9, 0)
+    assert writer.commit().published == []
+    crash(writer)
+    again = open_writer(path)
+    assert (again.state(0).staged_seqno, again.state(0).published_seqno) == (9, 0)
+    assert again.publishing(0)
+    published: list[object] = []
+    for _ in range(100):
+        again.step()
+        published += again.commit().published
+    assert published == [(0, 9)]
+    again.close()
+    assert check(path).clean
+    with open_view(path) as view:
+        assert [int(boundary.seqno) for boundary in view.boundaries(0)] == [9]
+        assert len(list(view.scan(0))) == 9
 
 
 def test_the_map_grows_and_the_batch_is_replayed(path: str) -> None:
