@@ -1,0 +1,25 @@
+"""What the kills were, in one line each at the end of a run: how many of what, and the seed to repeat them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def seed(record_property: Any) -> int:
+    """The seed of everything that is random in a test; CRASH_SEED repeats one."""
+    chosen = int(os.environ.get("CRASH_SEED") or secrets.randbelow(2**31))
+    record_property("seed", chosen)
+    return chosen
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what was killed, also when all went well."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        facts = dict(report.user_properties)
+        if "kills" in facts:
+            terminalreporter.write_line(f"{report.nodeid}: {facts['kills']}; CRASH_SEED={facts['seed']}")

@@ -1,0 +1,83 @@
+"""The verdict on a mirror: what it publishes, held against the source's own history, key by key and field by field.
+
+Knows the sandbox's record of everything that ever happened, and reads the mirror as any reader does. Invariant: the
+judge takes nothing from the mirror on trust but its published seqnos; all else comes from the source.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.item import Item
+from mirror.wire import leb128
+from storage.check import check
+from storage.model import Document
+from storage.view import View, open_view
+
+Version = tuple[Any, ...]
+
+SHOWN_MAX = 8
+"""Differences in a failure's text: enough to see what kind they are."""
+
+
+def version_of_item(item: Item) -> Version:
+    """What of a version must be the same in the mirror; of tombstones what the wire is sure to carry."""
+    if item.deleted:
+        return ("deleted", item.seqno, item.cas, item.rev_seqno)
+    return ("alive", item.seqno, item.cas, item.rev_seqno, item.flags, item.expiry, item.datatype, item.value)
+
+
+def version_of_document(document: Document) -> Version:
+    """The same of what the mirror holds, read raw."""
+    if document.deleted:
+        return ("deleted", document.seqno, document.cas, document.rev_seqno)
+    return (
+        "alive",
+        document.seqno,
+        document.cas,
+        document.rev_seqno,
+        document.flags,
+        document.expiry,
+        document.datatype,
+        document.value,
+    )
+
+
+def differences(source: SandboxCluster, view: View, vbid: int, seqno: int, *, pinned: bool) -> list[str]:
+    """How the mirror's vbucket differs from the source's at the same seqno. `pinned`: read it as of that boundary."""
+    expected = {
+        key: version_of_item(item) for key, item in source.vbucket(vbid).state_at(seqno, tombstones=True).items()
+    }
+    scan = view.scan(vbid, deletions=True, raw=True, as_of=seqno if pinned else None)
+    found = {leb128.encode(each.collection_id) + each.key: version_of_document(each) for each in scan}
+    return [
+        f"vb {vbid} at seqno {seqno}, key {key!r}: source {expected.get(key)}, mirror {found.get(key)}"
+        for key in sorted(expected.keys() | found.keys())
+        if expected.get(key) != found.get(key)
+    ]
+
+
+def judge(source: SandboxCluster, data: Path, *, live: bool) -> dict[int, int]:
+    """Fail unless every published state is the source's at a snapshot end, and the store is whole.
+
+    Returns vbid -> published_seqno. `live`: a service writes meanwhile, so each vbucket is read as of the boundary
+    that was the newest when it was looked at; otherwise as it stands.
+    """
+    report = check(str(data))
+    assert report.clean, f"check of {data}: {report.problems[:SHOWN_MAX]}"
+    published: dict[int, int] = {}
+    wrong: list[str] = []
+    with open_view(str(data)) as view:
+        for vbid in range(len(source.vbuckets)):
+            seqno = published[vbid] = int(view.state(vbid).published_seqno)
+            if not seqno:
+                if not live:
+                    wrong += [f"vb {vbid} published nothing and shows {each.key!r}" for each in view.scan(vbid)]
+                continue
+            if seqno not in source.sent(vbid).snapshot_ends:
+                wrong.append(f"vb {vbid} published seqno {seqno}, at which the source announced no snapshot's end")
+            wrong += differences(source, view, vbid, seqno, pinned=live)
+    assert not wrong, f"{len(wrong)} differences:\n" + "\n".join(wrong[:SHOWN_MAX])
+    return published

@@ -1,0 +1,176 @@
+"""Kills in the middle of a large backfill: staged rows are gone on with, or given up where the source says so.
+
+A disk snapshot far larger than what the worker may hold in memory is written down as it comes, above everything that a
+view can see. The kill finds it half staged, or whole and without its key rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.sandbox.dcp import AcceptedStream
+from storage.check import check
+from storage.errors import ViewInvalidated
+from storage.model import VbucketState
+from storage.view import open_view
+from tests.crash.judge import judge
+from tests.crash.service import Service, until
+
+DOCUMENTS = 60_000
+SMALL_BATCHES = ("--groups", "1", "--workers", "1", "--set", "batch_bytes_max=65536")
+
+
+def fill(cluster: SandboxCluster, documents: int = DOCUMENTS) -> None:
+    """One vbucket with many documents, all of them on disk alone."""
+    cluster.bucket.load(
+        ((b"order::%06d" % number, b'{"number":%d,"note":"%0200d"}' % (number, number)) for number in range(documents)),
+        vbid=0,
+    )
+
+
+def stored(data: Path) -> VbucketState:
+    """What the store says of vbucket 0; while it says that nothing is published, not a row of it is visible."""
+    with open_view(str(data)) as view:
+        try:
+            seen = next(view.scan(0, deletions=True), None) or view.get(b"order::000000")
+        except ViewInvalidated:
+            seen = None  # it was published under the scan's hands
+        state = view.state(0)
+        assert state.published_seqno or seen is None, "rows of an unfinished snapshot are visible"
+        return state
+
+
+def half_staged(service: Service, least: int) -> VbucketState | None:
+    """The state, once more than `least` rows are staged; None before, and before the mirror is made."""
+    if not (service.data / "mirror.json").exists():
+        return None
+    state = stored(service.data)
+    assert not state.published_seqno, "the source is slow, and yet all came before the kill"
+    return state if state.staged_seqno > least else None
+
+
+def requests_of(source: SandboxThread) -> list[AcceptedStream]:
+    return source.call(lambda: list(source.cluster.sent(0).stream_requests))
+
+
+@pytest.fixture
+def source() -> Iterator[SandboxThread]:
+    with SandboxThread(SandboxCluster(vbuckets=1)) as thread:
+        thread.call(fill, thread.cluster)
+        thread.call(thread.cluster.faults.slow, 6_000_000, future=True)
+        yield thread
+
+
+@pytest.fixture
+def service(source: SandboxThread, tmp_path: Path) -> Iterator[Service]:
+    with Service(source.connection_string, tmp_path / "data", *SMALL_BATCHES) as started:
+        started.start()
+        yield started
+
+
+def full_speed(source: SandboxThread) -> None:
+    source.call(source.cluster.faults.clear)
+    source.call(source.cluster.faults.slow, 0)
+
+
+def wait_published(service: Service, seqno: int) -> None:
+    until(f"seqno {seqno} to be published", lambda: stored(service.data).published_seqno == seqno, poll_s=0.1)
+
+
+def test_staged_rows_are_gone_on_with_after_each_of_several_kills(
+    source: SandboxThread, service: Service, seed: int
+) -> None:
+    rng = Random(seed)
+    staged = 0
+    for number in range(4):
+        least = staged + rng.randrange(2_000, 9_000)
+        until(f"more than {least} rows to be staged", lambda least=least: half_staged(service, least))
+        workers = service.wait_workers(1)
+        if number % 2:
+            service.kill(workers[0]["pid"])
+        else:
+            service.kill_supervisor()
+        report = check(str(service.data))
+        assert report.clean, report.problems
+        state = stored(service.data)
+        assert state.staged_seqno > staged
+        if number % 2 == 0:
+            asked = len(requests_of(source))
+            assert state.open_snapshot is not None
+            assert (state.open_snapshot.start_seqno, state.open_snapshot.end_seqno) == (0, DOCUMENTS)
+            service.start()
+            until("a stream after the kill", lambda asked=asked: len(requests_of(source)) > asked)
+            request = requests_of(source)[asked]
+            assert request.start_seqno == state.staged_seqno, "staged rows were asked for again"
+            assert (request.snap_start_seqno, request.snap_end_seqno) == (0, DOCUMENTS)
+        staged = int(state.staged_seqno)
+    full_speed(source)
+    wait_published(service, DOCUMENTS)
+    starts = [request.start_seqno for request in requests_of(source)]
+    assert starts == sorted(starts), "a later stream began before an earlier one"
+    assert len(starts) == 5
+    assert judge(source.cluster, service.data, live=True) == {0: DOCUMENTS}
+    assert service.terminate() == 0
+
+
+def test_staged_rows_of_a_history_that_the_source_gave_up_never_come_out(
+    source: SandboxThread, service: Service
+) -> None:
+    """The source loses changes and fails over while the mirror is dead: what was staged of them would be phantoms."""
+    until("rows to be staged", lambda: half_staged(service, 20_000))
+    service.kill_supervisor()
+    staged = stored(service.data).staged_seqno
+    cluster = source.cluster
+
+    def fail_over() -> None:
+        base = cluster.vbucket(0).failover(lose=DOCUMENTS - 5_000)
+        assert base == 5_000
+        for number in range(20_000):  # the new history passes the point where the mirror stood, without those keys
+            cluster.set(b"other::%06d" % number, b"{}", vbid=0)
+        cluster.bucket.to_disk()
+
+    source.call(fail_over)
+    full_speed(source)
+    asked = len(requests_of(source))
+    service.start()
+    wait_published(service, 25_000)
+    later = requests_of(source)[asked:]
+    assert all(request.start_seqno <= 5_000 for request in later), (staged, later)
+    assert judge(source.cluster, service.data, live=True) == {0: 25_000}
+    with open_view(str(service.data)) as view:
+        assert view.count(0) == 25_000
+        assert view.get(b"order::004999") is not None
+        assert view.get(b"order::005000") is None, "a document of the lost history came out"
+    assert service.terminate() == 0
+    assert judge(source.cluster, service.data, live=False) == {0: 25_000}
+
+
+def test_a_kill_between_the_last_row_and_the_key_rows_asks_for_nothing_again(
+    source: SandboxThread, service: Service
+) -> None:
+    """A snapshot that is complete on disk needs its key rows before it may be seen; they are made after a kill."""
+    full_speed(source)
+
+    def complete_and_hidden() -> bool:
+        if not (service.data / "mirror.json").exists():
+            return False
+        state = stored(service.data)
+        assert not state.published_seqno, "it was published before anybody could look"
+        return state.staged_seqno == DOCUMENTS
+
+    until("the whole snapshot to be staged", complete_and_hidden, poll_s=0.001)
+    service.kill_supervisor()
+    report = check(str(service.data))
+    assert report.clean, report.problems
+    assert stored(service.data).published_seqno == 0, "it was published before the kill"
+    sent = source.call(lambda: source.cluster.sent(0).bytes)
+    service.start()
+    wait_published(service, DOCUMENTS)
+    assert source.call(lambda: source.cluster.sent(0).bytes) == sent, "rows that were staged were sent again"
+    assert judge(source.cluster, service.data, live=True) == {0: DOCUMENTS}
+    assert service.terminate() == 0
