@@ -113,4 +113,6 @@ def _finish(name: str, setting: dict[str, Any], rounds: list[dict[str, Any]], as
     if as_json:
         output.print_json({"bench": name, **setting, "rounds": rounds, "ratio_median": median})
     else:
-        typer.echo(f"{name}: {median:.2f} of the limit (median of {len(ratios)}; {min(ratios):.2f} to {max(ratios):.2f})")
+        typer.echo(
+            f"{name}: {median:.2f} of the limit (median of {len(ratios)}; {min(ratios):.2f} to {max(ratios):.2f})"
+        )

@@ -61,6 +61,7 @@ class Purger:
         self._vbids = vbids
         self._turn = 0
         self._idle_looks = 0
+        self._walking = False
         self._walked: dict[int, tuple[int, int]] = {}
         self.removed_rows = 0
 
@@ -69,10 +70,11 @@ class Purger:
         with self.environment.read() as txn:
             for _ in range(min(LOOK_VBUCKETS, len(self._vbids))):
                 vbid = self._vbids[self._turn]
+                self._walking = False
                 if self._has_work(txn, vbid, now_ms):
                     self._idle_looks = 0
                     return vbid
-                self._idle_looks += 1
+                self._idle_looks = 0 if self._walking else self._idle_looks + 1
                 self._turn = (self._turn + 1) % len(self._vbids)
         return None
 
@@ -145,11 +147,12 @@ class Purger:
                 boundary = chain.boundary_of(key, value, vbid)
                 if boundary.time_ms > until_ms:
                     break
-                target = start = boundary.seqno
+                target = boundary.seqno
             elif count >= 2 * STEP_ROWS:
-                start = int.from_bytes(key[4:12], "big") - 1
+                if target == floor:
+                    self._walked[vbid] = (tip, int.from_bytes(key[4:12], "big") - 1)
+                    self._walking = True
                 break
-        self._walked[vbid] = (tip, start)
         return target
 
     def _floor_by_size(self, txn: Any, vbid: Vbid, links: chain.Chain, size_bytes: int) -> int:

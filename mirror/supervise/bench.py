@@ -133,6 +133,12 @@ def _consume_once(context: Any, connection_string: str, path: str, sync: str) ->
             consumer.kill()
 
 
+def _caught_up(consumer: Consumer) -> bool:
+    """True once the source has told all high seqnos and each is published."""
+    highs = consumer.source_high_seqnos()
+    return len(highs) == consumer.identity.vbucket_count and consumer.caught_up(highs)
+
+
 def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> None:
     """The consumer process: one worker's work from an empty directory to caught up."""
     logs.set_up("warning", json=False, process="bench")
@@ -163,8 +169,8 @@ def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> 
         )
         start, cpu_start = time.perf_counter(), time.process_time()
         running = asyncio.create_task(consumer.run())
-        while len(highs := consumer.source_high_seqnos()) < identity.vbucket_count or not consumer.caught_up(highs):
-            await asyncio.sleep(0.005)  # noqa: ASYNC110 - looks on from outside, as status does
+        while not _caught_up(consumer):  # noqa: ASYNC110 - looks on from outside, as status does
+            await asyncio.sleep(0.005)
         for writer in writers:
             writer.environment.env.sync(True)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
@@ -172,6 +178,6 @@ def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> 
         await running
         for writer in writers:
             writer.close()
-        pipe.send((sum(highs.values()), seconds, cpu_s))
+        pipe.send((sum(consumer.source_high_seqnos().values()), seconds, cpu_s))
 
     asyncio.run(consume())

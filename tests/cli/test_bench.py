@@ -1,0 +1,60 @@
+"""`bench` prints ratios for people and JSON for scripts, and says what is wrong with its arguments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_get_prints_a_ratio_for_each_round_and_the_median(tmp_path: Path) -> None:
+    result = bench("get", "--documents", "2000", "--reads", "2000", "--rounds", "2", "--folder", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3
+    assert all("reads_per_s" in line and "ratio" in line for line in lines[:2])
+    assert lines[2].startswith("get: ")
+    assert "of the limit (median of 2" in lines[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ingest_prints_json_alone_on_stdout(tmp_path: Path) -> None:
+    result = bench(
+        "ingest", "--documents", "2000", "--vbuckets", "4", "--rounds", "1", "--json", "--folder", str(tmp_path)
+    )
+    assert result.returncode == 0, result.stderr
+    shape = json.loads(result.stdout)
+    assert (shape["bench"], shape["documents"], shape["vbuckets"]) == ("ingest", 2000, 4)
+    (figures,) = shape["rounds"]
+    assert figures["ratio"] == shape["ratio_median"] > 0
+    assert figures["peak_private_mib"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["ingest", "--sync", "maybe"], "--sync 'maybe': must be safe, full or unsafe"),
+        (["get", "--folder", "/no/such/folder"], "--folder /no/such/folder: no such directory"),
+        (["get", "--documents", "5"], "documents"),
+        (["nothing"], "nothing"),
+    ],
+)
+def test_wrong_arguments_are_named_in_one_line_with_exit_code_2(arguments: list[str], complaint: str) -> None:
+    result = bench(*arguments)
+    assert result.returncode == 2
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""

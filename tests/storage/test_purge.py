@@ -1,0 +1,237 @@
+"""History goes step by step: what each limit keeps, what a step may cost, and that nothing visible is ever lost.
+
+That views and as-of reads stay right through any mix of purging, rollbacks and crashes is `test_writer.py`'s to prove.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import storage.purge
+from storage import directory
+from storage.check import check
+from storage.errors import NoSuchBoundary, ViewInvalidated
+from storage.model import Branch, Collection, Seqno, Vbid
+from storage.purge import Purger, Window, dead_ranges
+from storage.view import Token, View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of, log, span
+from tests.storage.test_view import DEFAULT, SCOPES, commit, put, system_event
+from tests.storage.test_writer import Clock, open_writer, publish, row
+
+A, B, C = keys_of(0, 3)
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    directory.create(str(tmp_path / "mirror"), IDENTITY)
+    return str(tmp_path / "mirror")
+
+
+@pytest.fixture
+def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
+    opened = open_writer(path, clock=clock)
+    opened.save_failover_log(0, log())
+    yield opened
+    opened.close()
+    assert check(path).problems == []
+
+
+@pytest.fixture
+def view(path: str, writer: GroupWriter) -> Iterator[View]:
+    with open_view(path) as opened:
+        yield opened
+
+
+def purge(writer: GroupWriter, window: Window) -> int:
+    """To the end; how many steps it took."""
+    writer._purger = Purger(writer.environment, writer.vbids, window)
+    steps = 0
+    while (vbid := writer._purger.plan(writer.clock_ms())) is not None:
+        writer._purge(vbid, writer.clock_ms())
+        steps += 1
+        assert steps < 10_000
+    return steps
+
+
+def seqnos(view: View) -> list[int]:
+    return [int(document.seqno) for document in view.scan_seqno(0)]
+
+
+def test_the_window_by_time_keeps_what_was_current_at_its_beginning(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    for seqno in range(1, 6):
+        clock.now = seqno * HOUR_MS
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+    clock.now = 5 * HOUR_MS + HOUR_MS // 2
+    purge(writer, Window(time_ms=2 * HOUR_MS))  # it begins at 3:30, when the snapshot of 3:00 was current
+    assert writer.state(0).history_floor_seqno == 3
+    assert seqnos(view) == [3, 4, 5]
+    assert [b.seqno for b in view.boundaries(0)] == [5, 4, 3]
+    with pytest.raises(NoSuchBoundary, match="history begins at seqno 3"):
+        view.get(A, as_of=2)
+    old = view.get(A, as_of=3)
+    assert old is not None
+    assert old.value == b"3"
+    assert writer.rollback(0, 2).boundary_seqno == 0  # below the floor nothing may be pretended
+    assert writer.rollback(0, 3).boundary_seqno == 3
+
+
+def test_the_window_by_count_and_by_size(writer: GroupWriter, view: View) -> None:
+    for seqno in range(1, 11):
+        publish(writer, 0, [(A, b"x" * 1000, seqno)])
+    purge(writer, Window(boundaries=4))
+    assert [b.seqno for b in view.boundaries(0)] == [10, 9, 8, 7]
+    purge(writer, Window(size_bytes=2500))
+    assert [b.seqno for b in view.boundaries(0)] == [10, 9, 8]
+    assert seqnos(view) == [8, 9, 10]
+    assert purge(writer, Window(size_bytes=2500)) == 0
+
+
+def test_without_a_window_nothing_goes(writer: GroupWriter, view: View) -> None:
+    for seqno in range(1, 6):
+        publish(writer, 0, [(A, b"x", seqno)])
+    assert not writer._purge_step()
+    purge(writer, Window())
+    assert seqnos(view) == [1, 2, 3, 4, 5]
+
+
+def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
+    publish(writer, 0, [(A, None, 3)])
+    publish(writer, 0, [(B, b"2", 4)])
+    purge(writer, Window(boundaries=2))  # floor 3: the tombstone is current there
+    assert seqnos(view) == [2, 4]
+    assert writer.state(0).local_purge_seqno == 3
+    assert view.state(0).local_purge_seqno == 3
+    first = Branch(1)
+    assert [str(c.token) for c in view.changes(0, since=Token(Vbid(0), first, Seqno(3)))] == ["0:1:4"]
+    with pytest.raises(ViewInvalidated, match="tombstones up to seqno 3"):
+        list(view.changes(0, since=Token(Vbid(0), first, Seqno(2))))
+    assert [c.token.seqno for c in view.changes(0)] == [2, 4]  # from the beginning nothing is missing
+
+
+def test_a_tombstone_above_the_floor_stays(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(A, b"1", 1)])
+    publish(writer, 0, [(B, b"1", 2)])
+    publish(writer, 0, [(A, None, 3)])
+    purge(writer, Window(boundaries=2))
+    assert seqnos(view) == [1, 2, 3]
+    assert writer.state(0).local_purge_seqno == 0
+
+
+def test_rows_of_a_dropped_collection_go_when_the_drop_is_history(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.purge, "STEP_ROWS", 2)
+    system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES)
+    put(writer, A, 2, b"default")
+    for seqno in range(3, 10):
+        put(writer, b"order-%d" % seqno, seqno, cid=9)
+    commit(writer, 9)
+    system_event(writer, 10, DEFAULT, scopes=SCOPES)
+    commit(writer, 10)
+    purge(writer, Window(boundaries=2))
+    assert len(seqnos(view)) == 10
+    put(writer, B, 11)
+    commit(writer, 11)
+    purge(writer, Window(boundaries=2))
+    assert seqnos(view) == [1, 2, 10, 11]
+    assert [d.key for d in view.scan(0)] == sorted([A, B])
+
+
+def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    publish(writer, 0, [(A, b"1", 1)])
+    publish(writer, 0, [(A, b"2", 2), (B, b"2", 3)])
+    token = Token(Vbid(0), Branch(1), Seqno(3))
+    clock.now = HOUR_MS
+    writer.rollback(0, 1)
+    writer.stage(0, [row(writer.row_prefix(0), C, b"staged", 7)], 0, span(7, 9))
+    writer.commit(flush_open=True)
+    writer.abandon(0)
+    with writer.environment.read() as txn:
+        assert [
+            (d.branch, d.after_seqno, d.time_ms is None) for d in dead_ranges(writer.environment, txn, Vbid(0))
+        ] == [
+            (1, 1, False),
+            (2, 1, True),
+        ]
+    purge(writer, Window(time_ms=HOUR_MS))
+    with writer.environment.read() as txn:
+        assert len(list(txn.cursor(writer.environment.db(b"v0")))) == 3 + 2 + 2  # rows, boundaries and their copies
+    assert [c.kind for c in view.changes(0, since=token)] == ["rollback", "retraction", "restoration", "retraction"]
+    clock.now = 3 * HOUR_MS
+    purge(writer, Window(time_ms=HOUR_MS))
+    with pytest.raises(ViewInvalidated, match="rolled back is gone"):
+        list(view.changes(0, since=token))
+    assert seqnos(view) == [1]
+
+
+def test_a_refill_that_was_given_up_leaves_nothing_behind(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(A, b"1", 1)])
+    writer.begin_refill(0)
+    writer.stage(0, [row(writer.row_prefix(0), B, b"2", 1), row(writer.row_prefix(0), C, b"2", 2)], 0, span(1, 9))
+    writer.commit(flush_open=True)
+    purge(writer, Window(time_ms=HOUR_MS))
+    assert writer.state(0).staged_seqno == 2  # under way: untouched
+    writer.abandon(0)
+    purge(writer, Window(time_ms=HOUR_MS))
+    with writer.environment.read() as txn:
+        assert [key for key, _ in txn.cursor(writer.environment.db(b"v0")) if key[:4] != b"\0\0\0\1"] == []
+    assert seqnos(view) == [1]
+
+
+def test_the_old_copy_goes_when_a_refill_took_its_place(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(A, b"old", 1), (B, b"old", 2)])
+    writer.begin_refill(0)
+    purge(writer, Window(time_ms=HOUR_MS))
+    with writer.environment.read() as txn:
+        assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(writer.environment.db(b"v0"))) == 3
+    publish(writer, 0, [(A, b"new", 1)])  # no token and no as-of reaches the old copy from here on
+    purge(writer, Window(time_ms=HOUR_MS))
+    with writer.environment.read() as txn:
+        assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(writer.environment.db(b"v0"))) == 0
+    assert [(d.key, d.value) for d in view.scan(0)] == [(A, b"new")]
+
+
+def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(
+    writer: GroupWriter, view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.purge, "STEP_ROWS", 3)
+    publish(writer, 0, [(A, b"1", 1)])
+    publish(writer, 0, [(A, b"x", seqno) for seqno in range(2, 60)])
+    publish(writer, 0, [(B, b"y", 60)])
+    clock.now += 2 * HOUR_MS
+    writer._purger = Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS))
+    while not writer._purger.round_is_over:  # each look takes the walk a little further
+        if (vbid := writer._purger.plan(clock.now)) is not None:
+            writer._purge(vbid, clock.now)
+    assert writer.state(0).history_floor_seqno == 60
+    assert seqnos(view) == [59, 60]
+
+
+def test_a_step_removes_no_more_than_its_share(writer: GroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.purge, "STEP_ROWS", 5)
+    publish(writer, 0, [(A, b"x", seqno) for seqno in range(1, 101)])
+    publish(writer, 0, [(B, b"x", 101)])
+    tree = writer.environment.db(b"v0")
+    writer._purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
+    counts = []
+    while (vbid := writer._purger.plan(0)) is not None:
+        writer._purge(vbid, 0)
+        with writer.environment.read() as txn:
+            counts.append(txn.stat(tree)["entries"])
+    assert max(before - after for before, after in zip([103, *counts], counts, strict=False)) <= 2 * 5 + 2
+    assert counts[-1] == 2 + 1  # the newest of each key, and one boundary

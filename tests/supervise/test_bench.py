@@ -1,0 +1,42 @@
+"""The ingest benchmark measures a real mirror: what it fills is whole, and the limit writes the same documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mirror.supervise import bench
+from storage import records
+from storage.check import check
+from storage.model import Branch, Vbid
+from storage.view import open_view
+
+
+def test_the_documents_are_as_many_and_as_large_as_asked_for() -> None:
+    documents = list(bench.documents(500, 200))
+    assert len({key for key, _ in documents}) == 500
+    assert {len(key) for key, _ in documents} == {20}
+    assert {len(value) for _, value in documents} == {200}
+    assert [value for _, value in documents] == [value for _, value in documents if value.startswith(b'{"id":')]
+
+
+def test_the_limit_has_every_document_in_its_vbucket_with_rising_seqnos() -> None:
+    rows = bench.limit_rows(300, 4, 64)
+    assert sum(map(len, rows.values())) == 300
+    for vbid, each in rows.items():
+        found = [records.decode_row(Vbid(vbid), Branch(1), frame).seqno for _, frame in each]
+        assert found == list(range(1, len(each) + 1))
+
+
+@pytest.mark.timeout(120)
+def test_a_round_fills_a_mirror_and_tells_its_figures(tmp_path: Path) -> None:
+    (figures,) = bench.ingest_rounds(3000, 8, 100, 1, str(tmp_path), "safe")
+    assert figures.documents == figures.ingest.documents == figures.limit.documents == 3000
+    assert figures.ingest.seconds > 0
+    assert figures.ratio > 0
+    assert figures.peak_private_bytes > 1 << 20
+    path = str(tmp_path / "m-0")
+    assert check(path).problems == []
+    with open_view(path) as view:
+        assert sum(view.count(vbid) for vbid in range(8)) == 3000
