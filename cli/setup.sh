@@ -2,7 +2,7 @@
 # The two commands of the README: from a bare checkout to the demo, or to all tests.
 #
 #   sh cli/setup.sh demo [options of `dcp-mirror demo`]
-#   sh cli/setup.sh test [options of pytest]
+#   sh cli/setup.sh test [options of pytest; without any: on every core]
 #   sh cli/setup.sh run|sandbox|... [any other dcp-mirror command]
 #
 # Needs Python 3.11 or newer and the network on the first call. Makes .venv in the checkout, installs the project into
@@ -66,6 +66,7 @@ fi
 
 cd "$here"
 if [ "$want" = test ]; then
+  [ $# -gt 0 ] || set -- -n auto
   exec "$venv/bin/python" -m pytest "$@"
 fi
 exec "$venv/bin/dcp-mirror" "$want" "$@"

@@ -88,25 +88,37 @@ def fill(cluster: SandboxCluster) -> None:
     """A few documents of every kind."""
     for number in range(200):
         cluster.set(f"order::{number:03}", b'{"number": %d}' % number)
-    for number in range(0, 200, 10):
-        cluster.delete(f"order::{number:03}")
     cluster.set("text", b"plain text")
     cluster.set(b"\xff\xfekey", b"\x00\x01binary")
     cluster.set("schl\u00fcssel", '{"stra\u00dfe": "\u00dc"}'.encode())
 
 
-@pytest.fixture(scope="session")
-def source() -> Iterator[SandboxThread]:
-    """Two nodes, sixteen vbuckets, some documents; nobody writes to it later."""
-    with SandboxThread(SandboxCluster(nodes=2, vbuckets=16)) as thread:
-        thread.call(fill, thread.cluster)
-        yield thread
+def delete_some(cluster: SandboxCluster) -> None:
+    """Every tenth order."""
+    for number in range(0, 200, 10):
+        cluster.delete(f"order::{number:03}")
 
 
 @pytest.fixture(scope="session")
-def mirrored(source: SandboxThread, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mirror of the source, with no service running. Tests only read it."""
+def source_and_mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxThread, Path]]:
+    """A source and its mirror, which saw the documents first, and then some of them deleted."""
     data = tmp_path_factory.mktemp("mirror") / "data"
-    result = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "4")
-    assert result.code == 0, result.err
-    return data
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=16)) as thread:
+        for change in (fill, delete_some):
+            thread.call(change, thread.cluster)
+            arguments = ["--data", data, "--until-caught-up", "--groups", "4"]
+            result = call("run", "--source", thread.connection_string, *arguments)
+            assert result.code == 0, result.err
+        yield thread, data
+
+
+@pytest.fixture(scope="session")
+def source(source_and_mirror: tuple[SandboxThread, Path]) -> SandboxThread:
+    """Two nodes, sixteen vbuckets, some documents; nobody writes to it any more."""
+    return source_and_mirror[0]
+
+
+@pytest.fixture(scope="session")
+def mirrored(source_and_mirror: tuple[SandboxThread, Path]) -> Path:
+    """A mirror of the source, with no service running. Tests only read it."""
+    return source_and_mirror[1]

@@ -33,7 +33,7 @@ def test_all_vbuckets_hold_all_events(mirrored: Path) -> None:
     assert {line["vbid"] for line in lines} == set(range(16))
     kinds = [line["kind"] for line in lines]
     assert kinds.count("deletion") == 20
-    assert kinds.count("mutation") == 183
+    assert kinds.count("mutation") == 203
 
 
 def test_people_get_a_line_each(mirrored: Path) -> None:
