@@ -11,11 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from mirror.ingest import events as ev
 from mirror.ingest import instructions as ins
@@ -167,6 +176,12 @@ class Mirrored(RuleBasedStateMachine):
     @rule(status=st.sampled_from(TEMPORARY))
     def refuse(self, status: int) -> None:
         self.tell(ev.StreamRefused(self.rig.opaque_counter, status))
+
+    @precondition(lambda self: self.rig.machine.phase is Phase.REQUESTING)
+    @rule(seqno=SEQNOS)
+    def answer_with_any_rollback(self, seqno: int) -> None:
+        """Whatever the source may mean by it: it costs fetching again, and never more."""
+        self.tell(ev.StreamRollback(self.rig.opaque_counter, seqno))
 
     @precondition(lambda self: self.rig.machine.phase is Phase.ASKING_LOG)
     @rule(refused=st.sampled_from([False, False, True]))
@@ -321,14 +336,21 @@ class Mirrored(RuleBasedStateMachine):
 
 
 TestMirrored = Mirrored.TestCase
-TestMirrored.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestMirrored.settings = settings(max_examples=500, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_same_for_long() -> None:
+    run_state_machine_as_test(Mirrored, settings=settings(max_examples=50_000, stateful_step_count=50, deadline=None))
 
 
 def test_the_rows_of_the_model_are_rows_of_the_wire() -> None:
     source = Source(Random(1))
     source.write(b"a")
     asked = ins.RequestStream(ToyStore().vbid, "", StreamOffset.fresh(), 2**64 - 1, 0)
-    marker, run = list(source.stream(asked, 5))[:2]
+    marker, run, nothing = islice(source.stream(asked, 5), 3)
     assert isinstance(marker, SnapshotMarker)
     assert replace(marker, flags=0) == SnapshotMarker(0, 0, 1, 0, opaque=5)
     assert run == [row(1, b"a", b"a1 at 1")]
+    assert nothing is None

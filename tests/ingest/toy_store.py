@@ -243,7 +243,10 @@ class Rig:
 
     def tell(self, event: ev.LocalEvent | StreamEvent) -> list[ins.Instruction]:
         """Hand an event in and perform everything that comes of it. Returns the instructions, in order."""
-        return self._perform(self.machine.handle(event))
+        done = self._perform(self.machine.handle(event))
+        if isinstance(event, ev.StreamAccepted) and event.opaque == self.machine.opaque and event.failover_log:
+            assert self.store.failover_log == tuple(event.failover_log), "rows may follow, and the log is not saved"
+        return done
 
     def tell_rows(self, opaque: int, rows: list[Row]) -> list[ins.Instruction]:
         """Hand in a run of rows."""

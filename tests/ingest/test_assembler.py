@@ -1,0 +1,494 @@
+"""Snapshots from messages, rule by rule of protocol facts 2.6 and 2.7: which messages stage, which publish, which are
+violations. A dialogue is a list of messages; what it says is what came out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mirror.ingest.assembler import OSO_RANGE, Assembler, Untrackable, Violation
+from mirror.ingest.instructions import Advance, BeginOso, Instruction, PublishSnapshot, StageRows, StageSystemEvent
+from mirror.wire.codec_dcp import decode
+from mirror.wire.constants import MarkerVersion, OsoFlag
+from mirror.wire.events import (
+    Abort,
+    Commit,
+    Mutation,
+    OsoSnapshot,
+    Prepare,
+    ScopeCreated,
+    SeqnoAdvanced,
+    SnapshotMarker,
+    SystemEvent,
+)
+from mirror.wire.frame import decode as decode_frame
+from mirror.wire.system_events import encode_system_event
+from storage.model import Seqno, SnapshotRange, Vbid
+from tests.ingest.source_model import row
+from tests.ingest.toy_store import ToyStore
+
+Message = Callable[[Assembler, list[Instruction]], None]
+
+
+def marker(start: int, end: int, purge_seqno: int = 0) -> Message:
+    return lambda assembler, out: assembler.marker(
+        SnapshotMarker(0, start, end, 1, purge_seqno=purge_seqno, version=int(MarkerVersion.V2_2)), out
+    )
+
+
+def rows(*seqnos: int) -> Message:
+    made = [row(seqno, b"k%d" % seqno, b"v") for seqno in seqnos]
+    return lambda assembler, out: assembler.rows(made, sum(len(value) for _, value in made), out)
+
+
+def advanced(seqno: int) -> Message:
+    return lambda assembler, out: assembler.seqno_advanced(SeqnoAdvanced(0, seqno), out)
+
+
+def scope(seqno: int) -> Message:
+    event = encode_system_event(ScopeCreated(7, 8, "inventory"), vbid=0, seqno=seqno)
+    return lambda assembler, out: assembler.system_event(event, out)
+
+
+def prepared(seqno: int, key: bytes = b"\0k") -> Message:
+    return lambda assembler, out: assembler.prepare(Prepare(0, key, seqno, 1, 5, value=b"v"), out)
+
+
+def committed(seqno: int, key: bytes = b"\0k") -> Message:
+    return lambda assembler, out: assembler.commit(Commit(0, key, 0, seqno), out)
+
+
+def aborted(seqno: int, key: bytes = b"\0k") -> Message:
+    return lambda assembler, out: assembler.abort(Abort(0, key, 0, seqno), out)
+
+
+def oso(flag: int) -> Message:
+    return lambda assembler, out: assembler.oso_snapshot(OsoSnapshot(0, flag), out)
+
+
+def ended() -> Message:
+    return lambda assembler, out: assembler.stream_ended_regularly(out)
+
+
+def assembler_at(
+    boundary: int = 0,
+    staged: int = 0,
+    open_snapshot: tuple[int, int] | None = None,
+    *,
+    collections: bool = True,
+) -> Assembler:
+    assembler = Assembler(Vbid(0))
+    assembler.load(ToyStore().holding(boundary, (), staged, open_snapshot).state())
+    assembler.begin_stream(inside_snapshot=assembler.resumable, collections_granted=collections)
+    return assembler
+
+
+def said(assembler: Assembler, *messages: Message) -> list[Any]:
+    """What a dialogue came to, in short: ("rows", seqnos) | ("advance", seqno) | ("publish", seqno) | ..."""
+    out: list[Instruction] = []
+    for message in messages:
+        message(assembler, out)
+        assembler.validate()
+    return [_short(instruction) for instruction in out]
+
+
+def _short(instruction: Instruction) -> Any:
+    if isinstance(instruction, StageRows):
+        return ("rows", *(int.from_bytes(key[4:]) for key, _ in instruction.rows))
+    if isinstance(instruction, Advance):
+        return ("advance", instruction.seqno)
+    if isinstance(instruction, PublishSnapshot):
+        return ("publish", instruction.seqno)
+    if isinstance(instruction, StageSystemEvent):
+        return ("system event", instruction.seqno)
+    return type(instruction)
+
+
+# --- the end of a snapshot ---
+
+
+@pytest.mark.parametrize(
+    ("last", "staged"),
+    [
+        (rows(5), ("rows", 5)),
+        (advanced(5), ("advance", 5)),
+        (scope(5), ("system event", 5)),
+        (prepared(5), ("advance", 5)),
+        (aborted(5), ("advance", 5)),
+    ],
+)
+def test_whatever_carries_the_end_completes_the_snapshot(last: Message, staged: Any) -> None:
+    assembler = assembler_at()
+    assert said(assembler, marker(0, 5), rows(1, 4), last) == [("rows", 1, 4), staged, ("publish", 5)]
+    assert assembler.boundary_seqno == assembler.position_seqno == 5
+
+
+def test_a_commit_at_the_end_completes_the_snapshot() -> None:
+    assert said(assembler_at(), marker(0, 5), prepared(4), committed(5)) == [
+        ("advance", 4),
+        ("rows", 5),
+        ("publish", 5),
+    ]
+
+
+def test_nothing_is_published_before_the_end() -> None:
+    assembler = assembler_at()
+    assert said(assembler, marker(0, 5), rows(1), rows(3, 4)) == [("rows", 1), ("rows", 3, 4)]
+    assert (assembler.boundary_seqno, assembler.position_seqno) == (0, 4)
+
+
+def test_an_advance_below_the_end_moves_the_position_and_closes_nothing() -> None:
+    assembler = assembler_at()
+    assert said(assembler, marker(0, 9), advanced(5), rows(6), advanced(7), rows(9)) == [
+        ("advance", 5),
+        ("rows", 6),
+        ("advance", 7),
+        ("rows", 9),
+        ("publish", 9),
+    ]
+
+
+def test_an_advance_to_the_very_position_says_nothing_new() -> None:
+    assert said(assembler_at(), marker(0, 9), rows(5), advanced(5)) == [("rows", 5)]
+
+
+@pytest.mark.parametrize("start", [0, 7, 8, 9, 10, 99])
+def test_the_start_of_a_marker_is_not_trusted(start: int) -> None:
+    assembler = assembler_at(7)
+    assert said(assembler, marker(start, 10), rows(8, 10)) == [("rows", 8, 10), ("publish", 10)]
+
+
+def test_a_publish_says_where_its_snapshot_began_and_what_was_purged() -> None:
+    out: list[Instruction] = []
+    assembler = assembler_at(7)
+    for message in (marker(8, 10, purge_seqno=6), rows(10)):
+        message(assembler, out)
+    assert out[-1] == PublishSnapshot(Vbid(0), "rows", Seqno(10), Seqno(8), 6)
+
+
+def test_the_size_and_the_range_go_with_the_rows() -> None:
+    out: list[Instruction] = []
+    assembler = assembler_at(7)
+    marker(8, 10)(assembler, out)
+    rows(8, 9)(assembler, out)
+    [staged] = out
+    assert isinstance(staged, StageRows)
+    assert staged.open_snapshot == SnapshotRange(Seqno(8), Seqno(10), 1)
+    assert staged.byte_count == sum(len(value) for _, value in staged.rows)
+    assert not staged.unordered
+
+
+# --- markers that follow markers ---
+
+
+def test_a_second_marker_with_the_same_end_continues_the_snapshot() -> None:
+    assembler = assembler_at()
+    assert said(assembler, marker(0, 9), rows(3), marker(0, 9), rows(5), rows(9)) == [
+        ("rows", 3),
+        ("rows", 5),
+        ("rows", 9),
+        ("publish", 9),
+    ]
+
+
+@pytest.mark.parametrize("collections", [True, False])
+def test_a_second_marker_that_overlaps_with_a_later_end_prolongs_the_snapshot(collections: bool) -> None:
+    """The cursor was dropped: what is left of the open snapshot comes from disk, within the new one."""
+    assembler = assembler_at(collections=collections)
+    assert said(assembler, marker(0, 9), rows(3), marker(4, 12), rows(9), rows(12)) == [
+        ("rows", 3),
+        ("rows", 9),
+        ("rows", 12),
+        ("publish", 12),
+    ]
+
+
+def test_with_collections_a_following_marker_never_closes_an_open_snapshot() -> None:
+    assembler = assembler_at()
+    assert said(assembler, marker(0, 9), rows(3), marker(10, 12), rows(12)) == [
+        ("rows", 3),
+        ("rows", 12),
+        ("publish", 12),
+    ]
+
+
+def test_without_collections_a_following_marker_closes_a_snapshot_whose_end_was_not_hit() -> None:
+    assembler = assembler_at(collections=False)
+    assert said(assembler, marker(0, 9), rows(3), marker(10, 12), rows(12)) == [
+        ("rows", 3),
+        ("advance", 9),
+        ("publish", 9),
+        ("rows", 12),
+        ("publish", 12),
+    ]
+
+
+def test_without_collections_the_regular_end_of_the_stream_closes_it() -> None:
+    assert said(assembler_at(collections=False), marker(0, 9), rows(3), ended()) == [
+        ("rows", 3),
+        ("advance", 9),
+        ("publish", 9),
+    ]
+
+
+def test_with_collections_the_regular_end_of_the_stream_closes_nothing() -> None:
+    assert said(assembler_at(), marker(0, 9), rows(3), ended()) == [("rows", 3)]
+
+
+def test_a_marker_that_ends_inside_the_open_snapshot_contradicts_it() -> None:
+    with pytest.raises(Violation, match="inside the open one"):
+        said(assembler_at(), marker(0, 9), rows(3), marker(4, 8))
+
+
+def test_a_marker_that_ends_below_what_is_held_contradicts_it() -> None:
+    with pytest.raises(Violation, match="below 7"):
+        said(assembler_at(7), marker(0, 6))
+
+
+def test_a_marker_of_which_nothing_is_missing_opens_nothing() -> None:
+    assembler = assembler_at(7)
+    assert said(assembler, marker(0, 7)) == []
+    assert assembler.open_snapshot is None
+
+
+# --- after a mid-snapshot request ---
+
+
+@pytest.mark.parametrize("collections", [True, False])
+@pytest.mark.parametrize("start", [0, 4, 6, 10])
+@pytest.mark.parametrize("end", [8, 9, 20])
+def test_the_first_marker_after_a_mid_snapshot_request_replaces_the_end_and_closes_nothing(
+    collections: bool, start: int, end: int
+) -> None:
+    assembler = assembler_at(4, 6, (4, 9), collections=collections)
+    assert said(assembler, marker(start, end), rows(7), rows(end)) == [("rows", 7), ("rows", end), ("publish", end)]
+
+
+def test_a_resumed_snapshot_of_which_nothing_is_missing_is_published_by_its_marker() -> None:
+    assert said(assembler_at(4, 6, (4, 9)), marker(0, 6)) == [("publish", 6)]
+
+
+@pytest.mark.parametrize("early", [rows(7), advanced(7), scope(7), prepared(7)])
+def test_nothing_is_taken_before_the_first_marker_of_a_resumed_snapshot(early: Message) -> None:
+    with pytest.raises(Violation, match=r"outside any snapshot|before the first marker"):
+        said(assembler_at(4, 6, (4, 9)), early)
+
+
+def test_the_regular_end_of_the_stream_closes_no_snapshot_that_was_not_yet_resumed() -> None:
+    assert said(assembler_at(4, 6, (4, 9), collections=False), ended()) == []
+
+
+def test_a_marker_without_its_first_item_leaves_no_trace() -> None:
+    """Another client sent the pending marker's range, and could not resume (JDCP-241)."""
+    assembler = assembler_at(4)
+    said(assembler, marker(5, 9))
+    assembler.end_stream()
+    assert assembler.open_snapshot is None
+    assert not assembler.holds_part
+
+    assembler = assembler_at(4, 6, (4, 9))
+    said(assembler, marker(4, 20))
+    assembler.end_stream()
+    assert assembler.open_snapshot == SnapshotRange(Seqno(4), Seqno(9))
+    assert assembler.resumable
+
+
+# --- runs ---
+
+
+def test_a_run_is_handed_on_as_it_is() -> None:
+    """Constant work per run, whatever its length."""
+    made = [row(seqno, b"k", b"v") for seqno in range(1, 1001)]
+    out: list[Instruction] = []
+    assembler = assembler_at()
+    marker(0, 2000)(assembler, out)
+    assembler.rows(made, 5, out)
+    [staged] = out
+    assert isinstance(staged, StageRows)
+    assert staged.rows is made
+
+
+def test_a_run_with_the_end_inside_is_split_there_and_the_rest_is_a_violation() -> None:
+    assembler = assembler_at()
+    out: list[Instruction] = []
+    marker(0, 5)(assembler, out)
+    with pytest.raises(Violation, match="beyond the end"):
+        rows(3, 5, 6, 7)(assembler, out)
+    assert [_short(instruction) for instruction in out] == [("rows", 3, 5), ("publish", 5)]
+    staged = out[0]
+    assert isinstance(staged, StageRows)
+    assert staged.byte_count == sum(len(value) for _, value in staged.rows)
+
+
+def test_a_run_that_jumps_over_the_end_publishes_nothing() -> None:
+    assembler = assembler_at()
+    out: list[Instruction] = []
+    marker(0, 5)(assembler, out)
+    with pytest.raises(Violation, match="beyond the end"):
+        rows(3, 6)(assembler, out)
+    assert out == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([rows(8)], "outside any snapshot"),
+        ([marker(0, 20), rows(7)], "must rise"),
+        ([marker(0, 20), rows(3)], "must rise"),
+        ([marker(0, 20), rows(9), rows(9)], "must rise"),
+        ([marker(0, 20), rows(9, 9)], "must rise"),
+        ([marker(0, 20), rows(12, 9)], "must rise"),
+        ([marker(0, 20), rows(21)], "beyond the end"),
+        ([marker(0, 20), advanced(21)], "beyond the end"),
+        ([marker(0, 20), advanced(6)], "already held"),
+        ([advanced(2**64 - 1)], str(2**64 - 1)),
+        ([scope(8)], "outside any snapshot"),
+        ([marker(0, 20), scope(7)], "must rise"),
+        ([marker(0, 20), scope(21)], "beyond the end"),
+        ([prepared(8)], "outside any snapshot"),
+        ([marker(0, 20), prepared(7)], "must rise"),
+        ([marker(0, 20), aborted(7)], "must rise"),
+        ([marker(0, 20), committed(7)], "must rise"),
+        ([oso(OsoFlag.START)], "only come first"),
+        ([oso(OsoFlag.END)], "had not begun"),
+        ([oso(0)], "flags 0x0"),
+        ([marker(0, 20), oso(OsoFlag.END)], "had not begun"),
+    ],
+)
+def test_what_cannot_be_part_of_the_stream_is_a_violation(messages: list[Message], text: str) -> None:
+    with pytest.raises(Violation, match=text):
+        said(assembler_at(7), *messages)
+
+
+def test_a_system_event_that_cannot_be_read_is_a_violation() -> None:
+    assembler = assembler_at(7)
+    said(assembler, marker(0, 20))
+    with pytest.raises(Violation, match="cannot be read"):
+        assembler.system_event(SystemEvent(0, 8, 99, 0), [])
+
+
+# --- system events ---
+
+
+def test_a_system_event_is_staged_in_stored_form_with_the_manifest_from_there_on() -> None:
+    assembler = assembler_at()
+    out: list[Instruction] = []
+    marker(0, 9)(assembler, out)
+    event = encode_system_event(ScopeCreated(7, 8, "inventory"), vbid=0, seqno=3, opaque=77, stream_id=5)
+    assembler.system_event(event, out)
+    [staged] = out
+    assert isinstance(staged, StageSystemEvent)
+    assert (staged.manifest.uid, staged.manifest.scopes[8]) == (7, "inventory")
+    frame, _ = decode_frame(staged.row_value)
+    assert (frame.opaque, frame.framing) == (0, b"")
+    assert assembler.manifest == staged.manifest
+
+
+# --- out-of-order snapshots ---
+
+
+def test_an_out_of_order_snapshot_is_published_at_its_largest_seqno() -> None:
+    assembler = assembler_at()
+    assert said(assembler, oso(OsoFlag.START), rows(9, 3), rows(5), oso(OsoFlag.END)) == [
+        BeginOso,
+        ("rows", 9, 3),
+        ("rows", 5),
+        ("publish", 9),
+    ]
+
+
+def test_after_it_an_advance_without_a_marker_says_how_far_it_reached() -> None:
+    assembler = assembler_at()
+    assert said(assembler, oso(OsoFlag.START), rows(5), oso(OsoFlag.END), advanced(9))[-2:] == [
+        ("advance", 9),
+        ("publish", 9),
+    ]
+
+
+def test_inside_it_an_advance_counts_for_its_end() -> None:
+    assert said(assembler_at(), oso(OsoFlag.START), rows(5), advanced(9), scope(7), oso(OsoFlag.END))[-1] == (
+        "publish",
+        9,
+    )
+
+
+def test_its_rows_go_with_a_range_that_nobody_can_resume() -> None:
+    assembler = assembler_at()
+    out: list[Instruction] = []
+    oso(OsoFlag.START)(assembler, out)
+    rows(9, 3)(assembler, out)
+    staged = out[-1]
+    assert isinstance(staged, StageRows)
+    assert staged.unordered
+    assert staged.open_snapshot == OSO_RANGE
+    assert assembler.holds_part
+    assert not assembler.resumable
+
+
+@pytest.mark.parametrize("message", [marker(0, 9), prepared(5), committed(5), oso(OsoFlag.START)])
+def test_inside_it_neither_markers_nor_sync_writes_can_come(message: Message) -> None:
+    with pytest.raises(Violation):
+        said(assembler_at(), oso(OsoFlag.START), rows(3), message)
+
+
+# --- sync writes ---
+
+
+def test_a_commit_is_staged_as_a_mutation_with_its_prepares_value() -> None:
+    assembler = assembler_at()
+    out: list[Instruction] = []
+    for message in (marker(0, 9), prepared(4), committed(6)):
+        message(assembler, out)
+    staged = out[-1]
+    assert isinstance(staged, StageRows)
+    [(key, value)] = staged.rows
+    assert key == (1).to_bytes(4) + (6).to_bytes(8)
+    frame, _ = decode_frame(value)
+    assert decode(frame) == Mutation(0, b"\0k", 6, 1, 5, value=b"v")
+
+
+def test_an_aborted_write_is_forgotten() -> None:
+    with pytest.raises(Untrackable, match="prepare was not seen"):
+        said(assembler_at(), marker(0, 9), prepared(4), aborted(5), committed(6))
+
+
+def test_an_abort_of_a_prepare_that_was_deduplicated_away_is_no_error() -> None:
+    assert said(assembler_at(), marker(0, 9), aborted(4)) == [("advance", 4)]
+
+
+def test_a_commit_without_its_prepare_cannot_be_tracked() -> None:
+    with pytest.raises(Untrackable, match="enable_sync_writes"):
+        said(assembler_at(), marker(0, 9), committed(4))
+
+
+def test_after_an_abandoned_snapshot_the_commit_comes_again_and_finds_its_prepare() -> None:
+    assembler = assembler_at()
+    said(assembler, marker(0, 4), prepared(4), marker(5, 9), committed(6))
+    assembler.load(ToyStore().holding(4).state())
+    assembler.begin_stream(inside_snapshot=False, collections_granted=True)
+    assert said(assembler, marker(5, 9), committed(6)) == [("rows", 6)]
+
+
+# --- states ---
+
+
+@pytest.mark.parametrize(
+    ("boundary", "staged", "open_snapshot", "holds_part", "resumable"),
+    [
+        (7, 7, None, False, False),
+        (7, 9, (8, 12), True, True),
+        (7, 9, None, False, False),  # complete, and to be published by the store
+        (7, 9, (8, 9), True, False),
+        (7, 7, (8, 12), False, False),
+        (0, 9, (0, 12), True, True),
+    ],
+)
+def test_what_a_stored_state_holds(
+    boundary: int, staged: int, open_snapshot: tuple[int, int] | None, holds_part: bool, resumable: bool
+) -> None:
+    assembler = Assembler(Vbid(0))
+    assembler.load(ToyStore().holding(boundary, (), staged, open_snapshot).state())
+    assert (assembler.holds_part, assembler.resumable) == (holds_part, resumable)

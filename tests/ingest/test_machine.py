@@ -1,0 +1,859 @@
+"""Dialogues with a machine over a toy store: event in, instructions out; each test is a sentence of the protocol.
+
+The rig performs what the store is asked for and answers at once, validates the machine after every event, and checks
+that requests say what the store holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mirror.ingest import events as ev
+from mirror.ingest import instructions as ins
+from mirror.ingest.instructions import RetryReason
+from mirror.ingest.machine import ROLLBACK_ROUNDS_MAX, STORE_PHASES, TRANSITIONS, Phase, VbucketMachine
+from mirror.wire.constants import OsoFlag, SnapshotFlag, Status, StreamEndReason, StreamRequestFlag
+from mirror.wire.events import Commit, OsoSnapshot, SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamEvent
+from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from tests.ingest.source_model import row
+from tests.ingest.toy_store import Rig, ToyStore
+
+ACK = int(SnapshotFlag.ACK)
+DISK = int(SnapshotFlag.DISK)
+
+
+def log(*entries: tuple[int, int]) -> list[FailoverEntry]:
+    return [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in entries]
+
+
+LOG = log((0xA, 0))
+
+
+def rig_at(*boundaries: int, failover_log: list[FailoverEntry] = LOG, **more: Any) -> Rig:
+    """A rig that holds these boundaries and has asked for its stream."""
+    store = ToyStore()
+    for boundary in boundaries[:-1]:
+        store.holding(boundary)
+    store.holding(boundaries[-1] if boundaries else 0, failover_log, **more)
+    rig = Rig(store)
+    rig.tell(ev.Start())
+    return rig
+
+
+def streaming_at(*boundaries: int, **more: Any) -> Rig:
+    """The same, with its stream accepted."""
+    rig = rig_at(*boundaries, **more)
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, list(rig.machine.failover_log) or LOG))
+    return rig
+
+
+def marker(rig: Rig, start: int, end: int, flags: int = 1, purge_seqno: int = 0) -> list[ins.Instruction]:
+    return rig.tell(SnapshotMarker(0, start, end, flags, purge_seqno=purge_seqno, opaque=rig.opaque_counter))
+
+
+def rows(rig: Rig, *seqnos: int) -> list[ins.Instruction]:
+    return rig.tell_rows(rig.opaque_counter, [row(seqno, b"k%d" % seqno, b"v") for seqno in seqnos])
+
+
+def rollback(rig: Rig, seqno: int) -> list[ins.Instruction]:
+    return rig.tell(ev.StreamRollback(rig.opaque_counter, seqno))
+
+
+def refused(rig: Rig, status: int, context: bytes = b"") -> list[ins.Instruction]:
+    return rig.tell(ev.StreamRefused(rig.opaque_counter, status, context))
+
+
+def ended(rig: Rig, reason: int) -> list[ins.Instruction]:
+    return rig.tell(StreamEnd(0, reason, opaque=rig.opaque_counter))
+
+
+def kinds(done: list[ins.Instruction]) -> list[type]:
+    """What was instructed, reports left out."""
+    return [type(instruction) for instruction in done if not isinstance(instruction, ins.Report)]
+
+
+def status_of(rig: Rig) -> ins.Status:
+    return rig.machine.status
+
+
+def asked(rig: Rig) -> tuple[int, int, int, int]:
+    """The newest stream request: start, snapshot start, snapshot end, vbuuid."""
+    offset = rig.last(ins.RequestStream).offset
+    return offset.start_seqno, offset.snap_start_seqno, offset.snap_end_seqno, offset.vbuuid
+
+
+# --- asking ---
+
+
+def test_a_fresh_vbucket_asks_from_zero_of_no_history() -> None:
+    rig = rig_at(failover_log=[])
+    assert asked(rig) == (0, 0, 0, 0)
+    request = rig.last(ins.RequestStream)
+    assert request.end_seqno == 2**64 - 1
+    assert request.flags == StreamRequestFlag.ACTIVE_VB_ONLY
+    assert request.purge_seqno is None
+
+
+def test_between_snapshots_the_boundary_is_asked_thrice() -> None:
+    assert asked(rig_at(100, failover_log=log((0xB, 100), (0xA, 0)))) == (100, 100, 100, 0xB)
+    assert asked(rig_at(99, failover_log=log((0xB, 100), (0xA, 0)))) == (99, 99, 99, 0xA)
+
+
+def test_after_a_break_inside_a_snapshot_it_is_asked_to_go_on() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 120)
+    rows(rig, 105)
+    rig.tell(ev.ConnectionLost())
+    rig.tell(ev.Start())
+    assert asked(rig) == (105, 100, 120, 0xA)
+
+
+def test_after_a_restart_inside_a_snapshot_it_is_asked_to_go_on() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 120)
+    rows(rig, 105)
+    rig.restart()
+    rig.tell(ev.Start())
+    assert asked(rig) == (105, 100, 120, 0xA)
+
+
+def test_a_break_after_a_mere_marker_asks_at_the_boundary() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 120)
+    rig.tell(ev.ConnectionLost())
+    rig.tell(ev.Start())
+    assert asked(rig) == (100, 100, 100, 0xA)
+
+
+def test_staged_rows_that_cannot_be_continued_are_dropped_before_asking() -> None:
+    rig = Rig(ToyStore().holding(0, LOG, 9, (0, 0)))
+    assert kinds(rig.tell(ev.Start())) == [ins.AbandonStaged, ins.RequestStream]
+    assert asked(rig) == (0, 0, 0, 0)
+
+
+def test_the_purge_seqno_goes_with_a_request_inside_a_snapshot_only() -> None:
+    rig = Rig(ToyStore().holding(0, LOG))
+    rig.tell(ev.Start(sends_purge_seqno=True))
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    marker(rig, 0, 120, DISK, purge_seqno=40)
+    rows(rig, 30)
+    assert rig.store.purge_seqno == 40
+    rig.restart()
+    rig.tell(ev.Start(sends_purge_seqno=True))
+    assert rig.last(ins.RequestStream).purge_seqno == 40
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    marker(rig, 0, 120, DISK, purge_seqno=40)
+    rows(rig, 120)
+    rig.restart()
+    rig.tell(ev.Start(sends_purge_seqno=True))
+    assert rig.last(ins.RequestStream).purge_seqno is None
+
+
+def test_a_marker_without_its_first_item_does_not_change_the_purge_seqno() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 120, purge_seqno=40)
+    rig.tell(ev.ConnectionLost())
+    assert rig.store.purge_seqno == 0
+
+
+def test_a_stream_with_an_end_is_finished_there() -> None:
+    rig = Rig(ToyStore())
+    rig.tell(ev.Start(end_seqno=5))
+    assert rig.last(ins.RequestStream).end_seqno == 5
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    marker(rig, 0, 8)
+    rows(rig, 8)
+    ended(rig, 0)
+    assert rig.machine.phase is Phase.FINISHED
+    assert kinds(rig.tell(ev.Start(end_seqno=5))) == []
+    assert kinds(rig.tell(ev.Start())) == [ins.RequestStream]
+
+
+def test_inside_a_snapshot_that_overruns_the_end_the_request_reaches_to_the_snapshots_end() -> None:
+    rig = Rig(ToyStore().holding(0, LOG, 7, (0, 9)))
+    rig.tell(ev.Start(end_seqno=5))
+    assert rig.last(ins.RequestStream).end_seqno == 9
+
+
+# --- accepted ---
+
+
+def test_the_failover_log_of_an_accepted_stream_replaces_ours_before_any_row() -> None:
+    rig = rig_at(100)
+    done = rig.tell(ev.StreamAccepted(rig.opaque_counter, log((0xB, 100), (0xA, 0))))
+    assert kinds(done) == [ins.SaveFailoverLog]
+    assert rig.store.failover_log == tuple(log((0xB, 100), (0xA, 0)))
+
+
+def test_a_failover_log_that_did_not_change_is_not_saved_again() -> None:
+    rig = rig_at(100)
+    assert kinds(rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))) == []
+
+
+def test_live_snapshots_are_staged_and_published_as_they_come() -> None:
+    rig = streaming_at(100)
+    assert kinds(marker(rig, 101, 102)) == []
+    assert kinds(rows(rig, 101, 102)) == [ins.StageRows, ins.PublishSnapshot]
+    assert rig.store.served.seqno == rig.machine.durable_seqno == 102
+
+
+def test_a_run_event_is_the_same_as_a_run() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 102)
+    done = rig.tell(ev.RowsRun(rig.opaque_counter, [row(102, b"k", b"v")], 50))
+    assert kinds(done) == [ins.StageRows, ins.PublishSnapshot]
+
+
+def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and_not_before() -> None:
+    store = ToyStore()
+    machine = VbucketMachine(Vbid(0), store.state())
+    machine.handle(ev.Start())
+    machine.handle(ev.StreamRequested(7))
+    machine.handle(ev.StreamAccepted(7, LOG))
+    machine.handle(SnapshotMarker(0, 0, 5, ACK | DISK, opaque=7))
+    published = machine.handle_run(7, [row(5, b"k", b"v")], 50)
+    assert ins.PublishSnapshot in kinds(published)
+    assert ins.AnswerMarker not in kinds(published)
+    assert machine.handle(ev.Published(4)) == []
+    assert machine.handle(ev.Published(5)) == [ins.AnswerMarker(Vbid(0), "published", 7)]
+    assert machine.handle(ev.Published(5)) == []
+
+
+def test_a_marker_of_a_snapshot_that_is_durable_already_is_answered_at_once() -> None:
+    rig = streaming_at(100)
+    assert kinds(marker(rig, 0, 100, ACK)) == [ins.AnswerMarker]
+
+
+def test_a_marker_is_not_answered_when_its_stream_is_gone() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 102, ACK)
+    rig.tell(ev.ConnectionLost())
+    assert rig.tell(ev.Published(100)) == []
+
+
+def test_messages_of_another_stream_are_ignored() -> None:
+    rig = streaming_at(100)
+    stale = rig.opaque_counter - 1
+    assert rig.tell(SnapshotMarker(0, 0, 7, 1, opaque=stale)) == []
+    assert rig.tell_rows(stale, [row(101, b"k", b"v")]) == []
+    assert rig.tell(StreamEnd(0, 2, opaque=stale)) == []
+    assert rig.machine.phase is Phase.STREAMING
+    assert rig.machine.ignored_count == 3
+
+
+def test_a_backfill_and_a_live_stream_are_told_apart_for_people() -> None:
+    rig = streaming_at(100)
+    marker(rig, 0, 120, DISK)
+    assert status_of(rig) is ins.Status.BACKFILLING
+    rows(rig, 120)
+    assert status_of(rig) is ins.Status.STREAMING
+
+
+def test_it_is_caught_up_when_the_sources_high_seqno_is_durable() -> None:
+    rig = streaming_at(100)
+    assert not rig.machine.caught_up
+    rig.tell(ev.HighSeqno(102))
+    assert not rig.machine.caught_up
+    marker(rig, 101, 102)
+    rows(rig, 102)
+    assert rig.machine.caught_up
+
+
+def test_a_commit_that_cannot_be_tracked_stops_and_says_what_mends_it() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 102)
+    assert kinds(rig.tell(Commit(0, b"\0k", 90, 101, opaque=rig.opaque_counter))) == [ins.CloseStream]
+    assert rig.machine.phase is Phase.REFUSED
+    assert "enable_sync_writes" in rig.machine.text
+
+
+# --- rollback ---
+
+
+def test_a_rollback_goes_back_to_the_newest_kept_boundary_and_asks_there() -> None:
+    rig = rig_at(50, 80, 100, failover_log=log((0xB, 90), (0xA, 0)))
+    done = rollback(rig, 85)
+    assert kinds(done) == [ins.RollbackTo, ins.RequestStream]
+    assert asked(rig) == (80, 80, 80, 0xA)
+    assert rig.store.failover_log == tuple(LOG)
+
+
+def test_rollbacks_may_follow_each_other_as_long_as_they_fall() -> None:
+    rig = rig_at(20, 50, 80, 100)
+    rollback(rig, 85)
+    rollback(rig, 60)
+    rollback(rig, 30)
+    assert asked(rig) == (20, 20, 20, 0xA)
+    assert rig.store.rollbacks == [(100, 80), (80, 50), (50, 20)]
+
+
+def test_a_checkpoint_ahead_of_the_source_is_a_rollback_like_any_other() -> None:
+    """Another client panicked for ever (its stored seqno was above the source's)."""
+    rig = rig_at(80, 100)
+    rollback(rig, 90)
+    assert asked(rig) == (80, 80, 80, 0xA)
+
+
+@pytest.mark.parametrize("answer", [85, 100, 2**64 - 1])
+def test_a_rollback_that_does_not_fall_looks_for_common_history(answer: int) -> None:
+    rig = rig_at(50, 80, 100)
+    if answer == 85:
+        rollback(rig, 85)
+    assert kinds(rollback(rig, answer)) == [ins.GetFailoverLog]
+
+
+def test_a_rollback_to_zero_looks_for_common_history_first() -> None:
+    rig = rig_at(50, 80, 100, failover_log=log((0xB, 70), (0xA, 0)))
+    assert kinds(rollback(rig, 0)) == [ins.GetFailoverLog]
+    done = rig.tell(ev.FailoverLogReceived(log((0xC, 60), (0xA, 0))))
+    assert kinds(done) == [ins.SaveFailoverLog, ins.RollbackTo, ins.RequestStream]
+    assert asked(rig) == (50, 50, 50, 0xA)
+    assert rig.store.rollbacks == [(100, 50)]
+
+
+def test_common_history_that_reaches_our_position_needs_no_rollback() -> None:
+    """The newest entry began at our very position, and the source has never heard of it: nothing is fetched again."""
+    rig = rig_at(80, 100, failover_log=log((0xB, 100), (0xA, 0)))
+    assert asked(rig) == (100, 100, 100, 0xB)
+    rollback(rig, 0)
+    done = rig.tell(ev.FailoverLogReceived(log((0xC, 100), (0xA, 0))))
+    assert kinds(done) == [ins.SaveFailoverLog, ins.RequestStream]
+    assert asked(rig) == (100, 100, 100, 0xA)
+    assert rig.store.rollbacks == []
+
+
+def test_entries_that_share_a_seqno_are_tried_newest_first() -> None:
+    rig = rig_at(100, failover_log=log((0xC, 100), (0xB, 100), (0xA, 0)))
+    rollback(rig, 0)
+    rig.tell(ev.FailoverLogReceived(log((0xD, 100), (0xB, 100), (0xA, 0))))
+    assert asked(rig) == (100, 100, 100, 0xB)
+
+
+def test_below_an_entry_of_its_own_history_the_common_vbuuid_is_asked_with() -> None:
+    """The source forgot the older entry, and knows the newer one: it is a descendant of what we hold."""
+    rig = rig_at(50, failover_log=log((0xB, 70), (0xA, 0)))
+    assert asked(rig) == (50, 50, 50, 0xA)
+    rollback(rig, 0)
+    rig.tell(ev.FailoverLogReceived(log((0xC, 90), (0xB, 70))))
+    assert asked(rig) == (50, 50, 50, 0xB)
+
+
+def test_the_retry_at_common_history_is_free_of_the_decrease_and_what_follows_is_not() -> None:
+    rig = rig_at(20, 50, 80, 100, failover_log=log((0xB, 70), (0xA, 0)))
+    rollback(rig, 0)
+    rig.tell(ev.FailoverLogReceived(log((0xC, 90), (0xA, 0))))
+    assert asked(rig) == (50, 50, 50, 0xA)
+    assert kinds(rollback(rig, 30)) == [ins.RollbackTo, ins.RequestStream]
+    assert asked(rig) == (20, 20, 20, 0xA)
+    assert kinds(rollback(rig, 30)) == [ins.BeginRefill, ins.RequestStream]
+
+
+def test_only_after_common_history_was_tried_a_refill_begins_beside_the_old_copy() -> None:
+    rig = rig_at(80, 100)
+    rollback(rig, 0)
+    rig.tell(ev.FailoverLogReceived(LOG))
+    assert asked(rig) == (100, 100, 100, 0xA)
+    done = rollback(rig, 0)
+    assert kinds(done) == [ins.BeginRefill, ins.RequestStream]
+    assert asked(rig) == (0, 0, 0, 0)
+    assert rig.store.served.seqno == 100
+    assert rig.machine.refilling
+    assert not rig.machine.caught_up
+
+
+def test_without_common_history_a_refill_begins_at_once() -> None:
+    rig = rig_at(80, 100)
+    rollback(rig, 0)
+    assert kinds(rig.tell(ev.FailoverLogReceived(log((0xC, 0))))) == [ins.BeginRefill, ins.RequestStream]
+
+
+def test_a_refill_is_swapped_in_by_its_publish() -> None:
+    rig = rig_at(100)
+    rollback(rig, 0)
+    rig.tell(ev.FailoverLogReceived([]))
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
+    assert status_of(rig) is ins.Status.REFILLING
+    marker(rig, 0, 30, DISK)
+    rows(rig, 10)
+    assert rig.store.served.seqno == 100
+    rows(rig, 30)
+    assert rig.store.served.seqno == 30
+    assert not rig.machine.refilling
+    assert status_of(rig) is ins.Status.STREAMING
+
+
+def test_a_refill_that_broke_goes_on_after_a_restart() -> None:
+    rig = rig_at(100)
+    rollback(rig, 0)
+    rig.tell(ev.FailoverLogReceived([]))
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
+    marker(rig, 0, 30, DISK)
+    rows(rig, 10)
+    rig.restart()
+    rig.tell(ev.Start())
+    assert asked(rig) == (10, 0, 30, 0xC)
+    assert rig.machine.refilling
+    assert kinds(rollback(rig, 0)) == [ins.AbandonStaged, ins.RequestStream]
+    assert asked(rig) == (0, 0, 0, 0)
+    assert rig.store.served.seqno == 100
+
+
+@pytest.mark.parametrize("how", ["poll", "marker"])
+def test_a_refill_from_an_empty_source_is_complete_at_zero(how: str) -> None:
+    """No snapshot will ever say so, and the old copy would be shown for ever."""
+    rig = rig_at(100)
+    rollback(rig, 0)
+    rig.tell(ev.FailoverLogReceived([]))
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
+    done = rig.tell(ev.HighSeqno(0)) if how == "poll" else marker(rig, 0, 0)
+    assert kinds(done) == [ins.PublishSnapshot]
+    assert rig.store.served.seqno == 0
+    assert not rig.machine.refilling
+    assert kinds(rig.tell(ev.HighSeqno(0))) == []
+
+
+def test_an_empty_source_is_not_taken_for_complete_without_a_refill() -> None:
+    rig = streaming_at(100)
+    assert kinds(rig.tell(ev.HighSeqno(0))) == []
+
+
+def test_where_no_boundary_is_kept_that_far_back_common_history_is_looked_for_and_then_refilled() -> None:
+    rig = rig_at(80, 100)
+    assert kinds(rollback(rig, 30)) == [ins.RollbackTo, ins.GetFailoverLog]
+    assert rig.store.served.seqno == 100
+    assert kinds(rig.tell(ev.FailoverLogReceived(log((0xC, 30), (0xA, 0))))) == [
+        ins.RollbackTo,
+        ins.BeginRefill,
+        ins.RequestStream,
+    ]
+
+
+def test_a_rollback_inside_a_snapshot_to_our_boundary_or_above_drops_the_open_snapshot() -> None:
+    rig = rig_at(100, staged=105, open_snapshot=(101, 120))
+    done = rollback(rig, 102)
+    assert kinds(done) == [ins.AbandonStaged, ins.RequestStream]
+    assert asked(rig) == (100, 100, 100, 0xA)
+
+
+def test_a_rollback_inside_a_snapshot_to_below_our_boundary_is_a_rollback() -> None:
+    rig = rig_at(80, 100, staged=105, open_snapshot=(101, 120))
+    assert kinds(rollback(rig, 90)) == [ins.RollbackTo, ins.RequestStream]
+    assert asked(rig) == (80, 80, 80, 0xA)
+
+
+def test_a_rollback_to_zero_inside_the_first_backfill_begins_it_anew() -> None:
+    """The usual end of a broken backfill of a bucket with deletes: its position is below the purge seqno."""
+    rig = rig_at(staged=50, open_snapshot=(0, 120))
+    assert asked(rig) == (50, 0, 120, 0xA)
+    assert kinds(rollback(rig, 0)) == [ins.AbandonStaged, ins.RequestStream]
+    assert asked(rig) == (0, 0, 0, 0)
+
+
+def test_common_history_found_inside_a_snapshot_drops_the_open_snapshot_first() -> None:
+    rig = rig_at(80, 100, staged=105, open_snapshot=(101, 120))
+    assert kinds(rollback(rig, 0)) == [ins.GetFailoverLog]
+    assert kinds(rig.tell(ev.FailoverLogReceived(LOG))) == [ins.AbandonStaged, ins.RequestStream]
+    assert asked(rig) == (100, 100, 100, 0xA)
+
+
+def test_a_rollback_of_a_request_from_zero_is_asked_again_later() -> None:
+    rig = rig_at(failover_log=[])
+    assert kinds(rollback(rig, 0)) == [ins.RetryAfter]
+    assert "nothing is held" in rig.machine.text
+
+
+def test_a_source_that_rolls_back_without_end_is_bounded() -> None:
+    boundaries = range(1, 3 * ROLLBACK_ROUNDS_MAX)
+    rig = rig_at(*boundaries)
+    for rounds in range(ROLLBACK_ROUNDS_MAX):
+        assert ins.RollbackTo in kinds(rollback(rig, boundaries[-1] - rounds - 1))
+    assert kinds(rollback(rig, boundaries[-1] - ROLLBACK_ROUNDS_MAX - 1)) == [ins.GetFailoverLog]
+
+
+def test_the_rounds_are_counted_anew_after_an_accepted_stream() -> None:
+    rig = rig_at(20, 50, 80, 100)
+    rollback(rig, 85)
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    ended(rig, 2)
+    rig.tell(ev.RetryDue())
+    assert kinds(rollback(rig, 79)) == [ins.RollbackTo, ins.RequestStream]
+
+
+def test_where_pruning_leaves_no_history_the_boundarys_own_vbuuid_is_asked_with() -> None:
+    store = ToyStore().holding(80).holding(100, log((0xB, 90)))
+    machine = VbucketMachine(Vbid(0), store.state())
+    machine.handle(ev.Start())
+    machine.handle(ev.StreamRequested(7))
+    machine.handle(ev.StreamRollback(7, 85))
+    store.perform(ins.RollbackTo(Vbid(0), "", Seqno(85)))
+    done = machine.handle(ev.RolledBack(store.state(), Vbuuid(0xA)))
+    saved, request = (instruction for instruction in done if not isinstance(instruction, ins.Report))
+    assert saved == ins.SaveFailoverLog(Vbid(0), "rolled back", tuple(log((0xA, 80))))
+    assert isinstance(request, ins.RequestStream)
+    assert request.offset.vbuuid == 0xA
+
+
+def test_a_refill_that_finds_no_room_keeps_the_old_copy_and_tries_again_later() -> None:
+    rig = rig_at(100)
+    machine = rig.machine
+    rollback(rig, 0)
+    done = machine.handle(ev.FailoverLogReceived([]))
+    assert kinds(done) == [ins.BeginRefill]
+    done = machine.handle(ev.RefillRefused("5 GiB are needed, 1 GiB is free"))
+    assert kinds(done) == [ins.RetryAfter]
+    assert (machine.status, machine.text) == (ins.Status.REFUSED, "5 GiB are needed, 1 GiB is free")
+    assert kinds(machine.handle(ev.RetryDue())) == [ins.RequestStream]
+
+
+def test_a_failover_log_that_cannot_be_had_now_is_asked_for_again_by_a_whole_request() -> None:
+    rig = rig_at(100)
+    rollback(rig, 0)
+    assert kinds(rig.tell(ev.FailoverLogRefused(Status.ETMPFAIL))) == [ins.RetryAfter]
+    assert kinds(rig.tell(ev.RetryDue())) == [ins.RequestStream]
+    assert kinds(rollback(rig, 0)) == [ins.GetFailoverLog]
+    assert kinds(rig.tell(ev.FailoverLogRefused(Status.NOT_MY_VBUCKET))) == [ins.RefreshMap, ins.RetryAfter]
+    rig.tell(ev.RetryDue())
+    rollback(rig, 0)
+    assert kinds(rig.tell(ev.FailoverLogRefused(Status.ERANGE))) == [ins.RetryAfter]
+
+
+# --- ends and refusals ---
+
+
+@pytest.mark.parametrize("reason", [*range(7), 9, 1000])
+def test_after_any_other_end_of_a_stream_a_full_request_is_made(reason: int) -> None:
+    """Any of them may hide a rollback: the source rewrites that code before sending it."""
+    rig = streaming_at(80, 100)
+    done = ended(rig, reason)
+    assert kinds(done)[-1] is ins.RetryAfter
+    assert (ins.RefreshMap in kinds(done)) == (reason == StreamEndReason.STATE_CHANGED)
+    rig.tell(ev.RetryDue())
+    assert asked(rig) == (100, 100, 100, 0xA)
+    assert kinds(rollback(rig, 90)) == [ins.RollbackTo, ins.RequestStream]
+
+
+@pytest.mark.parametrize(
+    ("reason", "word"), [(StreamEndReason.FILTER_EMPTY, "dropped"), (StreamEndReason.LOST_PRIVILEGES, "privilege")]
+)
+def test_an_end_that_no_request_can_mend_stops_and_says_so(reason: int, word: str) -> None:
+    rig = streaming_at(100)
+    assert kinds(ended(rig, reason)) == []
+    assert rig.machine.phase is Phase.REFUSED
+    assert word in rig.reports[-1].text
+    assert kinds(rig.tell(ev.RetryDue())) == []
+    assert kinds(rig.tell(ev.Start())) == [ins.RequestStream]
+
+
+def test_an_end_inside_a_snapshot_keeps_what_was_staged() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 120)
+    rows(rig, 105)
+    ended(rig, StreamEndReason.SLOW)
+    rig.tell(ev.RetryDue())
+    assert asked(rig) == (105, 100, 120, 0xA)
+
+
+def test_an_end_inside_an_out_of_order_snapshot_drops_it() -> None:
+    rig = streaming_at()
+    rig.tell(OsoSnapshot(0, int(OsoFlag.START), opaque=rig.opaque_counter))
+    rows(rig, 9, 3)
+    assert kinds(ended(rig, StreamEndReason.DISCONNECTED)) == [ins.AbandonStaged, ins.RetryAfter]
+    rig.tell(ev.RetryDue())
+    assert asked(rig) == (0, 0, 0, 0)
+
+
+def test_a_lost_connection_inside_an_out_of_order_snapshot_drops_it() -> None:
+    rig = streaming_at()
+    rig.tell(OsoSnapshot(0, int(OsoFlag.START), opaque=rig.opaque_counter))
+    rows(rig, 9, 3)
+    assert kinds(rig.tell(ev.ConnectionLost("gone"))) == [ins.AbandonStaged]
+    assert rig.machine.phase is Phase.IDLE
+    assert rig.machine.text == "gone"
+
+
+def test_the_regular_end_closes_the_open_snapshot_where_ends_may_never_be_hit() -> None:
+    rig = Rig(ToyStore().holding(100, LOG))
+    rig.tell(ev.Start(collections=False))
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    marker(rig, 101, 120)
+    rows(rig, 105)
+    assert kinds(ended(rig, 0)) == [ins.Advance, ins.PublishSnapshot, ins.RetryAfter]
+    assert rig.store.served.seqno == 120
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (Status.KEY_EEXISTS, [ins.CloseStream, ins.RetryAfter]),
+        (Status.EINVAL, []),
+        (Status.NOT_MY_VBUCKET, [ins.RefreshMap, ins.RetryAfter]),
+        (Status.EACCESS, []),
+        (Status.ENOMEM, [ins.RetryAfter]),
+        (Status.ETMPFAIL, [ins.RetryAfter]),
+        (Status.EBUSY, [ins.RetryAfter]),
+        (Status.NOT_SUPPORTED, []),
+        (Status.UNKNOWN_COLLECTION, [ins.RetryAfter]),
+        (Status.UNKNOWN_SCOPE, [ins.RetryAfter]),
+        (Status.DCP_STREAM_ID_INVALID, []),
+        (Status.AUTH_STALE, [ins.Reconnect, ins.RetryAfter]),
+        (Status.NO_BUCKET, [ins.Reconnect, ins.RetryAfter]),
+        (0x7777, [ins.RetryAfter]),
+        (Status.ERANGE, [ins.GetFailoverLog]),
+        (Status.ROLLBACK, [ins.GetFailoverLog]),
+    ],
+)
+def test_each_refusal_has_its_reaction_and_a_text(status: int, expected: list[type]) -> None:
+    rig = rig_at(100)
+    assert kinds(refused(rig, status)) == expected
+    assert len(rig.machine.text.split()) >= 6
+    assert (rig.machine.phase is Phase.REFUSED) == (expected == [])
+
+
+def test_the_map_in_a_refusal_is_handed_on() -> None:
+    rig = rig_at(100)
+    done = refused(rig, Status.NOT_MY_VBUCKET, b'{"rev": 8}')
+    assert [instruction.config for instruction in done if isinstance(instruction, ins.RefreshMap)] == [b'{"rev": 8}']
+
+
+def test_out_of_range_inside_a_snapshot_drops_the_open_snapshot_before_anything_else() -> None:
+    rig = rig_at(staged=50, open_snapshot=(0, 120))
+    assert kinds(refused(rig, Status.ERANGE)) == [ins.AbandonStaged, ins.RequestStream]
+
+
+def test_tries_wait_longer_and_longer_until_something_is_published() -> None:
+    rig = rig_at(100)
+    for _ in range(3):
+        refused(rig, Status.ETMPFAIL)
+        rig.tell(ev.RetryDue())
+    waits = [(wait.reason, wait.attempt) for wait in rig.outbox if isinstance(wait, ins.RetryAfter)]
+    assert waits == [(RetryReason.SOURCE_BUSY, attempt) for attempt in range(3)]
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    marker(rig, 101, 102)
+    rows(rig, 102)
+    ended(rig, 2)
+    assert rig.last(ins.RetryAfter).attempt == 0
+
+
+def test_an_idle_stream_that_is_caught_up_counts_as_progress_too() -> None:
+    rig = rig_at(100)
+    refused(rig, Status.ETMPFAIL)
+    rig.tell(ev.RetryDue())
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    rig.tell(ev.HighSeqno(100))
+    assert rig.machine.attempt == 0
+
+
+# --- violations ---
+
+
+def test_a_source_that_breaks_the_protocol_loses_its_open_snapshot_and_is_asked_again() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 120)
+    rows(rig, 105)
+    done = rows(rig, 104)
+    assert kinds(done) == [ins.CloseStream, ins.AbandonStaged, ins.RetryAfter]
+    assert rig.last(ins.RetryAfter).reason is RetryReason.VIOLATION
+    assert "104" in rig.machine.text
+    assert rig.store.served.documents == {}
+    rig.tell(ev.RetryDue())
+    assert asked(rig) == (100, 100, 100, 0xA)
+
+
+def test_rows_beyond_the_end_publish_what_was_complete_and_nothing_more() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 103)
+    assert kinds(rows(rig, 101, 103, 104)) == [ins.StageRows, ins.PublishSnapshot, ins.CloseStream, ins.RetryAfter]
+    assert rig.store.served.seqno == 103
+    assert set(rig.store.served.documents) == {b"\0k101", b"\0k103"}
+
+
+def test_rows_out_of_order_inside_a_run_are_refused_by_the_store_and_end_the_stream() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 120)
+    rows(rig, 102)
+    done = rows(rig, 103, 110, 105, 120)
+    assert kinds(done) == [ins.StageRows, ins.CloseStream, ins.AbandonStaged, ins.RetryAfter]
+    assert rig.store.served.seqno == 100
+    assert rig.machine.published_seqno == 100
+
+
+def test_violations_in_a_row_wait_longer_and_longer() -> None:
+    rig = streaming_at(100)
+    for attempt in range(3):
+        rig.tell(SeqnoAdvanced(0, 5, opaque=rig.opaque_counter))
+        assert rig.last(ins.RetryAfter).attempt == attempt
+        rig.tell(ev.RetryDue())
+        rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    assert rig.machine.violation_count == 3
+
+
+def test_markers_that_ask_for_an_answer_are_bounded() -> None:
+    rig = streaming_at(100)
+    while rig.machine.phase is Phase.STREAMING:
+        marker(rig, 101, 120, ACK)
+    assert "ask for an answer" in rig.machine.text
+    assert kinds(rig.tell(ev.Published(100))) == []
+
+
+# --- connections ---
+
+
+def test_stopping_closes_the_stream_and_asks_for_nothing() -> None:
+    rig = streaming_at(100)
+    opaque = rig.machine.opaque
+    done = rig.tell(ev.Stop("moved to another node"))
+    assert [instruction for instruction in done if isinstance(instruction, ins.CloseStream)] == [
+        ins.CloseStream(Vbid(0), "stop", opaque)
+    ]
+    assert (rig.machine.phase, rig.machine.text) == (Phase.IDLE, "moved to another node")
+
+
+def test_a_second_start_closes_the_stream_of_the_first() -> None:
+    rig = streaming_at(100)
+    assert kinds(rig.tell(ev.Start())) == [ins.CloseStream, ins.RequestStream]
+
+
+def test_an_answer_to_a_request_of_a_lost_connection_is_ignored() -> None:
+    rig = rig_at(100)
+    stale = rig.opaque_counter
+    rig.tell(ev.ConnectionLost())
+    rig.tell(ev.Start())
+    assert rig.tell(ev.StreamAccepted(stale, LOG)) == []
+    assert rig.tell(ev.StreamRollback(stale, 0)) == []
+    assert rig.tell(ev.StreamRefused(stale, Status.EACCESS)) == []
+    assert rig.machine.phase is Phase.REQUESTING
+
+
+def test_without_an_active_node_it_says_so_and_waits_for_the_next_map() -> None:
+    rig = streaming_at(100)
+    rig.tell(ev.NoActiveNode())
+    assert status_of(rig) is ins.Status.NO_ACTIVE_NODE
+    assert kinds(rig.tell(ev.Start())) == [ins.RequestStream]
+    assert status_of(rig) is ins.Status.REQUESTING
+
+
+def test_a_refusal_outlives_the_connection() -> None:
+    rig = rig_at(100)
+    refused(rig, Status.EACCESS)
+    rig.tell(ev.ConnectionLost())
+    assert status_of(rig) is ins.Status.REFUSED
+
+
+@pytest.mark.parametrize("answer", ["rolled back", "abandoned", "refill begun", "refill refused", "no boundary"])
+def test_a_connection_lost_while_the_store_is_at_work_waits_for_both(answer: str) -> None:
+    rig = rig_at(80, 100, staged=105, open_snapshot=(101, 120)) if answer == "abandoned" else rig_at(80, 100)
+    machine, store = rig.machine, rig.store
+    if answer in ("rolled back", "no boundary", "abandoned"):
+        done = machine.handle(
+            ev.StreamRollback(rig.opaque_counter, {"rolled back": 90, "no boundary": 30}.get(answer, 101))
+        )
+    else:
+        rollback(rig, 0)
+        done = machine.handle(ev.FailoverLogReceived([]))
+    assert machine.phase in STORE_PHASES
+    assert machine.handle(ev.ConnectionLost("the cable")) == []
+    assert machine.phase in STORE_PHASES
+    deed = next(instruction for instruction in done if not isinstance(instruction, ins.Report))
+    done = machine.handle(ev.RefillRefused("full") if answer == "refill refused" else store.perform(deed))
+    assert ins.RequestStream not in kinds(done)
+    assert machine.phase is Phase.IDLE
+    assert machine.text == "the cable"
+    machine.validate()
+    assert kinds(machine.handle(ev.Start())) == [ins.RequestStream]
+
+
+def test_a_connection_that_comes_back_while_the_store_is_at_work_is_used_when_it_is_done() -> None:
+    rig = rig_at(80, 100)
+    machine, store = rig.machine, rig.store
+    done = machine.handle(ev.StreamRollback(rig.opaque_counter, 90))
+    machine.handle(ev.ConnectionLost())
+    assert kinds(machine.handle(ev.Start())) == []
+    deed = next(instruction for instruction in done if isinstance(instruction, ins.RollbackTo))
+    assert kinds(machine.handle(store.perform(deed))) == [ins.RequestStream]
+
+
+def test_a_publish_that_was_rolled_back_meanwhile_does_not_count() -> None:
+    rig = rig_at(80, 100)
+    rollback(rig, 90)
+    rig.tell(ev.Published(100))
+    assert rig.machine.durable_seqno == 80
+
+
+# --- legality ---
+
+STREAM_EVENTS = {
+    "SnapshotMarker",
+    "SeqnoAdvanced",
+    "SystemEvent",
+    "OsoSnapshot",
+    "Prepare",
+    "Commit",
+    "Abort",
+    "StreamEnd",
+}
+ALWAYS = {"Start", "Stop", "ConnectionLost", "NoActiveNode", "HighSeqno", "Published"}
+LEGAL = {
+    Phase.IDLE: set(),
+    Phase.REQUESTING: {"StreamRequested", "StreamAccepted", "StreamRollback", "StreamRefused"},
+    Phase.STREAMING: STREAM_EVENTS | {"RowsRun", "OsoBegun", "StagingRefused"},
+    Phase.ASKING_LOG: {"FailoverLogReceived", "FailoverLogRefused"},
+    Phase.ROLLING_BACK: {"RolledBack", "NoBoundary"},
+    Phase.ABANDONING: {"Abandoned"},
+    Phase.OPENING_REFILL: {"RefillBegun", "RefillRefused"},
+    Phase.WAITING: {"RetryDue"},
+    Phase.REFUSED: set(),
+    Phase.FINISHED: set(),
+}
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_what_is_legal_in_each_phase(phase: Phase) -> None:
+    assert {kind.__name__ for kind in TRANSITIONS[phase]} == LEGAL[phase] | ALWAYS
+
+
+SEQNOS = st.sampled_from([0, 1, 99, 100, 101, 105, 120, 2**64 - 1])
+OPAQUES = st.sampled_from([0x1000, 0x1001, 0x1002, 0x1003])
+ANY_EVENT: st.SearchStrategy[ev.LocalEvent | StreamEvent] = st.one_of(
+    st.builds(ev.Start, st.booleans(), st.booleans()),
+    st.just(ev.Stop()),
+    st.just(ev.ConnectionLost()),
+    st.just(ev.NoActiveNode()),
+    st.just(ev.RetryDue()),
+    st.builds(ev.HighSeqno, SEQNOS),
+    st.builds(ev.StreamAccepted, OPAQUES, st.just(LOG)),
+    st.builds(ev.StreamRollback, OPAQUES, SEQNOS),
+    st.builds(ev.StreamRefused, OPAQUES, st.sampled_from([*Status, 0x7777])),
+    st.builds(ev.FailoverLogReceived, st.sampled_from([[], LOG, log((0xB, 99), (0xA, 0))])),
+    st.builds(ev.FailoverLogRefused, st.sampled_from(Status)),
+    st.builds(lambda opaque, seqno: ev.RowsRun(opaque, [row(seqno, b"k", b"v")], 9), OPAQUES, SEQNOS),
+    st.builds(
+        lambda start, end, flags, opaque: SnapshotMarker(0, start, end, flags, opaque=opaque),
+        SEQNOS,
+        SEQNOS,
+        st.integers(0, 63),
+        OPAQUES,
+    ),
+    st.builds(lambda seqno, opaque: SeqnoAdvanced(0, seqno, opaque=opaque), SEQNOS, OPAQUES),
+    st.builds(lambda flags, opaque: OsoSnapshot(0, flags, opaque=opaque), st.integers(0, 4), OPAQUES),
+    st.builds(lambda reason, opaque: StreamEnd(0, reason, opaque=opaque), st.integers(0, 10), OPAQUES),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([(), (100,), (50, 100)]),
+    st.sampled_from([None, (101, 120), (0, 0)]),
+    st.lists(ANY_EVENT, max_size=30),
+)
+def test_any_sequence_of_events_leaves_a_valid_machine(
+    boundaries: tuple[int, ...], open_snapshot: tuple[int, int] | None, happenings: list[ev.LocalEvent | StreamEvent]
+) -> None:
+    staged = 105 if open_snapshot else 0
+    rig = rig_at(*boundaries, staged=staged, open_snapshot=open_snapshot)
+    for event in happenings:
+        rig.tell(event)
+    assert rig.store.served.seqno in {0, *boundaries, *rig.store.published}
