@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mirror.errors import ConfigError, SupervisionError
-from mirror.supervise.lock import ServiceLock
+from mirror.supervise.lock import LOCK_NAME, ServiceLock
 
 
 def test_a_second_service_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
@@ -37,13 +37,17 @@ def test_somebody_elses_directory_is_left_alone(tmp_path: Path) -> None:
 def test_traces_of_an_interrupted_start_are_ours(tmp_path: Path) -> None:
     (tmp_path / "group-0000").mkdir()
     (tmp_path / "mirror.json.new").touch()
-    ServiceLock(tmp_path).release()
+    lock = ServiceLock(tmp_path)
+    assert lock.directory == tmp_path
+    lock.release()
 
 
 def test_a_mirror_may_hold_what_it_likes(tmp_path: Path) -> None:
     (tmp_path / "mirror.json").touch()
     (tmp_path / "notes of the operator").touch()
-    ServiceLock(tmp_path).release()
+    lock = ServiceLock(tmp_path)
+    assert (tmp_path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+    lock.release()
 
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ async def test_changed_settings_reach_the_workers_by_a_restart_of_each(tmp_path:
         before = pids(service)
         await ask(tmp_path, {"op": "reload"})
         await eventually(lambda: running(service)() and not set(before) & set(pids(service)))
+        assert {worker["last_exit"] for worker in service.status_document()["workers"]} == {"exit 0"}
 
 
 async def test_bad_new_settings_change_nothing(tmp_path: Path) -> None:
@@ -310,6 +311,7 @@ async def test_the_number_of_groups_cannot_change_but_the_number_of_workers_can(
         await supervisor(tmp_path, groups_asked=2).run()
     async with serving(supervisor(tmp_path, settings=settings_for(tmp_path, workers=3, groups=8))) as service:
         await eventually(running(service, 3))
+        assert [worker["groups"] for worker in service.status_document()["workers"]] == [[0, 3], [1], [2]]
 
 
 async def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
@@ -321,6 +323,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) ->
 
     async with serving(supervisor(tmp_path, command=command)) as service:
         await eventually(running(service))
+        assert len(tries) == 4
 
 
 @pytest.mark.parametrize("missing", ["data", "source"])
