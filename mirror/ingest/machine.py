@@ -17,9 +17,10 @@ Theory of operation. A phase says whose turn it is:
 TRANSITIONS is the truth about what is legal in which phase; an event that is not in its phase's row is stale or comes
 from a peer that breaks the rules, and is counted and ignored: the machine is total in its inputs.
 
-A handshake is a chain of requests until one is accepted. In it, each ROLLBACK must be to less than the one before and
-than what was asked; if not, or if it is to 0, the source's failover log is searched for common history, once; that one
-retry is free of the rule; only after it a refill from 0 begins, beside the old copy.
+A handshake is a chain of requests until one is accepted. In it, each ROLLBACK must be to less than what was asked, and
+so, because what is asked next is at or below it, to less than the one before. If not, or if it is to 0, the source's
+failover log is searched for common history, once, and asked there; only after that a refill from 0 begins, beside the
+old copy.
 
 Invariants: see `validate`. Of the order of instructions: a stream is requested only when the store holds exactly what
 the request says; the failover log is saved before the first row of its stream is staged; a marker is answered only
@@ -54,7 +55,7 @@ from mirror.ingest.instructions import (
 )
 from mirror.ingest.offset import StreamOffset, resume_offset
 from mirror.ingest.reactions import Action, Reaction, on_refusal, on_stream_end
-from mirror.ingest.rollback import common_history, falls, prune_failover_log
+from mirror.ingest.rollback import common_history, prune_failover_log
 from mirror.wire.constants import SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import (
     Abort,
@@ -75,8 +76,18 @@ STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
 ROLLBACK_ROUNDS_MAX = 64
 """Rollback answers in one handshake. Servers keep 25 histories, so more rounds than entries is a source gone wrong."""
 
+_ACK = int(SnapshotFlag.ACK)
+"""As a plain int: an IntFlag takes a microsecond per test, and markers come by the hundred thousand."""
+
 MARKER_ACKS_MAX = 1024
 """Markers waiting to be answered. One snapshot is open at a time; more than a few is a source gone wrong."""
+
+
+_STREAMING_TEXTS = {
+    Status.REFILLING: "fetching the vbucket anew beside the old copy",
+    Status.BACKFILLING: "the source reads a snapshot from its disk",
+    Status.STREAMING: "following the source",
+}
 
 
 class Phase(Enum):
@@ -104,7 +115,6 @@ class VbucketMachine:
     __slots__ = (
         "_assembler",
         "_attempt",
-        "_bound_seqno",
         "_common_tried",
         "_connected",
         "_features",
@@ -154,7 +164,6 @@ class VbucketMachine:
         self._retry_reason: RetryReason | None = None
         self._source_purge_seqno = 0
         self._marker_purge_seqno = 0
-        self._bound_seqno: int | None = None
         self._next_vbuuid: Vbuuid | None = None
         self._common_tried = False
         self._rollback_rounds = 0
@@ -344,14 +353,9 @@ class VbucketMachine:
         elif boundary_seqno == 0:
             text = f"{why} although nothing is held here; asking again. If it repeats, look at the source's log"
             self._retry(Reaction(Action.RETRY, text), "rollback from 0", out)
-        elif (
-            seqno == 0
-            or self._rollback_rounds > ROLLBACK_ROUNDS_MAX
-            or not falls(seqno, self._offset.start_seqno, self._bound_seqno)
-        ):
+        elif seqno == 0 or self._rollback_rounds > ROLLBACK_ROUNDS_MAX or seqno >= self._offset.start_seqno:
             self._before_zero(why, out)
         else:
-            self._bound_seqno = seqno
             self._next_vbuuid = None
             self._report(Status.ROLLING_BACK, f"{why}: going back to the newest kept boundary", out)
             self._roll_back(Seqno(seqno), why, out)
@@ -382,7 +386,6 @@ class VbucketMachine:
             self._refill("no common history with the source", out)
             return
         cause = f"common history {common.vbuuid:#x} up to {common.seqno}"
-        self._bound_seqno = None
         self._next_vbuuid = common.vbuuid
         if common.failover_log != self.failover_log:
             self.failover_log = common.failover_log
@@ -486,7 +489,7 @@ class VbucketMachine:
         self._stream_message(event, out)
         if self.phase is not Phase.STREAMING or event.opaque != self.opaque:
             return
-        if event.flags & SnapshotFlag.ACK:
+        if event.flags & _ACK:
             if event.end_seqno <= self.durable_seqno:
                 out.append(AnswerMarker(self.vbid, "already published", event.opaque))
             elif len(self._marker_acks) < MARKER_ACKS_MAX:
@@ -596,7 +599,6 @@ class VbucketMachine:
         self._assembler.end_stream()
 
     def _new_handshake(self) -> None:
-        self._bound_seqno = None
         self._next_vbuuid = None
         self._common_tried = False
         self._rollback_rounds = 0
@@ -615,12 +617,15 @@ class VbucketMachine:
         return True
 
     def _report_streaming(self, out: list[Instruction]) -> None:
-        if self.refilling:
-            self._report(Status.REFILLING, "fetching the vbucket anew beside the old copy", out)
-        elif self._assembler.from_disk:
-            self._report(Status.BACKFILLING, "the source reads a snapshot from its disk", out)
-        else:
-            self._report(Status.STREAMING, "following the source", out)
+        status = (
+            Status.REFILLING
+            if self.refilling
+            else Status.BACKFILLING
+            if self._assembler.from_disk
+            else Status.STREAMING
+        )
+        if status is not self.status:
+            self._report(status, _STREAMING_TEXTS[status], out)
 
     def _report(self, status: Status, text: str, out: list[Instruction]) -> None:
         if (status, text) != (self.status, self.text):
@@ -643,7 +648,6 @@ class VbucketMachine:
         if self.phase is Phase.REQUESTING:
             held = self._offset.start_seqno
             assert held == assembler.position_seqno, f"asked from {held}, holding {assembler.position_seqno}"
-        assert self._bound_seqno is None or self._bound_seqno > 0
         assert self._retry_reason is None or self.phase is Phase.ABANDONING
         assert not self._marker_acks or self.phase is Phase.STREAMING
         assert len(self._marker_acks) <= MARKER_ACKS_MAX

@@ -64,8 +64,9 @@ class Prepares:
 
     def boundary_reached(self) -> None:
         """What was settled up to here stays settled."""
-        self._bytes -= sum(map(_cost, self._settled))
-        self._settled.clear()
+        if self._settled:
+            self._bytes -= sum(map(_cost, self._settled))
+            self._settled.clear()
 
     def undo_to(self, boundary_seqno: int) -> None:
         """Everything above the boundary is to come again, or never was."""

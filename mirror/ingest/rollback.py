@@ -125,14 +125,6 @@ def prune_failover_log(
     return kept
 
 
-def falls(rollback_seqno: int, start_seqno: int, bound_seqno: int | None) -> bool:
-    """Say whether a rollback answer is below what was asked for and below the answer before it (`bound_seqno`).
-
-    One that is not would be asked for again and again.
-    """
-    return rollback_seqno < start_seqno and (bound_seqno is None or rollback_seqno < bound_seqno)
-
-
 def common_history(
     own_log: Sequence[FailoverEntry],
     own_seqno: int,

@@ -223,6 +223,17 @@ def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and
     assert machine.handle(ev.Published(5)) == []
 
 
+def test_a_marker_of_a_snapshot_that_is_on_its_way_to_the_disk_waits_for_it() -> None:
+    machine = VbucketMachine(Vbid(0), ToyStore().state())
+    machine.handle(ev.Start())
+    machine.handle(ev.StreamRequested(7))
+    machine.handle(ev.StreamAccepted(7, LOG))
+    machine.handle(SnapshotMarker(0, 0, 5, DISK, opaque=7))
+    machine.handle_run(7, [row(5, b"k", b"v")], 50)
+    assert kinds(machine.handle(SnapshotMarker(0, 0, 5, ACK, opaque=7))) == []
+    assert kinds(machine.handle(ev.Published(5))) == [ins.AnswerMarker]
+
+
 def test_a_marker_of_a_snapshot_that_is_durable_already_is_answered_at_once() -> None:
     rig = streaming_at(100)
     assert kinds(marker(rig, 0, 100, ACK)) == [ins.AnswerMarker]
@@ -342,7 +353,7 @@ def test_below_an_entry_of_its_own_history_the_common_vbuuid_is_asked_with() -> 
     assert asked(rig) == (50, 50, 50, 0xB)
 
 
-def test_the_retry_at_common_history_is_free_of_the_decrease_and_what_follows_is_not() -> None:
+def test_after_the_retry_at_common_history_rollbacks_go_on_to_fall() -> None:
     rig = rig_at(20, 50, 80, 100, failover_log=log((0xB, 70), (0xA, 0)))
     rollback(rig, 0)
     rig.tell(ev.FailoverLogReceived(log((0xC, 90), (0xA, 0))))

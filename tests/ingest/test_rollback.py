@@ -16,7 +16,6 @@ from mirror.ingest.rollback import (
     ProducerAnswer,
     Rollback,
     common_history,
-    falls,
     producer_answer,
     prune_failover_log,
     vbuuid_at,
@@ -132,16 +131,6 @@ def test_where_pruning_leaves_nothing_the_boundarys_own_vbuuid_stands_in() -> No
     assert prune_failover_log(log((0xC, 20)), 15, Vbuuid(0xB)) == log((0xB, 15))
     assert prune_failover_log(log((0xC, 20)), 15) == ()
     assert prune_failover_log(log((0xC, 20)), 0, Vbuuid(0xB)) == ()
-
-
-@pytest.mark.parametrize(
-    ("answer", "start", "bound", "falling"),
-    [(9, 10, None, True), (10, 10, None, False), (11, 10, None, False), (8, 10, 9, True), (9, 10, 9, False)],
-)
-def test_each_rollback_must_be_below_the_request_and_the_answer_before(
-    answer: int, start: int, bound: int | None, falling: bool
-) -> None:
-    assert falls(answer, start, bound) is falling
 
 
 @pytest.mark.parametrize(
