@@ -119,9 +119,7 @@ class Campaign:
         with_staged = self._vbuckets_with_staged_rows()
         self.staged_hits += bool(with_staged)
         log.info("kill %d (%s): %s; %d vbuckets with staged rows", self.kills, kind, proof, with_staged)
-        if self.rng.random() < 0.6:  # what is missed meanwhile comes from disk
-            self.source.call(self.load.write, self.rng.choice((20, 200, 3000)))
-            self.source.call(self.cluster.bucket.to_disk)
+        self._prepare_backlog()
         if kind != "worker":
             self.service.start()
         self.wait_asked_anew([vbid for slot in victims for vbid in self.vbids_of(slot)], asked, published)
@@ -145,6 +143,19 @@ class Campaign:
             return judge(self.cluster, self.service.data, live=True), self.requests()
         finally:
             os.kill(self.service.pid, signal.SIGCONT)
+
+    def _prepare_backlog(self) -> None:
+        """What was missed meanwhile comes from disk; now and then so much, so slowly, that the next kill is inside."""
+
+        def prepare(writes: int, bytes_per_second: int) -> None:
+            faults = self.cluster.faults
+            faults.clear()
+            faults.slow(bytes_per_second, future=True)
+            self.load.write(writes)
+            if writes:
+                self.cluster.bucket.to_disk()
+
+        self.source.call(prepare, *self.rng.choice(((0, 0), (20, 0), (300, 0), (6000, 60_000))))
 
     def _vbuckets_with_staged_rows(self) -> int:
         with open_view(str(self.service.data)) as view:
@@ -205,6 +216,8 @@ def test_kills_at_random_moments_harm_nothing(campaign: Campaign, count: int, re
             campaign.rng.shuffle(deck)
         campaign.kill_once(deck.pop())
     campaign.load.rate = 0
+    campaign.source.call(campaign.cluster.faults.clear)
+    campaign.source.call(campaign.cluster.faults.slow, 0)
     campaign.service.wait_workers(WORKERS)
     campaign.wait_caught_up()
     the_idle_cost_nothing(campaign)

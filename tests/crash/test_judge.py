@@ -1,0 +1,72 @@
+"""The judge itself must be able to say no."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror.sandbox import SandboxCluster, SandboxThread
+from tests.cli.conftest import call
+from tests.crash.judge import judge
+from tests.crash.load import Load
+
+VBUCKETS = 4
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxCluster, Path]]:
+    data = tmp_path_factory.mktemp("judge") / "data"
+    cluster = SandboxCluster(vbuckets=VBUCKETS, seed=5)
+    with SandboxThread(cluster) as source:
+        source.call(Load(cluster, 5, rate=0, keys=100).write, 600)
+        arguments = ("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2")
+        result = call(*arguments)
+        assert result.code == 0, result.err
+        yield cluster, data
+
+
+def test_a_true_mirror_is_found_true(mirrored: tuple[SandboxCluster, Path]) -> None:
+    cluster, data = mirrored
+    high = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
+    assert judge(cluster, data, live=True) == judge(cluster, data, live=False) == high
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_one_version_that_differs_is_found(mirrored: tuple[SandboxCluster, Path], *, live: bool) -> None:
+    cluster, data = mirrored
+    log = cluster.vbucket(2).log
+    alive = next(item for item in reversed(log) if not item.next_seqno and item.is_document and not item.deleted)
+    frame = alive.frame
+    alive.frame = frame[:40] + bytes((frame[40] ^ 1,)) + frame[41:]  # one bit of its flags
+    try:
+        with pytest.raises(AssertionError, match="vb 2 at seqno"):
+            judge(cluster, data, live=live)
+    finally:
+        alive.frame = frame
+
+
+def test_a_key_too_many_or_too_few_is_found(mirrored: tuple[SandboxCluster, Path]) -> None:
+    cluster, data = mirrored
+    log = cluster.vbucket(1).log
+    index = next(n for n, item in enumerate(log) if not item.next_seqno and item.is_document)
+    item = log[index]
+    key, item.key = item.key, item.key + b"x"
+    try:
+        with pytest.raises(AssertionError, match="2 differences"):
+            judge(cluster, data, live=False)
+    finally:
+        item.key = key
+
+
+def test_a_state_that_is_no_end_of_a_snapshot_is_found(mirrored: tuple[SandboxCluster, Path]) -> None:
+    cluster, data = mirrored
+    ends = cluster.sent(3).snapshot_ends
+    before = set(ends)
+    ends.clear()
+    try:
+        with pytest.raises(AssertionError, match="announced no snapshot's end"):
+            judge(cluster, data, live=True)
+    finally:
+        ends.update(before)

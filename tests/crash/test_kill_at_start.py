@@ -1,0 +1,96 @@
+"""Kills during start-up: before, while and after the directory is made, the workers are spawned, the streams opened.
+
+Whatever an interrupted start leaves behind, the next one works with: an empty folder, half-made groups, a description
+that was not renamed yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mirror.sandbox import SandboxCluster, SandboxThread
+from storage import directory
+from storage.view import open_view
+from tests.crash.judge import judge
+from tests.crash.load import Load
+from tests.crash.service import Service, until
+
+VBUCKETS = 16
+FLAGS = ("--groups", "4", "--workers", "2")
+
+
+@pytest.fixture
+def source(seed: int) -> Iterator[SandboxThread]:
+    cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=seed)
+    with SandboxThread(cluster) as thread:
+        thread.call(Load(cluster, seed, rate=0, keys=1000).write, 4000)
+        yield thread
+
+
+def traces(data: Path) -> str:
+    """How far a start came, for the log of a failure."""
+    if not data.exists():
+        return "nothing"
+    return " ".join(sorted(entry.name for entry in data.iterdir()))
+
+
+def test_a_start_that_is_killed_anywhere_leaves_nothing_that_the_next_one_minds(
+    source: SandboxThread, tmp_path: Path, seed: int
+) -> None:
+    rng = Random(seed)
+    seen: list[str] = []
+    places = [tmp_path / "mirror" / str(number) / "data" for number in range(3)]
+    for data in places:
+        data.parent.mkdir(parents=True)
+    took_s = 2.0
+    for number in range(12):
+        data = places[number % len(places)]
+        with Service(source.connection_string, data, *FLAGS) as service:
+            service.start()
+            time.sleep(rng.random() * took_s)
+            assert service.ended() is None, f"the start failed after {seen}: {service.tail()}"
+            service.kill_supervisor()
+            seen.append(traces(data))
+            if directory.exists(str(data)):
+                judge(source.cluster, data, live=False)
+    for data in places:
+        with Service(source.connection_string, data, *FLAGS) as service:
+            service.start()
+            until(f"a mirror after {seen}", lambda service=service: is_level(source, service))
+            service.wait_workers(2)  # there already: whoever is told to stop must listen first
+            assert service.terminate() == 0
+        judge(source.cluster, data, live=False)
+        assert "Traceback" not in service.log.read_text()
+
+
+def is_level(source: SandboxThread, service: Service) -> bool:
+    assert service.ended() is None, f"the start failed: {service.tail()}"
+    if not directory.exists(str(service.data)):
+        return False
+    with open_view(str(service.data)) as view:
+        return all(
+            view.state(vbid).published_seqno == source.cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)
+        )
+
+
+def test_a_directory_that_was_half_made_is_made_anew(source: SandboxThread, tmp_path: Path) -> None:
+    """The moments inside of the making are short: they are put together by hand from a directory that was whole."""
+    whole = tmp_path / "whole" / "data"
+    whole.parent.mkdir()
+    with Service(source.connection_string, whole, *FLAGS) as service:
+        service.start()
+        until("a mirror", lambda: is_level(source, service))
+        assert service.terminate() == 0
+    (whole / "mirror.json").rename(whole / "mirror.json.new")
+    (whole / "group-0003" / "data.mdb").unlink()
+    (whole / "group-0002" / "data.mdb").write_bytes(b"\0" * 5000)
+    with Service(source.connection_string, whole, *FLAGS) as service:
+        service.start()
+        until("a mirror from what was half made", lambda: is_level(source, service))
+        assert service.terminate() == 0
+    judge(source.cluster, whole, live=False)
