@@ -111,6 +111,35 @@ class Settings(BaseSettings):
     dcp: str | None = None
     """Address of the DCP listener."""
 
+    kv_processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share the KV address. One answers some ten thousand requests a second; another core, another."""
+    kv_nodes: str | None = None
+    """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same list on each): clients then
+    spread their reads over them. None: this mirror alone."""
+    users_file: Path | None = None
+    """Who may read: SCRAM verifiers and collections, as `dcp-mirror user` writes them. None: on this machine everybody,
+    and whoever logs in with the source's user and password."""
+    listen_tls_cert_file: Path | None = None
+    """Certificate chain (PEM) of the listeners with `tls://`."""
+    listen_tls_key_file: Path | None = None
+    """Its key, where it is not in the same file."""
+    reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = 1024
+    """Readers' connections of one listening process; more are closed at once. Each costs some 10 KiB when idle."""
+    reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
+    """A reader silent for this long is hung up on. SDKs speak every few seconds."""
+    reader_send_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 30.0
+    """A reader that takes nothing of an answer for this long is hung up on."""
+    reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = 128 * MIB
+    """Answers that a listening process holds for readers who do not take them; above it the one with most is hung up
+    on. Six of the largest documents."""
+    kv_request_bytes_max: Annotated[int, Field(ge=4096, le=MIB)] = 64 * 1024
+    """Body of a KV request: a key, or sixteen paths of a kilobyte each. Larger ones (writes) are refused unread."""
+    kv_pipeline_max: Annotated[int, Field(ge=1, le=65_536)] = 128
+    """Requests of one connection answered before the others have their turn; the rest of its pipeline waits unread."""
+    refill_reads: Literal["unavailable", "stale"] = "unavailable"
+    """What readers over the network get of a vbucket that is filled anew because its history was lost: `temporarily
+    unavailable` until it is whole again, or the old copy."""
+
     # housekeeping
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600
     """How long superseded versions, tombstones, retracted rows and boundaries are kept. Readers can go back so far, and

@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mirror.errors import AuthRejected, ExitCode
 
@@ -114,27 +115,81 @@ class ScramClient:
             raise SaslError("the server does not know the password: it may be an impostor")
 
 
+@dataclass(frozen=True, slots=True)
+class ScramVerifier:
+    """What a server keeps instead of a password: enough to check a proof, not enough to log in elsewhere."""
+
+    salt: bytes
+    iterations: int
+    stored_key: bytes
+    server_key: bytes
+
+    @staticmethod
+    def of(
+        mechanism: str, password: str, *, salt: bytes | None = None, iterations: int = ITERATIONS_DEFAULT
+    ) -> ScramVerifier:
+        """The verifier of a password; `salt` is random unless given."""
+        name = _hash_of(mechanism)
+        salt = secrets.token_bytes(16) if salt is None else salt
+        salted = hashlib.pbkdf2_hmac(name, password.encode(), salt, iterations)
+        stored_key = hashlib.new(name, _hmac(name, salted, b"Client Key")).digest()
+        return ScramVerifier(salt, iterations, stored_key, _hmac(name, salted, b"Server Key"))
+
+    @staticmethod
+    def of_nobody(mechanism: str, username: str, secret: bytes) -> ScramVerifier:
+        """The verifier of a user who does not exist: the same salt each time, as for one who does."""
+        name = _hash_of(mechanism)
+        salt = _hmac(name, secret, username.encode())[:16]
+        size = hashlib.new(name).digest_size
+        return ScramVerifier(salt, ITERATIONS_DEFAULT, secrets.token_bytes(size), secrets.token_bytes(size))
+
+    def proves(self, mechanism: str, password: str) -> bool:
+        """Whether this is the password."""
+        other = ScramVerifier.of(mechanism, password, salt=self.salt, iterations=self.iterations)
+        return hmac.compare_digest(other.stored_key, self.stored_key)
+
+
 class ScramServer:
     """The server's side: `challenge(first)`, `outcome(final)`."""
 
     def __init__(
         self,
         mechanism: str,
-        password_of: Callable[[str], str | None],
+        password_of: Callable[[str], str | None] | None = None,
         *,
+        verifier_of: Callable[[str], ScramVerifier | None] | None = None,
         iterations: int = ITERATIONS_DEFAULT,
         salt: bytes | None = None,
         nonce: str | None = None,
+        secret: bytes | None = None,
     ) -> None:
-        """`password_of` gives a user's password, None for an unknown one (who is refused only at the end)."""
+        """One of `password_of` and `verifier_of` knows the users, None for an unknown one (refused only at the end).
+
+        `secret`, kept for the life of the service, makes an unknown user's salt look like a known one's.
+        """
+        assert (password_of is None) != (verifier_of is None), "either passwords or verifiers"
+        self._mechanism = mechanism
         self._hash = _hash_of(mechanism)
         self._password_of = password_of
+        self._verifier_of = verifier_of
         self._iterations = iterations
-        self._salt = salt or secrets.token_bytes(16)
+        self._salt = salt
+        self._secret = secret or secrets.token_bytes(16)
         self._own_nonce = nonce or secrets.token_hex(16)
         self._nonce = ""
         self._exchange = ""
+        self._verifier: ScramVerifier | None = None
+        self._known = False
         self.username = ""
+
+    def _find(self, username: str) -> ScramVerifier | None:
+        if self._verifier_of is not None:
+            return self._verifier_of(username)
+        assert self._password_of is not None
+        password = self._password_of(username)
+        if password is None:
+            return None
+        return ScramVerifier.of(self._mechanism, password, salt=self._salt, iterations=self._iterations)
 
     def challenge(self, first: bytes) -> bytes:
         """Return the challenge for a client's first message."""
@@ -146,8 +201,11 @@ class ScramServer:
         if not fields.get("r") or "n" not in fields:
             raise SaslError("first SCRAM message without user or nonce")
         self.username = _unescape(fields["n"])
+        found = self._find(self.username)
+        self._known = found is not None
+        self._verifier = found or ScramVerifier.of_nobody(self._mechanism, self.username, self._secret)
         self._nonce = fields["r"] + self._own_nonce
-        reply = f"r={self._nonce},s={_base64(self._salt)},i={self._iterations}"
+        reply = f"r={self._nonce},s={_base64(self._verifier.salt)},i={self._verifier.iterations}"
         self._exchange = f"{bare},{reply}"
         self._header = _base64(f"{gs2},,".encode())
         return reply.encode()
@@ -156,18 +214,18 @@ class ScramServer:
         """Return the last message, or raise SaslError when the client does not know the password."""
         text = _text(final)
         fields = _fields(text)
-        if not self._nonce or fields.get("r") != self._nonce or fields.get("c") != self._header:
+        verifier = self._verifier
+        if verifier is None or fields.get("r") != self._nonce or fields.get("c") != self._header:
             raise SaslError("bad final SCRAM message")
-        password = self._password_of(self.username)
-        known = password is not None
-        salted = hashlib.pbkdf2_hmac(self._hash, (password or "").encode(), self._salt, self._iterations)
-        client_key = _hmac(self._hash, salted, b"Client Key")
         auth_message = f"{self._exchange},{text.rpartition(',p=')[0]}".encode()
-        signature = _hmac(self._hash, hashlib.new(self._hash, client_key).digest(), auth_message)
+        signature = _hmac(self._hash, verifier.stored_key, auth_message)
         proof = _unbase64(fields.get("p", ""))
-        if not hmac.compare_digest(proof, _xor(client_key, signature)) or not known:
+        if len(proof) != len(signature):
             raise SaslError("wrong user or password")
-        return f"v={_base64(_hmac(self._hash, _hmac(self._hash, salted, b'Server Key'), auth_message))}".encode()
+        claimed = hashlib.new(self._hash, _xor(proof, signature)).digest()
+        if not hmac.compare_digest(claimed, verifier.stored_key) or not self._known:
+            raise SaslError("wrong user or password")
+        return f"v={_base64(_hmac(self._hash, verifier.server_key, auth_message))}".encode()
 
 
 def _hash_of(mechanism: str) -> str:

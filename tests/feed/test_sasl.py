@@ -15,6 +15,7 @@ from mirror.feed.sasl import (
     SaslError,
     ScramClient,
     ScramServer,
+    ScramVerifier,
     choose_mechanism,
     plain_decode,
     plain_encode,
@@ -158,3 +159,27 @@ def test_no_secret_in_error_texts() -> None:
     with pytest.raises(SaslError) as caught:
         exchange(ScramClient("SCRAM-SHA1", "demo", "hunter2"), ScramServer("SCRAM-SHA1", PASSWORDS.get))
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+def test_a_server_that_keeps_verifiers_knows_no_password(mechanism: str) -> None:
+    kept = {user: ScramVerifier.of(mechanism, password, iterations=5000) for user, password in PASSWORDS.items()}
+    for user, password in PASSWORDS.items():
+        assert password.encode() not in kept[user].stored_key + kept[user].server_key
+        exchange(ScramClient(mechanism, user, password), ScramServer(mechanism, verifier_of=kept.get))
+        assert kept[user].proves(mechanism, password)
+        assert not kept[user].proves(mechanism, password + "x")
+        with pytest.raises(SaslError, match="wrong user or password"):
+            exchange(ScramClient(mechanism, user, "wrong"), ScramServer(mechanism, verifier_of=kept.get))
+    with pytest.raises(SaslError, match="wrong user or password"):
+        exchange(ScramClient(mechanism, "nobody", "demo"), ScramServer(mechanism, verifier_of=kept.get))
+
+
+def test_an_unknown_user_has_one_salt_as_a_known_one_has() -> None:
+    def salt_of(user: str, secret: bytes) -> bytes:
+        server = ScramServer("SCRAM-SHA512", verifier_of=lambda _: None, secret=secret)
+        return server.challenge(f"n,,n={user},r=abc".encode()).partition(b"s=")[2].partition(b",")[0]
+
+    assert salt_of("a", b"secret") == salt_of("a", b"secret")
+    assert salt_of("a", b"secret") != salt_of("b", b"secret")
+    assert salt_of("a", b"secret") != salt_of("a", b"another")

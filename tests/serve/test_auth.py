@@ -1,0 +1,178 @@
+"""Users of a file and of none: verifiers, passwords, patterns, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from mirror.feed.sasl import HASHES, SaslError, ScramClient, ScramServer
+from mirror.serve.auth import FileUsers, Reader, SourceUser, Users, entry_of, server_tls, users_of
+
+
+def written(path: Path, document: Any) -> Path:
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return path
+
+
+def scram(users: Users, mechanism: str, name: str, password: str) -> None:
+    client, server = (
+        ScramClient(mechanism, name, password),
+        ScramServer(mechanism, verifier_of=users.verifiers(mechanism)),
+    )
+    client.verify(server.outcome(client.final(server.challenge(client.first()))))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    users = {
+        "ann": entry_of("one"),
+        "bob": entry_of("two", ("shop.items", "stock.*")),
+    }
+    return written(tmp_path / "users.json", {"users": users})
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+def test_users_of_a_file_log_in_by_each_mechanism(file: Path, mechanism: str) -> None:
+    users = FileUsers(file)
+    scram(users, mechanism, "ann", "one")
+    for name, password in (("ann", "two"), ("carl", "one"), ("", "")):
+        with pytest.raises(SaslError, match="wrong user or password"):
+            scram(users, mechanism, name, password)
+
+
+def test_users_of_a_file_log_in_by_password(file: Path) -> None:
+    users = FileUsers(file)
+    for _ in range(2):
+        assert users.check("ann", "one") == Reader("ann")
+        assert users.check("ann", "two") is None
+        assert users.check("carl", "one") is None
+    assert users.anonymous is None
+    assert "one" not in file.read_text().replace("stored_key", "")
+
+
+def test_patterns_say_which_collections_may_be_read(file: Path) -> None:
+    bob = FileUsers(file).reader("bob")
+    assert bob is not None
+    assert not bob.reads_all
+    assert bob.may_read("shop", "items")
+    assert bob.may_read("stock", "anything")
+    assert not bob.may_read("shop", "orders")
+    assert not bob.may_read("_default", "_default")
+    assert Reader("x").reads_all
+    assert Reader("x").may_read("a", "b")
+    assert not Reader("x", ()).may_read("a", "b")
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(file: Path) -> None:
+    users = FileUsers(file)
+    assert users.check("ann", "one")
+    written(file, {"users": {"ann": entry_of("new")}, "anonymous": {"read": ["shop.items"]}})
+    os.utime(file, ns=(1, 1))
+    assert users.check("ann", "one") is None
+    assert users.check("ann", "new")
+    assert users.anonymous == Reader("", ("shop.items",))
+    written(file, "{")
+    os.utime(file, ns=(2, 2))
+    assert users.check("ann", "new")
+    file.unlink()
+    assert users.check("ann", "new")
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("", "is not JSON"),
+        ("[]", "not a JSON object"),
+        ("[" * 100_000, "is not JSON"),
+        ({"user": {}}, "unknown member 'user'"),
+        ({"users": []}, "`users`"),
+        ({"users": {"a": 1}}, "user 'a'"),
+        ({"users": {"": {}}}, "user ''"),
+        ({"users": {"a": {}}}, "`read`"),
+        ({"users": {"a": {"read": ["x"], "verifiers": {}}}}, "neither"),
+        ({"users": {"a": {"read": ["*.x"], "verifiers": {}}}}, "neither"),
+        ({"users": {"a": {"read": []}}}, "verifiers"),
+        ({"users": {"a": {"read": [], "verifiers": {"MD5": {}}}}}, "verifiers"),
+        ({"users": {"a": {"read": [], "verifiers": {"SCRAM-SHA1": {}}}}}, "makes no sense"),
+        (
+            {
+                "users": {
+                    "a": {
+                        "read": [],
+                        "verifiers": {
+                            "SCRAM-SHA1": {"salt": "AA==", "stored_key": "A", "server_key": "", "iterations": 4096}
+                        },
+                    }
+                }
+            },
+            "makes no sense",
+        ),
+        (
+            {
+                "users": {
+                    "a": {
+                        "read": [],
+                        "verifiers": {
+                            "SCRAM-SHA1": {"salt": "AA==", "stored_key": "AA==", "server_key": "AA==", "iterations": 1}
+                        },
+                    }
+                }
+            },
+            "makes no sense",
+        ),
+        ({"anonymous": 1}, "`anonymous`"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_one_clear_error(tmp_path: Path, document: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        FileUsers(written(tmp_path / "users.json", document))
+    assert caught.value.setting == "users_file"
+
+
+def test_a_file_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        FileUsers(tmp_path / "none")
+
+
+def test_without_a_file_the_sources_user_reads_and_so_does_this_machine() -> None:
+    password: list[str | None] = ["secret"]
+    users = SourceUser("ann", lambda: password[0])
+    scram(users, "SCRAM-SHA256", "ann", "secret")
+    assert users.check("ann", "secret") == Reader("ann")
+    assert users.check("ann", "wrong") is None
+    assert users.check("bob", "secret") is None
+    assert users.anonymous == Reader("")
+    password[0] = "changed"
+    scram(users, "SCRAM-SHA256", "ann", "changed")
+    password[0] = None
+    assert users.check("ann", "changed") is None
+    with pytest.raises(SaslError):
+        scram(users, "SCRAM-SHA256", "ann", "changed")
+    assert SourceUser("", lambda: "secret").check("", "secret") is None
+
+
+def test_the_settings_choose_the_users(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "secret")
+    assert users_of(Settings(users_file=file)).check("ann", "one")
+    assert users_of(Settings(source="couchbase://eve@host/bucket")).check("eve", "secret")
+    assert users_of(Settings()).check("", "secret") is None
+
+
+def test_certificates_are_loaded_or_refused(tmp_path: Path) -> None:
+    assert server_tls(Settings()) is None
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {cert} -subj /CN=localhost -days 1"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    context = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
+    assert context is not None
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ConfigError, match="cannot be used"):
+        server_tls(Settings(listen_tls_cert_file=key, listen_tls_key_file=cert))
