@@ -6,11 +6,31 @@ exception is logged with its traceback only at level debug; otherwise by its own
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
+
+
+class Patient:
+    """A stream whose reader may leave: a closed terminal or pipe silences the logs and never ends the service."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to `stream` as long as it takes anything."""
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or let go."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or let go."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def set_up(level: str, *, json: bool = False, process: str = "") -> None:
@@ -28,7 +48,7 @@ def set_up(level: str, *, json: bool = False, process: str = "") -> None:
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=cast(TextIO, Patient(sys.stderr))),
         cache_logger_on_first_use=False,
     )
     if process:

@@ -145,6 +145,7 @@ class Supervisor:
         self._was_ready = False
         self._started = clock.monotonic()
         self._fed_watchdog_s = float("-inf")
+        self._had_terminal = has_terminal()
         self._gauge = Gauge(os.getpid())
 
     # the service's life
@@ -336,7 +337,7 @@ class Supervisor:
             self.stop(ReportedFailure(words))
 
     def _signalled(self, number: int) -> None:
-        if number == signal.SIGHUP:
+        if number == signal.SIGHUP and not (self._had_terminal and not has_terminal()):
             self._reload_settings()
             return
         if number == signal.SIGINT:
@@ -606,6 +607,15 @@ class ReportedFailure(MirrorError):
         """`words` are those of a FAILED message."""
         super().__init__(str(words.get("message") or "a worker failed"))
         self.exit_code = ExitCode(words.get("exit_code") or ExitCode.FAILED)
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal: one that is closed sends SIGHUP too, and means goodbye."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def exit_words(status: int) -> str:

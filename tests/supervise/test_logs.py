@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -32,3 +33,15 @@ def test_as_json_each_line_is_an_object(capsys: pytest.CaptureFixture[str]) -> N
     structlog.get_logger().debug("shown", bucket="demo")
     line = json.loads(capsys.readouterr().err)
     assert (line["event"], line["bucket"], line["process"], line["level"]) == ("shown", "demo", "worker 3", "debug")
+
+
+def test_a_reader_that_left_does_not_end_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w", buffering=1) as nobody_reads:
+        monkeypatch.setattr("sys.stderr", nobody_reads)
+        logs.set_up("info")
+        structlog.get_logger().info("into the void")
+        with pytest.raises(BrokenPipeError):
+            nobody_reads.write("without patience\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write_end)

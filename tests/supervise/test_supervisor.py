@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -357,6 +358,17 @@ def test_the_children_of_a_killed_supervisor_are_gone(tmp_path: Path, stopped: b
         eventually_now(lambda: ask_now(tmp_path).get("state") == "mirroring" or ask_now(tmp_path).get("workers"))
         again.terminate()
         assert again.wait() == 0
+
+
+def test_closing_the_terminal_stops_what_was_started_in_it(tmp_path: Path) -> None:
+    """The terminal's SIGHUP is no order to read the settings again: nobody would be left to stop the service."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, str(SCRIPTED), "service", str(tmp_path)])
+    eventually_now(lambda: [worker["phase"] for worker in ask_now(tmp_path)["workers"]] == ["running", "running"])
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert ask_now(tmp_path)["workers"] == []
 
 
 def ask_now(data: Path) -> dict[str, Any]:
