@@ -10,6 +10,7 @@
     |-- Full             no space left on the device, or a file size limit
     |-- SeqnoOrder       rows were offered out of order (the source broke its rules)
     |-- UnknownCollection, NoSuchBoundary   a reader asked for something that is not there
+    |-- AnswerTooLarge   a reader asked for more bytes at once than it allowed itself
     |-- ViewInvalidated  a rollback or the purger passed a reader's position
     `-- Closed           used after close, or in a forked child
 
@@ -100,6 +101,10 @@ class UnknownCollection(StorageError):
 
 class NoSuchBoundary(StorageError):
     """No kept boundary at or below the asked one; the message names the floor."""
+
+
+class AnswerTooLarge(StorageError):
+    """The documents asked for are larger than the caller's own limit."""
 
 
 class ViewInvalidated(StorageError):

@@ -108,9 +108,20 @@ def _read_run(file: IO[bytes]) -> Iterator[KeyRow]:
 
 
 def rows_between(
-    environment: Environment, txn: Any, vbid: int, prefix: bytes, after_seqno: int, to_seqno: int, limit: int
+    environment: Environment,
+    txn: Any,
+    vbid: int,
+    prefix: bytes,
+    after_seqno: int,
+    to_seqno: int,
+    limit: int,
+    bytes_max: int | None = None,
 ) -> list[tuple[bytes, bytes]]:
-    """At most `limit` rows (boundaries left out) of a branch with after_seqno < seqno <= to_seqno, rising."""
+    """At most `limit` rows (boundaries left out) of a branch with after_seqno < seqno <= to_seqno, rising.
+
+    With `bytes_max` no more than the rows that fit into it, and at least one.
+    """
+    left = bytes_max if bytes_max is not None else float("inf")
     cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
     end = prefix + to_seqno.to_bytes(8, "big")
     rows: list[tuple[bytes, bytes]] = []
@@ -121,7 +132,8 @@ def rows_between(
             break
         if len(key) == keys.ROW_KEY_SIZE:
             rows.append((key, value))
-            if len(rows) == limit:
+            left -= len(value)
+            if len(rows) == limit or left <= 0:
                 break
     return rows
 

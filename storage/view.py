@@ -21,12 +21,21 @@ import lmdb
 
 from storage import branches, chain, directory, index, keys, records
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
-from storage.errors import Closed, CorruptedError, NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
+from storage.errors import (
+    AnswerTooLarge,
+    Closed,
+    CorruptedError,
+    NoSuchBoundary,
+    StorageError,
+    UnknownCollection,
+    ViewInvalidated,
+)
 from storage.model import (
     DEFAULT_COLLECTION,
     SEQNO_MAX,
     Boundary,
     Branch,
+    BranchReason,
     Document,
     Identity,
     Manifest,
@@ -38,6 +47,9 @@ from storage.model import (
 
 CHUNK_ROWS = 2_000
 """Rows that a scan reads in one transaction."""
+
+CHUNK_BYTES = 8 * 1024 * 1024
+"""Row bytes that a scan holds at once; one document may be larger, so at least one is always read."""
 
 CollectionName = str | int
 
@@ -77,6 +89,36 @@ class Token:
         if vbid > 0xFFFF or branch >= 2**32 or seqno > SEQNO_MAX:
             raise ValueError(f"{text!r} is not a token; a number is too large")
         return Token(Vbid(vbid), Branch(branch), Seqno(seqno))
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One vbucket as it was served at one published seqno: what the pages of one scan have in common."""
+
+    vbid: Vbid
+    branch: Branch
+    seqno: Seqno
+    now_ms: int
+    """The moment that decides expiry, milliseconds since 1970."""
+
+
+class Published(NamedTuple):
+    """What one vbucket serves now."""
+
+    branch: Branch
+    seqno: Seqno
+    floor_seqno: Seqno
+    stale: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """How far back a vbucket can be read, and how often it was filled anew."""
+
+    floor: Boundary | None
+    """The oldest kept boundary; None: nothing was published yet."""
+    refills_ms: tuple[int, ...]
+    """When readers first saw a refilled copy, milliseconds since 1970, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +400,13 @@ class View:
         as_of: AsOf = None,
         now: float | None = None,
         raw: bool = False,
+        bytes_max: int | None = None,
     ) -> dict[bytes, Document]:
-        """Those of the documents that exist, by key. Documents of one group are read in one transaction."""
+        """Those of the documents that exist, by key. Documents of one group are read in one transaction.
+
+        Raises AnswerTooLarge once their values are more than `bytes_max`.
+        """
+        byte_count = 0
         by_group: dict[int, list[tuple[int, bytes]]] = {}
         for key in document_keys:
             encoded = key.encode() if isinstance(key, str) else key
@@ -372,6 +419,11 @@ class View:
                     document = self._get(txn, self._open(vbid), vbid, key, collection, as_of, now, raw)
                     if document is not None:
                         found[key] = document
+                        byte_count += len(document.value)
+                        if bytes_max is not None and byte_count > bytes_max:
+                            raise AnswerTooLarge(
+                                f"the documents asked for are more than {bytes_max} bytes", hint="ask for fewer at once"
+                            )
         return found
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
@@ -504,6 +556,65 @@ class View:
                     if deletions or not document.expiry or document.expiry > now:
                         yield document
 
+    def pin(self, vbid: int, as_of: AsOf = None, *, now: float | None = None) -> Pin:
+        """Name what a vbucket serves (now, or as of a boundary), for `scan_page`. Raises NoSuchBoundary."""
+        opened = self._open(vbid)
+        with opened.environment.read() as txn:
+            served, boundary = self._as_of(opened.environment, txn, vbid, as_of)
+        if boundary is not None and now is None:
+            now_ms = boundary.time_ms
+        else:
+            now_ms = int((time.time() if now is None else now) * 1000)
+        return Pin(Vbid(vbid), Branch(served.branch), Seqno(served.seqno), now_ms)
+
+    def scan_page(
+        self,
+        pin: Pin,
+        collection: CollectionName | None = None,
+        *,
+        start: bytes = b"",
+        prefix: bytes = b"",
+        end: bytes | None = None,
+        limit: int = CHUNK_ROWS,
+        deletions: bool = False,
+        raw: bool = False,
+    ) -> tuple[list[Document], bytes]:
+        """At most `limit` documents from `start` on as `pin` sees them, and the next page's start (empty: the end).
+
+        One transaction and bounded work, so a page may hold fewer documents than `limit`, even none, before the end.
+        Raises ViewInvalidated when a rollback, a refill or the purger passed the pin.
+        """
+        opened = self._open(pin.vbid)
+        with opened.environment.read() as txn:
+            try:
+                whole = self._whole_chain(opened.environment, txn, pin.vbid, pin.branch)
+            except CorruptedError as error:
+                raise ViewInvalidated(
+                    f"this mirror knows no branch {pin.branch}", vbid=pin.vbid, hint="start the read again"
+                ) from error
+            links = chain.recut(whole, pin.seqno)
+            manifest_key = branches.manifest_key_on(opened.environment, txn, pin.vbid, links)
+            manifest = self._manifest(opened.environment, txn, pin.vbid, manifest_key)
+        collection_id = self._collection_id(manifest, collection)
+        if collection_id not in manifest.collections:
+            return [], b""
+        served = Served(pin.branch, pin.seqno, 0, manifest_key, False, links)
+        wire_prefix = keys.encode_collection_id(collection_id)
+        chunk, position = self._scan_chunk(
+            opened,
+            pin.vbid,
+            served,
+            wire_prefix + max(prefix, start),
+            wire_prefix + prefix,
+            None if end is None else wire_prefix + end,
+            manifest.collections[collection_id].begin_seqno,
+            deletions,
+            raw,
+            limit,
+        )
+        found = [each for each in chunk if deletions or not each.expiry or each.expiry * 1000 > pin.now_ms]
+        return found, position[len(wire_prefix) :]
+
     def _scan_chunk(
         self,
         opened: Opened,
@@ -515,10 +626,11 @@ class View:
         begin_seqno: int,
         deletions: bool,
         raw: bool,
+        rows_max: int = CHUNK_ROWS,
     ) -> tuple[list[Document], bytes]:
         """Documents from `position` on, and where to go on (empty: the end)."""
         cuts = {link.branch: link.cut for link in served.links}
-        found: list[bytes] = []
+        found: list[tuple[bytes, bytes]] = []
         current = position
         best: bytes | None = None
         seen = 0
@@ -531,11 +643,11 @@ class View:
             for key, dup in cursor.iternext():
                 if key != current:
                     if best is not None:
-                        found.append(best)
+                        found.append((current, best))
                         best = None
                     if key[: len(wanted)] != wanted or (stop is not None and key >= stop):
                         break
-                    if seen >= CHUNK_ROWS:
+                    if seen >= rows_max:
                         next_position = key
                         break
                     current = key
@@ -546,8 +658,16 @@ class View:
                 if seqno <= cuts.get(branch, -1):
                     best = dup if seqno > begin_seqno and (kind == 0x57 or deletions) else None
             if best is not None:
-                found.append(best)
-            return [self._row(txn, opened, vbid, dup, raw) for dup in found], next_position
+                found.append((current, best))
+            documents: list[Document] = []
+            byte_count = 0
+            for key, dup in found:
+                document = self._row(txn, opened, vbid, dup, raw)
+                byte_count += len(document.value)
+                if documents and byte_count > CHUNK_BYTES:
+                    return documents, key
+                documents.append(document)
+            return documents, next_position
 
     def _revalidate(self, environment: Environment, txn: Any, vbid: int, pinned: Served) -> None:
         """Raise ViewInvalidated unless everything that `pinned` sees is still on the served chain and kept."""
@@ -583,10 +703,12 @@ class View:
             while position < last:
                 with opened.environment.read() as txn:
                     self._revalidate(opened.environment, txn, vbid, served)
-                    rows = index.rows_between(opened.environment, txn, vbid, prefix, position, last, CHUNK_ROWS)
+                    rows = index.rows_between(
+                        opened.environment, txn, vbid, prefix, position, last, CHUNK_ROWS, CHUNK_BYTES
+                    )
                 for _, frame in rows:
                     yield records.decode_row(Vbid(vbid), Branch(link.branch), frame, raw=raw)
-                if len(rows) < CHUNK_ROWS:
+                if not rows:
                     break
                 position = int.from_bytes(rows[-1][0][4:], "big")
 
@@ -623,6 +745,36 @@ class View:
     def states(self) -> list[VbucketState]:
         """The stored states of all vbuckets, in rising vbid."""
         return [self.state(vbid) for vbid in range(self._count)]
+
+    def published(self) -> list[Published]:
+        """What every vbucket serves now, in rising vbid: the cheapest way to see that something moved."""
+        found: list[Any] = [None] * self._count
+        for group in range(min(self._groups, self._count)):
+            environment = self._environment(group)
+            with environment.read() as txn:
+                for key, data in txn.cursor(environment.db(keys.DB_PUB)).iternext():
+                    vbid = int.from_bytes(key, "big")
+                    branch, seqno, floor, _, _, flags = branches.unpack_pub(data, environment.path, vbid)
+                    found[vbid] = Published(Branch(branch), Seqno(seqno), Seqno(floor), bool(flags & keys.PUB_STALE))
+        return found
+
+    def past(self, vbid: int) -> Past:
+        """How far back a vbucket can be read, and when it was filled anew."""
+        environment = self._environment(vbid)
+        vbid_key = keys.VBID_KEY.pack(vbid)
+        refills = []
+        with environment.read() as txn:
+            served = self._served(environment, txn, vbid)
+            floor = chain.newest_boundary(environment, txn, Vbid(vbid), served.links, served.floor_seqno)
+            cursor = txn.cursor(environment.db(keys.DB_BRANCH))
+            if cursor.set_range(vbid_key):
+                for key, value in cursor.iternext():
+                    if key[:2] != vbid_key:
+                        break
+                    row = records.decode_branch(value)
+                    if row.reason == BranchReason.REFILL and row.time_ms:
+                        refills.append(row.time_ms)
+        return Past(floor, tuple(refills))
 
     def stale(self, vbid: int) -> bool:
         """True while a refill from 0 is under way beside what is served."""
@@ -728,7 +880,9 @@ class View:
             while position < link.cut:
                 with opened.environment.read() as txn:
                     self._revalidate(opened.environment, txn, vbid, served)
-                    rows = index.rows_between(opened.environment, txn, vbid, prefix, position, link.cut, CHUNK_ROWS)
+                    rows = index.rows_between(
+                        opened.environment, txn, vbid, prefix, position, link.cut, CHUNK_ROWS, CHUNK_BYTES
+                    )
                     pairs = self._retracted_pairs(txn, opened, vbid, rows, lost, restored_links, raw)
                 for before, after in pairs:
                     yield held
@@ -736,7 +890,7 @@ class View:
                     if after is not None:
                         yield held
                         held = Change("restoration", token, after)
-                if len(rows) < CHUNK_ROWS:
+                if not rows:
                     break
                 position = int.from_bytes(rows[-1][0][4:], "big")
         yield Change(held.kind, Token(Vbid(vbid), Branch(child.branch), Seqno(common)), held.document, held.rollback)

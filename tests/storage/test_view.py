@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from storage import directory, records
-from storage.errors import NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
+from storage.errors import AnswerTooLarge, NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Branch, Collection, Manifest, ManifestUid, Seqno, Vbid
-from storage.view import Time, Token, View, open_view
+from storage.view import CHUNK_BYTES, Pin, Time, Token, View, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, span
 from tests.storage.test_writer import Clock, open_writer, publish
@@ -229,3 +229,78 @@ def test_a_token_of_an_unknown_branch_is_refused(writer: GroupWriter, view: View
 def test_states_speak_of_all_vbuckets(path: str, writer: GroupWriter, view: View) -> None:
     publish(writer, 2, [(keys_of(2, 1)[0], b"x", 5)])
     assert [(s.vbid, s.published_seqno) for s in view.states()] == [(0, 0), (1, 0), (2, 5), (3, 0)]
+
+
+def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_them(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    clock.now = 10_000
+    put(writer, A, 1, b"one")
+    put(writer, B, 2, b"one", expiry=12)
+    commit(writer, 2)
+    put(writer, C, 3, b"one")
+    commit(writer, 3)
+    pin = view.pin(0, now=11)
+    assert (pin.branch, pin.seqno, pin.now_ms) == (view.published()[0].branch, 3, 11_000)
+    put(writer, A, 4, b"two")
+    put(writer, D, 5, b"two")
+    commit(writer, 5)
+    found: list[bytes] = []
+    start = b""
+    while True:
+        page, start = view.scan_page(pin, start=start, limit=1)
+        assert len(page) <= 1
+        found += [document.key + document.value for document in page]
+        if not start:
+            break
+    assert found == sorted(key + b"one" for key in (A, B, C))
+    assert [document.key for document in view.scan_page(pin, prefix=B)[0]] == [B]
+    assert view.scan_page(view.pin(0, now=11), start=A, end=B)[0] == list(view.scan(0, start=A, end=B, now=11))
+    assert B not in [document.key for document in view.scan_page(view.pin(0, now=13))[0]]
+    assert view.pin(0, 4).seqno == 3
+    writer.rollback(0, 3)
+    assert len(view.scan_page(pin)[0]) == 3, "a rollback to the pin itself takes nothing from it"
+    late = view.pin(0)
+    put(writer, D, 4, b"three")
+    commit(writer, 4)
+    writer.rollback(0, 2)
+    for lost in (pin, late):
+        with pytest.raises(ViewInvalidated):
+            view.scan_page(lost)
+    with pytest.raises(ViewInvalidated, match="no branch"):
+        view.scan_page(Pin(Vbid(0), Branch(99), Seqno(3), 0))
+
+
+def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> None:
+    for seqno, key in enumerate((A, B, C), 1):
+        put(writer, key, seqno, b"x" * (CHUNK_BYTES // 2 + 1))
+    commit(writer, 3)
+    page, start = view.scan_page(view.pin(0))
+    assert [document.key for document in page] == sorted([A, B, C])[:1]
+    assert start == sorted([A, B, C])[1]
+    assert [document.key for document in view.scan(0)] == sorted([A, B, C])
+    assert [document.key for document in view.scan_seqno(0)] == [A, B, C]
+    with pytest.raises(AnswerTooLarge, match="ask for fewer"):
+        view.get_many([A, B, C], bytes_max=CHUNK_BYTES)
+    assert len(view.get_many([A, B], bytes_max=2 * CHUNK_BYTES)) == 2
+
+
+def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: View, clock: Clock) -> None:
+    assert view.past(0).floor is None
+    clock.now = 5_000
+    put(writer, A, 1)
+    commit(writer, 1)
+    first = view.published()
+    assert [each.seqno for each in first] == [1, 0, 0, 0]
+    past = view.past(0)
+    assert past.floor is not None
+    assert (past.floor.seqno, past.floor.time_ms, past.refills_ms) == (view.state(0).history_floor_seqno, 5_000, ())
+    writer.begin_refill(0)
+    writer.commit()
+    assert [each.stale for each in view.published()] == [True, False, False, False]
+    clock.now = 6_000
+    put(writer, A, 7)
+    commit(writer, 7)
+    assert view.published()[0].seqno == 7
+    assert view.published()[0].branch > first[0].branch
+    assert view.past(0).refills_ms == (6_000,)
