@@ -507,3 +507,19 @@ def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary
     publish(writer, 0, [(key, b"2", 20)])
     assert writer.rollback(0, 15).boundary_seqno == 10
     assert writer.state(0).failover_log == log(5)
+
+
+def test_a_refill_from_an_empty_source_is_published_at_zero(path: str, writer: GroupWriter) -> None:
+    key = keys_of(0, 1)[0]
+    publish(writer, 0, [(key, b"gone", 5)])
+    writer.begin_refill(0)
+    writer.save_failover_log(0, log(9))
+    writer.publish(0, 0, 0)
+    assert writer.commit().published == [(0, 0)]
+    state = writer.state(0)
+    assert (state.branch, state.published_seqno, state.staged_seqno) == (state.staging_branch, 0, 0)
+    with open_view(path) as view:
+        assert list(view.scan(0)) == []
+        assert not view.stale(0)
+    publish(writer, 0, [(key, b"new", 1)])
+    assert check(path).problems == []
