@@ -13,7 +13,7 @@ from random import Random
 from zlib import crc32
 
 from mirror.clock import Clock
-from mirror.sandbox import values
+from mirror.document import values
 from mirror.sandbox.clustermap import NOWHERE, ClusterMap
 from mirror.sandbox.dcp import Sent
 from mirror.sandbox.documents import Documents

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 
-from mirror.sandbox import values
+from mirror.document import values
 from mirror.sandbox.documents import DocumentError, Mode
 from mirror.sandbox.item import Item
 from mirror.sandbox.session import Handler, Operation, Reply, Session

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from mirror.clock import Clock
-from mirror.sandbox import values
+from mirror.document import values
 from mirror.sandbox.item import (
     CommitItem,
     EventItem,

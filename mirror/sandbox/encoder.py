@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mirror.sandbox import values
+from mirror.document import values
 from mirror.sandbox.item import (
     ABORT,
     COMMIT,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import struct
 
 from mirror.feed.sasl import HASHES, MECHANISMS, SaslError, ScramServer, plain_decode
-from mirror.sandbox.errormap import error_map
 from mirror.sandbox.session import JSON, Handler, Operation, Reply, Session
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire.constants import Feature, Opcode, Status, VbucketState
+from mirror.wire.errormap import error_map
 from mirror.wire.frame import Frame
 
 VERSION = b"7.2.0"

@@ -7,12 +7,13 @@ come before the others; a failed path of several is told in the body under one s
 
 from __future__ import annotations
 
+from mirror.document.jsonpath import PathError
+from mirror.document.lookup import LOOKUPS, XATTR_PATH
 from mirror.sandbox.document_requests import active_vbucket, changed, frame_options, wire_key
 from mirror.sandbox.documents import DocumentError, Mode
 from mirror.sandbox.item import Item
-from mirror.sandbox.jsonpath import PathError
 from mirror.sandbox.session import Operation, Reply, Session
-from mirror.sandbox.subdoc import XATTR_PATH, Draft
+from mirror.sandbox.subdoc import Draft
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_kv
 from mirror.wire.codec_kv import LookupResult, MutationResult, MutationSpec
@@ -24,8 +25,6 @@ ADD = 0x02
 ACCESS_DELETED = 0x04
 CREATE_AS_DELETED = 0x08
 _DOCUMENT_FLAGS = MKDOC | ADD | ACCESS_DELETED
-
-_LOOKUPS = (Opcode.GET, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT)
 
 
 def _existing(session: Session, vbucket: Vbucket, key: bytes, flags: int) -> Item:
@@ -41,7 +40,7 @@ def _lookup_one(session: Session, frame: Frame) -> Reply:
     path, _, path_flags, _, flags = codec_kv.decode_subdoc(frame)
     item = _existing(session, vbucket, wire_key(session, frame), flags)
     try:
-        value = Draft.of(item, vbucket.vbuuid).lookup(frame.opcode, _text(path), path_flags)
+        value = Draft.of_item(item, vbucket.vbuuid).lookup(frame.opcode, _text(path), path_flags)
     except PathError as error:
         return Reply(error.status, cas=item.cas)
     status = Status.SUBDOC_SUCCESS_DELETED if item.deleted else Status.SUCCESS
@@ -53,10 +52,10 @@ def _lookup_many(session: Session, frame: Frame) -> Reply:
     vbucket = active_vbucket(session, frame)
     specs = codec_kv.decode_lookup_specs(frame.value)
     _check_order([spec.flags for spec in specs])
-    if any(spec.opcode not in _LOOKUPS for spec in specs):
+    if any(spec.opcode not in LOOKUPS for spec in specs):
         raise DocumentError(Status.SUBDOC_INVALID_COMBO)
     item = _existing(session, vbucket, wire_key(session, frame), frame.extras[-1] if frame.extras else 0)
-    draft = Draft.of(item, vbucket.vbuuid)
+    draft = Draft.of_item(item, vbucket.vbuuid)
     results = []
     for spec in specs:
         try:
@@ -107,7 +106,7 @@ def _mutate(
     whole = any(spec.opcode == Opcode.SET and not spec.path for spec in specs)
     if item is None and not (flags & (MKDOC | ADD)) and not whole:
         raise DocumentError(Status.KEY_ENOENT)
-    draft = Draft.of(item, vbucket.vbuuid, b"[]" if specs[0].path.startswith(b"[") or not specs[0].path else b"{}")
+    draft = Draft.of_item(item, vbucket.vbuuid, b"[]" if specs[0].path.startswith(b"[") or not specs[0].path else b"{}")
     results = []
     for index, spec in enumerate(specs):
         try:
@@ -161,7 +160,7 @@ _MUTATIONS = (
 )
 
 OPERATIONS: dict[int, Operation] = (
-    {int(opcode): Operation(_lookup_one) for opcode in _LOOKUPS[1:]}
+    {int(opcode): Operation(_lookup_one) for opcode in LOOKUPS[1:]}
     | {int(opcode): Operation(_mutate_one) for opcode in _MUTATIONS}
     | {
         int(Opcode.SUBDOC_MULTI_LOOKUP): Operation(_lookup_many),

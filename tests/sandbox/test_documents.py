@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from mirror.clock import ManualClock
-from mirror.sandbox import values
+from mirror.document import values
 from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.documents import LOCKED_CAS, DocumentError, Mode
 from mirror.sandbox.item import ABORT, EXPIRATION, PREPARE, CommitItem

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mirror.document import values
 from mirror.sandbox import item as it
-from mirror.sandbox import values
 from mirror.sandbox.encoder import ClientFeatures, ItemEncoder, with_stream_id
 from mirror.sandbox.item import CommitItem, EventItem, Item
 from mirror.sandbox.manifest import Change

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from mirror.sandbox import values
+from mirror.document import values
+from mirror.document.jsonpath import PathError
+from mirror.document.lookup import XATTR_PATH, crc32c
 from mirror.sandbox.item import Item, mutation_frame
-from mirror.sandbox.jsonpath import PathError
-from mirror.sandbox.subdoc import XATTR_PATH, Draft, crc32c
+from mirror.sandbox.subdoc import Draft
 from mirror.wire.constants import Opcode, Status
 
 GET = Opcode.SUBDOC_GET
@@ -18,7 +19,7 @@ GET = Opcode.SUBDOC_GET
 def draft(xattrs: values.Xattrs | None = None, body: bytes = b'{"n": 1}') -> Draft:
     value, datatype = values.join(xattrs or {}, body, values.datatype_of(body))
     frame = mutation_frame(0, b"\0k", 5, 2, 3_000_000_001, value, datatype=datatype, flags=7, expiry=9)
-    return Draft.of(Item(5, b"\0k", frame), 0xABC)
+    return Draft.of_item(Item(5, b"\0k", frame), 0xABC)
 
 
 def test_the_virtual_document_tells_of_the_version() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from mirror.sandbox.errormap import error_map
 from mirror.wire.constants import Status
+from mirror.wire.errormap import error_map
 
 
 def test_every_status_has_name_description_and_attributes() -> None:

@@ -44,7 +44,7 @@ def is_json(body: bytes) -> bool:
     """Whether a body is JSON, as the engine judges each value that it is given."""
     try:
         json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

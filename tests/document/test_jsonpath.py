@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirror.sandbox import jsonpath as jp
-from mirror.sandbox.jsonpath import PathError
+from mirror.document import jsonpath as jp
+from mirror.document.jsonpath import PathError
 from mirror.wire.constants import Status
 
 DOCUMENT = '{ "n" : 1, "tags": ["x",  "y"], "nested": {"p": {"q": 2}}, "odd.key": {"`": [[]]} }'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mirror.sandbox import values
+from mirror.document import values
 
 
 def test_compression_is_undone_and_only_done_where_it_helps() -> None:

@@ -1,0 +1,139 @@
+"""Looking into one document: paths of its body, of its xattrs, and of what is known about it.
+
+Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
+requests, vbuckets or how documents are kept. Invariants: xattrs are looked at as if they were one object whose members
+they are; a body is judged to be JSON once, however many paths are asked for; a document nested too deeply to be read
+is a `PathError` like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+
+from mirror.document import jsonpath, values
+from mirror.document.jsonpath import PathError
+from mirror.wire.constants import Opcode, Status
+
+XATTR_PATH = 0x04
+PATH_FLAGS = 0x01 | XATTR_PATH | 0x10
+"""Make parents, xattr, expand macros: what a path may be flagged with."""
+
+LOOKUPS = (Opcode.GET, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT)
+"""What one path of a lookup may ask; GET is the whole body."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What `$document` tells of a version."""
+
+    cas: int
+    seqno: int
+    rev_seqno: int
+    flags: int
+    expiry: int
+    datatype: int
+    deleted: bool
+    vbuuid: int
+
+
+@dataclass(slots=True)
+class Content:
+    """A document taken apart."""
+
+    xattrs: values.Xattrs
+    body: bytes
+    about: About | None = None
+    _text: str | None = field(default=None, repr=False)
+
+    @staticmethod
+    def of(value: bytes, datatype: int, about: About) -> Content:
+        """The content of a stored value. Raises ValueError for one that cannot be taken apart."""
+        xattrs, body = values.split(value, datatype)
+        return Content(xattrs, body, about)
+
+    def lookup(self, opcode: int, path: str, flags: int) -> bytes:
+        """What one path of a lookup gives. Raises PathError."""
+        if opcode == Opcode.GET and not path:
+            return self.body
+        if flags & ~PATH_FLAGS:
+            raise PathError(Status.SUBDOC_XATTR_INVALID_FLAG_COMBO)
+        try:
+            text = self.attributes_text(path) if flags & XATTR_PATH else self.body_text()
+            parts = jsonpath.parse_path(path)
+            if opcode == Opcode.SUBDOC_GET_COUNT:
+                return str(jsonpath.count(text, parts)).encode()
+            start, end = jsonpath.find(text, parts)
+        except RecursionError:
+            raise PathError(Status.SUBDOC_DOC_E2DEEP) from None
+        return b"" if opcode == Opcode.SUBDOC_EXISTS else text[start:end].encode()
+
+    def body_text(self) -> str:
+        """The body as text, if it is JSON."""
+        if self._text is None:
+            if not values.is_json(self.body):
+                raise PathError(Status.SUBDOC_DOC_NOT_JSON)
+            self._text = self.body.decode()
+        return self._text
+
+    def attributes_text(self, path: str) -> str:
+        """All xattrs as the text of one object; where the path begins with a virtual one, that alone."""
+        name = first_name(path)
+        if name.startswith("$"):
+            return json.dumps({name: self._virtual(name)}, separators=(",", ":"))
+        pairs = ",".join(f"{json.dumps(key.decode())}:{content.decode()}" for key, content in self.xattrs.items())
+        return f"{{{pairs}}}"
+
+    def _virtual(self, name: str) -> object:
+        if name == "$XTOC":
+            return [key.decode() for key in self.xattrs]
+        if name == "$document" and self.about is not None:
+            return self._about_document(self.about)
+        if name == "$vbucket":
+            return {"HLC": {"now": "0", "mode": "real"}}
+        raise PathError(Status.SUBDOC_XATTR_UNKNOWN_VATTR)
+
+    def _about_document(self, about: About) -> dict[str, object]:
+        names = {values.JSON: "json", values.SNAPPY: "snappy", values.XATTR: "xattr"}
+        return {
+            "CAS": f"0x{about.cas:016x}",
+            "datatype": [name for bit, name in names.items() if about.datatype & bit] or ["raw"],
+            "deleted": about.deleted,
+            "exptime": 0 if about.deleted else about.expiry,
+            "flags": about.flags,
+            "last_modified": str(about.cas // 1_000_000_000),
+            "revid": str(about.rev_seqno),
+            "seqno": f"0x{about.seqno:016x}",
+            "value_bytes": len(self.body),
+            "value_crc32c": f"0x{crc32c(self.body):08x}",
+            "vbucket_uuid": f"0x{about.vbuuid:016x}",
+        }
+
+
+def first_name(path: str) -> str:
+    """The attribute that an xattr path is in."""
+    parts = jsonpath.parse_path(path)
+    if not parts or not isinstance(parts[0], str):
+        raise PathError(Status.SUBDOC_PATH_EINVAL)
+    return parts[0]
+
+
+@cache
+def _crc_table() -> list[int]:
+    table = []
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = crc >> 1 ^ 0x82F6_3B78 if crc & 1 else crc >> 1
+        table.append(crc)
+    return table
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32 by Castagnoli's polynomial, as `$document.value_crc32c` has it."""
+    table = _crc_table()
+    crc = 0xFFFF_FFFF
+    for byte in data:
+        crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
+    return crc ^ 0xFFFF_FFFF
