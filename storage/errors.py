@@ -11,6 +11,8 @@
     |-- SeqnoOrder       rows were offered out of order (the source broke its rules)
     |-- UnknownCollection, NoSuchBoundary   a reader asked for something that is not there
     |-- AnswerTooLarge   a reader asked for more bytes at once than it allowed itself
+    |-- WriteLost        a write that a reader waits for was rolled back
+    |-- NotPublished     a write that a reader waits for is not here yet
     |-- ViewInvalidated  a rollback or the purger passed a reader's position
     `-- Closed           used after close, or in a forked child
 
@@ -105,6 +107,16 @@ class NoSuchBoundary(StorageError):
 
 class AnswerTooLarge(StorageError):
     """The documents asked for are larger than the caller's own limit."""
+
+
+class WriteLost(StorageError):
+    """The write that a reader waits for was undone by a failover of the source: it will never come."""
+
+
+class NotPublished(StorageError):
+    """The write that a reader waits for was not published in time."""
+
+    retryable = True
 
 
 class ViewInvalidated(StorageError):

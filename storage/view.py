@@ -19,7 +19,7 @@ from zlib import crc32
 
 import lmdb
 
-from storage import branches, chain, directory, index, keys, records
+from storage import branches, chain, directory, index, keys, records, wait
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import (
     AnswerTooLarge,
@@ -109,6 +109,18 @@ class Published(NamedTuple):
     seqno: Seqno
     floor_seqno: Seqno
     stale: bool
+
+
+class Found(NamedTuple):
+    """What a lookup by wire key gives: a document, or why there is none."""
+
+    document: Document | None
+    collection_exists: bool
+    """False: the key's collection is unknown, or was dropped."""
+    published_seqno: int
+    stale: bool
+    """True while the vbucket is being filled anew beside what is served."""
+    manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +441,50 @@ class View:
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """True when `get` would return a document."""
         return self.get(key, collection, raw=True) is not None
+
+    def find(self, wire_key: bytes, *, deletions: bool = False, now: float | None = None) -> Found:
+        """One document (raw) by collection id and key as they stand on the wire, and what else an answer to it needs,
+        all of one moment. `deletions`: a tombstone counts as a document.
+        """
+        collection_id, key = wire_key[0], wire_key[1:]
+        if collection_id >= 0x80:
+            collection_id, key = keys.split_key(wire_key)
+        vbid = ((crc32(key) >> 16) & 0x7FFF) % self._count
+        opened = self._opened.get(vbid) or self._open(vbid)
+        environment = opened.environment
+        try:
+            txn = opened.begin()
+        except lmdb.Error:
+            txn = environment.begin()
+        try:
+            branch, seqno, _, m_branch, m_seqno, flags = unpack_pub(txn.get(opened.vbid_key, b"", opened.pub))
+            manifest = self._manifest(environment, txn, vbid, (m_branch, m_seqno))
+            collection = manifest.collections.get(collection_id)
+            stale = bool(flags & keys.PUB_STALE)
+            document = None
+            if collection is not None:
+                dup = self._newest(txn, opened, vbid, wire_key, branch, seqno)
+                if dup is not None and (dup[12] == 0x57 or deletions) and unpack_dup(dup)[1] > collection.begin_seqno:
+                    document = self._row(txn, opened, vbid, dup, True)
+                    if dup[12] == 0x57 and document.expiry and document.expiry <= (time.time() if now is None else now):
+                        document = None
+            return Found(document, collection is not None, seqno, stale, manifest)
+        except (struct.error, lmdb.Error) as error:
+            raise self._damaged(error, opened, vbid) from error
+        finally:
+            txn.abort()
+
+    def _newest(self, txn: Any, opened: Opened, vbid: int, wire_key: bytes, branch: int, seqno: int) -> bytes | None:
+        """The newest version of a key that a view at (branch, seqno) sees."""
+        cursor = txn.cursor(opened.keys)
+        if not cursor.set_key(wire_key) or not cursor.last_dup():
+            return None
+        dup: bytes = cursor.value()
+        dup_branch, dup_seqno, _ = unpack_dup(dup)
+        if dup_branch == branch and dup_seqno <= seqno:
+            return dup
+        links = chain.recut(self._whole_chain(opened.environment, txn, vbid, branch), seqno)
+        return chain.newest_version(cursor, wire_key, links)
 
     def _get(
         self,
@@ -806,6 +862,13 @@ class View:
                         Rollback(Vbid(vbid), Branch(a), Seqno(b), Branch(c), Seqno(d), Vbuuid(e), Vbuuid(f), g)
                     )
         return found
+
+    def wait_for(self, token: wait.MutationToken, timeout_s: float) -> None:
+        """Return once the write that `token` speaks of can be read here. Raises WriteLost as soon as it is known that
+        it never will (a failover of the source undid it), NotPublished after `timeout_s`. Other threads may use this
+        view meanwhile; nothing is held that could keep the writer or the purger waiting.
+        """
+        wait.wait_for(self, token, timeout_s)
 
     def changes(self, vbid: int | None = None, *, since: Token | None = None, raw: bool = False) -> Iterator[Change]:
         """Published events in order, up to now. With `since` those after a token (of its vbucket).

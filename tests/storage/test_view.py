@@ -304,3 +304,40 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     assert view.published()[0].branch > first[0].branch
     assert len(view.past(0).refills_ms) == 1
     assert view.past(0).refills_ms[0] >= 6_000
+
+
+def test_find_gives_the_document_and_what_an_answer_needs_beside_it(writer: GroupWriter, view: View) -> None:
+    found = view.find(b"\0" + A)
+    assert (found.document, found.collection_exists, found.published_seqno, found.stale) == (None, True, 0, False)
+    put(writer, A, 1, b"old")
+    system_event(writer, 2, DEFAULT, Collection(300, 8, "orders", Seqno(2)), scopes=SCOPES)
+    put(writer, A, 3, b"order", cid=300)
+    put(writer, B, 4, b"gone", expiry=50)
+    commit(writer, 4)
+    found = view.find(b"\0" + A)
+    assert found.document is not None
+    assert (found.document.value, found.published_seqno, found.manifest.uid) == (b"old", 4, 2)
+    order = view.find(b"\xac\x02" + A).document
+    assert order is not None
+    assert (order.value, order.collection_id) == (b"order", 300)
+    assert view.find(b"\0" + B, now=49).document is not None
+    assert view.find(b"\0" + B, now=50).document is None
+    assert view.find(b"\0" + B).document is None
+    unknown = view.find(b"\x09" + A)
+    assert (unknown.document, unknown.collection_exists) == (None, False)
+    frame = records.encode_deletion(A, 5)
+    writer.stage(0, [(writer.row_prefix(0) + (5).to_bytes(8, "big"), frame)], 0, span(5, 5))
+    commit(writer, 5)
+    assert view.find(b"\0" + A).document is None
+    tombstone = view.find(b"\0" + A, deletions=True).document
+    assert tombstone is not None
+    assert tombstone.deleted
+    writer.rollback(0, 4)
+    again = view.find(b"\0" + A).document
+    assert again is not None
+    assert again.value == b"old"
+    system_event(writer, 6, DEFAULT, scopes={0: "_default"})
+    commit(writer, 6)
+    assert not view.find(b"\xac\x02" + A).collection_exists
+    writer.begin_refill(0)
+    assert view.find(b"\0" + A).stale

@@ -1,0 +1,170 @@
+"""Waiting for one's own writes: through publishes, rollbacks, failovers not heard of yet, and refills."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror import MutationToken, open_view
+from storage import directory
+from storage.errors import NotPublished, StorageError, WriteLost
+from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from storage.view import View
+from storage.wait import POLL_MAX_S, POLL_MIN_S, Standing, next_delay_s, standing, wait_for
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of
+from tests.storage.test_writer import open_writer, publish
+
+A = keys_of(0, 1)[0]
+OLD, NEW, NEWER = 77, 88, 99
+
+
+def log_of(*entries: tuple[int, int]) -> tuple[FailoverEntry, ...]:
+    return tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in entries)
+
+
+def token(vbuuid: int, seqno: int, vbid: int = 0) -> MutationToken:
+    return MutationToken(Vbid(vbid), Vbuuid(vbuuid), Seqno(seqno))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    directory.create(str(tmp_path / "mirror"), IDENTITY)
+    return str(tmp_path / "mirror")
+
+
+@pytest.fixture
+def writer(path: str) -> Iterator[GroupWriter]:
+    opened = open_writer(path)
+    opened.save_failover_log(0, log_of((OLD, 0)))
+    for seqno in range(1, 11):
+        publish(opened, 0, [(A, b"%d" % seqno, seqno)])
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def view(path: str, writer: GroupWriter) -> Iterator[View]:
+    with open_view(path) as opened:
+        yield opened
+
+
+def test_a_write_is_waited_for_until_it_is_published(view: View, writer: GroupWriter) -> None:
+    assert standing(view, token(OLD, 10)) is Standing.PUBLISHED
+    assert standing(view, token(OLD, 11)) is Standing.WAITING
+    assert standing(view, token(0, 10)) is Standing.PUBLISHED
+    view.wait_for(token(OLD, 10), 0)
+    with pytest.raises(NotPublished, match="0:77:11 is not published after") as caught:
+        view.wait_for(token(OLD, 11), 0.01)
+    assert caught.value.retryable
+    seen: list[bytes] = []
+
+    def wait_and_read() -> None:
+        view.wait_for(token(OLD, 11), 60)
+        document = view.get(A)
+        seen.append(document.value if document else b"")
+
+    waiting = threading.Thread(target=wait_and_read)
+    waiting.start()
+    publish(writer, 0, [(A, b"11", 11)])
+    waiting.join()
+    assert seen == [b"11"]
+
+
+def test_a_write_that_a_failover_undid_is_lost_at_once(view: View, writer: GroupWriter) -> None:
+    """Between the rollback and the source's new log nothing is said of what may come again."""
+    writer.rollback(0, 7)
+    assert standing(view, token(OLD, 7)) is Standing.PUBLISHED
+    assert standing(view, token(OLD, 8)) is Standing.WAITING
+    assert standing(view, token(OLD, 10)) is Standing.WAITING
+    writer.save_failover_log(0, log_of((NEW, 8), (OLD, 0)))
+    writer.commit()
+    assert standing(view, token(OLD, 8)) is Standing.WAITING
+    assert standing(view, token(OLD, 9)) is Standing.LOST
+    assert standing(view, token(NEW, 9)) is Standing.WAITING
+    with pytest.raises(WriteLost, match="0:77:10 was lost") as caught:
+        view.wait_for(token(OLD, 10), 60)
+    assert not caught.value.retryable
+    publish(writer, 0, [(A, b"new", 9)])
+    assert standing(view, token(OLD, 8)) is Standing.PUBLISHED
+    assert standing(view, token(OLD, 9)) is Standing.LOST
+    assert standing(view, token(NEW, 9)) is Standing.PUBLISHED
+
+
+def test_a_log_that_tells_of_the_loss_before_any_rollback_is_believed(view: View, writer: GroupWriter) -> None:
+    writer.save_failover_log(0, log_of((NEW, 10), (OLD, 0)))
+    writer.commit()
+    assert standing(view, token(OLD, 10)) is Standing.PUBLISHED
+    assert standing(view, token(OLD, 11)) is Standing.LOST
+
+
+def test_a_history_that_was_left_whole_is_lost_once_the_source_told_its_own(view: View, writer: GroupWriter) -> None:
+    """The source failed over to a node that never knew the mirror's newest history."""
+    writer.save_failover_log(0, log_of((NEW, 8), (OLD, 0)))
+    publish(writer, 0, [(A, b"11", 11)])
+    assert standing(view, token(NEW, 11)) is Standing.PUBLISHED
+    writer.rollback(0, 7)
+    assert standing(view, token(NEW, 11)) is Standing.WAITING
+    writer.save_failover_log(0, log_of((NEWER, 7), (OLD, 0)))
+    writer.commit()
+    assert standing(view, token(NEW, 11)) is Standing.LOST
+    assert standing(view, token(NEW, 8)) is Standing.LOST
+    assert standing(view, token(OLD, 7)) is Standing.PUBLISHED
+
+
+def test_a_history_nobody_heard_of_is_waited_for(view: View, writer: GroupWriter) -> None:
+    assert standing(view, token(NEWER, 3)) is Standing.WAITING
+    with pytest.raises(NotPublished):
+        view.wait_for(token(NEWER, 3), 0)
+    writer.save_failover_log(0, log_of((NEWER, 10), (OLD, 0)))
+    publish(writer, 0, [(A, b"11", 11)])
+    view.wait_for(token(NEWER, 11), 0)
+
+
+def test_while_a_vbucket_is_filled_anew_nothing_counts(view: View, writer: GroupWriter) -> None:
+    writer.begin_refill(0)
+    writer.save_failover_log(0, log_of((NEW, 0)))
+    writer.commit()
+    assert standing(view, token(NEW, 3)) is Standing.WAITING
+    assert standing(view, token(0, 3)) is Standing.WAITING
+    publish(writer, 0, [(A, b"3", 3)])
+    assert standing(view, token(NEW, 3)) is Standing.PUBLISHED
+
+
+def test_a_vbucket_that_does_not_exist_is_an_error(view: View) -> None:
+    with pytest.raises(StorageError, match="no vbucket 900"):
+        view.wait_for(token(OLD, 1, vbid=900), 60)
+
+
+def test_pauses_grow_up_to_the_interval_of_commits(view: View) -> None:
+    now = [0.0]
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    with pytest.raises(NotPublished):
+        wait_for(view, token(OLD, 11), 0.2, sleep=sleep, monotonic=lambda: now[0])
+    assert pauses[0] == POLL_MIN_S
+    assert pauses[:-1] == sorted(pauses[:-1])
+    assert max(pauses) == POLL_MAX_S
+    assert sum(pauses) == pytest.approx(0.2)
+    assert next_delay_s(POLL_MAX_S) == POLL_MAX_S
+
+
+def test_tokens_as_text_and_as_the_sdk_gives_them() -> None:
+    assert MutationToken.parse("3:18446744073709551615:5") == token(2**64 - 1, 5, vbid=3)
+    assert MutationToken.parse(str(token(OLD, 5))) == token(OLD, 5)
+    for bad in ("", "1:2", "1:2:3:4", "a:1:2", "-1:1:1", "70000:1:1", f"1:1:{2**64}", "1:1:" + "9" * 5000, "1:1:²"):
+        with pytest.raises(ValueError, match="not a mutation token"):
+            MutationToken.parse(bad)
+
+    class SdkToken:
+        def as_dict(self) -> dict[str, object]:
+            return {"partition_id": 7, "partition_uuid": 9, "sequence_number": 4, "bucket_name": "b"}
+
+    assert MutationToken.of(SdkToken()) == token(9, 4, vbid=7)
