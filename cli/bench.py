@@ -1,7 +1,7 @@
 """`bench`: how fast the program is against the limits of what it stands on, in one run on this machine.
 
-Knows how to ask for measurements and print them; what is measured, and against what, lives with the measured code. Trust
-the ratios: both sides of one are taken in turn within seconds, while the machine itself may drift from run to run.
+Knows how to ask for measurements and print them; what is measured, and against what, lives with the measured code.
+Trust the ratios: both sides of one are taken in turn within seconds, while the machine may drift from run to run.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ exception is logged with its traceback only at level debug; otherwise by its own
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
 import sys
 from typing import Any, TextIO, cast
 
@@ -23,14 +23,24 @@ class Patient:
 
     def write(self, text: str) -> int:
         """Write, or let go."""
-        with contextlib.suppress(OSError):
+        try:
             self._stream.write(text)
+        except OSError:
+            self._let_go()
         return len(text)
 
     def flush(self) -> None:
         """Flush, or let go."""
-        with contextlib.suppress(OSError):
+        try:
             self._stream.flush()
+        except OSError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Point the stream nowhere: what waits in its buffer must not fail once more when the process ends."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
 
 
 def set_up(level: str, *, json: bool = False, process: str = "") -> None:
