@@ -67,12 +67,10 @@ class ModelVbucket:
         self.published = seqno
         self.boundaries[seqno] = self.contents
 
-    def purge(self, keep: int) -> int:
-        """Keep the newest `keep` boundaries; returns the floor."""
-        if len(self.boundaries) >= keep:
-            floor = sorted(self.boundaries)[-keep]
-            self.boundaries = {at: contents for at, contents in self.boundaries.items() if at >= floor}
-        return min(self.boundaries, default=0)
+    def purge_below(self, floor: int) -> None:
+        """The floor rose to a boundary."""
+        assert floor in self.boundaries
+        self.boundaries = {at: contents for at, contents in self.boundaries.items() if at >= floor}
 
     def kept_events(self) -> list[tuple[int, bytes, bytes | None]]:
         """Events that must still be there when everything below the floor was purged."""

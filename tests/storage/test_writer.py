@@ -27,7 +27,7 @@ from storage.branches import all_branches, purge_row
 from storage.check import check
 from storage.environment import SHARED
 from storage.errors import Locked, NoSuchBoundary, SeqnoOrder, ViewInvalidated
-from storage.model import SEQNO_MAX, Vbid
+from storage.model import SEQNO_MAX, Seqno, Vbid
 from storage.purge import Window
 from storage.view import Token, open_view
 from storage.writer import GroupWriter
@@ -236,11 +236,14 @@ class Store(RuleBasedStateMachine):
             if vbid is None:
                 break
             before = self.writer.state(vbid).history_floor_seqno
+            published_ms = {b.seqno: b.time_ms for b in self.view.boundaries(vbid)}
             self.writer._purge(vbid, self.clock.now)
             floor = self.writer.state(vbid).history_floor_seqno
             assert floor >= before
             if floor > before:
-                assert floor == self.model[vbid].purge(keep)
+                by_count = sorted(self.model[vbid].boundaries)[-keep:][0]
+                assert floor == by_count or published_ms[Seqno(floor)] <= self.clock.now - self.dead_for_ms
+                self.model[vbid].purge_below(floor)
         else:
             assert steps < 200, "the purger finds no end"
         if steps == 200:
