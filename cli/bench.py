@@ -95,6 +95,27 @@ def get(
     _finish("get", {"documents": documents, "reads": reads, "vbuckets": vbuckets}, found, as_json)
 
 
+@app.command()
+def rollback(
+    rows: Annotated[int, typer.Option("--rows", min=1000, max=20_000_000, help="Rows to retract.")] = 1_000_000,
+    value_bytes: Annotated[int, typer.Option("--value-size", min=48, max=65_536, help="Bytes of a value.")] = 256,
+    rounds: RoundsOption = 1,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """A rollback's own time, and the steps that remove what it leaves behind, beside writes and reads."""
+    found = []
+    for number in range(rounds):
+        with _folder(folder) as path:
+            figures = storage_bench.rollback_round(
+                str(Path(path) / "mirror"), rows, value_bytes=value_bytes, seed=number
+            )
+        found.append({name: round(value, 2) for name, value in figures._asdict().items()})
+        _say_round(found[-1], as_json)
+    if as_json:
+        output.print_json({"bench": "rollback", "rows": rows, "rounds": found})
+
+
 def _folder(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
     if folder is not None and not folder.is_dir():
         complain(f"--folder {folder}: no such directory")

@@ -19,10 +19,29 @@ import lmdb
 from storage import directory, keys, records
 from storage.index import SLICE_ROWS, sort_key_rows
 from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
+from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
 
 Row = tuple[bytes, bytes]
+
+
+class RollbackFigures(NamedTuple):
+    """A rollback, and the removal of what it left behind while other vbuckets were written and read."""
+
+    retracted_rows: int
+    rollback_ms: float
+    steps: int
+    step_ms_p50: float
+    step_ms_p99: float
+    step_ms_max: float
+    removed_rows_per_s: float
+    """Of all the time until the last row was gone, what else was done in it included."""
+    removed_rows_per_s_alone: float
+    """Of the steps' own time."""
+    documents_per_s: float
+    commit_ms_p99: float
+    reads_per_s: float
 
 
 class Timing(NamedTuple):
@@ -113,6 +132,104 @@ def store_rows(path: str, rows: dict[int, list[Row]], *, snapshot_rows: int, run
         writer.commit()
     writer.close()
     return Timing(sum(map(len, rows.values())), time.perf_counter() - start)
+
+
+def rollback_round(path: str, retracted: int, *, value_bytes: int = 256, seed: int = 1) -> RollbackFigures:
+    """Retract `retracted` rows of one vbucket of four, then remove them; meanwhile another is written, a third is read.
+
+    Half of the retracted rows are new documents, half are new versions of those that stay. What goes on at the side is
+    what a worker does between two steps: a commit of 100 documents, 20 reads.
+    """
+    identity = Identity("bench", "bench", "bench", 4, 1)
+    directory.create(path, identity)
+    ahead_ms = 0
+
+    def clock_ms() -> int:
+        return time.time_ns() // 1_000_000 + ahead_ms
+
+    writer = GroupWriter.open(
+        directory.group_path(path, 0),
+        group=0,
+        vbids=range(4),
+        identity=identity,
+        clock_ms=clock_ms,
+        window=Window(time_ms=3_600_000),
+    )
+    rng = random.Random(seed)
+    payload = rng.randbytes(2 * value_bytes)
+    kept = max(1, retracted // 2)
+    positions = [0, 0, 0, 0]
+
+    def stage(vbid: int, numbers: Sequence[int], end: int) -> None:
+        prefix, first = writer.row_prefix(vbid), positions[vbid]
+        batch = []
+        for seqno, number in enumerate(numbers, first + 1):
+            cut = seqno % value_bytes
+            frame = records.encode_mutation(b"document::%010d" % number, payload[cut : cut + value_bytes], seqno)
+            batch.append((prefix + seqno.to_bytes(8, "big"), frame))
+        positions[vbid] += len(numbers)
+        writer.stage(vbid, batch, sum(len(frame) for _, frame in batch), SnapshotRange(Seqno(first + 1), Seqno(end)))
+
+    def snapshot(vbid: int, numbers: Sequence[int]) -> None:
+        end = positions[vbid] + len(numbers)
+        for first in range(0, len(numbers), SLICE_ROWS):
+            stage(vbid, numbers[first : first + SLICE_ROWS], end)
+            writer.commit(flush_open=True)
+        writer.publish(vbid, end, 0)
+        writer.commit()
+        while writer.publishing(vbid):
+            writer.step()
+            writer.commit()
+
+    snapshot(0, rng.sample(range(kept), kept))
+    of_2 = [each for each in range(min(4 * kept, 400_000)) if keys.vbid_of(b"document::%010d" % each, 4) == 2]
+    snapshot(2, of_2)
+    while writer.step():
+        pass
+    snapshot(0, rng.sample(range(2 * kept), retracted - retracted // 2) + rng.sample(range(2 * kept), retracted // 2))
+    names = [b"document::%010d" % rng.choice(of_2) for _ in range(1_000)]
+    steps: list[float] = []
+    commits: list[float] = []
+    reads = written = 0
+    with open_view(path) as view:
+        start = time.perf_counter()
+        found = writer.rollback(0, kept)
+        rollback_ms = (time.perf_counter() - start) * 1e3
+        assert found.boundary_seqno == kept, found
+        ahead_ms = 7_200_000  # the window passes
+        gone = writer.figures()["purged_rows"] + retracted
+        start = time.perf_counter()
+        while writer.figures()["purged_rows"] < gone:
+            began = time.perf_counter()
+            writer.step()
+            steps.append(time.perf_counter() - began)
+            if not len(steps) % 5:
+                began = time.perf_counter()
+                stage(1, range(written, written + 100), positions[1] + 100)
+                writer.publish(1, positions[1], 0)
+                writer.commit()
+                commits.append(time.perf_counter() - began)
+                written += 100
+            for name in names[reads % 1_000 :][:20]:
+                assert view.get(name) is not None
+                reads += 1
+        seconds = time.perf_counter() - start
+    writer.close()
+    steps.sort()
+    commits.sort()
+    return RollbackFigures(
+        retracted_rows=retracted,
+        rollback_ms=rollback_ms,
+        steps=len(steps),
+        step_ms_p50=1e3 * steps[len(steps) // 2],
+        step_ms_p99=1e3 * steps[int(len(steps) * 0.99)],
+        step_ms_max=1e3 * steps[-1],
+        removed_rows_per_s=retracted / seconds,
+        removed_rows_per_s_alone=retracted / sum(steps),
+        documents_per_s=written / seconds,
+        commit_ms_p99=1e3 * commits[int(len(commits) * 0.99)] if commits else 0.0,
+        reads_per_s=reads / seconds,
+    )
 
 
 def get_limit(path: str, sample: Sequence[bytes], vbucket_count: int) -> Timing:

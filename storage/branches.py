@@ -170,6 +170,7 @@ def put_published(
     pub = keys.PUB.pack(branch, seqno, floor, *manifest_key, 0)
     txn.put(vbid_key, pub, db=environment.db(keys.DB_PUB))
     put_boundary(environment, txn, state, branch, seqno, snap_start_seqno, now_ms)
+    chain.put_span(environment, txn, state.vbid, branch, seqno, state.staging_published_seqno)
 
 
 def put_boundary(

@@ -31,6 +31,9 @@ class Link:
 
 Chain = tuple[Link, ...]
 
+SPAN_SEQNOS = 100
+"""A snapshot with more seqnos than this is leapt over when boundaries are looked for."""
+
 
 def load(environment: Environment, txn: Any, vbid: int, branch: int, cut: int) -> Chain:
     """The chain of `branch` cut at `cut`, newest first."""
@@ -87,28 +90,54 @@ def boundary_of(key: bytes, value: bytes, vbid: int) -> Boundary:
 
 
 def newest_boundary(environment: Environment, txn: Any, vbid: Vbid, chain: Chain, to_seqno: int) -> Boundary | None:
-    """The newest kept boundary of the chain with seqno <= `to_seqno`; None when there is none above 0.
-
-    Walks rows backwards from `to_seqno`, so it costs at most the rows of one snapshot.
-    """
+    """The newest kept boundary of the chain with seqno <= `to_seqno`; None when there is none above 0."""
     for boundary in boundaries(environment, txn, vbid, recut(chain, to_seqno)):
         return boundary
     return None
 
 
 def boundaries(environment: Environment, txn: Any, vbid: Vbid, chain: Chain) -> Iterator[Boundary]:
-    """Generate the kept boundaries of a chain, newest first. Each once, though a rollback's branch repeats its base."""
+    """Generate the kept boundaries of a chain, newest first. Each once, though a rollback's branch repeats its base.
+
+    Walks rows backwards, but leaps over those of long snapshots (`span`): from one boundary to the next it costs at
+    most `SPAN_SEQNOS` rows.
+    """
     cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    spans = txn.cursor(environment.db(keys.DB_SPAN))
     last = None
     for link in chain:
-        tip = keys.ROW.pack(link.branch, link.cut) + b"\x02"
-        if not (cursor.prev() if cursor.set_range(tip) else cursor.last()):
-            return  # nothing lies below the tip, so nothing below the tips of its parents either
-        for key, value in cursor.iterprev():
-            if key[:4] != tip[:4]:
-                break
-            if len(key) == keys.BOUNDARY_KEY_SIZE:
-                boundary = boundary_of(key, value, vbid)
-                if boundary.seqno != last:
-                    last = boundary.seqno
-                    yield boundary
+        prefix = keys.PREFIX.pack(link.branch)
+        position: int | None = _before_span(spans, vbid, link)
+        while position is not None:
+            if not (
+                cursor.prev() if cursor.set_range(keys.ROW.pack(link.branch, position) + b"\x02") else cursor.last()
+            ):
+                return  # nothing lies below the tip, so nothing below the tips of its parents either
+            position = None
+            for key, value in cursor.iterprev():
+                if key[:4] != prefix:
+                    break
+                if len(key) == keys.BOUNDARY_KEY_SIZE:
+                    boundary = boundary_of(key, value, vbid)
+                    if boundary.seqno != last:
+                        last = boundary.seqno
+                        yield boundary
+                    if spans.set_key(keys.SPAN_KEY.pack(vbid, link.branch, boundary.seqno)):
+                        (position,) = keys.SEQNO.unpack(spans.value())
+                        break
+
+
+def _before_span(spans: Any, vbid: int, link: Link) -> int:
+    """The cut of a link; inside of a long snapshot the boundary before that instead."""
+    key = keys.SPAN_KEY.pack(vbid, link.branch, link.cut)
+    if spans.set_range(key) and spans.key()[:6] == key[:6] and spans.key() != key:
+        (before,) = keys.SEQNO.unpack(spans.value())
+        return min(link.cut, int(before))
+    return link.cut
+
+
+def put_span(environment: Environment, txn: Any, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
+    """Remember that no boundary lies between two seqnos of a branch, where that spares a long walk."""
+    if end_seqno - before_seqno > SPAN_SEQNOS:
+        key = keys.SPAN_KEY.pack(vbid, branch, end_seqno)
+        txn.put(key, keys.SEQNO.pack(before_seqno), db=environment.db(keys.DB_SPAN))

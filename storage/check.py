@@ -106,7 +106,7 @@ def _check_pages(folder: str, group: int, report: Report) -> bool:
 
 def _check_strays(environment: Environment, txn: Any, vbids: set[int], group: int, report: Report) -> None:
     """Rows of shared trees that speak of vbuckets of other groups."""
-    for name in (keys.DB_BRANCH, keys.DB_PUB, keys.DB_STATE, keys.DB_MANIFEST, keys.DB_ROLLBACK):
+    for name in (keys.DB_BRANCH, keys.DB_PUB, keys.DB_STATE, keys.DB_MANIFEST, keys.DB_ROLLBACK, keys.DB_SPAN):
         for key, _ in txn.cursor(environment.db(name)).iternext():
             vbid = int.from_bytes(key[:2], "big")
             if vbid not in vbids:
@@ -146,7 +146,8 @@ class _Walk:
         if state.staging_branch < state.branch:
             self._add(f"staging branch {state.staging_branch} older than the served {state.branch}")
         snapshot = state.open_snapshot
-        if snapshot is not None and snapshot.end_seqno < state.staged_seqno:
+        oso = state.staging_branch != state.branch and self._is_oso(state.staging_branch)  # has no end to be beyond
+        if snapshot is not None and snapshot.end_seqno < state.staged_seqno and not oso:
             self._add(f"staged seqno {state.staged_seqno} beyond the open snapshot's end {snapshot.end_seqno}")
         if (
             snapshot is None
@@ -195,6 +196,27 @@ class _Walk:
         if state.history_floor_seqno and state.history_floor_seqno not in found:
             self._add(f"history floor {state.history_floor_seqno} is not a kept boundary")
         self.report.boundaries += len(found)
+        self._check_spans()
+
+    def _check_spans(self) -> None:
+        """Where `span` says that no boundary lies, none lies."""
+        cursor = self.txn.cursor(self.environment.db(keys.DB_SPAN))
+        rows = self.txn.cursor(self.environment.db(keys.rows_db(self.vbid)))
+        if not cursor.set_range(keys.SPAN_KEY.pack(self.vbid, 0, 0)):
+            return
+        for key, value in cursor.iternext():
+            vbid, branch, end_seqno = keys.SPAN_KEY.unpack(key)
+            if vbid != self.vbid:
+                break
+            (before_seqno,) = keys.SEQNO.unpack(value)
+            if not rows.set_range(keys.ROW.pack(branch, before_seqno) + b"\x02"):
+                continue
+            last = keys.ROW.pack(branch, end_seqno)
+            for row_key in rows.iternext(values=False):
+                if row_key >= last:
+                    break
+                if len(row_key) == keys.BOUNDARY_KEY_SIZE:
+                    self._add(f"a boundary at {_show(row_key[:12])}, inside a span from {before_seqno} to {end_seqno}")
 
     def _check_rows(self, known: set[int]) -> dict[bytes, int] | None:
         """Every row decodes, says its own seqno and lies where a branch may have it. Returns the references that the

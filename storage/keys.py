@@ -24,6 +24,9 @@ PUB = struct.Struct(">IQQIQB")
 """served branch u32, published_seqno u64, history_floor u64, manifest branch u32, manifest seqno u64, flags u8."""
 PURGE = struct.Struct(">QQ")
 """purged seqno u64 (rows up to it were looked at), local_purge_seqno u64."""
+SPAN_KEY = struct.Struct(">HIQ")
+"""vbid u16, branch u32, end seqno u64: key of a row of `span`."""
+SEQNO = struct.Struct(">Q")
 BOUNDARY = struct.Struct(">QQQ")
 """snap_start_seqno u64, vbuuid u64, time_ms u64: value of a boundary row."""
 BOUNDARY_SUFFIX = b"\x01"
@@ -39,8 +42,9 @@ DB_STATE = b"state"
 DB_MANIFEST = b"manifest"
 DB_ROLLBACK = b"rollback"
 DB_PURGE = b"purge"
+DB_SPAN = b"span"
 DB_META = b"meta"
-SHARED_DBS = (DB_BRANCH, DB_PUB, DB_STATE, DB_MANIFEST, DB_ROLLBACK, DB_PURGE, DB_META)
+SHARED_DBS = (DB_BRANCH, DB_PUB, DB_STATE, DB_MANIFEST, DB_ROLLBACK, DB_PURGE, DB_SPAN, DB_META)
 
 
 def rows_db(vbid: int) -> bytes:

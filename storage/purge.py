@@ -18,16 +18,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from storage import branches, chain, keys, records
 from storage.environment import Environment
 from storage.model import SEQNO_MAX, BranchReason, Vbid
+from storage.removal import Dead, Removal
 
 LOOK_VBUCKETS = 8
 """Vbuckets looked at for work in one call."""
-STEP_ROWS = 1_000
-"""Rows removed, and twice as many visited, in one step: some 5-15 ms."""
+STEP_ROWS = 4_000
+"""Rows removed, and twice as many visited, in one step at most."""
+STEP_MS_MAX = 20
+"""No step should take longer, milliseconds: one that comes near it halves the next."""
+SHARE_MIN = 0.05
+"""Of STEP_ROWS, the least that a step is halved to: below it, what takes the time is the disk's own sync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,24 @@ class Window:
     """Bytes of rows of a vbucket above its floor."""
 
 
-class Dead(NamedTuple):
-    """Rows (after_seqno, to_seqno] of a branch that no view sees, since `time_ms`; None: they never were published."""
+class Pace:
+    """How many rows a step may take, by how long the last ones took: disks and neighbours differ."""
 
-    branch: int
-    after_seqno: int
-    to_seqno: int
-    time_ms: int | None
+    def __init__(self) -> None:
+        """Begin carefully."""
+        self._share = 0.25
+
+    @property
+    def rows(self) -> int:
+        """Rows for the next step."""
+        return max(2, int(STEP_ROWS * self._share))
+
+    def took(self, elapsed_ms: int) -> None:
+        """Take in how long a step took."""
+        if elapsed_ms > STEP_MS_MAX * 0.6:
+            self._share = max(SHARE_MIN, self._share / 2)
+        elif elapsed_ms < STEP_MS_MAX * 0.4:
+            self._share = min(1.0, self._share * 1.1)
 
 
 class Purger:
@@ -63,10 +79,15 @@ class Purger:
         self._idle_looks = 0
         self._walking = False
         self._walked: dict[int, tuple[int, int]] = {}
+        self._removal: Removal | None = None
+        self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
+        self.pace = Pace()
         self.removed_rows = 0
 
     def plan(self, now_ms: int) -> Vbid | None:
         """The next vbucket that has work. None: none of the few looked at in this call has. Reads only."""
+        if self._removal is not None:
+            return Vbid(self._removal.vbid)
         with self.environment.read() as txn:
             for _ in range(min(LOOK_VBUCKETS, len(self._vbids))):
                 vbid = self._vbids[self._turn]
@@ -83,12 +104,14 @@ class Purger:
         """True when every vbucket was looked at since work was last found."""
         return self._idle_looks >= len(self._vbids)
 
-    def step(self, txn: Any, vbid: Vbid, now_ms: int) -> bool:
-        """Do a bounded part of what a vbucket needs. True when something was done."""
+    def step(self, txn: Any, vbid: Vbid, now_ms: int) -> int:
+        """Do a bounded part of what a vbucket needs; returns how many rows went. `settle` follows the commit."""
         environment = self.environment
-        if dead := next(iter(self._removable(txn, vbid, now_ms)), None):
-            self.removed_rows += self._remove_dead(txn, vbid, dead)
-            return True
+        if self._removal is None and (dead := next(iter(self._removable(txn, vbid, now_ms)), None)):
+            self._removal = Removal(environment, vbid, dead)
+        if self._removal is not None:
+            self._announce_gap(txn, vbid, self._removal.dead)
+            return self._removal.step(txn, self.pace.rows)
         pub = branches.unpack_pub(
             txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid
         )
@@ -96,13 +119,18 @@ class Purger:
         floor = pub[2]
         purged = branches.purge_row(environment, txn, vbid)[0]
         if purged < floor:
-            self._purge_versions(txn, vbid, links, purged, floor)
-            return True
+            return self._purge_versions(txn, vbid, links, purged, floor)
         target = self._target_floor(txn, vbid, links, floor, now_ms)
         if target > floor:
             txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*pub[:2], target, *pub[3:]), db=environment.db(keys.DB_PUB))
-            return True
-        return False
+        return 0
+
+    def settle(self, removed_rows: int, elapsed_ms: int) -> None:
+        """A step was committed: what it removed, and how long it took."""
+        self.removed_rows += removed_rows
+        self.pace.took(elapsed_ms)
+        if self._removal is not None and not self._removal.settle():
+            self._removal = None
 
     def _has_work(self, txn: Any, vbid: Vbid, now_ms: int) -> bool:
         environment = self.environment
@@ -170,9 +198,10 @@ class Purger:
 
     # -- versions below the floor ---------------------------------------------------------------------------------
 
-    def _purge_versions(self, txn: Any, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> None:
-        """Visit rows in (purged, floor]: each makes its predecessors go, a tombstone perhaps itself."""
+    def _purge_versions(self, txn: Any, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> int:
+        """Visit rows in (purged, floor]: each makes its predecessors go, a tombstone perhaps itself. How many went."""
         environment = self.environment
+        limit = self.pace.rows
         key_tree = environment.db(keys.keys_db(vbid))
         row_tree = environment.db(keys.rows_db(vbid))
         at_floor = chain.recut(links, floor)
@@ -191,12 +220,12 @@ class Purger:
                 if seqno < floor:
                     boundaries.append(key)
                 continue
-            if visited >= 2 * STEP_ROWS or len(victims) >= STEP_ROWS:
+            if visited >= 2 * limit or len(victims) >= limit:
                 position = seqno - 1
                 break
             visited += 1
             if frame[1] == 0x5F:
-                more = self._of_dropped_collections(txn, vbid, links, seqno, STEP_ROWS - len(victims))
+                more = self._of_dropped_collections(txn, vbid, links, seqno, limit - len(victims))
                 victims += more
                 if more:  # there may be more of them: come back to this event until none is left
                     position = seqno - 1
@@ -213,10 +242,11 @@ class Purger:
             if dup[12] != 0x57 and chain.newest_version(cursor, wire_key, at_floor) == dup:
                 victims.append((wire_key, dup))
                 local_purge = seqno
-        self._delete(txn, key_tree, row_tree, victims)
+        removed = self._delete(txn, key_tree, row_tree, victims)
         for key in boundaries:
             if int.from_bytes(key[4:12], "big") <= position:
                 txn.delete(key, db=row_tree)
+                txn.delete(keys.VBID_KEY.pack(vbid) + key[:12], db=environment.db(keys.DB_SPAN))
         for (
             link
         ) in links:  # boundaries that `_forward` does not come by: the old floor's, and copies at a branch's base
@@ -225,6 +255,7 @@ class Purger:
                     txn.delete(keys.ROW.pack(link.branch, seqno) + keys.BOUNDARY_SUFFIX, db=row_tree)
         local_purge = max(local_purge, branches.purge_row(environment, txn, vbid)[1])
         txn.put(keys.VBID_KEY.pack(vbid), keys.PURGE.pack(position, local_purge), db=environment.db(keys.DB_PURGE))
+        return removed
 
     def _of_dropped_collections(
         self, txn: Any, vbid: Vbid, links: chain.Chain, seqno: int, limit: int
@@ -255,7 +286,7 @@ class Purger:
         return found
 
     @staticmethod
-    def _delete(txn: Any, key_tree: Any, row_tree: Any, victims: list[tuple[bytes, bytes]]) -> None:
+    def _delete(txn: Any, key_tree: Any, row_tree: Any, victims: list[tuple[bytes, bytes]]) -> int:
         """Take versions out of both trees, each in its own order."""
         unique = sorted(set(victims))
         for wire_key, dup in unique:
@@ -263,6 +294,7 @@ class Purger:
             assert removed, (wire_key, dup)
         for row_key in sorted(dup[:12] for _, dup in unique):
             txn.delete(row_key, db=row_tree)
+        return len(unique)
 
     # -- branches that nobody sees any more -----------------------------------------------------------------------
 
@@ -270,44 +302,47 @@ class Purger:
         """Dead rows that may go now and are still there."""
         environment = self.environment
         window_ms = self.window.time_ms
-        cursor = None
-        ranges = dead_ranges(environment, txn, vbid)
-        floor = 0
-        if ranges:
-            data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
-            floor = branches.unpack_pub(data, environment.path, vbid)[2]
-        for dead in ranges:
+        pub = branches.unpack_pub(
+            txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid
+        )
+        floor = pub[2]
+        ranges = self._dead_ranges(txn, vbid, pub[0])
+        cursor = txn.cursor(environment.db(keys.rows_db(vbid))) if ranges else None
+        for dead in list(ranges):
             in_window = window_ms is None or (dead.time_ms or 0) > now_ms - window_ms
             if dead.time_ms is not None and in_window and dead.after_seqno >= floor:
                 continue
-            cursor = cursor or txn.cursor(environment.db(keys.rows_db(vbid)))
-            first = keys.ROW.pack(dead.branch, dead.after_seqno) + keys.BOUNDARY_SUFFIX + b"\0"
-            last = keys.ROW.pack(dead.branch, dead.to_seqno) + keys.BOUNDARY_SUFFIX
-            if cursor.set_range(first) and cursor.key() <= last:
+            assert cursor is not None
+            if cursor.set_range(dead.first_key) and cursor.key() <= dead.last_key:
                 yield dead
+            else:
+                ranges.remove(dead)  # nothing is ever written there again
 
-    def _remove_dead(self, txn: Any, vbid: Vbid, dead: Dead) -> int:
-        """Remove the first rows of a dead range with their key rows, and let readers know that there is a gap."""
+    def _dead_ranges(self, txn: Any, vbid: Vbid, served: int) -> list[Dead]:
+        """`dead_ranges`, found again only when a branch was opened or published."""
+        cursor = txn.cursor(self.environment.db(keys.DB_BRANCH))
+        there = cursor.prev() if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
+        newest = keys.BRANCH_KEY.unpack(cursor.key())[1] if there else 0
+        known = self._ranges.get(vbid)
+        if known is None or known[0] != (served, newest):
+            known = self._ranges[vbid] = ((served, newest), dead_ranges(self.environment, txn, vbid))
+        return known[1]
+
+    def _announce_gap(self, txn: Any, vbid: Vbid, dead: Dead) -> None:
+        """Before the first row goes, let readers know that there is a gap; the leaps over what goes, go with it."""
         row = branches.get_branch(self.environment, txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
             kept = row._replace(kept_seqno=dead.after_seqno)
             branches.put_branch(self.environment, txn, vbid, dead.branch, kept)
-        row_tree = self.environment.db(keys.rows_db(vbid))
-        cursor = txn.cursor(row_tree)
-        last = keys.ROW.pack(dead.branch, dead.to_seqno) + keys.BOUNDARY_SUFFIX
-        cursor.set_range(keys.ROW.pack(dead.branch, dead.after_seqno) + keys.BOUNDARY_SUFFIX + b"\0")
-        found = []
-        for row in islice(cursor.iternext(), 2 * STEP_ROWS):
-            if row[0] > last:
+        last = keys.SPAN_KEY.pack(vbid, dead.branch, dead.to_seqno)
+        cursor = txn.cursor(self.environment.db(keys.DB_SPAN))
+        there = dead.after_seqno < SEQNO_MAX and cursor.set_range(
+            keys.SPAN_KEY.pack(vbid, dead.branch, dead.after_seqno + 1)
+        )
+        for _ in range(self.pace.rows):
+            if not there or cursor.key() > last:
                 break
-            found.append(row)
-        key_tree = self.environment.db(keys.keys_db(vbid))
-        rows = [row for row in found if len(row[0]) == keys.ROW_KEY_SIZE]
-        for wire_key, dup in sorted(records.key_rows(rows)):
-            txn.delete(wire_key, dup, db=key_tree)  # absent where the rows were never indexed
-        for row_key, _ in found:
-            txn.delete(row_key, db=row_tree)
-        return len(rows)
+            there = cursor.delete()
 
 
 def dead_ranges(environment: Environment, txn: Any, vbid: Vbid) -> list[Dead]:
@@ -323,6 +358,7 @@ def dead_ranges(environment: Environment, txn: Any, vbid: Vbid) -> list[Dead]:
         for branch, row in known.items()
         if row.time_ms or row.reason not in (BranchReason.REFILL, BranchReason.OSO)
     }
+    chains = {branch: _cuts(known, branch) for branch in was_served if branch <= served}
     found = []
     for branch in known:
         if branch == staging:
@@ -334,13 +370,24 @@ def dead_ranges(environment: Environment, txn: Any, vbid: Vbid) -> list[Dead]:
         for later, since in was_served.items():
             if later <= branch or later > served:
                 continue
-            links = {link.branch: link.cut for link in chain.load(environment, txn, vbid, later, SEQNO_MAX)}
-            new_cut = links.get(branch, known[branch].base_seqno)
+            new_cut = chains[later].get(branch, known[branch].base_seqno)
             if new_cut < cut:
                 unpublished = known[later].reason == BranchReason.ABANDONED
                 found.append(Dead(branch, new_cut, cut, None if unpublished else since))
                 cut = new_cut
     return found
+
+
+def _cuts(known: dict[int, records.BranchRow], branch: int) -> dict[int, int]:
+    """The chain of a branch: each branch of it with its cut."""
+    cuts = {}
+    cut = SEQNO_MAX
+    current: int | None = branch
+    while current is not None:
+        cuts[current] = cut
+        cut = min(cut, known[current].base_seqno)
+        current = known[current].parent
+    return cuts
 
 
 def _forward(

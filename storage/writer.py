@@ -283,6 +283,7 @@ class GroupWriter:
             "commits": self.commit_count,
             "pending_bytes": self.pending_bytes,
             "indexing": len(self._jobs),
+            "purged_rows": self._purger.removed_rows,
         }
 
     # -- accepting ------------------------------------------------------------------------------------------------
@@ -599,7 +600,9 @@ class GroupWriter:
         return True
 
     def _purge(self, vbid: Vbid, now_ms: int) -> None:
-        self._write(lambda txn: self._purger.step(txn, vbid, now_ms))
+        purger = self._purger
+        removed_rows = self._write(lambda txn: purger.step(txn, vbid, now_ms))
+        purger.settle(removed_rows, self.clock_ms() - now_ms)
         with self.environment.read() as txn:
             state = branches.load(self.environment, txn, vbid).state
         self._vbuckets[vbid].change(

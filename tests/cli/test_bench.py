@@ -58,3 +58,14 @@ def test_wrong_arguments_are_named_in_one_line_with_exit_code_2(arguments: list[
     assert complaint in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_rollback_prints_its_figures_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    result = bench("rollback", "--rows", "2000", "--json", "--folder", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    shape = json.loads(result.stdout)
+    assert (shape["bench"], shape["rows"], len(shape["rounds"])) == ("rollback", 2000, 1)
+    figures = shape["rounds"][0]
+    assert figures["retracted_rows"] == 2000
+    assert {"rollback_ms", "step_ms_max", "removed_rows_per_s", "documents_per_s", "reads_per_s"} <= set(figures)
+    assert list(tmp_path.iterdir()) == []

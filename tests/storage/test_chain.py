@@ -100,3 +100,39 @@ def test_boundaries_of_a_chain_come_newest_first_and_once(
         txn.abort()
     assert found == visible
     assert (newest.seqno if newest else None) == max((s for s in visible if s <= to_seqno), default=None)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sets(st.integers(1, 400), max_size=8), st.integers(0, 420), st.sets(st.integers(1, 400), max_size=3))
+def test_leaps_over_long_snapshots_leave_no_boundary_out(
+    environment: Environment, ends: set[int], cut: int, purged: set[int]
+) -> None:
+    """Also where the purger took boundaries at which a leap lands."""
+    txn = environment.begin(write=True)
+    try:
+        tree = environment.db(keys.rows_db(0))
+        before = 0
+        for seqno in sorted(ends):
+            txn.put(keys.ROW.pack(1, seqno), b"row", db=tree)
+            txn.put(keys.ROW.pack(1, seqno) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 7, seqno), db=tree)
+            chain.put_span(environment, txn, 0, 1, seqno, before)
+            before = seqno
+        kept = {seqno for seqno in ends if not purged or seqno > max(purged)}
+        for seqno in ends - kept:
+            txn.delete(keys.ROW.pack(1, seqno) + keys.BOUNDARY_SUFFIX, db=tree)
+        links = chain.load(environment, txn, 0, 1, cut)
+        found = [boundary.seqno for boundary in chain.boundaries(environment, txn, Vbid(0), links)]
+    finally:
+        txn.abort()
+    assert found == sorted((seqno for seqno in kept if seqno <= cut), reverse=True)
+
+
+def test_only_long_snapshots_are_remembered(environment: Environment) -> None:
+    txn = environment.begin(write=True)
+    try:
+        chain.put_span(environment, txn, 0, 1, chain.SPAN_SEQNOS, 0)
+        assert txn.stat(environment.db(keys.DB_SPAN))["entries"] == 0
+        chain.put_span(environment, txn, 0, 1, chain.SPAN_SEQNOS + 1, 0)
+        assert txn.stat(environment.db(keys.DB_SPAN))["entries"] == 1
+    finally:
+        txn.abort()
