@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from cli import client, options, output, render
-from mirror.supervise.status import stored_row, summed, totals
-from storage import directory
+from mirror.supervise.status import summed, totals
+from mirror.supervise.stored import stored_status
 from storage.view import View, open_view
 
 COUNT_SEQNOS_MAX = 2_000_000
@@ -53,35 +53,6 @@ class Counter:
 
     def _known(self, vbid: int) -> tuple[int, int] | None:
         return self._counted[vbid][0] if vbid in self._counted else None
-
-
-def stored_status(data: Path) -> dict[str, Any]:
-    """The status as the store alone knows it."""
-    identity = directory.load(str(data))
-    with open_view(str(data)) as view:
-        rows = [stored_row(state, int(state.vbid) % identity.group_count) for state in view.states()]
-    return {
-        "service": "down",
-        "state": "stored",
-        "message": "",
-        "pid": None,
-        "uptime_s": None,
-        "time_ms": time.time_ns() // 1_000_000,
-        "data": str(data),
-        "source": None,
-        "source_error": None,
-        "bucket": identity.bucket_name,
-        "bucket_uuid": identity.bucket_uuid,
-        "cluster_uuid": identity.cluster_uuid,
-        "vbucket_count": identity.vbucket_count,
-        "group_count": identity.group_count,
-        "sync": None,
-        "supervisor": dict.fromkeys(("cpu_percent", "private_bytes", "resident_bytes", "threads", "open_files")),
-        "workers": [],
-        "totals": totals(rows) | {"documents_per_s": None, "bytes_per_s": None},
-        "catch_up": None,
-        "vbuckets": rows,
-    }
 
 
 def current_status(data: Path) -> dict[str, Any]:

@@ -136,6 +136,10 @@ class Settings(BaseSettings):
     """Body of a KV request: a key, or sixteen paths of a kilobyte each. Larger ones (writes) are refused unread."""
     kv_pipeline_max: Annotated[int, Field(ge=1, le=65_536)] = 128
     """Requests of one connection answered before the others have their turn; the rest of its pipeline waits unread."""
+    http_processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share the HTTP address."""
+    ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
+    """A mirror further behind its source than this is not ready (`/readyz`), and its page calls a vbucket lagging."""
     refill_reads: Literal["unavailable", "stale"] = "unavailable"
     """What readers over the network get of a vbucket that is filled anew because its history was lost: `temporarily
     unavailable` until it is whole again, or the old copy."""

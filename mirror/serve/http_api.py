@@ -1,0 +1,268 @@
+"""The HTTP application: its routes, and what surrounds each of them.
+
+Knows which path leads to which function, and turns whatever goes wrong into a problem; never a document or a socket.
+Invariants: every request is counted once, with its route's name and never its path; an unexpected error is logged here
+with its traceback and told to the reader as nothing but "internal".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mirror import __version__
+from mirror.serve.http_changes import get_changes
+from mirror.serve.http_documents import get_document, get_documents, scan_documents
+from mirror.serve.http_openapi import description
+from mirror.serve.http_problems import Problem, of_http, of_storage
+from mirror.serve.http_requests import Parameters, vbucket
+from mirror.serve.http_service import Service
+from mirror.serve.http_status import why_not_ready
+from mirror.serve.metrics import CONTENT_TYPE, exposition
+from mirror.serve.objects import dumps, rollback_object
+from storage.errors import StorageError
+
+BOUNDARIES_SHOWN = 100
+FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
+PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+
+log = structlog.get_logger("http")
+
+
+def _answer(value: Any, status: int = 200) -> Response:
+    return Response(dumps(value), status, FRESH, "application/json")
+
+
+async def get_collections(request: Request) -> Response:
+    """The collections that somebody may read."""
+    service: Service = request.state.service
+    reader = await service.reader(request)
+    Parameters(request, ())
+    found: dict[int, dict[str, Any]] = {}
+    seen = set()
+    for vbid in range(service.view.identity.vbucket_count):
+        manifest = service.view.manifest(vbid)
+        if manifest.uid in seen:
+            continue
+        seen.add(manifest.uid)
+        for entry in manifest.collections.values():
+            scope = manifest.scopes.get(entry.scope_id, "?")
+            if reader.may_read(scope, entry.name):
+                row = {"collection_id": entry.collection_id, "scope": scope, "name": entry.name}
+                found[entry.collection_id] = row | {"max_ttl": entry.max_ttl}
+    return _answer({"collections": [found[each] for each in sorted(found)]})
+
+
+async def get_status(request: Request) -> Response:
+    """The whole status."""
+    service: Service = request.state.service
+    await service.reader(request)
+    Parameters(request, ())
+    return _answer(await service.status.whole())
+
+
+async def get_samples(request: Request) -> Response:
+    """The recent past."""
+    service: Service = request.state.service
+    await service.reader(request)
+    Parameters(request, ())
+    return _answer({"samples": service.status.samples()})
+
+
+async def get_vbuckets(request: Request) -> Response:
+    """A row for each vbucket."""
+    service: Service = request.state.service
+    await service.reader(request)
+    Parameters(request, ())
+    report = await service.status.report()
+    return _answer({"vbuckets": report["vbuckets"]})
+
+
+async def get_vbucket(request: Request) -> Response:
+    """One vbucket and its history."""
+    service: Service = request.state.service
+    await service.reader(request)
+    Parameters(request, ())
+    view = service.view
+    vbid = vbucket(request.path_params["vbid"], view.identity.vbucket_count)
+    report = await service.status.report()
+    state = view.state(vbid)
+    boundaries = view.boundaries(vbid)
+    return _answer(
+        {
+            "status": next((row for row in report["vbuckets"] if row["vbid"] == vbid), None),
+            "failover_log": [{"vbuuid": f"{entry.vbuuid:012x}", "seqno": entry.seqno} for entry in state.failover_log],
+            "boundaries": [
+                {
+                    "branch": each.branch,
+                    "seqno": each.seqno,
+                    "snap_start_seqno": each.snap_start_seqno,
+                    "vbuuid": f"{each.vbuuid:012x}",
+                    "time_ms": each.time_ms,
+                }
+                for each in boundaries[:BOUNDARIES_SHOWN]
+            ],
+            "boundary_count": len(boundaries),
+            "history_floor_seqno": state.history_floor_seqno,
+            "local_purge_seqno": state.local_purge_seqno,
+            "source_purge_seqno": state.source_purge_seqno,
+            "stale": view.stale(vbid),
+            "rollbacks": [rollback_object(each) for each in view.rollbacks(vbid)[-BOUNDARIES_SHOWN:]],
+        }
+    )
+
+
+async def get_metrics(request: Request) -> Response:
+    """What Prometheus scrapes; it works before there is a mirror, too."""
+    service: Service = request.state.service
+    await service.reader(request)
+    try:
+        report = await service.status.whole()
+    except StorageError:
+        report = None
+    ready = report is not None and not why_not_ready(report, service.status.lag_limit_s)
+    return Response(exposition(report, ready, service.requests), 200, FRESH | {"Content-Type": CONTENT_TYPE})
+
+
+async def get_livez(request: Request) -> Response:
+    """This process answers."""
+    Parameters(request, ())
+    return _answer({"status": "alive"})
+
+
+async def get_readyz(request: Request) -> Response:
+    """Every vbucket is published, and the lag is below its limit."""
+    service: Service = request.state.service
+    Parameters(request, ())
+    try:
+        reasons = why_not_ready(await service.status.report(), service.status.lag_limit_s)
+    except StorageError as error:
+        reasons = [of_storage(error).detail]
+    if service.stopping.is_set():
+        reasons = ["this process stops"]
+    if reasons:
+        raise Problem("unavailable", "not ready: " + "; ".join(reasons), reasons=reasons)
+    return _answer({"status": "ready"})
+
+
+async def get_openapi(request: Request) -> Response:
+    """The description of all this."""
+    Parameters(request, ())
+    return Response(request.state.service.description, 200, {"Cache-Control": "no-cache"}, "application/json")
+
+
+def _page(name: str, media_type: str) -> Callable[[Request], Any]:
+    body = resources.files("mirror.serve").joinpath("page", name).read_bytes()
+
+    async def get_page(_: Request) -> Response:
+        return Response(body, 200, PAGE_HEADERS, media_type)
+
+    return get_page
+
+
+class Surroundings:
+    """What is around the application: counting, and the net under it."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        """`app` answers; `service` counts."""
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        assert scope["type"] == "http", "there are no websockets, and no lifespan"
+        started = time.perf_counter()
+        status = byte_count = 0
+        scope["app"] = self._app  # without it, starlette answers what has no route by itself
+        scope.setdefault("state", {})["service"] = self._service
+
+        async def counted(message: Message) -> None:
+            nonlocal status, byte_count
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                byte_count += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            log.exception("internal error", route=_route(scope))
+            if not status:
+                await Problem("internal", "this is a fault of the program; its log says more").response()(
+                    scope, receive, counted
+                )
+            else:
+                raise
+        finally:
+            route = _route(scope)
+            seconds = None if route == "get_changes" else time.perf_counter() - started
+            self._service.requests.answered(route, status, seconds, byte_count)
+
+
+def _route(scope: Scope) -> str:
+    return getattr(scope.get("endpoint"), "__name__", "none")
+
+
+async def _problem(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem), "starlette gives a handler what it asked for"
+    return error.response()
+
+
+async def _storage_problem(_: Request, error: Exception) -> Response:
+    assert isinstance(error, StorageError), "starlette gives a handler what it asked for"
+    problem = of_storage(error)
+    if problem.status == 500:
+        log.error("damaged", error=str(error))
+    return problem.response()
+
+
+async def _http_problem(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "starlette gives a handler what it asked for"
+    return of_http(error).response()
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The application over one service."""
+    collection = "/v1/collections/{collection}"
+    get = ["GET"]
+    routes = [
+        Route(f"{collection}/documents/{{key:path}}", get_document, methods=get),
+        Route(f"{collection}/documents", scan_documents, methods=get),
+        Route(f"{collection}/multi-get", get_documents, methods=["POST"]),
+        Route("/v1/collections", get_collections, methods=get),
+        Route("/v1/changes", get_changes, methods=get),
+        Route("/v1/vbuckets", get_vbuckets, methods=get),
+        Route("/v1/vbuckets/{vbid}", get_vbucket, methods=get),
+        Route("/v1/status", get_status, methods=get),
+        Route("/v1/status/samples", get_samples, methods=get),
+        Route("/metrics", get_metrics, methods=get),
+        Route("/livez", get_livez, methods=get),
+        Route("/readyz", get_readyz, methods=get),
+        Route("/openapi.json", get_openapi, methods=get),
+        *(Route(path, _page(*file), methods=get) for path, file in PAGE_FILES.items()),
+    ]
+    handlers = {Problem: _problem, StorageError: _storage_problem, HTTPException: _http_problem}
+    service.description = dumps(description(__version__))
+    return Surroundings(ExceptionMiddleware(Router(routes, redirect_slashes=False), handlers), service)

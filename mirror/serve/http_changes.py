@@ -1,0 +1,266 @@
+"""Changes as server-sent events: everything published, in order, from a position on, for as long as somebody listens.
+
+Knows the event stream's text (WHATWG HTML, "Server-sent events") and positions; never what a reader does with them.
+Every event carries its own token in its data. A stream of one vbucket gives each event an id, and resumes exactly after
+it; a stream of several gives an id to the last event of each batch, and resumes after that batch, so an event may come
+twice and its token says so. A rollback comes as `rollback`, `retraction` and `restoration` events. Invariants: a stream
+that cannot go on without a gap says so (`reset`) and ends; what one slow reader makes this process hold is one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator
+from itertools import islice
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mirror.serve.auth import Reader
+from mirror.serve.http_documents import collection_id
+from mirror.serve.http_problems import Problem, of_storage
+from mirror.serve.http_requests import Parameters, collection_name, parse_position, position_text, vbucket
+from mirror.serve.http_service import WAIT_PARAMETERS, Service
+from mirror.serve.objects import change_json, dumps
+from storage.errors import Closed, StorageError, ViewInvalidated
+from storage.model import Vbid
+from storage.view import Change, Published, Token
+
+BATCH_EVENTS_MAX = 256
+BATCH_BYTES_MAX = 256 * 1024
+RETRY_MS = 1_000
+"""How long a browser waits before it connects again."""
+
+Keep = Callable[[Change], bool]
+
+
+async def get_changes(request: Request) -> Response:
+    """GET of the stream."""
+    service: Service = request.state.service
+    reader = await service.reader(request)
+    parameters = Parameters(request, ("vbid", "since", "follow", "collection", *WAIT_PARAMETERS))
+    view = service.view
+    count = view.identity.vbucket_count
+    vbids: list[int] = sorted({vbucket(text, count) for text in parameters.all("vbid")}) or list(range(count))
+    since = request.headers.get("last-event-id") or parameters.text("since")
+    follow = parameters.flag("follow", True)
+    name = parameters.text("collection")
+    collection = None if name is None else collection_name(name)
+    if collection is not None:
+        service.judge(reader, collection)
+    keep = _keeper(service, reader, None if collection is None else collection_id(view, collection, vbids[0]))
+    tokens, timeout_s = service.tokens(parameters)
+    position: dict[int, Token]
+    if since == "now":
+        now = await service.after(tokens, timeout_s, view.published)
+        position = {vbid: Token(Vbid(vbid), now[vbid].branch, now[vbid].seqno) for vbid in vbids}
+    else:
+        await service.after(tokens, timeout_s, lambda: None)
+        position = {} if not since else parse_position(since, count)
+    if strange := set(position) - set(vbids):
+        raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not asked for")
+    service.refuse_unavailable(vbids)
+    for vbid, token in position.items():
+        _try(service, vbid, token)
+    if service.requests.stream_count >= service.streams_max:
+        raise Problem("too-busy", f"this process has {service.streams_max} streams already")
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+    if request.method == "HEAD":
+        return Response(None, 200, headers, "text/event-stream")
+    return EventStream(Stream(service, vbids, position, keep).run(follow=follow), headers)
+
+
+class EventStream(Response):
+    """An answer without an end of its own: it ends with its reader, or with its texts."""
+
+    def __init__(self, texts: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        """`texts` is closed whatever happens."""
+        super().__init__(None, 200, headers, "text/event-stream")
+        del self.headers["content-length"]
+        self._texts = texts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the texts until they or the reader are gone."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        pump = asyncio.create_task(self._pump(send))
+        gone = asyncio.create_task(_wait_gone(receive))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not pump.done():
+                pump.cancel()
+            await asyncio.gather(pump, gone, return_exceptions=True)
+        if not pump.cancelled() and (error := pump.exception()) is not None:
+            raise error
+
+    async def _pump(self, send: Send) -> None:
+        async with contextlib.aclosing(self._texts) as texts:
+            async for text in texts:
+                await send({"type": "http.response.body", "body": text, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _try(service: Service, vbid: int, token: Token) -> None:
+    """Refuse a position that leads nowhere before the stream begins, with a status instead of an event."""
+    try:
+        next(service.view.changes(vbid, since=token), None)
+    except ViewInvalidated as error:
+        problem = of_storage(error)
+        raise Problem(problem.name, problem.detail, hint=error.hint, vbid=vbid, token=str(token)) from None
+
+
+def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
+    """Which events this reader gets; None: all. Rollbacks are everybody's."""
+    if only is not None:
+        return lambda change: (
+            change.document is None or (change.document.collection_id == only and change.kind != "system_event")
+        )
+    if reader.reads_all:
+        return None
+    names: dict[int, tuple[str, str]] = {}
+
+    def keep(change: Change) -> bool:
+        if change.document is None:
+            return True
+        if change.kind == "system_event":
+            return False
+        known = names.get(change.document.collection_id)
+        if known is None:
+            names.update(service.mirror.collection_names())
+            known = names.setdefault(change.document.collection_id, ("", ""))
+        return reader.may_read(*known)
+
+    return keep
+
+
+class Stream:
+    """One reader's stream."""
+
+    def __init__(self, service: Service, vbids: list[int], position: dict[int, Token], keep: Keep | None) -> None:
+        """Begin after `position`; vbuckets that it does not name begin at their beginning."""
+        self._service = service
+        self._vbids = vbids
+        self._position = dict(position)
+        self._keep = keep
+        self._seen: dict[int, Published] = {}
+
+    async def run(self, *, follow: bool) -> AsyncGenerator[bytes, None]:
+        """Generate the text of the stream."""
+        service = self._service
+        service.requests.stream_began()
+        service.watch.enter()
+        try:
+            yield b"retry: %d\n\n" % RETRY_MS
+            while not service.stopping.is_set():
+                moved = asyncio.ensure_future(service.watch.wait_moved())
+                try:
+                    async for text in self._catch_up():
+                        yield text
+                    if not follow:
+                        yield self._event("end", dumps({"position": self._text()}), self._text())
+                        return
+                    while not moved.done() and not service.stopping.is_set():
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(service.heartbeat_s):
+                                await asyncio.shield(moved)
+                        if not moved.done():
+                            yield b": heartbeat\n\n"
+                finally:
+                    moved.cancel()
+        except _Reset as reset:
+            yield reset.text
+        finally:
+            service.requests.stream_ended()
+            service.watch.leave()
+
+    async def _catch_up(self) -> AsyncGenerator[bytes, None]:
+        now = self._service.view.published()
+        for vbid in self._vbids:
+            if self._seen.get(vbid) == now[vbid]:
+                continue
+            async for text in self._changes_of(vbid):
+                yield text
+            self._seen[vbid] = now[vbid]
+
+    async def _changes_of(self, vbid: int) -> AsyncGenerator[bytes, None]:
+        """Everything that one vbucket has to say now. A rollback in the middle starts it again from the position."""
+        while True:
+            started_at = self._position.get(vbid)
+            try:
+                if self._service.view.stale(vbid) and not self._service.stale_reads:
+                    return  # what is served is to be replaced whole: the stream ends with a reset when it is
+                changes = self._service.view.changes(vbid, since=started_at)
+                while True:
+                    events, text = await asyncio.to_thread(self._batch, changes)
+                    if text:
+                        yield text
+                    if not events:
+                        return
+            except (ViewInvalidated, Closed) as error:
+                if isinstance(error, Closed) or self._position.get(vbid) != started_at or started_at is None:
+                    if started_at is None and self._position.get(vbid) is None:
+                        await asyncio.sleep(0)
+                    continue  # it was overtaken while it was read: from the last event on there is a way
+                if self._leads_on(vbid, started_at):
+                    continue
+                raise _Reset(self._reset(vbid, error)) from error
+
+    def _leads_on(self, vbid: int, token: Token) -> bool:
+        try:
+            next(self._service.view.changes(vbid, since=token), None)
+        except StorageError:
+            return False
+        return True
+
+    def _batch(self, changes: Iterator[Change]) -> tuple[int, bytes]:
+        """Take some events: how many, and their text. The position is that of the last one."""
+        single = len(self._vbids) == 1
+        lines: list[bytes] = []
+        byte_count = taken = 0
+        last: Change | None = None
+        for change in islice(changes, BATCH_EVENTS_MAX):
+            taken += 1
+            last = change
+            if self._keep is None or self._keep(change):
+                data = change_json(change)
+                name = str(change.token).encode() if single else b""
+                lines.append((b"id: " + name + b"\n" if single else b"") + _event(change.kind, data))
+                byte_count += len(data)
+                if byte_count >= BATCH_BYTES_MAX:
+                    break
+        if last is not None:
+            self._position[last.token.vbid] = last.token
+            self._service.requests.gave(len(lines))
+            if not single or not lines:
+                lines.append(b"id: " + self._text().encode() + b"\n\n")
+        return taken, b"".join(lines)
+
+    def _text(self) -> str:
+        return position_text(self._position) if self._position else ""
+
+    def _event(self, kind: str, data: bytes, name: str) -> bytes:
+        return (b"id: " + name.encode() + b"\n" if name else b"") + _event(kind, data)
+
+    def _reset(self, vbid: int, error: StorageError) -> bytes:
+        problem = of_storage(error)
+        return _event("reset", dumps(problem.object() | {"vbid": vbid}))
+
+
+def _event(kind: str, data: bytes) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+class _Reset(Exception):
+    """The stream cannot go on."""
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__("reset")
+        self.text = text

@@ -1,0 +1,245 @@
+"""Documents by key, several by keys, and many by prefix or range, page by page.
+
+Knows the routes' parameters and headers; never a socket or a status. Invariants: one document, and the documents of one
+group in a multi-get, are read in one transaction; an ETag is the CAS and the form, so two answers with one ETag have
+the same bytes; all pages of a vbucket show it as it was when its first page was read, or say that they no longer can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from urllib.parse import unquote_to_bytes
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mirror.serve.http_problems import Problem
+from mirror.serve.http_requests import (
+    PAGE_LIMIT_DEFAULT,
+    PAGE_LIMIT_MAX,
+    Page,
+    Parameters,
+    collection_name,
+    document_key,
+    document_key_bytes,
+    json_body,
+    vbucket,
+    wanted_keys,
+)
+from mirror.serve.http_service import WAIT_PARAMETERS, Budgeted, Service
+from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
+from storage.model import Document, Vbid
+from storage.view import Pin, View
+
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+"""Values in one multi-get: three of the largest documents."""
+PAGE_BYTES_MAX = 8 * 1024 * 1024
+PAGE_STEPS_MAX = 64
+"""Transactions for one page: a page of a range full of tombstones ends early and empty, with a token to go on."""
+PRIVATE = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
+"""Ask again each time, by ETag; and never take a stored document for a web page."""
+
+
+def entity_tag(document: Document, form: str) -> str:
+    """The strong ETag of a document in a form."""
+    return f'"{document.cas:016x}{"" if form == "body" else "-stored"}"'
+
+
+def matches(header: str | None, tag: str) -> bool:
+    """Whether If-None-Match names this tag (RFC 9110, section 13.1.2: weakly)."""
+    if header is None:
+        return False
+    return header.strip() == "*" or tag in (each.strip().removeprefix("W/") for each in header.split(","))
+
+
+def headers_of(document: Document, tag: str) -> dict[str, str]:
+    """What the headers say of a document."""
+    return PRIVATE | {
+        "ETag": tag,
+        "Mirror-Vbid": str(document.vbid),
+        "Mirror-Collection-Id": str(document.collection_id),
+        "Mirror-Seqno": str(document.seqno),
+        "Mirror-Rev-Seqno": str(document.rev_seqno),
+        "Mirror-Cas": str(document.cas),
+        "Mirror-Flags": str(document.flags),
+        "Mirror-Expiry": str(document.expiry),
+        "Mirror-Datatype": str(document.datatype),
+        "Mirror-Branch": str(document.branch),
+    }
+
+
+def path_key(request: Request, encoding: str) -> bytes:
+    """The key in the path as it was sent, so that bytes which are not UTF-8 survive where the path is plain."""
+    text = request.path_params["key"]
+    parts = request.scope.get("raw_path", b"").split(b"/", 5)
+    if encoding == "utf8" and len(parts) == 6 and parts[4] == b"documents":
+        key = unquote_to_bytes(parts[5])
+        if key.decode(errors="replace") == text:
+            return document_key_bytes(key)
+    return document_key(text, encoding)
+
+
+async def get_document(request: Request) -> Response:
+    """GET and HEAD of one document."""
+    service: Service = request.state.service
+    reader = await service.reader(request)
+    parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
+    collection = collection_name(request.path_params["collection"])
+    service.judge(reader, collection)
+    key = path_key(request, parameters.choice("key_encoding", "utf8", "base64url"))
+    form = parameters.choice("form", "body", "stored")
+    as_of = parameters.as_of()
+    tokens, timeout_s = service.tokens(parameters)
+    view = service.view
+    vbid = view.vbid_of(key)
+    service.refuse_unavailable((vbid,))
+
+    def read() -> Document | None:
+        return view.get(key, collection, as_of=as_of, raw=form == "stored")
+
+    document = await service.after(tokens, timeout_s, read)
+    if document is None:
+        await service.refuse_unpublished((vbid,))
+        raise Problem("no-document", "no such document", vbid=int(vbid))
+    tag = entity_tag(document, form)
+    headers = headers_of(document, tag)
+    if matches(request.headers.get("if-none-match"), tag):
+        return Response(None, 304, headers)
+    service.requests.gave(1)
+    plain = form == "body" and document.datatype & DATATYPE_JSON
+    media_type = "application/json" if plain else "application/octet-stream"
+    return Budgeted(service.budget, document.value, 200, headers, media_type)
+
+
+async def get_documents(request: Request) -> Response:
+    """POST of keys: those of the documents that exist, and the keys of the others."""
+    service: Service = request.state.service
+    reader = await service.reader(request)
+    parameters = Parameters(request, ("as_of", *WAIT_PARAMETERS))
+    collection = collection_name(request.path_params["collection"])
+    service.judge(reader, collection)
+    as_of = parameters.as_of()
+    tokens, timeout_s = service.tokens(parameters)
+    keys = wanted_keys(await json_body(request))
+    view = service.view
+    service.refuse_unavailable({view.vbid_of(key) for key in keys})
+
+    def read() -> dict[bytes, Document]:
+        return view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
+
+    found = await service.after(tokens, timeout_s, read)
+    missing = [key for key in keys if key not in found]
+    await service.refuse_unpublished({view.vbid_of(key) for key in missing})
+    service.requests.gave(len(found))
+    rows = b",".join(document_json(found[key]) for key in keys if key in found)
+    body = b'{"documents":[' + rows + b'],"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
+    return Budgeted(service.budget, body, 200, dict(PRIVATE), "application/json")
+
+
+async def scan_documents(request: Request) -> Response:
+    """GET of a page of a collection."""
+    service: Service = request.state.service
+    reader = await service.reader(request)
+    first = ("prefix", "start", "end", "key_encoding", "vbid", "as_of", "deletions", *WAIT_PARAMETERS)
+    parameters = Parameters(request, (*first, "limit", "page"))
+    collection = collection_name(request.path_params["collection"])
+    service.judge(reader, collection)
+    limit = parameters.integer("limit", PAGE_LIMIT_DEFAULT, 1, PAGE_LIMIT_MAX)
+    view = service.view
+    text = parameters.text("page")
+    if text is not None:
+        if extra := [name for name in first if parameters.all(name)]:
+            raise Problem("bad-request", f"{extra[0]} beside page", hint="a page's token holds what was asked at first")
+        page = Page.parse(text, view.identity.vbucket_count)
+        known = collection_id(view, collection, page.pin.vbid) if isinstance(collection, str) else collection
+        if known != page.collection_id:
+            raise Problem("bad-request", "this page's token is of another collection")
+    else:
+        page = await _first_page(service, parameters, collection)
+    service.refuse_unavailable((page.pin.vbid,))
+    return await _answer_page(service, page, limit)
+
+
+def collection_id(view: View, collection: str | int, vbid: int) -> int:
+    """The id of a collection. Raises Problem."""
+    manifest = view.manifest(vbid)
+    if isinstance(collection, int):
+        if collection in manifest.collections:
+            return collection
+    else:
+        scope, _, name = collection.rpartition(".")
+        for entry in manifest.collections.values():
+            if entry.name == name and manifest.scopes.get(entry.scope_id) == scope:
+                return entry.collection_id
+    raise Problem("no-collection", f"no collection {collection!r}", hint="GET /v1/collections lists them")
+
+
+async def _first_page(service: Service, parameters: Parameters, collection: str | int) -> Page:
+    encoding = parameters.choice("key_encoding", "utf8", "base64url")
+    prefix, start, end = (parameters.key(name, encoding) for name in ("prefix", "start", "end"))
+    deletions = parameters.flag("deletions")
+    as_of = parameters.as_of()
+    only = parameters.text("vbid")
+    tokens, timeout_s = service.tokens(parameters)
+    view = service.view
+    vbid = Vbid(0) if only is None else vbucket(only, view.identity.vbucket_count)
+    if isinstance(as_of, int) and only is None:
+        raise Problem("bad-request", "as_of by seqno needs a vbid", hint="a seqno means something in one vbucket alone")
+    identity = collection_id(view, collection, vbid)
+    pin = await service.after(tokens, timeout_s, lambda: view.pin(vbid, as_of))
+    now_ms = pin.now_ms if as_of is not None else service.clock.wall_ms()
+    return Page(pin, start or b"", identity, prefix or b"", end, only is not None, deletions, as_of, now_ms)
+
+
+async def _answer_page(service: Service, page: Page, limit: int) -> Response:
+    view = service.view
+    rows: list[bytes] = []
+    byte_count = 0
+    pin, start = page.pin, page.start
+    last_vbid = pin.vbid if page.only_vbid else view.identity.vbucket_count - 1
+    unread: Iterable[int] = (pin.vbid,)
+    more = True
+    for _ in range(PAGE_STEPS_MAX):
+        await service.refuse_unpublished(unread)
+        unread = ()
+        found, start = await asyncio.to_thread(_read_page, view, pin, page, start, limit - len(rows))
+        for row in found:
+            rows.append(row)
+            byte_count += len(row)
+        if not start:
+            if pin.vbid >= last_vbid:
+                more = False
+                break
+            unread = (pin.vbid + 1,)
+            service.refuse_unavailable(unread)
+            pin = _next_pin(view, page, pin.vbid + 1)
+        if len(rows) >= limit or byte_count >= PAGE_BYTES_MAX:
+            break
+    service.requests.gave(len(rows))
+    following = Page(
+        pin, start, page.collection_id, page.prefix, page.end, page.only_vbid, page.deletions, page.as_of, page.now_ms
+    )
+    at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
+    tail = dumps({"next": following.text() if more else None, "at": at})
+    body = b'{"documents":[' + b",".join(rows) + b"]," + tail[1:]
+    return Budgeted(service.budget, body, 200, dict(PRIVATE), "application/json")
+
+
+def _next_pin(view: View, page: Page, vbid: int) -> Pin:
+    found = view.pin(vbid, page.as_of)
+    now_ms = found.now_ms if page.as_of is not None else page.now_ms
+    return Pin(found.vbid, found.branch, found.seqno, now_ms)
+
+
+def _read_page(view: View, pin: Pin, page: Page, start: bytes, limit: int) -> tuple[list[bytes], bytes]:
+    documents, following = view.scan_page(
+        pin,
+        page.collection_id,
+        start=start,
+        prefix=page.prefix,
+        end=page.end,
+        limit=limit,
+        deletions=page.deletions,
+    )
+    return [document_json(document) for document in documents], following

@@ -1,0 +1,117 @@
+"""What is wrong with a request, as RFC 9457 problem details: one shape for every error that HTTP readers can meet.
+
+Knows status codes, the store's errors and words; never a route or what was asked for. Invariants: every error answer is
+`application/problem+json` with `type`, `title`, `status`, `detail` and, where there is one, a `hint` that says what to
+do; nothing of the inside (paths, tracebacks) leaves with it; what may succeed later says so by `Retry-After`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from mirror.serve.objects import dumps
+from storage.errors import (
+    AnswerTooLarge,
+    CorruptedError,
+    NoSuchBoundary,
+    NotAMirror,
+    NotPublished,
+    StorageError,
+    UnknownCollection,
+    ViewInvalidated,
+    WriteLost,
+)
+
+MEDIA_TYPE = "application/problem+json"
+TYPE_PREFIX = "urn:dcp-mirror:"
+"""A problem's `type` is this and its name; scripts compare it whole."""
+DETAIL_LENGTH_MAX = 1_000
+
+TITLES: dict[str, tuple[int, str]] = {
+    "bad-request": (400, "The request makes no sense"),
+    "not-authenticated": (401, "Log in first"),
+    "forbidden": (403, "This user may not read that"),
+    "not-found": (404, "Nothing is here"),
+    "no-document": (404, "No such document"),
+    "no-collection": (404, "No such collection"),
+    "no-vbucket": (404, "No such vbucket"),
+    "method-not-allowed": (405, "This cannot be done here"),
+    "timeout": (408, "The request came too slowly"),
+    "write-lost": (409, "The write was rolled back at the source"),
+    "history-gone": (410, "That point of history is not kept"),
+    "view-invalidated": (410, "A rollback or the purger passed the position of this read"),
+    "too-large": (413, "Too much at once"),
+    "damaged": (500, "Stored data is damaged"),
+    "internal": (500, "Internal error"),
+    "not-published": (503, "Not mirrored yet"),
+    "unavailable": (503, "Not available now"),
+    "too-busy": (503, "Too many readers"),
+    "not-published-in-time": (504, "The write was not published within the deadline"),
+}
+"""Every kind of problem: name -> status, title. The OpenAPI description lists them from here."""
+
+
+class Problem(Exception):
+    """An error answer."""
+
+    def __init__(
+        self, name: str, detail: str, *, hint: str = "", headers: Mapping[str, str] | None = None, **more: Any
+    ) -> None:
+        """`name` is one of TITLES; `more` are members of the object beside the usual ones."""
+        super().__init__(detail)
+        self.name = name
+        self.status, self.title = TITLES[name]
+        self.detail = detail[:DETAIL_LENGTH_MAX]
+        self.hint = hint
+        self.more = more
+        self.headers = dict(headers or {})
+        if self.status == 503:
+            self.headers.setdefault("Retry-After", "1")
+        if self.status == 401:
+            self.headers.setdefault("WWW-Authenticate", 'Basic realm="dcp-mirror", charset="UTF-8"')
+
+    def object(self) -> dict[str, Any]:
+        """The object that is sent."""
+        found = {"type": TYPE_PREFIX + self.name, "title": self.title, "status": self.status, "detail": self.detail}
+        return found | ({"hint": self.hint} if self.hint else {}) | self.more
+
+    def response(self) -> Response:
+        """The answer."""
+        headers = {"Cache-Control": "no-store"} | self.headers
+        return Response(dumps(self.object()), self.status, headers, MEDIA_TYPE)
+
+
+_OF_STORAGE: dict[type[StorageError], str] = {
+    UnknownCollection: "no-collection",
+    NoSuchBoundary: "history-gone",
+    ViewInvalidated: "view-invalidated",
+    AnswerTooLarge: "too-large",
+    WriteLost: "write-lost",
+    NotPublished: "not-published-in-time",
+    NotAMirror: "not-published",
+    CorruptedError: "damaged",
+}
+
+
+def of_storage(error: StorageError) -> Problem:
+    """What a reader is told of an error of the store."""
+    name = _OF_STORAGE.get(type(error), "unavailable")
+    more: dict[str, Any] = {} if error.vbid is None else {"vbid": int(error.vbid)}
+    if name == "not-published":
+        return Problem(name, "this mirror holds nothing yet", hint="ask again once it has met its source")
+    return Problem(name, error.message, hint=error.hint, **more)
+
+
+def of_http(error: HTTPException) -> Problem:
+    """What a reader is told where no route answers."""
+    if error.status_code == 405:
+        allowed = dict(error.headers or {})
+        hint = "a mirror is only read; write to its source"
+        return Problem("method-not-allowed", "this path does not take that method", hint=hint, headers=allowed)
+    if error.status_code == 404:
+        return Problem("not-found", "there is no such path", hint="GET /openapi.json lists them all")
+    return Problem("bad-request", str(error.detail))

@@ -1,0 +1,317 @@
+"""What a request asks for: its text made into values of the store, or refused with a problem that says why.
+
+Knows the parameters of the API and their bounds; never what is done with them. This is where numbers from readers
+become `Vbid`, `Branch` and `Seqno`. Invariants: nothing unchecked leaves this module; a parameter that nobody knows is
+an error, so that a misspelt one cannot be ignored in silence; a body is read up to its limit, and only for so long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from mirror.serve.http_problems import Problem
+from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
+from storage.view import AsOf, Pin, Time, Token
+
+KEY_LENGTH_MAX = 250
+"""The protocol's own limit of a key."""
+BODY_BYTES_MAX = 1024 * 1024
+"""A multi-get of a thousand of the longest keys is a third of it."""
+BODY_TIMEOUT_S = 15.0
+KEYS_MAX = 1_000
+PAGE_LIMIT_MAX = 1_000
+PAGE_LIMIT_DEFAULT = 100
+WAIT_MS_MAX = 60_000
+WAIT_MS_DEFAULT = 2_500
+POSITION_BYTES_MAX = 4 * 1024 * 1024
+"""A position of 65,536 vbuckets, unpacked."""
+NAME_LENGTH_MAX = 251 * 2 + 1
+"""scope.collection, each of 251 bytes."""
+
+
+def _bad(detail: str, hint: str = "") -> Problem:
+    return Problem("bad-request", detail, hint=hint)
+
+
+class Parameters:
+    """The query of a request."""
+
+    def __init__(self, request: Request, known: Iterable[str]) -> None:
+        """Refuse what is not `known`."""
+        self._found: dict[str, list[str]] = {}
+        for name, value in request.query_params.multi_items():
+            self._found.setdefault(name, []).append(value)
+        unknown = set(self._found) - set(known)
+        if unknown:
+            raise _bad(
+                f"unknown parameter {min(unknown)!r}", f"known here: {', '.join(sorted(known)) or 'none'}"
+            )  # fmt: skip
+
+    def all(self, name: str) -> list[str]:
+        """Every value of a parameter that may come several times."""
+        return self._found.get(name, [])
+
+    def text(self, name: str) -> str | None:
+        """The one value, or None."""
+        found = self._found.get(name, [])
+        if len(found) > 1:
+            raise _bad(f"{name} is given {len(found)} times")
+        return found[0] if found else None
+
+    def integer(self, name: str, default: int, low: int, high: int) -> int:
+        """A number within bounds."""
+        text = self.text(name)
+        return default if text is None else integer(name, text, low, high)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """`true` or `false`."""
+        text = self.text(name)
+        if text is None:
+            return default
+        if text not in ("true", "false"):
+            raise _bad(f"{name} is {text!r}, neither true nor false")
+        return text == "true"
+
+    def choice(self, name: str, *choices: str) -> str:
+        """One of some words; the first is the default."""
+        text = self.text(name)
+        if text is not None and text not in choices:
+            raise _bad(f"{name} is {text!r}, not one of {', '.join(choices)}")
+        return text or choices[0]
+
+    def key(self, name: str, encoding: str) -> bytes | None:
+        """A key or a piece of one."""
+        text = self.text(name)
+        return None if text is None else key_bytes(text, encoding, name)
+
+    def as_of(self) -> AsOf:
+        """`as_of`: a seqno, or a time in ISO 8601 with its zone."""
+        text = self.text("as_of")
+        if text is None:
+            return None
+        if text.isascii() and text.isdigit():
+            return integer("as_of", text, 0, SEQNO_MAX)
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise _bad(f"as_of is {text[:60]!r}, neither a seqno nor a time", "2026-01-31T12:00:00Z") from None
+        if moment.tzinfo is None:
+            raise _bad(f"as_of {text!r} has no time zone", "end it with Z or +hh:mm")
+        try:
+            return Time(int(moment.timestamp() * 1000))
+        except (OverflowError, ValueError):
+            raise _bad(f"as_of {text!r} is out of range") from None
+
+
+def integer(name: str, text: str, low: int, high: int) -> int:
+    """A decimal number within bounds."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= high):
+        raise _bad(f"{name} is {text[:60]!r}, not a number from {low} to {high}")
+    return int(text)
+
+
+def key_bytes(text: str, encoding: str, name: str = "key") -> bytes:
+    """A key as it stands in a request: text in UTF-8, or base64url."""
+    try:
+        key = text.encode() if encoding == "utf8" else from_base64url(text)
+    except (ValueError, UnicodeEncodeError):
+        raise _bad(f"{name} is not {'UTF-8' if encoding == 'utf8' else 'base64url'}") from None
+    return _bounded(key, name)
+
+
+def _bounded(key: bytes, name: str) -> bytes:
+    if len(key) > KEY_LENGTH_MAX:
+        raise _bad(f"{name} has {len(key)} bytes; a key has {KEY_LENGTH_MAX} at most")
+    return key
+
+
+def document_key(text: str, encoding: str) -> bytes:
+    """The key of one document."""
+    return document_key_bytes(key_bytes(text, encoding))
+
+
+def document_key_bytes(key: bytes) -> bytes:
+    """The same key, if it can be one."""
+    if not key:
+        raise _bad("the key is empty")
+    return _bounded(key, "key")
+
+
+def from_base64url(text: str) -> bytes:
+    """Bytes from base64url, with its padding or without. Raises ValueError."""
+    try:
+        return base64.b64decode(
+            text.encode("ascii").rstrip(b"=") + b"=" * (-len(text.rstrip("=")) % 4), b"-_", validate=True
+        )
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise ValueError(str(error)) from None
+
+
+def to_base64url(data: bytes) -> str:
+    """Base64url without padding."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def collection_name(text: str) -> str | int:
+    """A collection as the store takes it: a number is an id, a bare name lies in the default scope."""
+    if text.isascii() and text.isdigit():
+        return integer("collection", text, 0, 2**32 - 1)
+    if not text or len(text) > NAME_LENGTH_MAX:
+        raise _bad("that is no name of a collection", "scope.collection, or the number of one")
+    return text if "." in text else f"_default.{text}"
+
+
+def vbucket(text: str, count: int, name: str = "vbid") -> Vbid:
+    """The number of a vbucket that exists."""
+    vbid = integer(name, text, 0, 0xFFFF)
+    if vbid >= count:
+        raise Problem("no-vbucket", f"there is no vbucket {vbid}; this bucket has {count}")
+    return Vbid(vbid)
+
+
+async def json_body(request: Request) -> Any:
+    """The body of a request as JSON."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > BODY_BYTES_MAX:
+        raise _too_large()
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > BODY_BYTES_MAX:
+                    raise _too_large()
+    except TimeoutError:
+        raise Problem("timeout", f"the body was not there within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise _bad("the body ended too early") from None
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError):
+        raise _bad("the body is not JSON in UTF-8") from None
+
+
+def _too_large() -> Problem:
+    return Problem("too-large", f"a body has {BODY_BYTES_MAX} bytes at most", hint="ask for fewer keys at once")
+
+
+def wanted_keys(body: Any) -> list[bytes]:
+    """The keys of a multi-get: `keys` as text, `keys_b64` as base64url; each once, in their order."""
+    if not isinstance(body, dict):
+        raise _bad("the body is not an object", '{"keys": ["a", "b"]}')
+    unknown = set(body) - {"keys", "keys_b64"}
+    if unknown:
+        raise _bad(f"unknown member {min(unknown)!r}", "known here: keys, keys_b64")
+    found: dict[bytes, None] = {}
+    for name, encoding in (("keys", "utf8"), ("keys_b64", "base64url")):
+        texts = body.get(name, [])
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise _bad(f"{name} is not a list of strings")
+        found |= dict.fromkeys(document_key(text, encoding) for text in texts)
+    if len(found) > KEYS_MAX:
+        raise Problem("too-large", f"{len(found)} keys; {KEYS_MAX} at most are read at once", hint="ask for fewer")
+    return list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Where a scan goes on: everything that was asked for, the vbucket it is in and what it saw of it at its start."""
+
+    pin: Pin
+    start: bytes
+    collection_id: int
+    prefix: bytes
+    end: bytes | None
+    only_vbid: bool
+    deletions: bool
+    as_of: AsOf
+    now_ms: int
+
+    def text(self) -> str:
+        """As one parameter."""
+        as_of = ["t", self.as_of.ms] if isinstance(self.as_of, Time) else self.as_of
+        fields = [
+            1,
+            self.pin.vbid,
+            self.pin.branch,
+            self.pin.seqno,
+            self.pin.now_ms,
+            to_base64url(self.start),
+            self.collection_id,
+            to_base64url(self.prefix),
+            None if self.end is None else to_base64url(self.end),
+            int(self.only_vbid),
+            int(self.deletions),
+            as_of,
+            self.now_ms,
+        ]
+        return to_base64url(json.dumps(fields, separators=(",", ":")).encode())
+
+    @staticmethod
+    def parse(text: str, vbucket_count: int) -> Page:
+        """The inverse of `text`."""
+        try:
+            fields = json.loads(from_base64url(text))
+            version, vbid, branch, seqno, pin_now, start, cid, prefix, end, only, deletions, as_of, now = fields
+            numbers = (version, vbid, branch, seqno, pin_now, cid, only, deletions, now)
+            limits = (1, vbucket_count - 1, 2**32 - 1, SEQNO_MAX, 2**53, 2**32 - 1, 1, 1, 2**53)
+            bounded = zip(numbers, limits, strict=True)
+            if any(type(number) is not int or not 0 <= number <= high for number, high in bounded):
+                raise ValueError("a number is out of range")
+            if isinstance(as_of, list):
+                word, moment = as_of
+                if word != "t" or type(moment) is not int or abs(moment) > 2**53:
+                    raise ValueError("as_of makes no sense")
+                at: AsOf = Time(moment)
+            elif as_of is None or (type(as_of) is int and 0 <= as_of <= SEQNO_MAX):
+                at = as_of
+            else:
+                raise ValueError("as_of makes no sense")
+            if version != 1:
+                raise ValueError("it is of another version")
+            keys = [from_base64url(key) for key in (start, prefix)]
+            stop = None if end is None else from_base64url(end)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise _bad(f"page is no token of this API: {error}", "give `next` of the page before, as it is") from None
+        pin = Pin(Vbid(vbid), Branch(branch), Seqno(seqno), pin_now)
+        return Page(pin, keys[0], cid, keys[1], stop, bool(only), bool(deletions), at, now)
+
+
+def position_text(tokens: Mapping[int, Token]) -> str:
+    """The position of a reader of changes: one token as it is, several packed into one word."""
+    if len(tokens) == 1:
+        return str(next(iter(tokens.values())))
+    packed = ",".join(str(tokens[vbid]) for vbid in sorted(tokens))
+    return "z" + to_base64url(zlib.compress(packed.encode(), 3))
+
+
+def parse_position(text: str, vbucket_count: int) -> dict[int, Token]:
+    """The inverse of `position_text`."""
+    try:
+        if text.startswith("z"):
+            unpacker = zlib.decompressobj()
+            data = unpacker.decompress(from_base64url(text[1:]), POSITION_BYTES_MAX)
+            if unpacker.unconsumed_tail or not unpacker.eof:
+                raise ValueError("it is cut off or too long")
+            parts = data.decode().split(",")
+        else:
+            parts = text.split(",")
+        tokens = [Token.parse(part) for part in parts]
+    except (ValueError, zlib.error) as error:
+        raise _bad(f"that is no position in the changes: {error}", "give an id of the stream, as it is") from None
+    found = {int(token.vbid): token for token in tokens}
+    if len(found) != len(tokens):
+        raise _bad("that is no position in the changes: a vbucket is named twice")
+    for vbid in found:
+        vbucket(str(vbid), vbucket_count)
+    return found

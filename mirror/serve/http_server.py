@@ -1,0 +1,164 @@
+"""One HTTP process: the application on its sockets, from its start to its end.
+
+Knows settings, sockets and uvicorn's protocol; what it answers, `http_api` knows. It is a child of the supervisor,
+which gives it its sockets, asks it how it does, and starts another when it dies. Invariants: what it was asked before a
+stop is answered within the time that is left; streams end at once, so that their readers find another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+from mirror.clock import Clock
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from mirror.serve.auth import Users, server_tls, users_of
+from mirror.serve.http_api import make_app
+from mirror.serve.http_protocol import BoundedProtocol, Budget, Gate, protocol_config
+from mirror.serve.http_service import Service, Watch
+from mirror.serve.http_status import Report, Status
+from mirror.serve.http_view import Mirror
+from mirror.serve.listener import BACKLOG, Limits
+from mirror.serve.metrics import Requests
+
+DRAIN_S = 5.0
+"""For answers that are on their way when the process is asked to stop."""
+STREAMS_SHARE = 8
+"""Of its connections, a process has one in so many for streams of changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """A bound socket, and what is known of who can reach it."""
+
+    socket: socket.socket
+    local: bool
+    tls: bool = False
+
+
+class HttpServer:
+    """Serves one data directory over HTTP."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        listening: Sequence[Listening],
+        stored: Callable[[Path], Report],
+        clock: Clock,
+        *,
+        name: str = "http-0",
+        users: Users | None = None,
+    ) -> None:
+        """`stored` makes a status from the store alone; `name` tells this process from others on the same port."""
+        if settings.data is None:
+            raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
+        limits = Limits.of(settings)
+        requests = Requests(name)
+        mirror = Mirror(settings.data)
+        self.service = Service(
+            mirror=mirror,
+            status=Status(
+                mirror, stored, lambda: requests.document_total, clock, lag_limit_s=settings.ready_lag_limit_s
+            ),
+            users=users_of(settings) if users is None else users,
+            requests=requests,
+            budget=Budget(limits.unsent_bytes_max),
+            watch=Watch(mirror, clock),
+            clock=clock,
+            stale_reads=settings.refill_reads == "stale",
+            streams_max=max(1, limits.connections_max // STREAMS_SHARE),
+        )
+        self.gate = Gate(
+            limits.connections_max, limits.idle_timeout_s, limits.send_timeout_s, changed=requests.open_connections.set
+        )
+        self._settings = settings
+        self._listening = list(listening)
+        self._tls = server_tls(settings) if any(each.tls for each in listening) else None
+        self._config = protocol_config(make_app(self.service))
+        self._config.timeout_keep_alive = int(max(1, limits.idle_timeout_s))
+        self._servers: list[asyncio.Server] = []
+        self._stop = asyncio.Event()
+
+    async def start(self) -> None:
+        """Listen."""
+        loop = asyncio.get_running_loop()
+        self._set_date()
+        for each in self._listening:
+            tls: ssl.SSLContext | None = self._tls if each.tls else None
+            state = {"local": each.local}
+            self._servers.append(
+                await loop.create_server(
+                    lambda state=state: BoundedProtocol(self._config, self.gate, state),
+                    sock=each.socket,
+                    ssl=tls,
+                    backlog=BACKLOG,
+                )
+            )
+
+    async def run(self) -> None:
+        """Serve until stopped."""
+        if not self._servers:
+            await self.start()
+        tasks = [asyncio.create_task(self.service.status.run()), asyncio.create_task(self._dates())]
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*tasks, stopping):
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+            await self._end()
+
+    async def stop(self) -> None:
+        """Begin the end."""
+        self._stop.set()
+
+    async def _end(self) -> None:
+        self.service.stopping.set()
+        self.service.watch.wake()
+        for server in self._servers:
+            server.close()
+        state = self.gate.state
+        for connection in list(state.connections):
+            connection.shutdown()
+        if state.tasks:
+            await asyncio.wait(list(state.tasks), timeout=DRAIN_S)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)
+        self._servers.clear()
+        self.service.mirror.close()
+
+    async def _dates(self) -> None:
+        while True:
+            self._set_date()
+            await self.service.clock.sleep(1.0)
+
+    def _set_date(self) -> None:
+        now = formatdate(self.service.clock.wall_ms() / 1000, usegmt=True)
+        self.gate.state.default_headers[:] = [(b"date", now.encode())]
+
+    def status(self) -> dict[str, Any]:
+        """What the supervisor wants to know."""
+        counters = self.service.requests.counters()
+        return {
+            "vbuckets": [],
+            "counters": counters,
+            "connections": len(self.gate.state.connections),
+            "streams": self.service.requests.stream_count,
+            "turned_away": self.gate.turned_away_count,
+            "unsent_bytes": self.service.budget.out_bytes,
+        }
+
+    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Obey a command of the supervisor; there is none yet."""
+        raise ConfigError(f"an HTTP process knows no command {command.get('op')!r}")

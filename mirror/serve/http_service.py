@@ -1,0 +1,281 @@
+"""What every route of one HTTP process stands on: the mirror, who asks and what they may read, waiting, limits.
+
+Knows the open view, users, budgets and the way errors become problems; never a route's own parameters. Invariants: a
+collection is read only after its name was judged; a vbucket that was never published, or is being filled anew, is
+"not available now", never "absent"; a read with tokens answers only if the tokens still stand after it, so that a
+rollback in between cannot slip an older value in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mirror.clock import Clock
+from mirror.serve.auth import Reader, Users
+from mirror.serve.http_problems import Problem
+from mirror.serve.http_protocol import Budget
+from mirror.serve.http_requests import WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters
+from mirror.serve.http_status import Status
+from mirror.serve.http_view import Mirror
+from mirror.serve.metrics import Requests
+from storage.model import VbucketState
+from storage.view import Published, View
+from storage.wait import POLL_MIN_S, MutationToken, Standing, next_delay_s, standing
+
+TOKENS_MAX = 64
+WAIT_PARAMETERS = ("token", "timeout_ms")
+BUDGETED_BYTES = 64 * 1024
+"""Smaller answers fit into a socket's buffers and are not counted."""
+WATCH_INTERVAL_S = 0.05
+"""How soon a stream of changes learns that something was published."""
+FEW = 8
+"""Vbuckets up to this number are looked at one by one."""
+
+T = TypeVar("T")
+
+
+class Watch:
+    """Tells streams that something was published: one look at the store for all of them."""
+
+    def __init__(self, mirror: Mirror, clock: Clock) -> None:
+        """Nobody waits."""
+        self._mirror = mirror
+        self._clock = clock
+        self._moved = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._readers = 0
+
+    def enter(self) -> None:
+        """A stream begins."""
+        self._readers += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self._look())
+
+    def leave(self) -> None:
+        """A stream ended."""
+        self._readers -= 1
+        if not self._readers and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def wait_moved(self) -> None:
+        """Return when something was published after the call, or everybody must look again."""
+        await self._moved.wait()
+
+    def wake(self) -> None:
+        """Have every stream look around."""
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    async def _look(self) -> None:
+        before: list[Published] | None = None
+        while True:
+            now = self._mirror.view.published()
+            if now != before:
+                before = now
+                self.wake()
+            await self._clock.sleep(WATCH_INTERVAL_S)
+
+
+class Budgeted(Response):
+    """An answer whose bytes count until its reader took them."""
+
+    def __init__(self, budget: Budget, body: bytes, status: int, headers: dict[str, str], media_type: str) -> None:
+        """Raises Problem when too much is on its way already."""
+        super().__init__(body, status, headers, media_type)
+        self._budget = budget
+        self._taken = len(body) if len(body) > BUDGETED_BYTES else 0
+        budget.take(self._taken)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it in pieces, so that a reader who takes nothing is noticed, and give its bytes back."""
+        try:
+            if not self._taken or scope["method"] == "HEAD":
+                await super().__call__(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            body = memoryview(self.body)
+            for at in range(0, len(body), BUDGETED_BYTES):
+                piece = bytes(body[at : at + BUDGETED_BYTES])
+                more = at + BUDGETED_BYTES < len(body)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+        finally:
+            self._budget.give_back(self._taken)
+
+
+@dataclass(slots=True)
+class Service:
+    """One HTTP process, as its routes see it."""
+
+    mirror: Mirror
+    status: Status
+    users: Users
+    requests: Requests
+    budget: Budget
+    watch: Watch
+    clock: Clock
+    stale_reads: bool = False
+    streams_max: int = 128
+    heartbeat_s: float = 10.0
+    description: bytes = b""
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def view(self) -> View:
+        """The view."""
+        return self.mirror.view
+
+    # who asks
+
+    async def reader(self, request: Request) -> Reader:
+        """Who asks. Raises Problem."""
+        header = request.headers.get("authorization")
+        if header is None:
+            anonymous = self.users.anonymous if request.state.local else None
+            if anonymous is None:
+                raise Problem("not-authenticated", "this listener wants a user", hint="send Basic authentication")
+            _refuse_strange_host(request)
+            return anonymous
+        scheme, _, text = header.partition(" ")
+        if scheme.lower() != "basic":
+            raise Problem("not-authenticated", "only Basic authentication is known here")
+        try:
+            name, separator, password = base64.b64decode(text.strip(), validate=True).decode().partition(":")
+        except (binascii.Error, ValueError):
+            name = separator = password = ""
+        found = await asyncio.to_thread(self.users.check, name, password) if separator else None
+        if found is None:
+            raise Problem("not-authenticated", "no such user, or another password")
+        return found
+
+    def judge(self, reader: Reader, collection: str | int) -> None:
+        """Refuse a collection that this reader may not read."""
+        if reader.reads_all:
+            return
+        if isinstance(collection, str):
+            scope, _, name = collection.rpartition(".")
+        else:
+            scope, name = self.mirror.collection_names().get(collection, ("", ""))
+        if not reader.may_read(scope or "_default", name):
+            raise Problem("forbidden", f"user {reader.name!r} may not read that collection")
+
+    # whether there is something to read
+
+    def refuse_unavailable(self, vbids: Iterable[int]) -> None:
+        """Raise Problem for vbuckets that are filled anew, unless their old copy is good enough."""
+        if self.stale_reads:
+            return
+        wanted = list(vbids)
+        if len(wanted) > FEW:
+            published = self.view.published()
+            stale = [vbid for vbid in wanted if published[vbid].stale]
+        else:
+            stale = [vbid for vbid in wanted if self.view.stale(vbid)]
+        for vbid in stale:
+            raise Problem(
+                "unavailable",
+                f"vbucket {vbid} is filled anew after its history was lost at the source",
+                hint="wait, or have the service serve the old copy (refill_reads = stale)",
+                vbid=int(vbid),
+            )
+
+    async def refuse_unpublished(self, vbids: Iterable[int]) -> None:
+        """Raise Problem for vbuckets of which nothing was published yet: what is not found there may well exist."""
+        for vbid in vbids:
+            state = self.view.state(vbid)
+            if state.published_seqno:
+                continue
+            report = await self.status.report()
+            row = next((row for row in report["vbuckets"] if row["vbid"] == vbid), None)
+            if unpublished(state, row["lag_seqnos"] if row else None):
+                raise Problem(
+                    "not-published",
+                    f"nothing of vbucket {vbid} is published yet",
+                    hint="wait for its first snapshot to be complete; /readyz says when all are",
+                    vbid=int(vbid),
+                )
+
+    # waiting
+
+    def tokens(self, parameters: Parameters) -> tuple[list[MutationToken], float]:
+        """The writes to wait for, and how long."""
+        found = []
+        for text in parameters.all("token"):
+            try:
+                token = MutationToken.parse(text)
+            except ValueError as error:
+                raise Problem("bad-request", str(error), hint="token=vbid:vbuuid:seqno, all decimal") from None
+            if token.vbid >= self.view.identity.vbucket_count:
+                raise Problem("no-vbucket", f"the token names vbucket {token.vbid}, which this bucket does not have")
+            found.append(token)
+        if len(found) > TOKENS_MAX:
+            raise Problem("too-large", f"{len(found)} tokens; {TOKENS_MAX} at most")
+        return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
+
+    async def after(self, tokens: Sequence[MutationToken], timeout_s: float, read: Callable[[], T]) -> T:
+        """What `read` returns once all tokens are published, and while they still are."""
+        if not tokens:
+            return read()
+        deadline = self.clock.monotonic() + timeout_s
+        delay = POLL_MIN_S
+        while True:
+            if self._stand(tokens):
+                found = read()
+                if self._stand(tokens):
+                    return found
+            left = deadline - self.clock.monotonic()
+            if left <= 0 or self.stopping.is_set():
+                raise Problem(
+                    "not-published-in-time",
+                    f"the write is not published after {timeout_s:g} s",
+                    hint="ask again with a longer timeout_ms, or look at the lag in /v1/status",
+                )
+            await self.clock.sleep(min(delay, left))
+            delay = next_delay_s(delay)
+
+    def _stand(self, tokens: Sequence[MutationToken]) -> bool:
+        """Whether all are published. Raises Problem when one is lost."""
+        for token in tokens:
+            now = standing(self.view, token)
+            if now is Standing.LOST:
+                raise Problem(
+                    "write-lost",
+                    f"the write {token} was undone by a failover of the source",
+                    hint="write it again",
+                    vbid=int(token.vbid),
+                    token=str(token),
+                )
+            if now is Standing.WAITING:
+                return False
+        return True
+
+
+def unpublished(state: VbucketState, lag_seqnos: int | None) -> bool:
+    """Whether a vbucket's first snapshot is still on its way, as far as the store and the service's report can tell."""
+    if state.published_seqno:
+        return False
+    return not state.failover_log or state.staged_seqno > 0 or bool(lag_seqnos)
+
+
+def _refuse_strange_host(request: Request) -> None:
+    """A page of some website must not read this machine's mirror by a name that resolves to it."""
+    host = request.headers.get("host", "")
+    name = host[: host.rindex("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+    if not name or name == "localhost" or name.endswith(".localhost"):
+        return
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        raise Problem(
+            "forbidden", f"this listener does not answer to the name {name[:80]!r}", hint="use the address, or log in"
+        ) from None

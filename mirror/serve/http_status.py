@@ -1,0 +1,227 @@
+"""How the mirror stands, for HTTP readers: the service's own report, its recent past, disk and history, readiness.
+
+Knows the control socket's manners and the shape that `cli/JSON.md` promises; never how either is drawn. The report
+comes from the service when it runs, and from the store otherwise. Invariants: however many readers ask, the service
+is asked once a second at most; what is kept of the past is bounded; ready means that every vbucket is published and
+that the lag is known and below its limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mirror.clock import Clock
+from mirror.errors import MirrorError
+from mirror.serve.http_view import Mirror
+from storage.errors import StorageError
+
+SOCKET_NAME = "control.sock"
+ASK_TIMEOUT_S = 10.0
+ANSWER_BYTES_MAX = 256 * 1024 * 1024
+"""The status of 65,536 vbuckets is a tenth of it."""
+FRESH_S = 1.0
+SURROUNDINGS_FRESH_S = 5.0
+SAMPLE_INTERVAL_S = 5.0
+SAMPLES_MAX = 180
+"""A quarter of an hour."""
+ROLLBACKS_SHOWN = 50
+REASONS_SHOWN = 10
+
+READ_COUNTERS = ("http_documents", "kv_hits")
+"""What server processes call the documents that they gave to readers."""
+
+Report = dict[str, Any]
+
+DEAD_STATES = frozenset({"damaged", "refused", "no-active-node", "finished"})
+
+
+async def ask_service(data: Path) -> Report | None:
+    """The service's status; None where no service answers."""
+    try:
+        descriptor = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(
+                f"/proc/self/fd/{descriptor}/{SOCKET_NAME}", limit=ANSWER_BYTES_MAX
+            )
+            try:
+                writer.write(b'{"op": "status"}\n')
+                answer = json.loads(await reader.readline())
+            finally:
+                writer.close()
+    except (OSError, ValueError, TimeoutError):
+        return None
+    finally:
+        os.close(descriptor)
+    found = answer.get("status") if isinstance(answer, dict) and answer.get("ok") else None
+    return found if isinstance(found, dict) else None
+
+
+def why_not_ready(report: Report, lag_limit_s: float) -> list[str]:
+    """What keeps the mirror from being ready, in words; nothing when it is."""
+    rows = report["vbuckets"]
+    count = report["vbucket_count"]
+    if not count or len(rows) < count:
+        return [f"{len(rows)} of {count or 'unknown'} vbuckets reported"]
+    unpublished = [row["vbid"] for row in rows if not (row["published_seqno"] or row["lag_seqnos"] == 0)]
+    unknown = [row["vbid"] for row in rows if row["lag_s"] is None]
+    late = [row["vbid"] for row in rows if row["lag_s"] is not None and row["lag_s"] > lag_limit_s]
+    dead = [row["vbid"] for row in rows if row["state"] in DEAD_STATES]
+    found = []
+    for what, vbids in (
+        ("not published", unpublished),
+        (f"more than {lag_limit_s:g} s behind", late),
+        ("of unknown lag", unknown),
+        ("not served by the source", dead),
+    ):
+        if vbids:
+            shown = ", ".join(map(str, vbids[:REASONS_SHOWN])) + (", ..." if len(vbids) > REASONS_SHOWN else "")
+            found.append(f"{len(vbids)} of {count} vbuckets {what}: {shown}")
+    return found
+
+
+def reads_of(report: Report) -> dict[str, int]:
+    """How much every living server process was asked for, by its name."""
+    found = {}
+    for server in report.get("servers") or ():
+        counters = server.get("counters") or {}
+        found[f"{server.get('slot')}-{server.get('pid')}"] = sum(int(counters.get(name) or 0) for name in READ_COUNTERS)
+    return found
+
+
+class Status:
+    """The report, kept fresh."""
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        stored: Callable[[Path], Report],
+        own_reads: Callable[[], int],
+        clock: Clock,
+        *,
+        lag_limit_s: float,
+    ) -> None:
+        """`stored` makes the report from the store alone; `own_reads` counts what this process was asked for."""
+        self._mirror = mirror
+        self._stored = stored
+        self._own_reads = own_reads
+        self._clock = clock
+        self.lag_limit_s = lag_limit_s
+        self._lock = asyncio.Lock()
+        self._report: Report | None = None
+        self._report_at = float("-inf")
+        self._surroundings: Report = {}
+        self._surroundings_at = float("-inf")
+        self._samples: deque[Report] = deque(maxlen=SAMPLES_MAX)
+        self._reads: tuple[float, dict[str, int]] | None = None
+
+    async def report(self) -> Report:
+        """The status document, a second old at most. Raises StorageError where there is no mirror yet."""
+        async with self._lock:
+            kept = self._report
+            if kept is None or self._clock.monotonic() - self._report_at >= FRESH_S:
+                data = self._mirror.data
+                kept = await ask_service(data)
+                if kept is None:
+                    kept = await asyncio.to_thread(self._stored, data)
+                self._report = kept
+                self._report_at = self._clock.monotonic()
+            return kept
+
+    def forget(self) -> None:
+        """Ask anew the next time, however fresh the report is."""
+        self._report = None
+        self._surroundings_at = float("-inf")
+
+    async def whole(self) -> Report:
+        """The report with disk, history, rollbacks and refills, and the lag that counts as too much."""
+        report = await self.report()
+        async with self._lock:
+            if self._clock.monotonic() - self._surroundings_at >= SURROUNDINGS_FRESH_S:
+                self._surroundings = await asyncio.to_thread(self._look_around, report)
+                self._surroundings_at = self._clock.monotonic()
+        return report | self._surroundings | {"lag_limit_s": self.lag_limit_s}
+
+    def _look_around(self, report: Report) -> Report:
+        data = self._mirror.data
+        usage = shutil.disk_usage(data)
+        disk = {"mirror_bytes": self._mirror.file_bytes(), "free_bytes": usage.free, "total_bytes": usage.total}
+        floors: dict[int, int] = {}
+        reaches_back_ms: list[int] = []
+        refills: list[Report] = []
+        rollbacks: list[Report] = []
+        for row in report["vbuckets"]:
+            vbid = row["vbid"]
+            try:
+                past = self._mirror.view.past(vbid)
+                found = self._mirror.view.rollbacks(vbid) if row["rollback_count"] else []
+            except StorageError:
+                continue
+            if past.floor is not None:
+                floors[vbid] = past.floor.seqno
+                reaches_back_ms.append(past.floor.time_ms)
+            refills += [{"vbid": vbid, "time_ms": moment} for moment in past.refills_ms]
+            rollbacks += [
+                {"vbid": vbid, "from_seqno": each.from_seqno, "to_seqno": each.to_seqno, "time_ms": each.time_ms}
+                for each in found
+            ]
+        for events in (refills, rollbacks):
+            events.sort(key=lambda event: -event["time_ms"])
+        return {
+            "disk": disk,
+            "history": {
+                "floor_seqnos": floors,
+                "floor_oldest_ms": min(reaches_back_ms, default=None),
+                "floor_newest_ms": max(reaches_back_ms, default=None),
+                "refill_count": len(refills),
+                "refills": refills[:ROLLBACKS_SHOWN],
+                "rollbacks": rollbacks[:ROLLBACKS_SHOWN],
+            },
+        }
+
+    def samples(self) -> list[Report]:
+        """The recent past, oldest first."""
+        return list(self._samples)
+
+    async def sample(self) -> None:
+        """Keep one look at how things stand."""
+        try:
+            report = await self.report()
+        except (StorageError, MirrorError):
+            return
+        sums = report["totals"]
+        self._samples.append(
+            {
+                "time_ms": self._clock.wall_ms(),
+                "documents_per_s": sums["documents_per_s"],
+                "bytes_per_s": sums["bytes_per_s"],
+                "reads_per_s": self._read_rate(report),
+                "lag_seqnos": sums["lag_seqnos"],
+                "lag_s": sums["lag_s"],
+            }
+        )
+
+    def _read_rate(self, report: Report) -> float | None:
+        now = self._clock.monotonic()
+        reads = reads_of(report) or {"own": self._own_reads()}
+        before, self._reads = self._reads, (now, reads)
+        if before is None or now <= before[0]:
+            return None
+        risen = sum(max(0, count - before[1][name]) for name, count in reads.items() if name in before[1])
+        return round(risen / (now - before[0]), 1)
+
+    async def run(self) -> None:
+        """Sample, and notice groups that were made anew, until cancelled."""
+        while True:
+            self._mirror.refresh()
+            await self.sample()
+            await self._clock.sleep(SAMPLE_INTERVAL_S)

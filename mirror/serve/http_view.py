@@ -1,0 +1,80 @@
+"""The open mirror of one HTTP process: one view, opened when first needed and again when a group was made anew.
+
+Knows the data directory and the store's `View`; never a request. Invariants: a group whose file was replaced (set aside
+as damaged, filled again) is noticed within a second and read anew; a view that is no longer used is closed; nothing is
+opened before the process is the one that reads.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from storage import directory
+from storage.model import Manifest
+from storage.view import View, open_view
+
+Stamp = tuple[tuple[int, int], ...]
+
+
+class Mirror:
+    """The view, and what is asked of it as a whole."""
+
+    def __init__(self, data: Path) -> None:
+        """Open nothing yet."""
+        self.data = data
+        self._view: View | None = None
+        self._stamp: Stamp = ()
+
+    @property
+    def view(self) -> View:
+        """The view. Raises NotAMirror while there is none, and what opening it raises."""
+        if self._view is None:
+            opened = open_view(str(self.data))
+            self._stamp = self._stamp_of(opened)
+            self._view = opened
+        return self._view
+
+    def _stamp_of(self, view: View) -> Stamp:
+        found = []
+        for group in range(view.identity.group_count):
+            try:
+                there = os.stat(Path(directory.group_path(str(self.data), group)) / "data.mdb")
+                found.append((there.st_dev, there.st_ino))
+            except OSError:
+                found.append((0, 0))
+        return tuple(found)
+
+    def refresh(self) -> None:
+        """Let go of a view whose files are no longer those of the directory. Call it now and then."""
+        if self._view is not None and self._stamp_of(self._view) != self._stamp:
+            self.close()
+
+    def file_bytes(self) -> int:
+        """What the groups take on the disk."""
+        total = 0
+        for path in self.data.glob("group-*/data.mdb"):
+            try:
+                total += path.stat().st_blocks * 512
+            except OSError:
+                continue
+        return total
+
+    def collection_names(self) -> dict[int, tuple[str, str]]:
+        """Id -> scope and name, of every collection that some vbucket knows."""
+        found: dict[int, tuple[str, str]] = {}
+        uids = set()
+        for vbid in range(self.view.identity.vbucket_count):
+            manifest: Manifest = self.view.manifest(vbid)
+            if manifest.uid in uids:
+                continue
+            uids.add(manifest.uid)
+            for entry in manifest.collections.values():
+                found[entry.collection_id] = (manifest.scopes.get(entry.scope_id, "?"), entry.name)
+        return found
+
+    def close(self) -> None:
+        """Close the view; the next question opens another."""
+        if self._view is not None:
+            self._view.close()
+            self._view = None

@@ -1,0 +1,122 @@
+"""Documents and events as JSON, in the shapes that `cli/JSON.md` promises, for the command line and for HTTP alike.
+
+Knows the nouns of the store and JSON; never a request, a terminal or a file. Invariants: nothing is lost on the way:
+bytes that are no UTF-8, or a value that is no JSON, come as base64 under another name; `document_json` puts a JSON
+value in as it was stored, every digit of it; one object is one line.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any, NoReturn
+
+from storage.model import Document, Kind
+from storage.view import Change, Rollback
+
+DATATYPE_JSON = 1
+
+
+def dumps(value: Any) -> bytes:
+    """One JSON value on one line, without its end."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
+
+
+def key_fields(key: bytes) -> dict[str, Any]:
+    """`key`, or `key_b64` where the key is not UTF-8."""
+    try:
+        return {"key": key.decode()}
+    except UnicodeDecodeError:
+        return {"key_b64": base64.b64encode(key).decode()}
+
+
+def value_fields(document: Document) -> dict[str, Any]:
+    """`value` where the datatype says JSON and the bytes are, else `value_b64`; a tombstone has a null `value`."""
+    if document.deleted and not document.value:
+        return {"value": None}
+    if document.datatype & DATATYPE_JSON:
+        try:
+            return {"value": json.loads(document.value)}
+        except ValueError:
+            pass
+    return {"value_b64": base64.b64encode(document.value).decode()}
+
+
+def _head(document: Document) -> dict[str, Any]:
+    if document.kind is Kind.SYSTEM_EVENT:
+        return {"vbid": document.vbid, "seqno": document.seqno, "kind": "system_event"} | key_fields(document.key)
+    return {
+        "vbid": document.vbid,
+        "collection_id": document.collection_id,
+        **key_fields(document.key),
+        "seqno": document.seqno,
+        "rev_seqno": document.rev_seqno,
+        "cas": document.cas,
+        "flags": document.flags,
+        "expiry": document.expiry,
+        "datatype": document.datatype,
+        "deleted": document.deleted,
+    }
+
+
+def document_object(document: Document) -> dict[str, Any]:
+    """A document as `scan`, `get --json` and `changes` print it."""
+    head = _head(document)
+    return head if document.kind is Kind.SYSTEM_EVENT else head | value_fields(document)
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+def value_json(document: Document) -> bytes:
+    """`"value":...` or `"value_b64":...`; a JSON value byte for byte, but for line ends between its tokens."""
+    if document.deleted and not document.value:
+        return b'"value":null'
+    if document.datatype & DATATYPE_JSON:
+        try:
+            json.loads(document.value.decode(), parse_constant=_no_number, parse_float=str, parse_int=str)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return b'"value":' + document.value.replace(b"\n", b" ").replace(b"\r", b" ")
+    return b'"value_b64":"' + base64.b64encode(document.value) + b'"'
+
+
+def document_json(document: Document) -> bytes:
+    """The same object as bytes."""
+    head = dumps(_head(document))
+    return head if document.kind is Kind.SYSTEM_EVENT else head[:-1] + b"," + value_json(document) + b"}"
+
+
+def rollback_object(rollback: Rollback) -> dict[str, Any]:
+    """A rollback as `changes` prints it."""
+    return {
+        "from_branch": rollback.from_branch,
+        "from_seqno": rollback.from_seqno,
+        "to_branch": rollback.to_branch,
+        "to_seqno": rollback.to_seqno,
+        "from_vbuuid": f"{rollback.from_vbuuid:012x}",
+        "to_vbuuid": f"{rollback.to_vbuuid:012x}",
+        "time_ms": rollback.time_ms,
+    }
+
+
+def change_object(change: Change) -> dict[str, Any]:
+    """One event as `changes` prints it."""
+    event: dict[str, Any] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
+    if change.rollback is not None:
+        event["rollback"] = rollback_object(change.rollback)
+    if change.document is not None:
+        event["document"] = document_object(change.document)
+    return event
+
+
+def change_json(change: Change) -> bytes:
+    """The same event as bytes."""
+    event: dict[str, Any] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
+    if change.rollback is not None:
+        event["rollback"] = rollback_object(change.rollback)
+    if change.document is None:
+        return dumps(event)
+    return dumps(event)[:-1] + b',"document":' + document_json(change.document) + b"}"

@@ -1,0 +1,309 @@
+// The status page: asks /v1/status every two seconds while it is looked at, and draws what it hears. Text is only ever
+// set as text. A figure that is not known is shown as a dash, never as 0.
+"use strict";
+
+const ASK_MS = 2000;
+const SAMPLES_EVERY = 3;
+const ROLLED_BACK_MS = 15 * 60 * 1000;
+const KINDS = {
+  dead: { sign: "✕", word: "dead", text: "nobody feeds it" },
+  rolled: { sign: "↺", word: "rolled back", text: "rolled back in the last quarter of an hour" },
+  lagging: { sign: "▲", word: "lagging", text: "too far behind its source" },
+  filling: { sign: "◐", word: "filling", text: "on its way to its first or next state" },
+  idle: { sign: "–", word: "stored", text: "no service runs; this is what is stored" },
+  ok: { sign: "·", word: "up to date", text: "published and near its source" },
+};
+const DEAD = new Set(["damaged", "refused", "no-active-node", "finished"]);
+const FILLING = new Set(["starting", "waiting", "requesting", "backfilling", "rolling-back", "refilling"]);
+
+const $ = (id) => document.getElementById(id);
+const make = (tag, text, name) => {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;
+  if (name) element.className = name;
+  return element;
+};
+const known = (value) => value !== null && value !== undefined;
+const number = (value, digits = 0) =>
+  known(value) ? value.toLocaleString("en", { maximumFractionDigits: digits }) : "–";
+const share = (value, unit) => (known(value) ? `${number(value, value < 10 ? 1 : 0)}${unit}` : "–");
+const bytes = (value) => {
+  if (!known(value)) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  while (value >= 1024 && at < units.length - 1) { value /= 1024; at += 1; }
+  return `${number(value, value < 10 && at ? 1 : 0)} ${units[at]}`;
+};
+const span = (seconds) => {
+  if (!known(seconds)) return "–";
+  if (seconds < 60) return `${number(seconds, seconds < 10 ? 1 : 0)} s`;
+  if (seconds < 3600) return `${number(seconds / 60, 0)} min`;
+  return seconds < 172800 ? `${number(seconds / 3600, 1)} h` : `${number(seconds / 86400, 1)} days`;
+};
+const moment = (ms) => (known(ms) ? new Date(ms).toLocaleString() : "–");
+
+let selected = null;
+let looks = 0;
+let lastReport = null;
+
+function kindOf(row, report, workers) {
+  if (DEAD.has(row.state)) return "dead";
+  if (report.service === "down" || row.state === "stored") return "idle";
+  const worker = workers.get(row.group);
+  if (worker && worker.phase !== "running" && worker.phase !== "starting" && worker.phase !== "stopping") return "dead";
+  if (known(row.last_rollback_ms) && report.time_ms - row.last_rollback_ms < ROLLED_BACK_MS) return "rolled";
+  if (known(row.lag_s) && row.lag_s > report.lag_limit_s) return "lagging";
+  if (FILLING.has(row.state) || (worker && worker.phase !== "running")) return "filling";
+  return "ok";
+}
+
+function why(row, kind, workers) {
+  const said = row.last_error || row.detail;
+  if (kind === "dead") {
+    const worker = workers.get(row.group);
+    if (worker && worker.phase !== "running") {
+      return `worker ${worker.slot} is ${worker.phase}` + (worker.last_exit ? ` (${worker.last_exit})` : "") + (worker.last_error ? `: ${worker.last_error}` : "");
+    }
+    return `${row.state}` + (said ? `: ${said}` : "");
+  }
+  if (kind === "rolled") return `rolled back at ${moment(row.last_rollback_ms)}, ${row.rollback_count} in all`;
+  return row.state + (said ? `: ${said}` : "");
+}
+
+const behind = (row) => known(row.lag_seqnos) ? `${number(row.lag_seqnos)} seqnos, ${span(row.lag_s)}` : "unknown";
+
+function describe(row, kind, workers) {
+  return `Vbucket ${row.vbid}: ${KINDS[kind].word}; ${why(row, kind, workers)}; published ${number(row.published_seqno)}` +
+    (known(row.source_high_seqno) ? ` of ${number(row.source_high_seqno)}` : "") + `, behind: ${behind(row)}` +
+    (row.node ? `, from ${row.node}` : "");
+}
+
+function drawMap(report) {
+  const workers = new Map();
+  for (const worker of report.workers) for (const group of worker.groups) workers.set(group, worker);
+  const map = $("map");
+  map.classList.toggle("many", report.vbuckets.length > 256);
+  while (map.children.length > report.vbuckets.length) map.lastChild.remove();
+  while (map.children.length < report.vbuckets.length) {
+    const cell = make("button");
+    cell.type = "button";
+    cell.tabIndex = map.children.length ? -1 : 0;
+    cell.setAttribute("role", "gridcell");
+    map.append(cell);
+  }
+  const counts = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, 0]));
+  const attention = [];
+  report.vbuckets.forEach((row, index) => {
+    const kind = kindOf(row, report, workers);
+    const cell = map.children[index];
+    const text = describe(row, kind, workers);
+    counts[kind] += 1;
+    if (cell.className !== kind) { cell.className = kind; cell.textContent = KINDS[kind].sign; }
+    if (cell.title !== text) { cell.title = text; cell.setAttribute("aria-label", text); }
+    cell.dataset.vbid = row.vbid;
+    cell.setAttribute("aria-selected", String(selected === row.vbid));
+    if (selected === row.vbid) $("detail").textContent = text;
+    if (kind === "dead" || kind === "rolled" || kind === "lagging") attention.push([row, kind]);
+  });
+  if (selected === null) $("detail").textContent = "Choose a vbucket to see how it stands.";
+  const legend = $("legend");
+  legend.replaceChildren(...Object.entries(KINDS).filter(([kind]) => counts[kind] || kind !== "idle").map(([kind, { sign, word, text }]) => {
+    const entry = make("span");
+    entry.title = text;
+    entry.dataset.kind = kind;
+    entry.append(make("i", sign, kind), `${number(counts[kind])} ${word}`);
+    return entry;
+  }));
+  const table = $("attention");
+  const order = Object.keys(KINDS);
+  attention.sort((a, b) => order.indexOf(a[1]) - order.indexOf(b[1]) || (b[0].lag_seqnos || 0) - (a[0].lag_seqnos || 0));
+  table.hidden = !attention.length;
+  table.tBodies[0].replaceChildren(...attention.slice(0, 30).map(([row, kind]) => {
+    const line = make("tr");
+    const what = make("td");
+    what.append(make("span", KINDS[kind].sign, `sign ${kind}`), ` ${KINDS[kind].word}`);
+    line.dataset.vbid = row.vbid;
+    line.append(make("td", row.vbid), what, make("td", behind(row)), make("td", why(row, kind, workers), "long"));
+    return line;
+  }));
+  if (attention.length > 30) table.caption.textContent = `In need of a look: ${attention.length}, of which the worst 30`;
+  else table.caption.textContent = "In need of a look";
+  return counts;
+}
+
+function drawHeadline(report, counts) {
+  $("bucket").textContent = report.bucket ? `of ${report.bucket}` : "";
+  const bad = ["dead", "lagging", "rolled"].filter((kind) => counts[kind]).map((kind) => `${number(counts[kind])} ${KINDS[kind].word}`);
+  let text = report.service === "down" ? "No service runs: this is what is stored." : report.state;
+  if (report.message) text += `: ${report.message}`;
+  if (report.source_error) text += `. The source cannot be reached: ${report.source_error}`;
+  if (bad.length) text += `. ${bad.join(", ")}.`;
+  $("headline").textContent = text;
+  $("headline").classList.toggle("bad", Boolean(bad.length || report.source_error || report.service === "down"));
+  $("asked").textContent = `as of ${new Date(report.time_ms).toLocaleTimeString()}`;
+  document.title = (counts.dead ? "✕ " : counts.lagging ? "▲ " : "") + `dcp-mirror ${report.bucket || ""}`;
+}
+
+function drawFigures(report) {
+  const sums = report.totals;
+  const pairs = [
+    ["behind the source", known(sums.lag_seqnos) ? `${number(sums.lag_seqnos)} seqnos` : "–"],
+    ["longest lag", span(sums.lag_s)],
+    ["ingest", known(sums.documents_per_s) ? `${number(sums.documents_per_s)}/s` : "–"],
+    ["ingest", known(sums.bytes_per_s) ? `${bytes(sums.bytes_per_s)}/s` : "–"],
+    ["published", number(sums.published_seqnos)],
+    ["vbuckets", number(report.vbucket_count)],
+    ["rollbacks", number(sums.rollback_count)],
+    ["service up", span(report.uptime_s)],
+  ];
+  $("figures").replaceChildren(...pairs.map(([name, value]) => {
+    const box = make("div");
+    box.append(make("b", value), make("span", name));
+    return box;
+  }));
+}
+
+function drawProcesses(report) {
+  const rows = [["supervisor", report.supervisor, report.service === "up" ? "running" : "absent"]];
+  for (const worker of report.workers) rows.push([`worker ${worker.slot}`, worker, worker.phase]);
+  for (const server of report.servers || []) rows.push([`${server.kind} ${server.number ?? server.slot}`, server, server.phase]);
+  $("processes").tBodies[0].replaceChildren(...rows.map(([name, row, phase]) => {
+    const line = make("tr");
+    const state = make("td");
+    const well = phase === "running";
+    state.append(make("span", well ? "·" : "✕", `sign ${well ? "ok" : "dead"}`), ` ${phase}`);
+    const ended = row.last_exit ? `${row.last_exit}, ${moment(row.last_exit_ms)}` + (row.last_error ? `: ${row.last_error}` : "") : "";
+    line.append(make("td", name), state, make("td", share(row.cpu_percent, " %")), make("td", bytes(row.private_bytes)),
+      make("td", known(row.restarts) ? number(row.restarts) : ""), make("td", known(row.uptime_s) ? span(row.uptime_s) : ""), make("td", ended, "long"));
+    return line;
+  }));
+}
+
+function drawPast(report) {
+  const { history, disk, totals } = report;
+  const events = history.rollbacks.map((event) => [event.time_ms, event.vbid,
+    `rolled back from ${number(event.from_seqno)} to ${number(event.to_seqno)} (${number(event.from_seqno - event.to_seqno)} seqnos)`, "rolled"]);
+  for (const event of history.refills) events.push([event.time_ms, event.vbid, "filled anew from 0", "filling"]);
+  events.sort((a, b) => b[0] - a[0]);
+  $("history").textContent = (known(history.floor_newest_ms)
+    ? `Every vbucket can be read as of any kept boundary since ${moment(history.floor_newest_ms)}; the oldest floor is of ${moment(history.floor_oldest_ms)}.`
+    : "Nothing is published yet.") + ` ${number(totals.rollback_count)} rollbacks, ${number(history.refill_count)} refills.`;
+  $("past").hidden = !events.length;
+  $("past").tBodies[0].replaceChildren(...events.slice(0, 20).map(([ms, vbid, text, kind]) => {
+    const line = make("tr");
+    const what = make("td", undefined, "long");
+    what.append(make("span", KINDS[kind].sign, `sign ${kind}`), ` ${text}`);
+    line.append(make("td", moment(ms)), make("td", vbid), what);
+    return line;
+  }));
+  const used = disk.total_bytes - disk.free_bytes;
+  const percent = (value) => `${(100 * Math.min(1, value / Math.max(1, disk.total_bytes))).toFixed(2)}%`;
+  $("disk").textContent = `The mirror takes ${bytes(disk.mirror_bytes)}; ${bytes(disk.free_bytes)} of ${bytes(disk.total_bytes)} are free.`;
+  $("disk-bar").children[0].style.width = percent(disk.mirror_bytes);
+  $("disk-bar").children[1].style.width = percent(Math.max(0, used - disk.mirror_bytes));
+  $("disk-bar").setAttribute("aria-label", `mirror ${percent(disk.mirror_bytes)}, others ${percent(used - disk.mirror_bytes)} of the disk`);
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+const WIDTH = 400;
+const HEIGHT = 112;
+
+function shape(tag, attributes, text) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+function drawChart(title, samples, field, show, style) {
+  const figure = make("figure");
+  const caption = make("figcaption");
+  const values = samples.map((sample) => sample[field]);
+  const last = [...values].reverse().find(known);
+  caption.append(make("span", title), make("b", show(last)));
+  const top = Math.max(1, ...values.filter(known));
+  const picture = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
+  picture.setAttribute("aria-label", `${title}: now ${show(last)}, at most ${show(top)} in the last ${span((samples.at(-1)?.time_ms - samples[0]?.time_ms || 0) / 1000)}`);
+  const y = (value) => HEIGHT - 18 - (value / top) * (HEIGHT - 34);
+  for (const level of [0, 1]) picture.append(shape("line", { class: "grid", x1: 0, x2: WIDTH, y1: y(level * top), y2: y(level * top) }));
+  const from = samples[0]?.time_ms ?? 0;
+  const length = Math.max(1, (samples.at(-1)?.time_ms ?? 1) - from);
+  let path = "";
+  let pen = false;
+  for (const sample of samples) {
+    if (!known(sample[field])) { pen = false; continue; }
+    path += `${pen ? "L" : "M"}${((sample.time_ms - from) / length * WIDTH).toFixed(1)} ${y(sample[field]).toFixed(1)}`;
+    pen = true;
+  }
+  if (path) picture.append(shape("path", { class: `line ${style}`, d: path }));
+  const scale = make("figcaption", undefined, "quiet");
+  scale.append(make("span", samples.length > 1 ? `${span(length / 1000)} ago` : "just begun"), make("span", `peak ${show(known(last) ? top : undefined)}`), make("span", "now"));
+  figure.append(caption, picture, scale);
+  return figure;
+}
+
+function drawCharts(samples) {
+  $("charts").replaceChildren(
+    drawChart("Ingest, documents a second", samples, "documents_per_s", (value) => (known(value) ? `${number(value)}/s` : "–"), "one"),
+    drawChart("Reads, documents a second", samples, "reads_per_s", (value) => (known(value) ? `${number(value)}/s` : "–"), "two"),
+    drawChart("Longest lag", samples, "lag_s", span, "one"),
+  );
+}
+
+function complain(text) {
+  $("headline").textContent = text + (lastReport ? ` What is shown is of ${moment(lastReport.time_ms)}.` : "");
+  $("headline").classList.add("bad");
+}
+
+async function fetchJson(path) {
+  const answer = await fetch(path, { cache: "no-store" });
+  const value = await answer.json();
+  if (!answer.ok) throw new Error(`${value.title}: ${value.detail}`);
+  return value;
+}
+
+async function look() {
+  try {
+    const report = await fetchJson("v1/status");
+    lastReport = report;
+    drawHeadline(report, drawMap(report));
+    drawFigures(report);
+    drawProcesses(report);
+    drawPast(report);
+    if (looks % SAMPLES_EVERY === 0) drawCharts((await fetchJson("v1/status/samples")).samples);
+    looks += 1;
+    document.body.dataset.looks = looks;
+  } catch (error) {
+    complain(error instanceof TypeError ? "The mirror does not answer." : `${error.message}.`);
+  }
+}
+
+async function keepLooking() {
+  for (;;) {
+    if (!document.hidden) await look();
+    await new Promise((resolve) => setTimeout(resolve, ASK_MS));
+  }
+}
+
+function choose(cell) {
+  if (!cell || !cell.dataset.vbid) return;
+  for (const other of $("map").querySelectorAll("[tabindex='0']")) other.tabIndex = -1;
+  cell.tabIndex = 0;
+  selected = Number(cell.dataset.vbid);
+  for (const other of $("map").children) other.setAttribute("aria-selected", String(other === cell));
+  $("detail").textContent = cell.title;
+}
+
+$("map").addEventListener("click", (event) => choose(event.target.closest("button")));
+$("map").addEventListener("keydown", (event) => {
+  const cells = [...$("map").children];
+  const at = cells.indexOf(document.activeElement);
+  const columns = getComputedStyle($("map")).gridTemplateColumns.split(" ").length;
+  const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+  if (at < 0 || step === undefined) return;
+  event.preventDefault();
+  const next = cells[Math.min(cells.length - 1, Math.max(0, at + step))];
+  choose(next);
+  next.focus();
+});
+keepLooking();

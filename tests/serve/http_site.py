@@ -1,0 +1,233 @@
+"""A store that a test writes to, and a real HTTP process's server over it, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.serve.http_server import HttpServer, Listening
+from mirror.serve.listener import Address, listening_socket, reserve
+from mirror.supervise.status import totals
+from mirror.supervise.stored import stored_status
+from storage import directory, keys, records
+from storage.model import Collection, FailoverEntry, Identity, Manifest, ManifestUid, Seqno, SnapshotRange, Vbuuid
+from storage.writer import GroupWriter
+
+VBUCKETS = 8
+GROUPS = 2
+IDENTITY = Identity("cluster", "bucket", "uuid", VBUCKETS, GROUPS)
+VBUUID = 0xABCD
+
+
+@dataclass
+class Source:
+    """Writes to the store as a worker would; seqnos count up for each vbucket."""
+
+    path: str
+    writers: list[GroupWriter] = field(default_factory=list)
+    seqnos: dict[int, int] = field(default_factory=dict)
+    now_ms: int = 1_700_000_000_000
+
+    def clock(self) -> int:
+        self.now_ms += 1
+        return self.now_ms
+
+    def open(self) -> None:
+        for group in range(GROUPS):
+            vbids = directory.group_vbids(IDENTITY, group)
+            path = directory.group_path(self.path, group)
+            writer = GroupWriter.open(
+                path, group=group, vbids=vbids, identity=IDENTITY, clock_ms=self.clock, map_size=1 << 28
+            )
+            for vbid in vbids:
+                writer.save_failover_log(vbid, (FailoverEntry(Vbuuid(VBUUID), Seqno(0)),))
+            writer.commit()
+            self.writers.append(writer)
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+    def writer(self, vbid: int) -> GroupWriter:
+        return self.writers[vbid % GROUPS]
+
+    def vbid_of(self, key: bytes) -> int:
+        return keys.vbid_of(key, VBUCKETS)
+
+    def snapshot(self, vbid: int, *items: tuple[bytes, bytes | None], publish: bool = True, **more: Any) -> int:
+        """Stage a snapshot of documents (None: a deletion) and publish it; returns its end."""
+        writer = self.writer(vbid)
+        first = self.seqnos.get(vbid, 0) + 1
+        rows = []
+        for seqno, (key, value) in enumerate(items, first):
+            frame = (
+                records.encode_deletion(key, seqno, collection_id=more.get("collection_id", 0))
+                if value is None
+                else records.encode_mutation(key, value, seqno, **({"cas": seqno << 16} | more))
+            )
+            rows.append((writer.row_prefix(vbid) + seqno.to_bytes(8, "big"), frame))
+        last = self.seqnos[vbid] = first + len(items) - 1
+        writer.stage(vbid, rows, 0, SnapshotRange(Seqno(first), Seqno(last)))
+        if publish:
+            writer.publish(vbid, last, first)
+        writer.commit()
+        return last
+
+    def put(self, key: bytes | str, value: bytes | None = b'{"v":1}', **more: Any) -> int:
+        """One document in a snapshot of its own; JSON where its value is."""
+        key = key.encode() if isinstance(key, str) else key
+        is_json = value is not None and value[:1] in b'{["0123456789tfn'
+        return self.snapshot(self.vbid_of(key), (key, value), **({"datatype": int(is_json)} | more))
+
+    def collections(self, vbid: int, *collections: Collection) -> None:
+        """A system event after which these collections exist beside the default one."""
+        writer = self.writer(vbid)
+        seqno = self.seqnos[vbid] = self.seqnos.get(vbid, 0) + 1
+        default = Collection(0, 0, "_default", Seqno(0))
+        manifest = Manifest(
+            ManifestUid(7), {0: "_default", 8: "shop"}, {each.collection_id: each for each in (default, *collections)}
+        )
+        frame = records.HEADER.pack(0x80, 0x5F, 0, 13, 0, 0, 13, 0, 0) + seqno.to_bytes(8, "big") + b"\0\0\0\0\0"
+        writer.system_event(vbid, seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
+        writer.publish(vbid, seqno, seqno)
+        writer.commit()
+
+    def rollback(self, vbid: int, to_seqno: int) -> int:
+        found = self.writer(vbid).rollback(vbid, to_seqno)
+        self.seqnos[vbid] = found.boundary_seqno
+        return found.boundary_seqno
+
+    def key_of(self, vbid: int, number: int = 0) -> bytes:
+        """The number-th key of a vbucket."""
+        count = 0
+        while True:
+            key = b"key-%d" % count
+            if self.vbid_of(key) == vbid:
+                if not number:
+                    return key
+                number -= 1
+            count += 1
+
+
+@dataclass
+class Site:
+    """The server, seen from outside and inside."""
+
+    url: str
+    source: Source
+    server: HttpServer
+    loop: asyncio.AbstractEventLoop
+    data: Path
+    client: httpx.Client
+    report: dict[str, Any] = field(default_factory=dict)
+    """What the status is made of, where a test wants another one than the store's."""
+
+    def get(self, path: str, status: int = 200, **more: Any) -> httpx.Response:
+        answer = self.client.get(path, **more)
+        assert answer.status_code == status, (answer.status_code, answer.text[:500])
+        return answer
+
+    def stands(self, report: dict[str, Any]) -> None:
+        """Have the status be made of this from now on."""
+
+        async def forget() -> None:
+            self.report = report
+            self.server.service.status.forget()
+
+        self.call(forget())
+
+    def document(self, key: str, collection: str = "_default._default") -> str:
+        return f"/v1/collections/{collection}/documents/{key}"
+
+    def call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def connect(self) -> socket.socket:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=30)
+
+
+def service_report(data: Path, **more: Any) -> dict[str, Any]:
+    """A status as a healthy service would give it, of what the store says."""
+    found = stored_status(data)
+    for row in found["vbuckets"]:
+        row |= {"state": "streaming", "source_high_seqno": row["published_seqno"], "lag_seqnos": 0, "lag_s": 0.0}
+    found |= {"service": "up", "state": "caught up"}
+    found["totals"] |= totals(found["vbuckets"])
+    return found | more
+
+
+@contextmanager
+def running(data: Path, source: Source, **settings: Any) -> Iterator[Site]:
+    """A server over a store, until the test is over."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    held = reserve(Address(), "http")
+    listening = [Listening(listening_socket(held.address), True)]
+    site: Site
+
+    def stored(path: Path) -> dict[str, Any]:
+        return site.report or stored_status(path)
+
+    server = HttpServer(Settings(data=data, **settings), listening, stored, SystemClock())
+    url = f"http://{held.address.authority}"
+
+    async def start() -> asyncio.Task[None]:
+        await server.start()
+        return asyncio.create_task(server.run())
+
+    try:
+        with httpx.Client(base_url=url, timeout=30) as client:
+            site = Site(url, source, server, loop, data, client)
+            task = site.call(start())
+            yield site
+
+            async def end() -> None:
+                await server.stop()
+                await task
+
+            site.call(end())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+        held.release()
+
+
+@contextmanager
+def made(folder: Path) -> Iterator[Source]:
+    """A store, empty, with its writers."""
+    path = folder / "data"
+    directory.create(str(path), IDENTITY)
+    source = Source(str(path))
+    source.open()
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The events of a stream's text."""
+    found = []
+    for block in text.split("\n\n"):
+        event: dict[str, Any] = {}
+        for line in block.split("\n"):
+            name, _, value = line.partition(": ")
+            if name in ("id", "event", "data"):
+                event[name] = json.loads(value) if name == "data" else value
+        if event:
+            found.append(event)
+    return found

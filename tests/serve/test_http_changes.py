@@ -1,0 +1,254 @@
+"""Changes as server-sent events: in order, resumed by id, through rollbacks, and with readers that take nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from storage.model import Collection, Seqno
+from tests.serve.http_site import VBUCKETS, Site, events
+from tests.supervise.conftest import eventually_now
+
+
+class Listener:
+    """A reader of a stream, line by line."""
+
+    def __init__(self, response: Any) -> None:
+        self.lines = response.iter_lines()
+        self.last_id = ""
+        self.comments = 0
+
+    def event(self) -> dict[str, Any]:
+        """The next event with data."""
+        found: dict[str, Any] = {}
+        for line in self.lines:
+            name, _, value = line.partition(": ")
+            if line.startswith(": "):
+                self.comments += 1
+            elif name == "id":
+                found["id"] = self.last_id = value
+            elif name == "event":
+                found["event"] = value
+            elif name == "data":
+                found["data"] = json.loads(value)
+            elif not line and "data" in found:
+                return found
+        raise EOFError
+
+    def events(self, count: int) -> list[dict[str, Any]]:
+        return [self.event() for _ in range(count)]
+
+
+@contextmanager
+def listening(site: Site, last_id: str = "", **params: Any) -> Iterator[Listener]:
+    headers = {"Last-Event-ID": last_id} if last_id else {}
+    with site.client.stream("GET", "/v1/changes", params=params, headers=headers) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield Listener(response)
+
+
+def told(event: dict[str, Any]) -> tuple[str, str | None]:
+    document = event["data"].get("document", {})
+    return event["event"], document.get("value")
+
+
+def test_what_is_there_comes_first_and_then_what_is_published(site: Site) -> None:
+    key = site.source.key_of(2)
+    site.source.put(key, b"1")
+    site.source.put(key, b"2")
+    with listening(site, vbid=2) as listener:
+        assert [told(event) for event in listener.events(2)] == [("mutation", 1), ("mutation", 2)]
+        site.source.put(key, None)
+        event = listener.event()
+        assert (event["event"], event["data"]["document"]["deleted"]) == ("deletion", True)
+        assert event["id"] == event["data"]["token"] == "2:1:3"
+
+
+def test_a_stream_resumes_exactly_after_its_last_id(site: Site) -> None:
+    key = site.source.key_of(2)
+    for number in range(5):
+        site.source.put(key, b"%d" % number)
+    with listening(site, vbid=2) as listener:
+        listener.events(3)
+        last = listener.last_id
+    for more in ({"last_id": last}, {"since": last}):
+        with listening(site, vbid=2, **more) as listener:
+            assert [told(event)[1] for event in listener.events(2)] == [3, 4]
+    text = site.get("/v1/changes", params={"vbid": 2, "since": "2:1:5", "follow": "false"}).text
+    assert [event["event"] for event in events(text) if "event" in event] == ["end"]
+
+
+def test_a_rollback_while_nobody_listened_is_told_with_what_it_took_and_gave_back(site: Site) -> None:
+    a, b = site.source.key_of(2), site.source.key_of(2, 1)
+    site.source.put(a, b"1")
+    site.source.put(a, b"2")
+    site.source.put(b, b"3")
+    with listening(site, vbid=2) as listener:
+        listener.events(3)
+        last = listener.last_id
+    site.source.rollback(2, 1)
+    site.source.put(b, b"4")
+    with listening(site, last_id=last, vbid=2) as listener:
+        found = listener.events(5)
+        assert [told(event) for event in found] == [
+            ("rollback", None),
+            ("retraction", 2),
+            ("restoration", 1),
+            ("retraction", 3),
+            ("mutation", 4),
+        ]
+        assert found[0]["data"]["rollback"]["to_seqno"] == 1
+        assert {event["id"] for event in found[:3]} == {last}, "until it is told whole, it would be told again"
+        middle = found[3]["id"]
+    with listening(site, last_id=middle, vbid=2) as listener:
+        assert told(listener.event()) == ("mutation", 4)
+
+
+def test_a_rollback_under_a_listening_reader_is_told_to_it(site: Site) -> None:
+    key = site.source.key_of(2)
+    site.source.put(key, b"1")
+    with listening(site, vbid=2) as listener:
+        assert told(listener.event()) == ("mutation", 1)
+        site.source.put(key, b"2")
+        assert told(listener.event()) == ("mutation", 2)
+        site.source.rollback(2, 1)
+        assert [told(event)[0] for event in listener.events(3)] == ["rollback", "retraction", "restoration"]
+        site.source.put(key, b"3")
+        assert told(listener.event()) == ("mutation", 3)
+
+
+def test_all_vbuckets_resume_by_one_id(site: Site) -> None:
+    state: dict[str, Any] = {}
+
+    def take(event: dict[str, Any]) -> None:
+        document = event["data"].get("document")
+        if event["event"] in ("mutation", "restoration"):
+            state[document["key"]] = document["value"]
+
+    for vbid in range(VBUCKETS):
+        site.source.put(site.source.key_of(vbid), b"%d" % vbid)
+    with listening(site) as listener:
+        for event in listener.events(VBUCKETS):
+            take(event)
+        eventually_now(lambda: True)
+    text = site.get("/v1/changes", params={"follow": "false"}).text
+    last = events(text)[-1]["id"]
+    assert last.startswith("z")
+    for vbid in range(VBUCKETS):
+        site.source.put(site.source.key_of(vbid), b"%d" % (vbid + 100))
+    text = site.get("/v1/changes", params={"follow": "false", "since": last}).text
+    for event in events(text):
+        if event.get("event") == "mutation":
+            take(event)
+    assert sorted(state.values()) == [vbid + 100 for vbid in range(VBUCKETS)]
+    assert sum(event.get("event") == "mutation" for event in events(text)) == VBUCKETS
+
+
+def test_from_now_on_nothing_old_comes(site: Site) -> None:
+    key = site.source.key_of(2)
+    site.source.put(key, b"1")
+    with listening(site, since="now") as listener:
+        eventually_now(lambda: site.server.service.requests.stream_count)
+        site.source.put(key, b"2")
+        assert told(listener.event()) == ("mutation", 2)
+
+
+def test_a_refill_ends_the_stream_with_a_reset_and_refuses_its_position(site: Site) -> None:
+    key = site.source.key_of(2)
+    site.source.put(key, b"1")
+    with listening(site, vbid=2) as listener:
+        listener.event()
+        last = listener.last_id
+        writer = site.source.writer(2)
+        writer.begin_refill(2)
+        writer.commit()
+        site.source.seqnos[2] = 0
+        site.source.put(key, b"9")
+        event = listener.event()
+        assert event["event"] == "reset"
+        assert event["data"]["type"] == "urn:dcp-mirror:view-invalidated"
+        assert event["data"]["vbid"] == 2
+    problem = site.get("/v1/changes", 410, params={"vbid": 2}, headers={"Last-Event-ID": last}).json()
+    assert problem["hint"] == "read it from the beginning"
+    with listening(site, vbid=2) as listener:
+        assert told(listener.event()) == ("mutation", 9)
+
+
+def test_one_collection_alone(site: Site) -> None:
+    site.source.collections(2, Collection(9, 8, "orders", Seqno(0)))
+    key = site.source.key_of(2)
+    site.source.put(key, b"1")
+    site.source.put(key, b"2", collection_id=9)
+    text = site.get("/v1/changes", params={"vbid": 2, "collection": "shop.orders", "follow": "false"}).text
+    assert [event["data"]["document"]["value"] for event in events(text) if event.get("event") == "mutation"] == [2]
+    text = site.get("/v1/changes", params={"vbid": 2, "follow": "false"}).text
+    assert [event["event"] for event in events(text) if "event" in event] == [
+        "system_event",
+        "mutation",
+        "mutation",
+        "end",
+    ]
+
+
+def test_a_silent_stream_beats_and_a_stop_ends_it(site: Site) -> None:
+    site.server.service.heartbeat_s = 0.05
+    with listening(site, since="now") as listener:
+        for line in listener.lines:
+            if line == ": heartbeat":
+                break
+
+        async def stop() -> None:
+            site.server.service.stopping.set()
+            site.server.service.watch.wake()
+
+        site.call(stop())
+        assert all(line in ("", ": heartbeat") for line in listener.lines)
+
+
+def test_positions_that_make_no_sense_are_refused(site: Site) -> None:
+    for since in ("nonsense", "1:2", "znonsense", "zeJwDAAAAAAE", f"{VBUCKETS}:1:1", "1:1:1,1:1:2"):
+        answer = site.client.get("/v1/changes", params={"since": since, "follow": "false"})
+        assert answer.status_code in (400, 404), since
+    site.get("/v1/changes", 400, params={"since": "1:1:1", "vbid": 2})
+    site.get("/v1/changes", 410, params={"since": "1:77:1", "vbid": 1})
+    assert site.client.head("/v1/changes").status_code == 200
+
+
+def test_a_reader_that_takes_nothing_holds_one_batch_and_is_hung_up_on(site: Site) -> None:
+    key = site.source.key_of(2)
+    for _ in range(60):
+        site.source.put(key, b"x" * 500_000, datatype=0)
+    site.server.gate.send_timeout_s = 0.3
+    service = site.server.service
+    with site.connect() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.sendall(b"GET /v1/changes?vbid=2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        eventually_now(lambda: service.requests.stream_count == 1)
+
+        async def unsent() -> int:
+            return max(
+                (each.transport.get_write_buffer_size() for each in site.server.gate.state.connections), default=0
+            )
+
+        held = 0
+        for _ in range(1000):
+            held = max(held, site.call(unsent()))
+            if not service.requests.stream_count:
+                break
+            site.call(asyncio.sleep(0.02))
+        assert service.requests.stream_count == 0, "it is still there"
+        assert 0 < held < 3_000_000, "of thirty megabytes"
+
+
+def test_no_more_streams_than_allowed(site: Site) -> None:
+    site.server.service.streams_max = 1
+    with listening(site, since="now"):
+        eventually_now(lambda: site.server.service.requests.stream_count == 1)
+        problem = site.get("/v1/changes", 503).json()
+        assert problem["type"] == "urn:dcp-mirror:too-busy"
+    eventually_now(lambda: site.server.service.requests.stream_count == 0)

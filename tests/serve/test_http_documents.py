@@ -1,0 +1,301 @@
+"""Documents over HTTP: one, several, pages; what they say of themselves, and when they are not there."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from datetime import UTC, datetime
+
+import cramjam
+import pytest
+
+from storage.model import Collection, FailoverEntry, Seqno, Vbuuid
+from tests.serve.http_site import VBUCKETS, VBUUID, Site, service_report
+
+
+def test_a_document_comes_as_its_bytes_with_what_is_known_of_it_in_headers(site: Site) -> None:
+    site.source.put("a", b'{"price": 1.10}')
+    answer = site.get(site.document("a"))
+    assert answer.content == b'{"price": 1.10}'
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["etag"] == f'"{1 << 16:016x}"'
+    assert answer.headers["mirror-vbid"] == str(site.source.vbid_of(b"a"))
+    assert (answer.headers["mirror-seqno"], answer.headers["mirror-cas"]) == ("1", str(1 << 16))
+    head = site.client.head(site.document("a"))
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(b'{"price": 1.10}'))
+    assert {k: v for k, v in head.headers.items() if k != "date"} == {
+        k: v for k, v in answer.headers.items() if k != "date"
+    }
+
+
+def test_a_version_that_is_known_is_not_sent_again(site: Site) -> None:
+    site.source.put("a")
+    tag = site.get(site.document("a")).headers["etag"]
+    for header in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        answer = site.get(site.document("a"), 304, headers={"If-None-Match": header})
+        assert (answer.content, answer.headers["etag"]) == (b"", tag)
+    site.source.put("a", b'{"v":2}')
+    answer = site.get(site.document("a"), headers={"If-None-Match": tag})
+    assert answer.content == b'{"v":2}'
+    assert answer.headers["etag"] != tag
+
+
+def test_the_stored_form_is_what_the_source_sent(site: Site) -> None:
+    xattrs = b"\x00\x00\x00\x0a_x\x001234\x00\x00\x00"
+    plain = len(xattrs[4:]).to_bytes(4, "big") + xattrs[4:] + b'{"v":1}'
+    stored = bytes(cramjam.snappy.compress_raw(plain))
+    site.source.put("a", stored, datatype=7)
+    body = site.get(site.document("a"))
+    assert (body.content, body.headers["mirror-datatype"]) == (b'{"v":1}', "1")
+    raw = site.get(site.document("a"), params={"form": "stored"})
+    assert (raw.content, raw.headers["mirror-datatype"]) == (stored, "7")
+    assert raw.headers["content-type"] == "application/octet-stream"
+    assert raw.headers["etag"] != body.headers["etag"]
+
+
+@pytest.mark.parametrize("key", [b"a/b//c", b"\xff\x00\xfe", "schlüssel".encode(), b"%41", b"a?b#c", b".."])
+def test_any_key_can_be_asked_for(site: Site, key: bytes) -> None:
+    site.source.put(key, b"binary \xff", datatype=0)
+    coded = base64.urlsafe_b64encode(key).rstrip(b"=").decode()
+    assert site.get(site.document(coded), params={"key_encoding": "base64url"}).content == b"binary \xff"
+    if key != b"..":  # every client takes `..` for the folder above
+        escaped = "".join(f"%{byte:02X}" for byte in key)
+        assert site.get(site.document(escaped)).content == b"binary \xff"
+
+
+def test_what_is_not_there_says_which_kind_of_not(site: Site) -> None:
+    site.source.put("a")
+    problem = site.get(site.document("none"), 404).json()
+    assert problem["type"] == "urn:dcp-mirror:no-document"
+    assert site.get(site.document("a", "shop.orders"), 404).json()["type"] == "urn:dcp-mirror:no-collection"
+    assert site.get(site.document("a", "99"), 404).status_code == 404
+    site.source.put("a", None)
+    assert site.get(site.document("a"), 404).json()["type"] == "urn:dcp-mirror:no-document"
+    site.source.put("a", b"{}", expiry=1_700_000_000)
+    assert site.get(site.document("a"), 404).json()["type"] == "urn:dcp-mirror:no-document"
+
+
+def test_a_vbucket_whose_first_snapshot_is_not_complete_is_not_called_empty(site: Site) -> None:
+    key = site.source.key_of(3)
+    site.source.snapshot(3, (key, b"{}"), publish=False)
+    report = service_report(site.data)
+    report["vbuckets"][3] |= {"lag_seqnos": 1, "source_high_seqno": 1}
+    site.stands(report)
+    answer = site.get(site.document(key.decode()), 503)
+    assert answer.json()["type"] == "urn:dcp-mirror:not-published"
+    assert answer.json()["vbid"] == 3
+    assert answer.headers["retry-after"] == "1"
+    many = site.client.post("/v1/collections/_default/multi-get", json={"keys": [key.decode()]})
+    assert many.status_code == 503
+    assert site.get("/v1/collections/_default/documents", 503).json()["vbid"] == 3
+    site.source.writer(3).publish(3, 1, 1)
+    site.source.writer(3).commit()
+    assert site.get(site.document(key.decode())).content == b"{}"
+
+
+def test_a_vbucket_that_is_filled_anew_is_unavailable(site: Site) -> None:
+    key = site.source.key_of(2)
+    site.source.put(key)
+    site.source.writer(2).begin_refill(2)
+    site.source.writer(2).commit()
+    assert site.get(site.document(key.decode()), 503).json()["type"] == "urn:dcp-mirror:unavailable"
+    assert site.get("/v1/collections/_default/documents", 503, params={"limit": 1000}).json()["vbid"] == 2
+
+
+def test_collections_are_read_by_name_and_number(site: Site) -> None:
+    orders = Collection(9, 8, "orders", Seqno(0), 60)
+    for vbid in range(VBUCKETS):
+        site.source.collections(vbid, orders)
+    site.source.put("a", b'"order"', collection_id=9)
+    site.source.put("a", b'"default"')
+    assert site.get(site.document("a", "shop.orders")).content == b'"order"'
+    assert site.get(site.document("a", "9")).content == b'"order"'
+    assert site.get(site.document("a", "_default")).content == b'"default"'
+    assert site.get("/v1/collections").json()["collections"] == [
+        {"collection_id": 0, "scope": "_default", "name": "_default", "max_ttl": None},
+        {"collection_id": 9, "scope": "shop", "name": "orders", "max_ttl": 60},
+    ]
+    page = site.get("/v1/collections/shop.orders/documents").json()
+    assert [(row["key"], row["value"], row["collection_id"]) for row in page["documents"]] == [("a", "order", 9)]
+
+
+def test_several_documents_in_the_order_asked_for(site: Site) -> None:
+    site.source.put("a", b'{"big": 12345678901234567890123, "n":\n 1e400}')
+    site.source.put(b"\xff", b"\x00\x01", datatype=0)
+    asked = {"keys": ["none", "a"], "keys_b64": ["_w"]}
+    answer = site.client.post("/v1/collections/_default/multi-get", json=asked)
+    assert answer.status_code == 200
+    assert b'"value":{"big": 12345678901234567890123, "n":  1e400}' in answer.content, "not a digit is lost"
+    found = answer.json()
+    assert [row.get("key", row.get("key_b64")) for row in found["documents"]] == ["a", "/w=="]
+    assert found["documents"][1]["value_b64"] == "AAE="
+    assert found["missing"] == [{"key": "none"}]
+
+
+def test_several_documents_of_a_vbucket_are_of_one_moment(site: Site) -> None:
+    """Writers keep two documents of each vbucket equal; readers must never see them differ, rollbacks included."""
+    pairs = {vbid: (site.source.key_of(vbid), site.source.key_of(vbid, 1)) for vbid in range(4)}
+    for vbid, (a, b) in pairs.items():
+        site.source.snapshot(vbid, (a, b"0"), (b, b"0"), datatype=1)
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            for vbid, (a, b) in pairs.items():
+                value = b"%d" % number
+                site.source.snapshot(vbid, (a, value), (b, value), datatype=1)
+                if number % 7 == 0:
+                    site.source.rollback(vbid, site.source.seqnos[vbid] - 3)
+
+    keys = [key.decode() for pair in pairs.values() for key in pair]
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        seen = set()
+        for _ in range(150):
+            answer = site.client.post("/v1/collections/_default/multi-get", json={"keys": keys}).json()
+            values = {row["key"]: row["value"] for row in answer["documents"]}
+            for a, b in pairs.values():
+                assert values[a.decode()] == values[b.decode()]
+            seen.add(values[keys[0]])
+    finally:
+        stop.set()
+        thread.join()
+    assert len(seen) > 3, "nothing moved while it was read"
+
+
+def test_pages_show_one_state_of_each_vbucket_while_it_is_written(site: Site) -> None:
+    expected = {}
+    for number in range(40):
+        key = b"key-%02d" % number
+        site.source.put(key, b"1")
+        expected[key.decode()] = 1
+    found: dict[str, int] = {}
+    asked: dict[str, str | int] = {"limit": 3}
+    pages = 0
+    at = []
+    while True:
+        page = site.get("/v1/collections/_default/documents", params=asked).json()
+        pages += 1
+        at.append(page["at"]["vbid"])
+        assert len(page["documents"]) <= 3
+        for row in page["documents"]:
+            assert row["key"] not in found
+            found[row["key"]] = row["value"]
+        if page["next"] is None:
+            break
+        asked = {"page": page["next"], "limit": 3}
+        site.source.put(site.source.key_of(page["at"]["vbid"], 90 + pages), b"2")
+    assert {key: value for key, value in found.items() if key in expected} == expected
+    assert at == sorted(at)
+
+
+def test_a_rollback_between_two_pages_is_told(site: Site) -> None:
+    keys = [site.source.key_of(5, number) for number in range(6)]
+    for key in keys:
+        site.source.put(key)
+    path = "/v1/collections/_default/documents"
+    first = site.get(path, params={"vbid": 5, "limit": 2}).json()
+    assert len(first["documents"]) == 2
+    site.source.put(keys[0], b"2")
+    assert len(site.get(path, params={"page": first["next"]}).json()["documents"]) == 4
+    site.source.rollback(5, 4)
+    problem = site.get(path, 410, params={"page": first["next"]}).json()
+    assert problem["type"] == "urn:dcp-mirror:view-invalidated"
+    assert problem["hint"] == "start the read again"
+    assert problem["vbid"] == 5
+    again = site.get(path, params={"vbid": 5}).json()
+    assert {row["key"].encode() for row in again["documents"]} == set(keys[:4])
+
+
+def test_ranges_prefixes_tombstones_and_times(site: Site) -> None:
+    vbid = 1
+    keys = sorted(site.source.key_of(vbid, number) for number in range(5))
+    for key in keys:
+        site.source.put(key)
+    before = site.source.seqnos[vbid]
+    moment_ms = site.source.now_ms
+    site.source.now_ms += 5_000
+    site.source.put(keys[1], None)
+    path = "/v1/collections/_default/documents"
+
+    def read(**params: str | int) -> list[bytes]:
+        rows = site.get(path, params={"vbid": vbid} | params).json()["documents"]
+        return [row["key"].encode() for row in rows]
+
+    names = [key.decode() for key in keys]
+    assert read() == [keys[0], *keys[2:]]
+    assert read(start=names[2], end=names[4]) == keys[2:4]
+    assert read(prefix=names[3]) == [key for key in keys if key.startswith(keys[3])]
+    assert read(deletions="true") == keys
+    assert read(as_of=before) == keys
+    assert read(as_of=datetime.fromtimestamp(moment_ms / 1000 + 1, UTC).isoformat()) == keys
+    encoded = base64.urlsafe_b64encode(keys[2]).decode()
+    assert read(start=encoded, key_encoding="base64url") == keys[2:]
+    site.get(path, 410, params={"vbid": vbid, "as_of": "2001-01-01T00:00:00Z"})
+    for wrong in (
+        {"as_of": 3},
+        {"as_of": "yesterday", "vbid": 1},
+        {"limit": 0},
+        {"limit": 1001},
+        {"vbid": VBUCKETS + 1},
+        {"unknown": 1},
+        {"page": "nonsense"},
+        {"deletions": "maybe"},
+    ):
+        answer = site.client.get(path, params=wrong)
+        assert answer.status_code in (400, 404), wrong
+        assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_a_read_waits_for_the_write_it_names(site: Site) -> None:
+    key = site.source.key_of(4)
+    site.source.put(key, b"1")
+    name = key.decode()
+    assert site.get(site.document(name), params={"token": f"4:{VBUUID}:1"}).content == b"1"
+    late = site.get(site.document(name), 504, params={"token": f"4:{VBUUID}:2", "timeout_ms": 50}).json()
+    assert late["type"] == "urn:dcp-mirror:not-published-in-time"
+    timer = threading.Timer(0.2, site.source.put, (key, b"2"))
+    timer.start()
+    answer = site.get(site.document(name), params={"token": f"4:{VBUUID}:2", "timeout_ms": 20_000})
+    timer.join()
+    assert answer.content == b"2"
+    many = site.client.post(
+        "/v1/collections/_default/multi-get", params={"token": f"4:{VBUUID}:2"}, json={"keys": [name]}
+    )
+    assert many.json()["documents"][0]["value"] == 2
+    site.get(site.document(name), 400, params={"token": "4:2"})
+    site.get(site.document(name), 404, params={"token": f"{VBUCKETS}:1:1"})
+
+
+def test_a_write_that_was_rolled_back_is_reported_lost_at_once(site: Site) -> None:
+    key = site.source.key_of(4)
+    site.source.put(key, b"1")
+    site.source.put(key, b"2")
+    site.source.rollback(4, 1)
+    writer = site.source.writer(4)
+    writer.save_failover_log(4, (FailoverEntry(Vbuuid(77), Seqno(1)), FailoverEntry(Vbuuid(VBUUID), Seqno(0))))
+    writer.commit()
+    problem = site.get(site.document(key.decode()), 409, params={"token": f"4:{VBUUID}:2", "timeout_ms": 60_000}).json()
+    assert (problem["type"], problem["hint"]) == ("urn:dcp-mirror:write-lost", "write it again")
+
+
+def test_more_than_one_answer_may_hold_is_refused(site: Site) -> None:
+    for number in range(4):
+        site.source.put(b"big-%d" % number, b"x" * (17 << 20), datatype=0)
+    asked = {"keys": [f"big-{number}" for number in range(4)]}
+    answer = site.client.post("/v1/collections/_default/multi-get", json=asked)
+    assert (answer.status_code, answer.json()["type"]) == (413, "urn:dcp-mirror:too-large")
+    assert len(site.get(site.document("big-1")).content) == 17 << 20
+    pages = 0
+    params: dict[str, str] = {}
+    while True:
+        page = site.get("/v1/collections/_default/documents", params=params).json()
+        pages += bool(page["documents"])
+        if page["next"] is None:
+            break
+        params = {"page": page["next"]}
+    assert pages == 4, "a page ends where its bytes are many"
