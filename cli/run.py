@@ -1,7 +1,8 @@
 """`run`: the service in the foreground.
 
-Knows the flags, the screen and the exit code; the work is the supervisor's. Logs and progress go to stderr. Invariants:
-nothing is started before every setting was found good; with --until-caught-up the exit code says whether it was.
+Knows the flags, the screen and the exit code; the work is the supervisor's. Logs and progress go to stderr, and the
+addresses that readers can come to are the first lines on stdout. Invariants: nothing is started before every setting
+was found good; with --until-caught-up the exit code says whether it was.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from mirror.supervise import logs
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor
 
-LISTENERS = ("kv", "http", "dcp")
+LISTENERS = ("dcp",)
+"""Known settings without a listener in this version."""
 
 
 def refuse_what_is_not_there(settings: Settings) -> None:
@@ -57,6 +59,16 @@ def run(
             "--sync", metavar="safe|full|unsafe", help="What a commit forces to the disk.", show_default=False
         ),
     ] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(
+            "--kv", metavar="ADDR", help="Serve Couchbase SDKs and memcached clients here.", show_default=False
+        ),
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option("--http", metavar="ADDR", help="Serve HTTP and the status page here.", show_default=False),
+    ] = None,
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,
     until_caught_up: Annotated[
@@ -64,8 +76,13 @@ def run(
     ] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Mirror a bucket into DIR until SIGTERM or Ctrl-C. The password comes from DCP_MIRROR_PASSWORD or a file."""
-    flags = {"source": source, "data": data, "workers": workers, "groups": groups, "sync": sync}
+    """Mirror a bucket into DIR until SIGTERM or Ctrl-C. The password comes from DCP_MIRROR_PASSWORD or a file.
+
+    ADDR is PORT, HOST:PORT, [IPV6]:PORT or unix:PATH, with tls:// before it for TLS; several are parted by commas.
+    """
+    flags = {
+        "source": source, "data": data, "workers": workers, "groups": groups, "sync": sync, "kv": kv, "http": http,
+    }  # fmt: skip
 
     def read() -> Loaded:
         return options.settings_from(flags, config=config, pairs=pairs)
@@ -87,6 +104,10 @@ def run(
                 elapsed_s = time.monotonic() - began
                 screen.show(render.progress_view(document, elapsed_s), render.progress_line(document, elapsed_s))
 
+        def announce(line: str) -> None:
+            with contextlib.suppress(OSError):  # whoever read it may be gone
+                typer.echo(line, err=as_json)
+
         service = Supervisor(
             settings,
             look_up_with(SystemClock()),
@@ -95,6 +116,7 @@ def run(
             until_caught_up=until_caught_up,
             reload=lambda: read().settings,
             progress=progress,
+            announce=announce,
         )
         code = asyncio.run(service.run())
     if until_caught_up:

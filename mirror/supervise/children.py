@@ -49,6 +49,11 @@ def worker_command(descriptor: int) -> list[str]:
     return [sys.executable, "-P", "-m", "mirror.supervise.worker", str(descriptor)]
 
 
+def server_command(descriptor: int) -> list[str]:
+    """Return the command line of a server whose end of the pipe is `descriptor`."""
+    return [sys.executable, "-P", "-m", "mirror.supervise.server", str(descriptor)]
+
+
 class Child:
     """One living worker process."""
 
@@ -151,13 +156,14 @@ async def spawn(
     groups: tuple[int, ...],
     heartbeat: Heartbeat,
     command: Callable[[int], Sequence[str]] = worker_command,
+    inherited: Sequence[int] = (),
 ) -> Child:
-    """Start a worker process. Raises OSError when the system cannot."""
+    """Start a worker process, which inherits these descriptors too. Raises OSError when the system cannot."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *command(theirs.fileno()), stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                *command(theirs.fileno()), stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno(), *inherited]
             )
     except BaseException:
         ours.close()

@@ -23,10 +23,11 @@ from mirror.config import Settings, to_wire
 from mirror.errors import BucketChanged, ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.supervise.backoff import failures_after, restart_delay_ms
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, START, STOP
-from mirror.supervise.children import Child, Gone, Heard, spawn, worker_command
+from mirror.supervise.children import Child, Gone, Heard, server_command, spawn, worker_command
 from mirror.supervise.control import ControlServer
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
+from mirror.supervise.listeners import KINDS, Listeners, kind_of, outdated_by
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
 from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
@@ -111,8 +112,12 @@ class Supervisor:
         progress: Progress | None = None,
         notifier: Notifier | None = None,
         command: Callable[[int], Sequence[str]] = worker_command,
+        server: Callable[[int], Sequence[str]] = server_command,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
-        """`groups_asked` is a number the operator named, which must then fit; `progress` gets each new status."""
+        """`groups_asked` is a number the operator named, which must then fit; `progress` gets each new status, and
+        `announce` a line for each address that readers can come to.
+        """
         if settings.data is None:
             raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
         if settings.source is None:
@@ -127,6 +132,9 @@ class Supervisor:
         self._progress = progress
         self._notifier = notifier or Notifier()
         self._command = command
+        self._server = server
+        self._announce = announce
+        self._listeners = Listeners(settings, clock.wall_ms() // 1000)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._background: set[asyncio.Task[None]] = set()
         self._slots: dict[int, Slot] = {}
@@ -160,6 +168,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._events.put_nowait, Signalled(number))
         try:
             await control.start()
+            self._listeners.reserve()
             if directory.exists(str(self._data)):
                 self._identity = self._known(directory.load(str(self._data)))
             self._spawn_task(self._ticks())
@@ -175,6 +184,7 @@ class Supervisor:
             await asyncio.gather(*self._background, return_exceptions=True)
             await self._end_children()
             await control.stop()
+            self._listeners.release()
             self._notifier.close()
             lock.release()
         if self._failure is not None:
@@ -275,10 +285,13 @@ class Supervisor:
         assert self._identity is not None, "the directory is known before workers are planned"
         if self._desired:
             return
-        self._desired = assign(self._identity.group_count, self._settings.workers)
+        self._desired = self._wanted_now(self._identity)
         if self._until_caught_up:
             self._catch_up = CatchUp(self._identity.vbucket_count)
         self._spawn_task(self._reports())
+
+    def _wanted_now(self, identity: Identity) -> dict[int, tuple[int, ...]]:
+        return assign(identity.group_count, self._settings.workers) | self._listeners.desired(self._settings)
 
     # events
 
@@ -301,7 +314,13 @@ class Supervisor:
         child.heartbeat.beat(self._now_ms())
         if kind == READY and child.phase is Phase.STARTING:
             child.phase = Phase.RUNNING
-            log.info("worker ready", slot=child.slot, pid=child.pid, groups=list(child.groups))
+            log.info(
+                f"{kind_of(child.slot) or 'worker'} ready", slot=child.slot, pid=child.pid, groups=list(child.groups)
+            )
+            for line in self._listeners.ready(child.slot):
+                log.info("listening", address=line)
+                if self._announce is not None:
+                    self._announce(line)
         elif kind == ANSWER:
             child.answered(message)
         elif kind == FAILED:
@@ -372,16 +391,15 @@ class Supervisor:
         except ConfigError as error:
             log.error("the new settings are not taken; the old ones stay in force", error=str(error))
         else:
-            fixed = {"data": self._settings.data, "source": self._settings.source, "groups": self._settings.groups}
+            fixed = {name: getattr(self._settings, name) for name in ("data", "source", "groups", *KINDS)}
             fresh = fresh.model_copy(update=fixed)
             changed = [name for name in Settings.model_fields if getattr(fresh, name) != getattr(self._settings, name)]
             self._settings = fresh
             log.info("settings read again", changed=changed)
             if self._desired and self._identity is not None:
-                self._desired = assign(self._identity.group_count, fresh.workers)
-            if set(changed) - {"workers"}:
-                for child in self._alive():
-                    child.outdated = True
+                self._desired = self._wanted_now(self._identity)
+            for child in self._alive():
+                child.outdated = child.outdated or outdated_by(child.slot, changed)
         if self._was_ready:
             self._notifier.ready()
 
@@ -426,7 +444,9 @@ class Supervisor:
         deadline_ms = int(self._settings.worker_heartbeat_timeout_s * 1000)
         heartbeat = Heartbeat(self._now_ms(), deadline_ms)
         try:
-            child = await spawn(action.slot, action.groups, heartbeat, self._command)
+            command = self._command if kind_of(action.slot) is None else self._server
+            inherited = self._listeners.inherited(action.slot)
+            child = await spawn(action.slot, action.groups, heartbeat, command, inherited)
         except OSError as error:
             slot.failures += 1
             slot.last_error = f"cannot be started: {error.strerror}"
@@ -442,6 +462,7 @@ class Supervisor:
                 "slot": action.slot,
                 "groups": list(action.groups),
                 "settings": to_wire(self._settings),
+                **(self._listeners.start_fields(action.slot) if kind_of(action.slot) is not None else {}),
             }
         )
         child.watch(self._events.put_nowait)
@@ -538,7 +559,17 @@ class Supervisor:
             "group_count": identity.group_count if identity else None,
             "sync": self._settings.sync,
             "supervisor": self._figures(self._gauge),
-            "workers": [self._worker_row(number, slot) for number, slot in sorted(self._slots.items())],
+            "workers": [
+                self._worker_row(number, slot)
+                for number, slot in sorted(self._slots.items())
+                if kind_of(number) is None
+            ],
+            "servers": [
+                {"kind": kind_of(number)} | self._worker_row(number, slot)
+                for number, slot in sorted(self._slots.items())
+                if kind_of(number) is not None
+            ],
+            "listeners": self._listeners.urls(),
             "totals": totals(rows)
             | {
                 "documents_per_s": self._trend.counter_rate("received_documents"),

@@ -1,0 +1,199 @@
+"""What KV clients may know of the mirrored bucket: documents, manifests and seqnos, or the status that says why not.
+
+Knows the store's view and the rules of readers (what is not published, being filled anew, or not theirs to read); must
+never know frames or connections. Invariants: every answer is of one moment of its vbucket; a vbucket of which nothing
+complete is here yet, or whose history was lost, is a temporary failure and never `no such document`, unless the
+operator lets readers have the old copy; a document of a collection that a reader may not read is refused whether it
+exists or not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.serve.auth import Reader
+from mirror.wire.constants import Status
+from storage import directory
+from storage.errors import StorageError
+from storage.model import Document, Manifest, VbucketState
+from storage.view import Found, View, open_view
+
+MANIFEST_FRESH_S = 0.5
+"""For so long the newest manifest is believed; looking through all vbuckets for each question would cost too much."""
+
+UNKNOWN_COLLECTION_CONTEXT = "Unknown scope or collection in operation"
+
+log = structlog.get_logger("kv")
+
+
+class Refused(Exception):
+    """The request is answered with an error status."""
+
+    def __init__(self, status: int, context: str = "", *, manifest_uid: int | None = None) -> None:
+        """`context` is told to clients that take it."""
+        super().__init__(context)
+        self.status = status
+        self.context = context
+        self.manifest_uid = manifest_uid
+
+
+class KvBucket:
+    """The bucket, as readers see it."""
+
+    def __init__(self, data: str, clock: Clock, *, stale_allowed: bool) -> None:
+        """Open the mirror at `data`. Raises StorageError."""
+        self._data = data
+        self._clock = clock
+        self._stale_allowed = stale_allowed
+        self.view: View = open_view(data)
+        self._files = self._file_numbers()
+        identity = self.view.identity
+        self.name = identity.bucket_name
+        self.identity = identity
+        self.vbucket_count = identity.vbucket_count
+        self._manifest: tuple[float, Manifest] | None = None
+        self._manifest_json: tuple[int, bytes] | None = None
+
+    def close(self) -> None:
+        """Close the view."""
+        self.view.close()
+
+    # -- documents
+
+    def find(self, wire_key: bytes, vbid: int | None, reader: Reader, *, deletions: bool = False) -> Document | None:
+        """A document by its wire key, or None. `vbid` is where the client looks for it. Raises Refused."""
+        try:
+            found = self.view.find(wire_key, deletions=deletions)
+        except StorageError as error:
+            raise self._failed(error) from error
+        if not found.collection_exists or not reader.reads_all:
+            self._check_collection(wire_key, found, reader)
+        if found.stale and not self._stale_allowed:
+            raise Refused(Status.ETMPFAIL, "the vbucket is being filled anew")
+        document = found.document
+        if document is None:
+            if not found.published_seqno and not self.ready(self.view.vbid_of(_key_of(wire_key))):
+                raise Refused(Status.ETMPFAIL, "nothing of the vbucket is published yet")
+            return None
+        return document if vbid is None or vbid == document.vbid else None
+
+    def _check_collection(self, wire_key: bytes, found: Found, reader: Reader) -> None:
+        collection_id = _collection_of(wire_key)
+        collection = found.manifest.collections.get(collection_id)
+        if collection is None:
+            raise Refused(Status.UNKNOWN_COLLECTION, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=found.manifest.uid)
+        if not reader.may_read(found.manifest.scopes.get(collection.scope_id, ""), collection.name):
+            raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read this collection")
+
+    def ready(self, vbid: int) -> bool:
+        """False while a vbucket holds nothing complete: its first stream was not accepted, or is still coming in."""
+        state = self.state(vbid)
+        return bool(
+            state.published_seqno or (state.failover_log and not state.staged_seqno and state.open_snapshot is None)
+        )
+
+    # -- vbuckets
+
+    def state(self, vbid: int) -> VbucketState:
+        """The stored state of a vbucket. Raises Refused."""
+        if vbid >= self.vbucket_count:
+            raise Refused(Status.NOT_MY_VBUCKET)
+        try:
+            return self.view.state(vbid)
+        except StorageError as error:
+            raise self._failed(error) from error
+
+    def served_state(self, vbid: int) -> VbucketState:
+        """The state of a vbucket that clients may rely on: something of its source's history is served."""
+        state = self.state(vbid)
+        refilling = state.staging_branch != state.branch and not self._stale_allowed
+        if refilling or not state.failover_log:
+            raise Refused(Status.ETMPFAIL, "the vbucket is being filled")
+        return state
+
+    # -- collections
+
+    def manifest(self) -> Manifest:
+        """The newest manifest that any vbucket has published."""
+        now = self._clock.monotonic()
+        if self._manifest is None or now - self._manifest[0] > MANIFEST_FRESH_S:
+            try:
+                newest = max((self.view.manifest(vbid) for vbid in range(self.vbucket_count)), key=lambda m: m.uid)
+            except StorageError as error:
+                raise self._failed(error) from error
+            self._manifest = (now, newest)
+        return self._manifest[1]
+
+    def manifest_json(self) -> bytes:
+        """The newest manifest as clients get it."""
+        manifest = self.manifest()
+        if self._manifest_json is None or self._manifest_json[0] != manifest.uid:
+            self._manifest_json = (manifest.uid, manifest_to_json(manifest))
+        return self._manifest_json[1]
+
+    # -- the store below
+
+    def _failed(self, error: StorageError) -> Refused:
+        log.error("a read failed", error=str(error))
+        self.reopen_if_replaced()
+        return Refused(Status.ETMPFAIL, "the store cannot be read")
+
+    def _file_numbers(self) -> list[int]:
+        numbers = []
+        for group in range(self.view.identity.group_count):
+            try:
+                numbers.append(os.stat(os.path.join(directory.group_path(self._data, group), "data.mdb")).st_ino)
+            except OSError:
+                numbers.append(0)
+        return numbers
+
+    def reopen_if_replaced(self) -> bool:
+        """Open the mirror again when a group's file is another one now: a damaged group was given up and made anew."""
+        now = self._file_numbers()
+        if now == self._files or 0 in now:
+            return False
+        log.warning("a group was made anew; opening the mirror again")
+        try:
+            fresh = open_view(self._data)
+        except StorageError as error:
+            log.error("the mirror cannot be opened again", error=str(error))
+            return False
+        self.view.close()
+        self.view, self._files, self._manifest = fresh, now, None
+        return True
+
+
+def manifest_to_json(manifest: Manifest) -> bytes:
+    """A manifest as GET_COLLECTIONS_MANIFEST answers it (kv_engine docs/Collections.md)."""
+    scopes = []
+    for scope_id, scope_name in sorted(manifest.scopes.items()):
+        inside: list[dict[str, object]] = []
+        for entry in sorted(manifest.collections.values(), key=lambda entry: entry.collection_id):
+            if entry.scope_id == scope_id:
+                described: dict[str, object] = {"name": entry.name, "uid": f"{entry.collection_id:x}"}
+                if entry.max_ttl is not None:
+                    described["maxTTL"] = entry.max_ttl
+                inside.append(described)
+        scopes.append({"name": scope_name, "uid": f"{scope_id:x}", "collections": inside})
+    return json.dumps({"uid": f"{manifest.uid:x}", "scopes": scopes}, separators=(",", ":")).encode()
+
+
+def _collection_of(wire_key: bytes) -> int:
+    number = shift = 0
+    for byte in wire_key[:5]:
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+    return number
+
+
+def _key_of(wire_key: bytes) -> bytes:
+    for index, byte in enumerate(wire_key[:5]):
+        if byte < 0x80:
+            return wire_key[index + 1 :]
+    return wire_key

@@ -1,0 +1,328 @@
+"""One KV client's connection: bytes in, answers out, in order, within limits.
+
+Knows frames, the transport and the dispatch table; what operations do, they know. Requests are answered as they are
+read, so nothing is ever under way. Invariants:
+- bytes that are no request end this connection and no other; a request that its operation cannot decode is refused
+  with the codec's status, and the connection stays;
+- at most one incomplete request of bounded size and one received piece are held; a larger request (a write) is refused
+  from its header and its body dropped as it comes;
+- while the client does not take its answers, nothing more of it is read or answered, so what is held for it is the
+  high-water mark and one answer; after `requests_per_turn` answers the others have their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+from typing import Protocol
+
+import structlog
+
+from mirror.serve import kv_documents, kv_requests
+from mirror.serve.kv_bucket import Refused
+from mirror.serve.kv_session import Operation, Reply, Session
+from mirror.serve.listener import Address
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import HEADER_SIZE, Magic, Opcode, Status
+from mirror.wire.errors import ProtocolError, RemoteProtocolError
+from mirror.wire.frame import HEADER, Frame
+
+OPERATIONS: dict[int, Operation] = kv_requests.OPERATIONS | kv_documents.OPERATIONS
+
+HIGH_WATER_BYTES = 256 * 1024
+"""Unsent bytes at which a client's further requests wait."""
+
+GATHER_BYTES = 64 * 1024
+"""Answers are written together up to this size."""
+
+_REQUEST, _FLEX_REQUEST = int(Magic.REQUEST), int(Magic.FLEX_REQUEST)
+_GET = int(Opcode.GET)
+_HELLO = int(Opcode.HELLO)
+_QUITQ = int(Opcode.QUITQ)
+
+log = structlog.get_logger("kv")
+
+
+class Counters:
+    """What one process has done for its readers."""
+
+    __slots__ = ("bytes_sent", "errors", "hits", "misses", "refused", "requests")
+
+    def __init__(self) -> None:
+        """All zero."""
+        self.requests = self.hits = self.misses = self.refused = self.errors = self.bytes_sent = 0
+
+
+class Host(Protocol):
+    """What a connection asks of the process that it is in."""
+
+    counters: Counters
+    now_s: float
+    """Monotonic, renewed every second: good enough to tell the idle."""
+    requests_per_turn: int
+    request_bytes_max: int
+
+    def opened(self, connection: KvConnection) -> Session | None:
+        """A client connected: its session, or None where there is no room for it."""
+
+    def closed(self, connection: KvConnection) -> None:
+        """A client is gone."""
+
+    def paused(self, connection: KvConnection) -> None:
+        """A client does not take its answers."""
+
+
+class KvConnection(asyncio.Protocol):
+    """A client."""
+
+    def __init__(self, host: Host, address: Address) -> None:
+        """Not connected yet; `address` is the listener's."""
+        self.address = address
+        self.heard_s = host.now_s
+        self.paused_s: float | None = None
+        """Since when nothing of an answer was taken."""
+        self.unsent_seen = 0
+        """Unsent bytes when the host last looked."""
+        self.transport: asyncio.Transport
+        self.session: Session
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._wanted = HEADER_SIZE
+        """Bytes that must be here before there is something to do."""
+        self._skip = 0
+        """Bytes of a refused request that are still to come."""
+        self._paused = False
+        self._waiting = False
+        """The rest of the pipeline waits for its next turn."""
+        self._ended = False
+
+    # -- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client connected."""
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        session = self._host.opened(self)
+        if session is None:
+            self._ended = True
+            transport.abort()
+            return
+        self.session = session
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The client is gone."""
+        self._ended = True
+        self._pieces.clear()
+        self._host.closed(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        self.heard_s = self._host.now_s
+        if self._ended:
+            return
+        self._pieces.append(data)
+        self._size += len(data)
+        if not (self._paused or self._waiting):
+            self._work()
+
+    def pause_writing(self) -> None:
+        """The client does not take what it asked for."""
+        self._paused = True
+        self.paused_s = self._host.now_s
+        self.unsent_seen = self.unsent_bytes
+        self.transport.pause_reading()
+        self._host.paused(self)
+
+    def resume_writing(self) -> None:
+        """The client takes again."""
+        self._paused = False
+        self.paused_s = None
+        if not self._ended and not self._waiting:
+            self._work()
+            self._read_on()
+
+    # -- what the host may ask
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Answers that the client has not taken."""
+        return self.transport.get_write_buffer_size()
+
+    def hang_up(self) -> None:
+        """Send what is written, then close."""
+        self._ended = True
+        self.transport.close()
+
+    def abort(self) -> None:
+        """Close now."""
+        self._ended = True
+        self.transport.abort()
+
+    # -- work
+
+    def _work(self) -> None:
+        """Answer what is here, as far as limits let it."""
+        if self._size < self._wanted and not self._skip:
+            return
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        pos = min(self._skip, len(data))
+        self._skip -= pos
+        out: list[bytes] = []
+        try:
+            pos = self._answer_all(data, pos, out)
+        except ProtocolError as error:
+            log.debug("a client sent what is no request", error=str(error))
+            self._host.counters.errors += 1
+            self._flush(out)
+            self.hang_up()
+            return
+        self._flush(out)
+        if self._ended:
+            return
+        self._size = len(data) - pos
+        if self._size:
+            self._pieces.append(data[pos:] if pos else data)
+        if self._size >= self._wanted and not self._paused:
+            self._waiting = True
+            self.transport.pause_reading()
+            self._loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._waiting = False
+        if not self._paused and not self._ended:
+            self._work()
+            self._read_on()
+
+    def _read_on(self) -> None:
+        if not (self._paused or self._waiting or self._ended):
+            self.transport.resume_reading()
+
+    def _flush(self, out: list[bytes]) -> None:
+        if out:
+            sent = out[0] if len(out) == 1 else b"".join(out)
+            out.clear()
+            self._host.counters.bytes_sent += len(sent)
+            self.transport.write(sent)
+
+    def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
+        """Answer requests from `pos` on; returns where it stopped, and sets what it waits for."""
+        host = self._host
+        end = len(data)
+        gathered = 0
+        for _ in range(host.requests_per_turn):
+            if end - pos < HEADER_SIZE:
+                fr.frame_size(data, pos)  # a first byte that begins no frame is an error at once
+                self._wanted = HEADER_SIZE
+                return pos
+            size = fr.frame_size(data, pos)
+            if size > host.request_bytes_max:
+                answer = self._refuse_large(data, pos)
+                self._skip = max(size - (end - pos), 0)
+                size = min(size, end - pos)
+            elif end - pos < size:
+                self._wanted = size
+                return pos
+            else:
+                frame, _ = fr.decode(data, pos)
+                answer = self._answer(frame)
+            pos += size
+            self._wanted = HEADER_SIZE
+            if answer:
+                out.append(answer)
+                gathered += len(answer)
+                if gathered > GATHER_BYTES:
+                    self._flush(out)
+                    gathered = 0
+            if self._ended or self._paused:
+                break
+        return pos
+
+    def _refuse_large(self, data: bytes, pos: int) -> bytes:
+        """The answer to a request whose body is not even looked at."""
+        magic, opcode, _, _, _, vbucket, _, opaque, _ = HEADER.unpack_from(data, pos)
+        self._check_magic(magic, opcode)
+        self._host.counters.requests += 1
+        self._host.counters.refused += 1
+        if opcode in kv_documents.CHANGES:
+            reply = self._reply(Frame(magic, opcode, 0, vbucket, opaque))
+        else:
+            reply = self.session.refuse(Status.E2BIG, "the request is too large")
+        assert reply is not None, "refusals are never quiet"
+        return self._encode(Frame(_REQUEST, opcode, 0, vbucket, opaque), reply, perf_counter())
+
+    @staticmethod
+    def _check_magic(magic: int, opcode: int) -> None:
+        if magic not in (_REQUEST, _FLEX_REQUEST):
+            raise RemoteProtocolError(f"not a request: magic 0x{magic:02x}", op=opcode)
+
+    def _answer(self, frame: Frame) -> bytes:
+        """The bytes of the answer to one request; none for a quiet one."""
+        began = perf_counter()
+        counters = self._host.counters
+        counters.requests += 1
+        magic, opcode = frame.magic, frame.opcode
+        if magic != _REQUEST:
+            if magic == Magic.SERVER_RESPONSE:
+                return b""
+            self._check_magic(magic, opcode)
+        if opcode == _QUITQ:
+            self.hang_up()
+            return b""
+        reply = self._reply(frame)
+        if reply is None:
+            counters.misses += 1
+            return b""
+        status = reply.status
+        if not status:
+            counters.hits += 1
+        elif status == Status.KEY_ENOENT:
+            counters.misses += 1
+        elif status != Status.AUTH_CONTINUE:
+            counters.refused += 1
+        answer = self._encode(frame, reply, began)
+        if reply.before:
+            answer = b"".join([*(self._encode(frame, each, began) for each in reply.before), answer])
+        if reply.hang_up:
+            self._host.counters.bytes_sent += len(answer)
+            self.transport.write(answer)
+            self.hang_up()
+            return b""
+        return answer
+
+    def _encode(self, frame: Frame, reply: Reply, began: float) -> bytes:
+        framing = b""
+        if self.session.tracing and frame.opcode != _HELLO:
+            framing = codec_kv.encode_server_duration((perf_counter() - began) * 1e6)
+        answer = fr.response(
+            frame,
+            reply.status,
+            datatype=reply.datatype,
+            cas=reply.cas,
+            framing=framing,
+            extras=reply.extras,
+            key=reply.key,
+            value=reply.value,
+        )
+        return fr.encode(answer)
+
+    def _reply(self, frame: Frame) -> Reply | None:
+        session = self.session
+        operation = OPERATIONS.get(frame.opcode)
+        if session.reader is None and not (operation and operation.before_login):
+            return session.refuse(Status.EACCESS, "log in first")
+        if operation is None:
+            return session.refuse(Status.UNKNOWN_COMMAND)
+        try:
+            return operation.handle(session, frame)
+        except Refused as error:
+            return session.refused(error)
+        except ProtocolError as error:
+            return session.refuse(error.status, error.detail)
+        except ValueError as error:
+            log.error("a document cannot be taken apart", opcode=frame.opcode, error=str(error))
+            return session.refuse(Status.EINTERNAL, "the document cannot be read")

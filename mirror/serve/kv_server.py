@@ -1,0 +1,181 @@
+"""The KV endpoint of one process: its listeners, its connections, and the limits over all of them.
+
+Knows the event loop and the connections; must never know what is asked. Invariants: a connection above the limit is
+closed at once; one that is silent, or takes nothing of its answers for too long, is hung up on; when readers together
+take too little, the one with most unsent bytes goes, so that memory is bounded whatever they do; stopping closes the
+listeners first and then gives connections a moment to take what was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import ssl
+from collections.abc import Sequence
+from functools import partial
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.serve.auth import Users
+from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_connection import Counters, KvConnection
+from mirror.serve.kv_map import ClusterMap
+from mirror.serve.kv_session import Session
+from mirror.serve.listener import BACKLOG, Address, Limits
+
+SWEEP_S = 1.0
+HANDSHAKE_LIMIT_S = 10.0
+"""For TLS; who does not finish it is hung up on."""
+REPLACED_CHECK_S = 5.0
+"""How often it is looked whether a group was made anew."""
+
+log = structlog.get_logger("kv")
+
+
+class KvServer:
+    """The endpoint."""
+
+    def __init__(
+        self,
+        bucket: KvBucket,
+        users: Users,
+        cluster_map: ClusterMap,
+        clock: Clock,
+        *,
+        limits: Limits | None = None,
+        requests_per_turn: int = 128,
+        request_bytes_max: int = 64 * 1024,
+    ) -> None:
+        """Not listening yet."""
+        self.counters = Counters()
+        self.now_s = clock.monotonic()
+        self.requests_per_turn = requests_per_turn
+        self.request_bytes_max = request_bytes_max
+        self.connections: set[KvConnection] = set()
+        self.accepted_count = 0
+        self.rejected_count = 0
+        self.dropped_count = 0
+        """Hung up on for silence or for not taking their answers."""
+        self._bucket = bucket
+        self._users = users
+        self._map = cluster_map
+        self._clock = clock
+        self._limits = limits or Limits()
+        self._secret = secrets.token_bytes(16)
+        self._servers: list[asyncio.Server] = []
+        self._sweeper: asyncio.Task[None] | None = None
+        self._empty = asyncio.Event()
+
+    async def start(self, sockets: Sequence[tuple[Address, socket.socket]], tls: ssl.SSLContext | None = None) -> None:
+        """Serve what connects to these sockets."""
+        loop = asyncio.get_running_loop()
+        for address, listening in sockets:
+            assert not address.tls or tls is not None, "addresses were checked against the settings"
+            context = tls if address.tls else None
+            limit_s = HANDSHAKE_LIMIT_S if context is not None else None
+            factory = partial(KvConnection, self, address)
+            create = loop.create_server if address.path is None else loop.create_unix_server
+            self._servers.append(
+                await create(factory, sock=listening, ssl=context, ssl_handshake_timeout=limit_s, backlog=BACKLOG)
+            )
+        self._sweeper = asyncio.create_task(self._sweep(), name="kv sweeper")
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Stop listening, let answers out, close what is left."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        for server in self._servers:
+            server.close()
+        for connection in list(self.connections):
+            connection.hang_up()
+        self._empty.clear()
+        if self.connections:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), grace_s)
+        for connection in list(self.connections):
+            connection.abort()
+
+    def status(self) -> dict[str, int]:
+        """Numbers that only rise, but for the connections that are open now."""
+        counters = self.counters
+        return {
+            "kv_connections": len(self.connections),
+            "kv_accepted": self.accepted_count,
+            "kv_rejected": self.rejected_count,
+            "kv_dropped": self.dropped_count,
+            "kv_requests": counters.requests,
+            "kv_hits": counters.hits,
+            "kv_misses": counters.misses,
+            "kv_refused": counters.refused,
+            "kv_errors": counters.errors,
+            "kv_sent_bytes": counters.bytes_sent,
+        }
+
+    # -- what connections ask
+
+    def opened(self, connection: KvConnection) -> Session | None:
+        """A client connected."""
+        if len(self.connections) >= self._limits.connections_max:
+            self.rejected_count += 1
+            return None
+        self.accepted_count += 1
+        self.connections.add(connection)
+        return Session(
+            self._bucket,
+            self._users,
+            self._map,
+            self._secret,
+            plain_allowed=connection.address.local or connection.address.tls,
+            reader=self._users.anonymous if connection.address.local else None,
+        )
+
+    def closed(self, connection: KvConnection) -> None:
+        """A client is gone."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._empty.set()
+
+    def paused(self, connection: KvConnection) -> None:
+        """A client does not take its answers; if all of them hold too much, the one with most goes."""
+        paused = [each for each in self.connections if each.paused_s is not None]
+        total = sum(each.unsent_bytes for each in paused)
+        while total > self._limits.unsent_bytes_max and paused:
+            worst = max(paused, key=lambda each: each.unsent_bytes)
+            paused.remove(worst)
+            total -= worst.unsent_bytes
+            self._drop(worst, "readers take too little, and it has most to take")
+
+    # -- the sweep
+
+    async def _sweep(self) -> None:
+        checked_s = self._clock.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.now_s = self._clock.monotonic()
+            self.sweep()
+            if self.now_s - checked_s >= REPLACED_CHECK_S:
+                checked_s = self.now_s
+                self._bucket.reopen_if_replaced()
+
+    def sweep(self) -> None:
+        """Hang up on the idle and on those who take nothing."""
+        for connection in list(self.connections):
+            if connection.paused_s is None:
+                if self.now_s - connection.heard_s > self._limits.idle_timeout_s:
+                    self._drop(connection, "silent for too long")
+                continue
+            unsent = connection.unsent_bytes
+            if unsent < connection.unsent_seen:
+                connection.paused_s, connection.unsent_seen = self.now_s, unsent
+            elif self.now_s - connection.paused_s > self._limits.send_timeout_s:
+                self._drop(connection, "takes nothing of its answers")
+
+    def _drop(self, connection: KvConnection, why: str) -> None:
+        self.dropped_count += 1
+        log.info("hung up on a client", why=why, agent=connection.session.agent[:80])
+        connection.abort()

@@ -1,0 +1,109 @@
+"""What one KV client said about itself, and the parts of an answer: the shape shared by all operations.
+
+Knows features, the reader behind the connection, the chosen bucket; must never know sockets or what an operation does.
+Invariants: an answer goes out in the framing that was negotiated (captures/sdk_72_*: with tracing every answer is
+flexible and tells how long it took, but for HELLO's own); error contexts are JSON and only for clients that asked for
+them; nothing is read for somebody who is nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mirror.feed.sasl import ScramServer
+from mirror.serve.auth import Reader, Users
+from mirror.serve.kv_bucket import KvBucket, Refused
+from mirror.serve.kv_map import ClusterMap
+from mirror.wire.constants import Datatype, Feature, Status
+from mirror.wire.frame import Frame
+
+JSON = int(Datatype.JSON)
+
+READ_ONLY = "this is a read-only mirror: write to the cluster it mirrors"
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer without its addressing."""
+
+    status: int = Status.SUCCESS
+    extras: bytes = b""
+    key: bytes = b""
+    value: bytes = b""
+    datatype: int = 0
+    cas: int = 0
+    before: tuple[Reply, ...] = ()
+    """Answers to the same request that go before this one."""
+    hang_up: bool = False
+    """Close the connection when everything was sent."""
+
+
+@dataclass(slots=True)
+class Session:
+    """A client."""
+
+    bucket: KvBucket
+    users: Users
+    cluster_map: ClusterMap
+    secret: bytes
+    """Of this process; makes the salt of an unknown user steady."""
+    plain_allowed: bool
+    """The password may come in the clear: nobody else can hear it."""
+    reader: Reader | None = None
+    features: frozenset[int] = frozenset()
+    agent: str = ""
+    bucket_selected: bool = False
+    scram: tuple[str, ScramServer] | None = None
+    failed_logins: int = 0
+    xerror: bool = field(default=False, repr=False)
+    tracing: bool = field(default=False, repr=False)
+    collections: bool = field(default=False, repr=False)
+    snappy: bool = field(default=False, repr=False)
+    json: bool = field(default=False, repr=False)
+
+    def grant(self, features: frozenset[int]) -> None:
+        """Take a client's features."""
+        self.features = features
+        self.xerror = Feature.XERROR in features
+        self.tracing = Feature.TRACING in features
+        self.collections = Feature.COLLECTIONS in features
+        self.snappy = Feature.SNAPPY in features
+        self.json = Feature.JSON in features
+
+    def refuse(
+        self, status: int, context: str = "", *, with_reference: bool = False, manifest_uid: int | None = None
+    ) -> Reply:
+        """An error answer, with its context where the client takes one."""
+        if not self.xerror:
+            return Reply(status)
+        error: dict[str, str] = {}
+        if context:
+            error["context"] = context
+        if with_reference:
+            error["ref"] = str(uuid.uuid4())
+        if not error:
+            return Reply(status)
+        body: dict[str, object] = {"error": error}
+        if manifest_uid is not None:
+            body["manifest_uid"] = f"{manifest_uid:x}"
+        return Reply(status, value=json.dumps(body, separators=(",", ":")).encode(), datatype=JSON)
+
+    def refused(self, error: Refused) -> Reply:
+        """The answer to a request that was refused."""
+        if error.status == Status.NOT_MY_VBUCKET:
+            return Reply(error.status, value=self.cluster_map.of_bucket, datatype=JSON)
+        return self.refuse(error.status, error.context, manifest_uid=error.manifest_uid)
+
+
+Handler = Callable[[Session, Frame], Reply | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A row of the dispatch table."""
+
+    handle: Handler
+    before_login: bool = False

@@ -1,0 +1,110 @@
+"""A server process: opens the mirror for reading, listens, and answers the supervisor.
+
+Knows how the rooms of one kind of server are wired together; being a good child is `worker`'s part. Invariants: the
+mirror is opened after the process was spawned; its sockets are its own (or inherited, where they are Unix sockets), so
+that its death takes no other process's connections along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from typing import Any
+
+from mirror.clock import SystemClock
+from mirror.config import Settings, from_wire
+from mirror.errors import ConfigError
+from mirror.serve.auth import server_tls, users_of
+from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
+from mirror.serve.kv_server import KvServer
+from mirror.serve.listener import Address, Limits, listening_socket, parse_addresses
+from mirror.supervise import logs
+from mirror.supervise.channel import Message
+from mirror.supervise.listeners import SLOTS_PER_KIND
+from mirror.supervise.worker import Work, main
+
+Sockets = list[tuple[Address, socket.socket]]
+
+
+class KvServing:
+    """The work of a KV process."""
+
+    def __init__(self, settings: Settings, sockets: Sockets, revision: int) -> None:
+        """Open the mirror. Raises StorageError, ConfigError."""
+        clock = SystemClock()
+        self._tls = server_tls(settings)
+        self._users = users_of(settings)
+        self._bucket = KvBucket(str(settings.data), clock, stale_allowed=settings.refill_reads == "stale")
+        if settings.kv_nodes is not None:
+            nodes = named_nodes(parse_addresses(settings.kv_nodes, "kv_nodes"))
+        else:
+            nodes = [own_node([address for address, _ in sockets])]
+        self._server = KvServer(
+            self._bucket,
+            self._users,
+            ClusterMap(self._bucket.identity, nodes, revision),
+            clock,
+            limits=Limits.of(settings),
+            requests_per_turn=settings.kv_pipeline_max,
+            request_bytes_max=settings.kv_request_bytes_max,
+        )
+        self._sockets = sockets
+        self._ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """Listen."""
+        await self._server.start(self._sockets, self._tls)
+
+    async def run(self) -> None:
+        """Serve until stopped."""
+        try:
+            await self._ended.wait()
+        finally:
+            await self._server.stop()
+            self._bucket.close()
+
+    async def stop(self) -> None:
+        """Let `run` return."""
+        self._ended.set()
+
+    def status(self) -> dict[str, Any]:
+        """No vbuckets: they are the workers'."""
+        return {"vbuckets": [], "counters": self._server.status()}
+
+    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
+        """No command is known."""
+        raise ConfigError(f"a KV process knows no command {command.get('op')!r}")
+
+
+async def open_server(start: Message) -> Work:
+    """Open the mirror and listen, as a START message says. Raises what makes that impossible."""
+    settings = from_wire(start["settings"])
+    kind, number = start["kind"], start["slot"] % SLOTS_PER_KIND
+    logs.set_up(settings.log_level, json=settings.log_json, process=f"{kind} {number}")
+    if settings.data is None:
+        raise ConfigError("a server was started without data")
+    sockets: Sockets = []
+    for text, inherited in start["listeners"]:
+        address = parse_addresses(text, kind)[0]
+        try:
+            sockets.append((address, listening_socket(address, inherited)))
+        except OSError as error:
+            raise ConfigError(f"{kind}: cannot listen at {address}: {error.strerror or error}", setting=kind) from error
+    if kind == "http":
+        # imported here: a KV process has no use for the HTTP stack's memory
+        from mirror.serve.http_server import HttpServer, Listening
+        from mirror.supervise.stored import stored_status
+
+        listening = [Listening(each, address.local, address.tls) for address, each in sockets]
+        http = HttpServer(settings, listening, stored_status, SystemClock(), name=f"http-{number}")
+        await http.start()
+        return http
+    kv = KvServing(settings, sockets, start["revision"])
+    await kv.start()
+    return kv
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], open_server))

@@ -1,0 +1,321 @@
+"""A KV endpoint for tests: over a store that the test fills, or over one that a consumer fills from a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from mirror.clock import SystemClock
+from mirror.sandbox import SandboxThread
+from mirror.serve.auth import Reader, SourceUser, Users
+from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.kv_server import KvServer
+from mirror.serve.listener import Address, Limits, Reserved, listening_socket, reserve
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.constants import Feature, Opcode
+from mirror.wire.frame import Frame
+from storage import directory, keys
+from storage.model import Collection, FailoverEntry, Identity, Manifest, ManifestUid, Seqno, SnapshotRange, Vbuuid
+from storage.writer import GroupWriter
+from tests.feed.harness import Mirror
+
+T = TypeVar("T")
+WAIT_S = 20.0
+USER = PASSWORD = "demo"
+ALL_FEATURES = (0x03, 0x04, 0x06, 0x07, 0x08, 0x0A, 0x0B, 0x0C, 0x0E, 0x0F, 0x10, 0x11, 0x12, 0x14, 0x15, 0x1D)
+_MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
+DEFAULT = Collection(0, 0, "_default", Seqno(0))
+
+
+def users() -> Users:
+    return SourceUser(USER, lambda: PASSWORD)
+
+
+class Store:
+    """A mirror's directory, and its writers while the test fills it."""
+
+    def __init__(
+        self, path: Path, *, vbuckets: int = 16, bucket: str = "orders", uuid: str = "0123456789abcdef"
+    ) -> None:
+        self.path = str(path / "data")
+        self.identity = Identity("cluster", bucket, uuid, vbuckets, 1)
+        directory.create(self.path, self.identity)
+        self.writer = GroupWriter.open(
+            directory.group_path(self.path, 0),
+            group=0,
+            vbids=directory.group_vbids(self.identity, 0),
+            identity=self.identity,
+            sync="unsafe",
+            clock_ms=SystemClock().wall_ms,
+        )
+
+    def log(self, vbid: int, *entries: tuple[int, int]) -> None:
+        """The source's failover log, newest first."""
+        self.writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in entries])
+        self.writer.commit()
+
+    def logs(self, vbuuid: int = 77) -> None:
+        for vbid in range(self.identity.vbucket_count):
+            self.log(vbid, (vbuuid, 0))
+
+    def put(
+        self,
+        key: bytes,
+        value: bytes,
+        seqno: int,
+        *,
+        cid: int = 0,
+        cas: int = 0,
+        rev: int = 1,
+        flags: int = 0,
+        expiry: int = 0,
+        datatype: int = 0,
+        publish: bool = True,
+    ) -> int:
+        """Store one document as a snapshot of its own; returns its vbucket."""
+        vbid = keys.vbid_of(key, self.identity.vbucket_count)
+        wire_key = keys.encode_collection_id(cid) + key
+        head = _MUTATION.pack(
+            0x80, 0x57, len(wire_key), 31, datatype, vbid, 31 + len(wire_key) + len(value), 0, cas or seqno,
+            seqno, rev, flags, expiry, 0, 0, 0,
+        )  # fmt: skip
+        self._stage(vbid, seqno, head + wire_key + value, publish)
+        return vbid
+
+    def delete(self, key: bytes, seqno: int, *, cid: int = 0, cas: int = 0) -> None:
+        vbid = keys.vbid_of(key, self.identity.vbucket_count)
+        wire_key = keys.encode_collection_id(cid) + key
+        head = struct.pack(
+            ">BBHBBHIIQQQH", 0x80, 0x58, len(wire_key), 18, 0, vbid, 18 + len(wire_key), 0, cas or seqno, seqno, 2, 0
+        )
+        self._stage(vbid, seqno, head + wire_key, True)
+
+    def _stage(self, vbid: int, seqno: int, frame: bytes, publish: bool) -> None:
+        row = (self.writer.row_prefix(vbid) + seqno.to_bytes(8), frame)
+        self.writer.stage(vbid, [row], len(frame), SnapshotRange(Seqno(seqno), Seqno(seqno)))
+        if publish:
+            self.writer.publish(vbid, seqno, seqno)
+            self.writer.commit()
+        else:
+            self.writer.commit(flush_open=True)
+
+    def collections(
+        self,
+        seqno: int,
+        scopes: dict[int, str],
+        *collections: Collection,
+        uid: int | None = None,
+        vbids: Sequence[int] = (),
+    ) -> None:
+        """A system event in every vbucket (or in these)."""
+        named = {entry.collection_id: entry for entry in collections}
+        manifest = Manifest(ManifestUid(uid or seqno), {0: "_default", **scopes}, named)
+        frame = struct.pack(">BBHBBHIIQQIB", 0x80, 0x5F, 0, 13, 0, 0, 13, 0, 0, seqno, 0, 0)
+        for vbid in vbids or range(self.identity.vbucket_count):
+            self.writer.system_event(vbid, seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
+            self.writer.publish(vbid, seqno, seqno)
+        self.writer.commit()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Client:
+    """One plain connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.buffer = FrameBuffer()
+        self._opaque = 0
+
+    async def send(self, *frames: Frame) -> None:
+        self.writer.write(b"".join(fr.encode(frame) for frame in frames))
+        await self.writer.drain()
+
+    async def receive(self) -> Frame | None:
+        """The next frame; None when the server hung up."""
+        async with asyncio.timeout(WAIT_S):
+            while (frame := self.buffer.next_frame()) is None:
+                try:
+                    data = await self.reader.read(1 << 18)
+                except ConnectionError:
+                    return None
+                if not data:
+                    return None
+                self.buffer.feed(data)
+            return frame
+
+    async def ask(self, frame: Frame) -> Frame:
+        await self.send(frame)
+        answer = await self.receive()
+        assert answer is not None, "the server hung up"
+        assert (answer.opcode, answer.opaque) == (frame.opcode, frame.opaque)
+        return answer
+
+    async def get(self, key: bytes, *, opcode: int = Opcode.GET, vbid: int = 0) -> Frame:
+        return await self.ask(fr.request(opcode, vbucket=vbid, key=key, opaque=7))
+
+    async def hello(self, *features: int) -> tuple[int, ...]:
+        return codec_kv.decode_features((await self.ask(codec_kv.hello(b"test", features))).value)
+
+    async def login(self, user: str = USER, password: str = PASSWORD) -> int:
+        return (await self.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode()))).status
+
+    async def alive(self) -> bool:
+        await self.send(codec_kv.noop())
+        return await self.receive() is not None
+
+    async def close(self) -> None:
+        self.writer.close()
+        try:
+            await self.writer.wait_closed()
+        except ConnectionError:
+            return
+
+
+class Endpoint:
+    """A server on a free port, or on a Unix socket, in the running loop."""
+
+    def __init__(self, path: str, held: Sequence[Reserved], server: KvServer, bucket: KvBucket) -> None:
+        self.path = path
+        self.held = held
+        self.server = server
+        self.bucket = bucket
+        self.clients: list[Client] = []
+
+    @property
+    def port(self) -> int:
+        return self.held[0].address.port
+
+    async def connect(self, which: int = 0, **kwargs: Any) -> Client:
+        address = self.held[which].address
+        if address.path is not None:
+            client = Client(*await asyncio.open_unix_connection(address.path))
+        else:
+            client = Client(*await asyncio.open_connection(address.host, address.port, **kwargs))
+        self.clients.append(client)
+        return client
+
+    async def sdk(self) -> Client:
+        """A client as an SDK is one: features, login, bucket."""
+        client = await self.connect()
+        await client.hello(*(each for each in ALL_FEATURES if each != Feature.TRACING))
+        assert await client.login() == 0
+        assert (await client.ask(codec_kv.select_bucket(self.bucket.name.encode()))).status == 0
+        return client
+
+
+@asynccontextmanager
+async def serving(
+    path: str,
+    *,
+    readers: Users | None = None,
+    addresses: Sequence[Address] = (Address(),),
+    limits: Limits | None = None,
+    stale_allowed: bool = False,
+    tls: Any = None,
+    **options: Any,
+) -> AsyncIterator[Endpoint]:
+    bucket = KvBucket(path, SystemClock(), stale_allowed=stale_allowed)
+    held = [reserve(address, "kv") for address in addresses]
+    real = [each.address for each in held]
+    server = KvServer(
+        bucket,
+        readers or users(),
+        ClusterMap(bucket.identity, [own_node(real)], 5),
+        SystemClock(),
+        limits=limits,
+        **options,
+    )
+    await server.start([(each.address, listening_socket(each.address, each.inherited)) for each in held], tls)
+    endpoint = Endpoint(path, held, server, bucket)
+    try:
+        yield endpoint
+    finally:
+        for client in endpoint.clients:
+            await client.close()
+        await server.stop(0.2)
+        bucket.close()
+        for each in held:
+            if each.address.path is None:
+                each.release()
+
+
+class MirrorThread:
+    """A consumer of a sandbox and a KV endpoint over its store, in a thread of their own."""
+
+    def __init__(self, source: SandboxThread, path: Path, *, settings: dict[str, Any] | None = None) -> None:
+        self.source = source
+        cluster = source.cluster
+        self.mirror = Mirror(
+            path,
+            bucket=cluster.bucket.name,
+            bucket_uuid=cluster.bucket.map.bucket_uuid,
+            vbuckets=len(cluster.bucket.vbuckets),
+            password=PASSWORD,
+            groups=2,
+            settings=settings,
+        )
+        self.path = self.mirror.path
+        self.port = 0
+        self.server: KvServer
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mirror", daemon=True)
+        self._stack: Any = None
+
+    @property
+    def connection_string(self) -> str:
+        return f"couchbase://127.0.0.1:{self.port}"
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        async def called() -> T:
+            return function(*args)
+
+        return self.run(called())
+
+    def caught_up(self) -> None:
+        """Wait until everything that the source has now is published."""
+        vbuckets = self.source.cluster.bucket.vbuckets
+        for vbid, seqno in enumerate(self.source.call(lambda: [each.high_seqno for each in vbuckets])):
+            self.run(self.mirror.until_published(vbid, seqno))
+
+    def __enter__(self) -> MirrorThread:
+        self._thread.start()
+        self.run(self._start())
+        return self
+
+    async def _start(self) -> None:
+        self.mirror.start(self.source.connection_string)
+        self._stack = serving(self.path)
+        endpoint = await self._stack.__aenter__()
+        self.port, self.server = endpoint.port, endpoint.server
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        async def stop() -> None:
+            await self._stack.__aexit__(None, None, None)
+            await self.mirror.stop()
+
+        try:
+            self.run(stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+__all__ = ["Client", "Endpoint", "MirrorThread", "Reader", "Store", "serving", "users"]

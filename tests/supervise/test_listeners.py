@@ -1,0 +1,85 @@
+"""Addresses and slots of the servers: what is taken, told, started and restarted."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from mirror.supervise.listeners import Listeners, kind_of, outdated_by
+
+
+def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
+    settings = Settings(kv=f"127.0.0.1:0,unix:{tmp_path}/kv.sock", http="0", kv_processes=2)
+    listeners = Listeners(settings, 7)
+    assert listeners.desired(settings) == {}
+    listeners.reserve()
+    assert listeners.desired(settings) == {1000: (), 1001: (), 2000: ()}
+    assert listeners.desired(settings.model_copy(update={"kv_processes": 1})) == {1000: (), 2000: ()}
+    assert [kind_of(slot) for slot in (0, 999, 1000, 1999, 2000, 3000)] == [None, None, "kv", "kv", "http", None]
+    started = listeners.start_fields(1001)
+    assert (started["kind"], started["revision"], len(started["listeners"])) == ("kv", 7, 2)
+    (inherited,) = listeners.inherited(1000)
+    assert started["listeners"][1] == [f"unix:{tmp_path}/kv.sock", inherited]
+    assert listeners.inherited(0) == listeners.inherited(2000) == []
+    urls = listeners.urls()
+    assert urls["kv"][0].startswith("couchbase://127.0.0.1:")
+    assert urls["kv"][1] == f"unix:{tmp_path}/kv.sock"
+    assert urls["http"][0].startswith("http://127.0.0.1:")
+    assert listeners.ready(0) == []
+    assert listeners.ready(1001) == [f"kv {url}" for url in urls["kv"]]
+    assert listeners.ready(1000) == []
+    assert listeners.ready(2000) == [f"http {urls['http'][0]}"]
+    listeners.release()
+    assert not (tmp_path / "kv.sock").exists()
+
+
+def test_without_addresses_there_are_no_servers() -> None:
+    listeners = Listeners(Settings(), 1)
+    listeners.reserve()
+    assert (listeners.desired(Settings()), listeners.urls()) == ({}, {})
+    listeners.release()
+
+
+def test_an_address_that_is_taken_lets_the_others_go() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        listeners = Listeners(Settings(kv=f"{port}", http=f"{taken.getsockname()[1]}"), 1)
+        with pytest.raises(ConfigError, match="http: cannot listen"):
+            listeners.reserve()
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize(
+    ("values", "setting"),
+    [
+        ({"kv": "nowhere"}, "kv"),
+        ({"http": "0.0.0.0:80"}, "http"),
+        ({"kv": "0", "users_file": "/nonexistent"}, "users_file"),
+        ({"kv": "tls://127.0.0.1:0", "listen_tls_cert_file": "/nonexistent"}, "listen_tls_cert_file"),
+        ({"kv_nodes": "a,b"}, "kv_nodes"),
+    ],
+)
+def test_bad_settings_are_found_before_anything_starts(values: dict[str, str], setting: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Listeners(Settings.model_validate(values), 1)
+    assert caught.value.setting == setting
+
+
+@pytest.mark.parametrize(
+    ("changed", "worker", "server"),
+    [
+        ({"kv_pipeline_max"}, False, True),
+        ({"users_file", "reader_idle_timeout_s"}, False, True),
+        ({"commit_interval_ms"}, True, False),
+        ({"log_level"}, True, True),
+        ({"workers", "kv_processes", "http_processes"}, False, False),
+        (set(), False, False),
+    ],
+)
+def test_a_setting_restarts_only_those_whom_it_concerns(changed: set[str], worker: bool, server: bool) -> None:
+    assert (outdated_by(0, changed), outdated_by(1000, changed)) == (worker, server)
