@@ -98,6 +98,19 @@ def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str | Text]], ri
 # -- status -----------------------------------------------------------------------------------------------------------
 
 
+def history_text(sums: Mapping[str, Any]) -> str | None:
+    """How far back readers can go, and what that takes."""
+    if sums.get("versions") is None:
+        return None
+    text = f"{number(sums['versions'])} versions"
+    if sums["documents"] is not None:
+        text += f" of {number(sums['documents'])} documents"
+    if sums["boundaries"] is not None:
+        text += f", {number(sums['boundaries'])} boundaries"
+    text += f", {size(sums['row_bytes'] + sums['key_bytes'])}"
+    return text + (f", back to {moment(sums['history_floor_ms'])}" if sums["history_floor_ms"] else "")
+
+
 def summary(document: Mapping[str, Any]) -> Table:
     """The mirror as a whole."""
     sums = document["totals"]
@@ -125,6 +138,7 @@ def summary(document: Mapping[str, Any]) -> Table:
             "lag": lag,
             "rate": rate,
             "rollbacks": rollbacks,
+            "history": history_text(sums),
         }
     )
 

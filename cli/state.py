@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output, render
+from storage.history import History
 from storage.model import Boundary, VbucketState
 from storage.view import open_view
 
@@ -26,7 +27,7 @@ def boundary_object(boundary: Boundary) -> dict[str, Any]:
     }
 
 
-def state_object(state: VbucketState, boundaries: list[Boundary]) -> dict[str, Any]:
+def state_object(state: VbucketState, boundaries: list[Boundary], history: History) -> dict[str, Any]:
     """A vbucket, in the shape of cli/JSON.md."""
     snapshot = state.open_snapshot
     return {
@@ -41,6 +42,12 @@ def state_object(state: VbucketState, boundaries: list[Boundary]) -> dict[str, A
         "source_purge_seqno": state.source_purge_seqno,
         "local_purge_seqno": state.local_purge_seqno,
         "history_floor_seqno": state.history_floor_seqno,
+        "history_floor_ms": history.floor_ms,
+        "purged_seqno": history.purged_seqno,
+        "versions": history.versions,
+        "row_bytes": history.row_bytes,
+        "key_bytes": history.key_bytes,
+        "stale": state.staging_branch != state.branch and state.published_seqno > 0,
         "manifest_uid": f"{state.manifest.uid:x}",
         "rollback_count": state.rollback_count,
         "last_rollback_ms": state.last_rollback_ms,
@@ -60,14 +67,15 @@ def state(
     path = str(options.data_directory(data, config))
     with open_view(path) as view:
         states = view.states() if vbid is None else [view.state(vbid)]
-        rows = [state_object(each, view.boundaries(each.vbid)) for each in states]
+        rows = [state_object(each, view.boundaries(each.vbid), view.history(each.vbid)) for each in states]
         identity = view.identity
     if as_json:
         output.print_json(
             {"data": path, "bucket": identity.bucket_name, "bucket_uuid": identity.bucket_uuid, "vbuckets": rows}
         )
         return
-    headers = ["vbid", "branch", "vbuuid", "published", "staged", "open snapshot", "floor", "purged", "boundaries"]
+    headers = ["vbid", "branch", "vbuuid", "published", "staged", "open snapshot", "floor", "of", "boundaries"]
+    headers += ["versions", "size"]
     render.show(
         render.plain_table(
             headers,
@@ -82,11 +90,13 @@ def state(
                     if row["snapshot"]
                     else render.DASH,
                     render.number(row["history_floor_seqno"]),
-                    render.number(row["source_purge_seqno"]),
+                    render.moment(row["history_floor_ms"]) if row["history_floor_ms"] else render.DASH,
                     str(len(row["boundaries"])),
+                    render.number(row["versions"]),
+                    render.size(row["row_bytes"] + row["key_bytes"]),
                 ]
                 for row in rows
             ],
-            right=(0, 1, 3, 4, 6, 7, 8),
+            right=(0, 1, 3, 4, 6, 8, 9, 10),
         )
     )

@@ -141,8 +141,8 @@ class Settings(BaseSettings):
     ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     """A mirror further behind its source than this is not ready (`/readyz`), and its page calls a vbucket lagging."""
     refill_reads: Literal["unavailable", "stale"] = "unavailable"
-    """What readers over the network get of a vbucket that is filled anew because its history was lost: `temporarily
-    unavailable` until it is whole again, or the old copy."""
+    """What readers get of a vbucket that is filled anew because its history was lost: `temporarily unavailable` until
+    it is whole again, or the old copy. In-process readers may ask for the old copy all the same."""
 
     # housekeeping
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600

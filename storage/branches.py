@@ -273,7 +273,17 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
         value = keys.BOUNDARY.pack(boundary.snap_start_seqno, boundary.vbuuid, boundary.time_ms)
         key = keys.ROW.pack(branch, base) + keys.BOUNDARY_SUFFIX
         txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
-    _put_state(environment, txn, state, branch, base)
+    _put_state(environment, txn, state, branch, base, failover_log=log)
+
+
+def set_unavailable(environment: Environment, txn: Any, vbid: int, unavailable: bool) -> bool:
+    """Have readers of a vbucket that is being refilled refused, or not; False when nothing had to be changed."""
+    vbid_key = keys.VBID_KEY.pack(vbid)
+    *pub, flags = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
+    if not flags & keys.PUB_STALE or bool(flags & keys.PUB_UNAVAILABLE) == unavailable:
+        return False
+    txn.put(vbid_key, keys.PUB.pack(*pub, flags ^ keys.PUB_UNAVAILABLE), db=environment.db(keys.DB_PUB))
+    return True
 
 
 def staging_reason(environment: Environment, txn: Any, state: VbucketState) -> BranchReason:
@@ -284,7 +294,9 @@ def staging_reason(environment: Environment, txn: Any, state: VbucketState) -> B
     return reason if state.staging_branch != state.branch else BranchReason.FIRST
 
 
-def begin_refill(environment: Environment, txn: Any, state: VbucketState, reason: BranchReason) -> None:
+def begin_refill(
+    environment: Environment, txn: Any, state: VbucketState, reason: BranchReason, *, unavailable: bool = False
+) -> None:
     """A staging branch without parent, beside what is served; its time stays 0 until readers see it.
 
     The flag in `pub` says that a refill is under way.
@@ -293,6 +305,6 @@ def begin_refill(environment: Environment, txn: Any, state: VbucketState, reason
     vbid_key = keys.VBID_KEY.pack(state.vbid)
     pub = list(unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, state.vbid))
     if reason is BranchReason.REFILL:
-        pub[5] |= keys.PUB_STALE
+        pub[5] |= keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
     txn.put(vbid_key, keys.PUB.pack(*pub), db=environment.db(keys.DB_PUB))
     _put_state(environment, txn, state, branch, 0, failover_log=(), source_purge_seqno=Seqno(0))

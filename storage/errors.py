@@ -14,6 +14,7 @@
     |-- WriteLost        a write that a reader waits for was rolled back
     |-- NotPublished     a write that a reader waits for is not here yet
     |-- ViewInvalidated  a rollback or the purger passed a reader's position
+    |-- Unavailable      the vbucket is filled anew, and readers are to wait until it is whole again
     `-- Closed           used after close, or in a forked child
 
 Every error says what (`message`), where (`path` and `vbid` where they apply) and how to mend it (`hint`). Exit codes
@@ -121,6 +122,12 @@ class NotPublished(StorageError):
 
 class ViewInvalidated(StorageError):
     """A rollback or the purger passed the reader's position: start again from a fresh view."""
+
+    retryable = True
+
+
+class Unavailable(StorageError):
+    """The vbucket is being filled anew beside its old copy, which the setting `refill_reads` withholds."""
 
     retryable = True
 

@@ -19,7 +19,7 @@ from zlib import crc32
 
 import lmdb
 
-from storage import branches, chain, directory, index, keys, records, wait
+from storage import branches, chain, directory, history, index, keys, records, wait
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import (
     AnswerTooLarge,
@@ -27,9 +27,11 @@ from storage.errors import (
     CorruptedError,
     NoSuchBoundary,
     StorageError,
+    Unavailable,
     UnknownCollection,
     ViewInvalidated,
 )
+from storage.history import History
 from storage.model import (
     DEFAULT_COLLECTION,
     SEQNO_MAX,
@@ -171,6 +173,7 @@ class Served:
     manifest_key: tuple[int, int]
     stale: bool
     links: chain.Chain
+    unavailable: bool = False
 
 
 class Opened(NamedTuple):
@@ -185,12 +188,14 @@ class Opened(NamedTuple):
     """LMDB's own begin, without `Environment.begin` around it: for the read that happens a million times."""
 
 
-def open_view(path: str, *, map_size: int = MAP_SIZE) -> View:
+def open_view(path: str, *, map_size: int = MAP_SIZE, stale_reads: bool = False) -> View:
     """Open the mirror at `path` for reading, whether its service runs or not.
+
+    `stale_reads`: also what its setting `refill_reads` withholds, the old copy of a vbucket that is being filled anew.
 
     Raises NotAMirror, ReadOnly (no write access to a lock file), CorruptedError, FormatTooNew, WrongBucket.
     """
-    return View(path, map_size=map_size)
+    return View(path, map_size=map_size, stale_reads=stale_reads)
 
 
 _views: weakref.WeakSet[View] = weakref.WeakSet()
@@ -207,9 +212,10 @@ os.register_at_fork(after_in_child=_after_fork)
 class View:
     """A reader of one mirror. Use it as a context manager, or close it."""
 
-    def __init__(self, path: str, *, map_size: int = MAP_SIZE) -> None:
+    def __init__(self, path: str, *, map_size: int = MAP_SIZE, stale_reads: bool = False) -> None:
         """Use `open_view`."""
         self.path = path
+        self._stale_reads = stale_reads
         self.identity: Identity = directory.load(path)
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
@@ -285,7 +291,19 @@ class View:
         data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
         branch, seqno, floor, m_branch, m_seqno, flags = branches.unpack_pub(data, environment.path, vbid)
         links = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
-        return Served(branch, seqno, floor, (m_branch, m_seqno), bool(flags & keys.PUB_STALE), links)
+        unavailable = bool(flags & keys.PUB_UNAVAILABLE) and not self._stale_reads
+        return Served(branch, seqno, floor, (m_branch, m_seqno), bool(flags & keys.PUB_STALE), links, unavailable)
+
+    def _readable(self, environment: Environment, txn: Any, vbid: int) -> Served:
+        """What is served, unless readers are to wait for a refill."""
+        served = self._served(environment, txn, vbid)
+        if served.unavailable:
+            raise Unavailable(
+                "temporarily unavailable: it is being filled anew",
+                vbid=vbid,
+                hint="wait, or set refill_reads to stale to have the old copy meanwhile",
+            )
+        return served
 
     def _whole_chain(self, environment: Environment, txn: Any, vbid: int, branch: int) -> chain.Chain:
         """A branch's chain never changes, so it is read once."""
@@ -302,7 +320,7 @@ class View:
 
     def _as_of(self, environment: Environment, txn: Any, vbid: int, as_of: AsOf) -> tuple[Served, Boundary | None]:
         """What is served as of a seqno or a time: the newest kept boundary not after it."""
-        served = self._served(environment, txn, vbid)
+        served = self._readable(environment, txn, vbid)
         if as_of is None:
             return served, None
         boundary = None
@@ -384,8 +402,8 @@ class View:
         try:
             # The common case, written out: newest version of a key of the default collection, on the served branch.
             if as_of is None and collection is None:
-                branch, seqno, _, m_branch, _, _ = unpack_pub(txn.get(vbid_key, b"", pub))
-                if not m_branch:
+                branch, seqno, _, m_branch, _, flags = unpack_pub(txn.get(vbid_key, b"", pub))
+                if not m_branch and flags < keys.PUB_UNAVAILABLE:
                     cursor = txn.cursor(key_tree)
                     if not cursor.set_key(b"\x00" + key) or not cursor.last_dup():
                         return None
@@ -499,7 +517,9 @@ class View:
     ) -> Document | None:
         links: chain.Chain | None = None
         if as_of is None:
-            branch, seqno, _, m_branch, m_seqno, _ = keys.PUB.unpack(txn.get(opened.vbid_key, db=opened.pub) or b"")
+            branch, seqno, _, m_branch, m_seqno, flags = keys.PUB.unpack(txn.get(opened.vbid_key, db=opened.pub) or b"")
+            if flags & keys.PUB_UNAVAILABLE:
+                self._readable(opened.environment, txn, vbid)
             manifest_key = (m_branch, m_seqno)
         else:
             served, boundary = self._as_of(opened.environment, txn, vbid, as_of)
@@ -747,7 +767,7 @@ class View:
         """
         opened = self._open(vbid)
         with opened.environment.read() as txn:
-            served = self._served(opened.environment, txn, vbid)
+            served = self._readable(opened.environment, txn, vbid)
         yield from self._rows_of(opened, vbid, served, after_seqno, min(to_seqno, served.seqno), raw)
 
     def _rows_of(
@@ -832,6 +852,12 @@ class View:
                         refills.append(row.time_ms)
         return Past(floor, tuple(refills))
 
+    def history(self, vbid: int) -> History:
+        """How far back a vbucket's history reaches and what it takes."""
+        environment = self._environment(vbid)
+        with environment.read() as txn:
+            return history.of(environment, txn, vbid)
+
     def stale(self, vbid: int) -> bool:
         """True while a refill from 0 is under way beside what is served."""
         environment = self._environment(vbid)
@@ -886,7 +912,7 @@ class View:
     def _changes_of(self, vbid: int, token: Token | None, raw: bool) -> Iterator[Change]:
         opened = self._open(vbid)
         with opened.environment.read() as txn:
-            served = self._served(opened.environment, txn, vbid)
+            served = self._readable(opened.environment, txn, vbid)
             lost: chain.Chain = ()
             after = token.seqno if token else Seqno(0)
             if token is not None:
@@ -925,7 +951,9 @@ class View:
     def _retractions(
         self, opened: Opened, vbid: int, served: Served, lost: chain.Chain, token: Token, common: int, raw: bool
     ) -> Iterator[Change]:
-        """The rollback, then each retracted newest version and what is visible again in its place."""
+        """The rollback, then each retracted newest version and what is visible again in its place; last, what is
+        visible again because its collection was dropped or flushed in the lost history alone.
+        """
         child = next(
             link for link in reversed(served.links) if link.base_seqno == common and link.branch > lost[-1].branch
         )
@@ -961,6 +989,29 @@ class View:
     def _retracted_pairs(
         self,
         txn: Any,
+    def _back_with_their_collection(
+        self, opened: Opened, vbid: int, served: Served, lost: chain.Chain, restored_links: chain.Chain, raw: bool
+    ) -> Iterator[Document]:
+        """Documents of collections that the lost history had dropped or flushed: no event of theirs is retracted."""
+        with opened.environment.read() as txn:
+            before, after = (
+                self._manifest(
+                    opened.environment, txn, vbid, branches.manifest_key_on(opened.environment, txn, vbid, links)
+                )
+                for links in (lost, restored_links)
+            )
+        restored = replace(served, links=restored_links)
+        for collection_id, entry in after.collections.items():
+            known = before.collections.get(collection_id)
+            if known is not None and known.begin_seqno <= entry.begin_seqno:
+                continue
+            position = prefix = keys.encode_collection_id(collection_id)
+            while position:
+                documents, position = self._scan_chunk(
+                    opened, vbid, restored, position, prefix, None, entry.begin_seqno, False, raw
+                )
+                yield from documents
+
         opened: Opened,
         vbid: int,
         rows: list[tuple[bytes, bytes]],

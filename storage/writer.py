@@ -19,7 +19,7 @@ from typing import Any
 
 import lmdb
 
-from storage import branches, chain, directory, index, keys, records
+from storage import branches, chain, directory, history, index, keys, records
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import Closed, Locked, SeqnoOrder, StorageError
 from storage.model import (
@@ -134,6 +134,7 @@ class GroupWriter:
         clock_ms: Callable[[], int],
         map_size: int = MAP_SIZE,
         window: Window = KEEP_ALL,
+        refill_reads: str = "stale",
     ) -> None:
         """Use `open`."""
         self.path = path
@@ -144,6 +145,7 @@ class GroupWriter:
         self.clock_ms = clock_ms
         self.map_size = map_size
         self.window = window
+        self.refill_reads = refill_reads
         self.pending_bytes = 0
         self.commit_count = 0
         self._jobs: list[Vbucket] = []
@@ -168,8 +170,10 @@ class GroupWriter:
         clock_ms: Callable[[], int],
         map_size: int = MAP_SIZE,
         window: Window = KEEP_ALL,
+        refill_reads: str = "stale",
     ) -> GroupWriter:
-        """Take the group's lock and read its states. `window`: how much history to keep.
+        """Take the group's lock and read its states. `window`: how much history to keep. `refill_reads`: what readers
+        get of a vbucket that is being filled anew: its old copy (`stale`), or an error (`unavailable`).
 
         Raises Locked, ReadOnly, CorruptedError, FormatTooNew, WrongBucket.
         """
@@ -182,6 +186,7 @@ class GroupWriter:
             clock_ms=clock_ms,
             map_size=map_size,
             window=window,
+            refill_reads=refill_reads,
         )
 
     # -- opening and states ---------------------------------------------------------------------------------------
@@ -201,6 +206,8 @@ class GroupWriter:
             self._load()
             self._purger = Purger(self.environment, self.vbids, self.window)
             self._purge_after_ms = 0
+            if claim:
+                self._settle_refill_reads()
             SHARED.announce(self.environment)
         except lmdb.Error as error:
             self.environment.close()
@@ -208,6 +215,13 @@ class GroupWriter:
         except BaseException:
             self.environment.close()
             raise
+
+    def _settle_refill_reads(self) -> None:
+        """Refills that are under way follow the setting as it is now."""
+        unavailable = self.refill_reads == "unavailable"
+        with self.environment.begin(write=True) as txn:
+            for vbid in self.vbids:
+                branches.set_unavailable(self.environment, txn, vbid, unavailable)
 
     def _load(self) -> None:
         """Read every vbucket's state from the newest commit."""
@@ -285,6 +299,11 @@ class GroupWriter:
             "indexing": len(self._jobs),
             "purged_rows": self._purger.removed_rows,
         }
+
+    def histories(self) -> dict[int, history.History]:
+        """How far back each vbucket's history reaches and what it takes, as of the last commit."""
+        with self.environment.read() as txn:
+            return {vbid: history.of(self.environment, txn, vbid) for vbid in self.vbids}
 
     # -- accepting ------------------------------------------------------------------------------------------------
 
@@ -698,7 +717,8 @@ class GroupWriter:
         vbucket = self._vbuckets[vbid]
         self._discard_pending(vbucket)
         state = vbucket.state
-        self._write(lambda txn: branches.begin_refill(self.environment, txn, state, reason))
+        unavailable = self.refill_reads == "unavailable" and state.published_seqno > 0
+        self._write(lambda txn: branches.begin_refill(self.environment, txn, state, reason, unavailable=unavailable))
         self._reread(vbid)
 
     def begin_oso(self, vbid: int) -> None:

@@ -39,6 +39,7 @@ from mirror.ingest.instructions import Status
 from mirror.ingest.topology import ClusterMap, Node
 from mirror.wire import events as ev
 from storage.errors import Full, SeqnoOrder, StorageError
+from storage.history import History
 from storage.model import Identity
 from storage.writer import GroupWriter
 
@@ -550,7 +551,8 @@ class Consumer:
 
     def status(self) -> dict[str, Any]:
         """`vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
-        rows = [actor.row() for actor in self._actors.values()]
+        histories = self._histories()
+        rows = [actor.row(histories.get(vbid)) for vbid, actor in self._actors.items()]
         new = self.cluster_map
         return {
             "vbuckets": rows,
@@ -566,6 +568,17 @@ class Consumer:
             "map": None if new is None else {"rev_epoch": new.rev_epoch, "rev": new.rev, "nodes": len(new.nodes)},
             "error": self._error,
         }
+
+    def _histories(self) -> dict[int, History]:
+        """Of the groups that can be read."""
+        found: dict[int, History] = {}
+        for group in self._groups:
+            if group.error is None:
+                try:
+                    found |= group.writer.histories()
+                except StorageError as error:
+                    log.warning("history cannot be read", group=group.writer.group, error=str(error))
+        return found
 
     def _node_row(self, keeper: NodeKeeper) -> dict[str, Any]:
         session = keeper.session

@@ -22,6 +22,7 @@ from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
+from storage.history import History
 from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
 from storage.writer import GroupWriter
 
@@ -230,8 +231,8 @@ class VbucketActor:
 
     # -- status ---------------------------------------------------------------------------------------------------
 
-    def row(self) -> dict[str, Any]:
-        """What status says of the vbucket."""
+    def row(self, history: History | None = None) -> dict[str, Any]:
+        """What status says of the vbucket; `history` of the last commit, where the store can be read."""
         state = self.writer.state(self.vbid)
         high = self.source_high_seqno
         published = int(state.published_seqno)
@@ -254,5 +255,13 @@ class VbucketActor:
             "stalls": self.stalls,
             "rollback_count": state.rollback_count,
             "last_rollback_ms": state.last_rollback_ms,
+            "stale": state.staging_branch != state.branch and published > 0,
+            "history_floor_seqno": int(state.history_floor_seqno),
+            "local_purge_seqno": int(state.local_purge_seqno),
+            "history_floor_ms": history.floor_ms if history is not None else None,
+            "boundaries": history.boundaries if history is not None else None,
+            "versions": history.versions if history is not None else None,
+            "row_bytes": history.row_bytes if history is not None else None,
+            "key_bytes": history.key_bytes if history is not None else None,
             "node": str(self.session.address) if self.session is not None else None,
         }

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from storage.history import History
 from storage.model import VbucketState
 
 Row = dict[str, Any]
@@ -23,9 +24,37 @@ TREND_REPORTS_MAX = 64
 """Reports kept per trend; with one a second the window fits several times."""
 
 
-def stored_row(state: VbucketState, group: int) -> Row:
+HISTORY_FIELDS = (
+    "stale",
+    "history_floor_seqno",
+    "history_floor_ms",
+    "boundaries",
+    "versions",
+    "row_bytes",
+    "key_bytes",
+    "local_purge_seqno",
+)
+"""What is said of a vbucket's history, in a worker's report and in the document alike."""
+
+
+def history_fields(state: VbucketState, history: History | None) -> Row:
+    """What is said of a vbucket's history; None for what is not known."""
+    known: Row = dict.fromkeys(HISTORY_FIELDS)
+    known["stale"] = state.staging_branch != state.branch and state.published_seqno > 0
+    known["history_floor_seqno"] = int(state.history_floor_seqno)
+    known["local_purge_seqno"] = int(state.local_purge_seqno)
+    if history is not None:
+        known["history_floor_ms"] = history.floor_ms
+        known["boundaries"] = history.boundaries
+        known["versions"] = history.versions
+        known["row_bytes"] = history.row_bytes
+        known["key_bytes"] = history.key_bytes
+    return known
+
+
+def stored_row(state: VbucketState, group: int, history: History | None = None) -> Row:
     """What the store alone knows of a vbucket."""
-    return {
+    return history_fields(state, history) | {
         "vbid": int(state.vbid),
         "group": group,
         "state": "stored",
@@ -54,7 +83,7 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
     published = int(report.get("published_seqno") or 0)
     log = report.get("failover_log") or ()
     vbuuid = report.get("vbuuid") or (log[0][0] if log else None)
-    return {
+    return {name: report.get(name) for name in HISTORY_FIELDS} | {
         "vbid": int(report["vbid"]),
         "group": group,
         "state": str(report.get("state") or "starting"),
@@ -102,6 +131,14 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
         "rollback_count": sum(row["rollback_count"] for row in rows),
         "last_rollback_ms": max(rollbacks) if rollbacks else None,
         "requested_again_bytes": summed(row["requested_again_bytes"] for row in rows),
+        "stale": sum(bool(row["stale"]) for row in rows),
+        "boundaries": summed(row["boundaries"] for row in rows),
+        "versions": summed(row["versions"] for row in rows),
+        "row_bytes": summed(row["row_bytes"] for row in rows),
+        "key_bytes": summed(row["key_bytes"] for row in rows),
+        "history_floor_ms": min(
+            (row["history_floor_ms"] for row in rows if row["history_floor_ms"] is not None), default=None
+        ),
     }
 
 

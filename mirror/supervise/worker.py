@@ -155,6 +155,7 @@ async def open_stores(start: Message) -> Work:
                     clock_ms=clock.wall_ms,
                     map_size=settings.map_size_bytes or MAP_SIZE,
                     window=window,
+                    refill_reads=settings.refill_reads,
                 )
             )
         except StorageError as error:

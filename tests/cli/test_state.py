@@ -7,8 +7,8 @@ from tests.cli.conftest import call
 
 FIELDS = [
     "vbid", "branch", "staging_branch", "vbuuid", "failover_log", "published_seqno", "staged_seqno", "snapshot",
-    "source_purge_seqno", "local_purge_seqno", "history_floor_seqno", "manifest_uid", "rollback_count",
-    "last_rollback_ms", "boundaries",
+    "source_purge_seqno", "local_purge_seqno", "history_floor_seqno", "history_floor_ms", "purged_seqno", "versions",
+    "row_bytes", "key_bytes", "stale", "manifest_uid", "rollback_count", "last_rollback_ms", "boundaries",
 ]  # fmt: skip
 
 

@@ -1,0 +1,115 @@
+"""While a vbucket is filled anew: its old copy, or "temporarily unavailable", as the setting says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage import directory
+from storage.errors import Unavailable
+from storage.view import View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of, log, row, span
+
+KEY, OTHER = keys_of(0, 2)
+
+
+def open_writer(path: str, refill_reads: str) -> GroupWriter:
+    return GroupWriter.open(
+        directory.group_path(path, 0),
+        group=0,
+        vbids=directory.group_vbids(IDENTITY, 0),
+        identity=IDENTITY,
+        clock_ms=lambda: 5,
+        refill_reads=refill_reads,
+    )
+
+
+def publish(writer: GroupWriter, vbid: int, key: bytes, value: bytes, seqno: int) -> None:
+    writer.stage(vbid, [row(writer.row_prefix(vbid), key, value, seqno)], 0, span(seqno, seqno))
+    writer.publish(vbid, seqno, seqno)
+    writer.commit()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[str]:
+    made = str(tmp_path / "data")
+    directory.create(made, IDENTITY)
+    writer = open_writer(made, "stale")
+    for vbid in (0, 2):
+        writer.save_failover_log(vbid, log())
+        publish(writer, vbid, keys_of(vbid, 1)[0], b"old", 3)
+    writer.close()
+    yield made
+
+
+READS: dict[str, Callable[[View], Any]] = {
+    "get": lambda view: view.get(KEY),
+    "get as of": lambda view: view.get(KEY, as_of=3),
+    "get by collection": lambda view: view.get(KEY, 0),
+    "get_many": lambda view: view.get_many([KEY, OTHER]),
+    "scan": lambda view: list(view.scan(0)),
+    "scan as of": lambda view: list(view.scan(0, as_of=3)),
+    "scan_seqno": lambda view: list(view.scan_seqno(0)),
+    "changes": lambda view: list(view.changes(0)),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_unavailable_until_the_refill_is_published(path: str, read: Callable[[View], Any]) -> None:
+    writer = open_writer(path, "unavailable")
+    with open_view(path) as view, open_view(path, stale_reads=True) as patient:
+        assert read(view)
+        writer.begin_refill(0)
+        with pytest.raises(Unavailable, match=r"vbucket 0: temporarily unavailable.*refill_reads") as caught:
+            read(view)
+        assert caught.value.retryable
+        assert view.stale(0)
+        assert read(patient)
+        assert view.get(keys_of(2, 1)[0]) is not None  # the other vbuckets are well
+        assert view.state(0).published_seqno == 3
+        writer.abandon(0)  # a new try at the same refill
+        with pytest.raises(Unavailable):
+            read(view)
+        publish(writer, 0, KEY, b"new", 3)
+        assert read(view)
+        assert not view.stale(0)
+    writer.close()
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_the_old_copy_marked_stale(path: str, read: Callable[[View], Any]) -> None:
+    writer = open_writer(path, "stale")
+    writer.begin_refill(0)
+    with open_view(path) as view:
+        assert read(view)
+        assert (view.stale(0), view.stale(2)) == (True, False)
+        assert view.get(KEY).value == b"old"  # type: ignore[union-attr]
+    writer.close()
+
+
+def test_a_refill_that_is_under_way_follows_the_setting_of_the_next_start(path: str) -> None:
+    writer = open_writer(path, "stale")
+    writer.begin_refill(0)
+    writer.close()
+    for setting, refused in (("unavailable", True), ("unavailable", True), ("stale", False)):
+        open_writer(path, setting).close()
+        with open_view(path) as view:
+            if refused:
+                with pytest.raises(Unavailable):
+                    view.get(KEY)
+            else:
+                assert view.get(KEY) is not None
+
+
+def test_a_vbucket_that_never_published_has_nothing_to_withhold(tmp_path: Path) -> None:
+    path = str(tmp_path / "data")
+    directory.create(path, IDENTITY)
+    writer = open_writer(path, "unavailable")
+    writer.begin_refill(0)
+    with open_view(path) as view:
+        assert view.get(KEY) is None
+    writer.close()
