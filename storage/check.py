@@ -73,6 +73,8 @@ def _check_group(
         return  # LMDB does not survive reading damaged pages
     environment = SHARED.acquire(folder, vbids, MAP_SIZE)
     try:
+        if environment.missing_bytes() and not deep and not _check_pages(folder, group, report):
+            return
         environment.open_all()
         with environment.read() as txn:
             stored = txn.get(b"identity", db=environment.db(keys.DB_META))

@@ -38,6 +38,12 @@ def storage_error(error: Exception, path: str) -> StorageError:
         return Full(
             "no space left to write", path=path, hint="free disk space or lift the quota; nothing published is lost"
         )
+    if isinstance(error, lmdb.Error) and "Input/output error" in text:  # what LMDB makes of a write that was cut short
+        return Full(
+            "a write was cut short: no space left, or the device fails",
+            path=path,
+            hint="free disk space or lift the quota; where there is room, see the kernel's log",
+        )
     if (
         code in (errno.EACCES, errno.EROFS, errno.EPERM)
         or isinstance(error, lmdb.ReadonlyError)
@@ -98,7 +104,35 @@ class Environment:
         except lmdb.Error as error:
             raise storage_error(error, path) from error
         if writable:
+            try:
+                self._refuse_cut_short()
+            except BaseException:
+                self.env.close()
+                raise
             self.env.reader_check()
+
+    def missing_bytes(self) -> int:
+        """How much shorter the file is than the pages it speaks of.
+
+        A few may be missing lawfully: LMDB does not write pages at the end that a transaction took and gave back. Any
+        other one that is touched ends the process by SIGBUS.
+        """
+        pages = int(self.env.info()["last_pgno"]) + 1
+        return max(0, pages * int(self.env.stat()["psize"]) - self.file_bytes())
+
+    def _refuse_cut_short(self) -> None:
+        """Follow every reference where pages are missing. For a writer alone: nobody changes the file meanwhile."""
+        missing = self.missing_bytes()
+        if not missing:
+            return
+        from lmdb import verify
+
+        if verify.verify(os.path.join(self.path, DATA_FILE)):  # type: ignore[no-untyped-call]
+            raise CorruptedError(
+                f"the LMDB file is damaged: it is cut short by {missing} bytes",
+                path=self.path,
+                hint="set the group's folder aside; the mirror fills that group again from the source",
+            )
 
     def db(self, name: bytes) -> Any:
         """Handle of a tree; `open_all` was called first."""

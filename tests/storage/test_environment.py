@@ -13,6 +13,7 @@ import lmdb
 import pytest
 
 from storage import directory, keys
+from storage.check import check
 from storage.environment import SHARED, Environment, storage_error
 from storage.errors import Closed, CorruptedError, Full, Locked, ReadOnly, StorageError
 from storage.view import open_view
@@ -33,6 +34,7 @@ def path(tmp_path: Path) -> str:
         (OSError(errno.EDQUOT, "quota"), Full, "no space left"),
         (OSError(errno.EFBIG, "File too large"), Full, "no space left"),
         (lmdb.DiskError("mdb_txn_commit: No space left on device"), Full, "no space left"),
+        (lmdb.Error("mdb_txn_commit: Input/output error"), Full, "cut short"),
         (lmdb.MapFullError("map"), Full, "map is full"),
         (OSError(errno.EACCES, "x"), ReadOnly, "permission denied"),
         (OSError(errno.EROFS, "x"), ReadOnly, "permission denied"),
@@ -55,6 +57,21 @@ def test_a_group_without_its_file_is_damage_not_a_new_store(path: str) -> None:
     with pytest.raises(CorruptedError, match="data file is missing"):
         Environment(folder, [0, 2], writable=True)
     assert not os.path.exists(os.path.join(folder, "data.mdb"))
+
+
+def test_a_file_that_was_cut_short_is_named_and_not_read(path: str) -> None:
+    """Whoever touches a page that the file lacks gets SIGBUS: the file must be refused before."""
+    folder = directory.group_path(path, 0)
+    file = os.path.join(folder, "data.mdb")
+    sound = Environment(folder, [0, 2], writable=True)
+    assert sound.missing_bytes() == 0
+    sound.close()
+    os.truncate(file, os.stat(file).st_size // 2 // 4096 * 4096)
+    with pytest.raises(CorruptedError, match="cut short"):
+        Environment(folder, [0, 2], writable=True)
+    problems = check(path).problems
+    assert problems
+    assert all(problem.startswith("group 0") for problem in problems)
 
 
 def test_a_file_that_is_no_environment_is_named(path: str) -> None:
