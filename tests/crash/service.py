@@ -165,6 +165,12 @@ class Service:
         found = self.workers()
         return found if len(found) == count else None
 
+    def tracebacks(self) -> str:
+        """What of the log nobody should ever see: each traceback, with the lines around it."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        marks = [number for number, line in enumerate(lines) if "Traceback" in line]
+        return "\n...\n".join("\n".join(lines[max(0, mark - 3) : mark + 60]) for mark in marks[:3])
+
     def tail(self, lines: int = 25) -> str:
         """The end of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""

@@ -65,7 +65,7 @@ def test_a_start_that_is_killed_anywhere_leaves_nothing_that_the_next_one_minds(
             service.wait_workers(2)  # there already: whoever is told to stop must listen first
             assert service.terminate() == 0
         judge(source.cluster, data, live=False)
-        assert "Traceback" not in service.log.read_text()
+        assert not service.tracebacks()
 
 
 def is_level(source: SandboxThread, service: Service) -> bool:

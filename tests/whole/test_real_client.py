@@ -158,7 +158,7 @@ def written(source: SandboxThread, data: Path) -> Iterator[dict[tuple[str, str],
         until("all that the SDK wrote to be published", lambda: published(data) == high_seqnos(source))
         yield done
         assert service.terminate() == 0
-        assert "Traceback" not in service.log.read_text()
+        assert not service.tracebacks()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,296 @@
+"""A place that misbehaves: a full disk, a directory that may not be written, foreign or damaged data, wrong orders.
+
+What cannot start says why in one line and leaves every byte as it was. What runs already keeps what it has published,
+says what is wrong, lets the other groups go on, and goes on itself when the cause is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mirror.sandbox import SandboxCluster, SandboxThread
+from storage.errors import CorruptedError
+from storage.view import open_view
+from tests.cli.conftest import call
+from tests.crash.judge import judge
+from tests.crash.load import Load
+from tests.crash.service import Service, until
+
+VBUCKETS, GROUPS = 8, 4
+FLAGS = ("--groups", str(GROUPS), "--workers", "2", "--set", "storage_retry_interval_s=0.3")
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+LOCKS = ("lock.mdb", "service.lock", "writer.lock", "control.sock")
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[SandboxThread]:
+    cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=3)
+    with SandboxThread(cluster) as thread:
+        thread.call(Load(cluster, 3, rate=0, keys=2000).write, 4000)
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def mirrored(source: SandboxThread, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mirror at rest; tests take copies."""
+    data = tmp_path_factory.mktemp("place") / "data"
+    result = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up", *FLAGS)
+    assert result.code == 0, result.err
+    judge(source.cluster, data, live=False)
+    return data
+
+
+@pytest.fixture
+def data(mirrored: Path, tmp_path: Path) -> Path:
+    ignore = shutil.ignore_patterns("*.sock")
+    return Path(shutil.copytree(mirrored, tmp_path / "data", ignore=ignore))
+
+
+@pytest.fixture
+def writing(source: SandboxThread) -> Iterator[Load]:
+    """A live load, for as long as a test takes."""
+    load = Load(source.cluster, 4, rate=150, keys=2000)
+    task = source.call(lambda: asyncio.get_running_loop().create_task(load.run()))
+    yield load
+    assert not task.done(), task
+    source.call(task.cancel)
+
+
+def files_below(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name not in LOCKS
+    }
+
+
+def published(data: Path, vbids: range = range(VBUCKETS)) -> list[int]:
+    with open_view(str(data)) as view:
+        return [int(view.state(vbid).published_seqno) for vbid in vbids]
+
+
+def wait_progress(service: Service, what: str, vbids: range = range(VBUCKETS)) -> None:
+    before = published(service.data, vbids)
+    until(
+        what,
+        lambda: all(now > then for now, then in zip(published(service.data, vbids), before, strict=True)),
+        poll_s=0.1,
+    )
+
+
+def without_rootly_powers() -> None:
+    """Let permissions bind root too."""
+    if os.geteuid() == 0:
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
+
+
+# -- what cannot start ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "password", "code", "words"),
+    [
+        ([], "wrong", 4, "password"),
+        (["--groups", "5"], "demo", 2, "4 groups"),
+        (["--source", "/nonesuch"], "demo", 4, "nonesuch"),
+    ],
+    ids=["a wrong password", "another number of groups", "no such bucket"],
+)
+def test_a_mirror_that_cannot_be_served_is_left_as_it_is(
+    source: SandboxThread, data: Path, flags: list[str], password: str, code: int, words: str
+) -> None:
+    before = files_below(data)
+    url = source.connection_string
+    if flags[:1] == ["--source"]:
+        url, flags = url.rpartition("/")[0] + flags[1], []
+    result = call("run", "--source", url, "--data", data, *flags, env={"DCP_MIRROR_PASSWORD": password})
+    assert (result.code, result.out) == (code, "")
+    assert words in result.complaint
+    assert files_below(data) == before
+    judge(source.cluster, data, live=False)
+
+
+def test_data_of_another_bucket_is_left_as_it_is(data: Path) -> None:
+    before = files_below(data)
+    with SandboxThread(SandboxCluster(vbuckets=VBUCKETS, seed=99)) as other:
+        result = call("run", "--source", other.connection_string, "--data", data)
+    assert (result.code, result.out) == (3, "")
+    assert "bucket" in result.complaint
+    assert files_below(data) == before
+
+
+def test_a_group_of_another_mirror_is_refused_and_the_others_are_served(
+    source: SandboxThread, data: Path, tmp_path: Path
+) -> None:
+    with SandboxThread(SandboxCluster(vbuckets=VBUCKETS, seed=98)) as other:
+        foreign = tmp_path / "foreign"
+        made = call("run", "--source", other.connection_string, "--data", foreign, "--until-caught-up", *FLAGS)
+        assert made.code == 0, made.err
+    shutil.copy(foreign / "group-0001" / "data.mdb", data / "group-0001" / "data.mdb")
+    before = files_below(data)
+    result = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up", *FLAGS)
+    assert result.code == 3
+    assert "group-0001" in result.complaint
+    after = files_below(data)
+    assert after["group-0001/data.mdb"] == before["group-0001/data.mdb"]
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["a mirror", "a new place"])
+def test_a_directory_that_may_not_be_written(source: SandboxThread, data: Path, tmp_path: Path, *, made: bool) -> None:
+    place = data
+    if not made:
+        place = tmp_path / "locked" / "data"
+        place.mkdir(parents=True)
+    before = files_below(place)
+    for each in [*place.rglob("*"), place]:
+        each.chmod(0o555 if each.is_dir() else 0o444)
+    arguments = ("run", "--source", source.connection_string, "--data", place, "--until-caught-up")
+    result = call(*arguments, preexec_fn=without_rootly_powers)
+    assert (result.code, result.out) == (2, "")
+    assert "cannot be written" in result.complaint
+    assert files_below(place) == before
+    if made:
+        read = call("get", "--data", place, "order::000001", preexec_fn=without_rootly_powers)
+        assert read.code == 2
+        assert "lock" in read.complaint or "permission" in read.complaint
+
+
+# -- a full disk ----------------------------------------------------------------------------------------------------
+
+
+def wait_told(service: Service, words: str) -> None:
+    def told() -> bool:
+        status = service.status()
+        return any(words in str(row["last_error"]) for row in (status["vbuckets"] if status else []))
+
+    until(f"the status to say {words!r}", told)
+
+
+def the_rest_stands(source: SandboxThread, service: Service) -> None:
+    judge(source.cluster, service.data, live=True)
+    assert service.ended() is None
+    assert not service.tracebacks()
+
+
+def level_again(source: SandboxThread, service: Service) -> None:
+    wait_progress(service, "every vbucket to go on")
+    workers = service.wait_workers(2)
+    assert not any(row["restarts"] for row in workers.values()), "a worker died of it"
+    judge(source.cluster, service.data, live=True)
+    assert service.terminate() == 0
+    judge(source.cluster, service.data, live=False)
+    assert not service.tracebacks()
+
+
+def test_a_file_size_limit_is_said_and_lifted(source: SandboxThread, data: Path, writing: Load) -> None:
+    with Service(source.connection_string, data, *FLAGS) as service:
+        service.start()
+        workers = service.wait_workers(2)
+        wait_progress(service, "the mirror to follow")
+        smallest = min((data / f"group-{group:04d}" / "data.mdb").stat().st_size for group in range(GROUPS))
+        for row in workers.values():
+            psutil.Process(row["pid"]).rlimit(resource.RLIMIT_FSIZE, (smallest, resource.RLIM_INFINITY))
+        source.call(writing.write, 3000)
+        wait_told(service, "no space left")
+        the_rest_stands(source, service)
+        for row in workers.values():
+            psutil.Process(row["pid"]).rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        level_again(source, service)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a small disk; the file size limit is tested in any case")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=False)
+
+
+def test_a_full_disk_is_said_and_survived(
+    source: SandboxThread, small_disk: Path, writing: Load, tmp_path: Path
+) -> None:
+    small = ("--set", "batch_bytes_max=65536")
+    with Service(source.connection_string, small_disk / "data", *FLAGS, *small, log=tmp_path / "log") as service:
+        service.start()
+        service.wait_workers(2)
+        wait_progress(service, "the mirror to follow")
+        ballast = small_disk / "ballast"
+        with ballast.open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(65536))
+                file.flush()
+        assert shutil.disk_usage(small_disk).free < 65536
+        source.call(writing.write, 3000)
+        wait_told(service, "no space left")
+        the_rest_stands(source, service)
+        ballast.unlink()
+        level_again(source, service)
+
+
+# -- damage ---------------------------------------------------------------------------------------------------------
+
+
+def damage_meta(file: Path) -> None:
+    with file.open("r+b") as handle:
+        handle.write(os.urandom(8192))
+
+
+def damage_all(file: Path) -> None:
+    file.write_bytes(b"garbage" * 1000)
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_meta, damage_all, cut_short, empty, remove])
+def test_one_damaged_group_is_named_and_the_others_go_on(
+    source: SandboxThread, data: Path, writing: Load, damage: Any
+) -> None:
+    damage(data / "group-0001" / "data.mdb")
+    damaged, sound = range(1, VBUCKETS, GROUPS), range(0, VBUCKETS, 2)
+    with Service(source.connection_string, data, *FLAGS) as service:
+        service.start()
+        wait_progress(service, "the vbuckets of the sound worker to go on", sound)
+        wait_progress(service, "the other group of the damaged one's worker to go on", range(3, VBUCKETS, GROUPS))
+        status = until("a status", service.status)
+        details = {row["vbid"]: str(row["detail"]) for row in status["vbuckets"]}
+        assert all("group-0001" in details[vbid] for vbid in damaged), details
+        assert all(row["state"] == "damaged" for row in status["vbuckets"] if row["vbid"] in damaged)
+        assert service.terminate() == 0
+        assert not service.tracebacks()
+    result = call("check", "--data", data)
+    assert result.code == 3
+    assert "group 1" in result.out + result.err
+    assert "Traceback" not in result.err
+    with open_view(str(data)) as view:
+        assert all(view.count(vbid) for vbid in (*sound, *range(3, VBUCKETS, GROUPS)))
+        if damage is not cut_short:  # pages that are missing end the process that reads them: only writers look first
+            for vbid in damaged:
+                with pytest.raises(CorruptedError):
+                    view.state(vbid)

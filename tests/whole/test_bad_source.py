@@ -1,0 +1,237 @@
+"""A source that misbehaves: each kind of nonsense ends one connection, is said in one line, and harms nothing else.
+
+A mirror follows a live load from two nodes. One of them sends garbage, breaks off inside of a frame, falls silent in
+mid-snapshot, or takes the password no more. The other node's vbuckets go on; what was published stays as it was; when
+the trouble is over everything is level again, key by key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.wire import frame as fr
+from mirror.wire.constants import Opcode
+from storage.view import open_view
+from tests.cli.conftest import call
+from tests.crash.judge import judge
+from tests.crash.load import Load
+from tests.crash.service import Service, until
+
+VBUCKETS = 8
+# Three groups, so that each of the two workers has vbuckets at both nodes.
+FLAGS = ("--groups", "3", "--workers", "2", "--set", "noop_interval_s=0.3", "--set", "retry_delay_max_ms=500")
+
+
+@pytest.fixture
+def source() -> Iterator[SandboxThread]:
+    cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=7)
+    load = Load(cluster, 7, rate=150, keys=400)
+    with SandboxThread(cluster) as thread:
+        thread.call(load.write, 500)
+        writing = thread.call(lambda: asyncio.get_running_loop().create_task(load.run()))
+        yield thread
+        assert not writing.done(), writing
+        thread.call(writing.cancel)
+
+
+@pytest.fixture
+def service(source: SandboxThread, tmp_path: Path) -> Iterator[Service]:
+    with Service(source.connection_string, tmp_path / "data", *FLAGS) as running:
+        running.start()
+        running.wait_workers(2)
+        wait_progress(running, range(VBUCKETS), "the mirror to follow")
+        yield running
+
+
+def published(data: Path) -> list[int]:
+    with open_view(str(data)) as view:
+        return [int(state.published_seqno) for state in view.states()]
+
+
+def wait_progress(service: Service, vbids: object, what: str) -> None:
+    """Return when each of these vbuckets has published more than it has now."""
+    assert isinstance(vbids, (list, range))
+    before = published(service.data)
+    until(what, lambda: all(published(service.data)[vbid] > before[vbid] for vbid in vbids), poll_s=0.1)
+
+
+def vbids_at(source: SandboxThread, node: int) -> list[int]:
+    return [vbid for vbid, owner in enumerate(source.cluster.bucket.map.owners) if owner == node]
+
+
+def complaints(service: Service) -> list[str]:
+    """Lines of the log above information."""
+    return [line for line in service.log.read_text().splitlines() if "[error" in line or "[warning" in line]
+
+
+def all_is_well_again(source: SandboxThread, service: Service) -> None:
+    wait_progress(service, range(VBUCKETS), "every vbucket to go on")
+    judge(source.cluster, service.data, live=True)
+    workers = service.wait_workers(2)
+    assert not any(row["restarts"] for row in workers.values()), "a worker died of it"
+    assert not any(row["counters"]["requested_again_bytes"] for row in workers.values())
+    assert service.terminate() == 0
+    judge(source.cluster, service.data, live=False)
+    assert not service.tracebacks()
+
+
+def header(opcode: int, *, body: int, key: int = 0, extras: int = 0, magic: int = 0x80) -> bytes:
+    return fr.HEADER.pack(magic, opcode, key, extras, 0, 0, body, 0, 0)
+
+
+GARBAGE = {
+    "text of another protocol": b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" * 3,
+    "zeros": bytes(1000),
+    "ones": b"\xff" * 1000,
+    "a length of four gigabytes": header(int(Opcode.DCP_MUTATION), body=2**32 - 1, key=5, extras=31),
+    "a key longer than its body": header(int(Opcode.DCP_MUTATION), body=40, key=500, extras=31) + bytes(40),
+    "a mutation with the extras of nothing": header(int(Opcode.DCP_MUTATION), body=40, key=5, extras=3) + bytes(40),
+}
+
+
+@pytest.mark.parametrize("garbage", list(GARBAGE))
+def test_garbage_ends_its_connection_and_nothing_else(source: SandboxThread, service: Service, garbage: str) -> None:
+    def send_garbage() -> int:
+        hit = source.cluster.faults.connections(node=0)
+        for connection in hit:
+            connection.link.send(GARBAGE[garbage])
+        return len(hit)
+
+    before = len(complaints(service))
+    assert source.call(send_garbage) == 2
+    until("the garbage to be complained of", lambda: len(complaints(service)) > before)
+    wait_progress(service, vbids_at(source, 1), "the other node's vbuckets to go on")
+    node = source.cluster.nodes[0].port
+    assert any(str(node) in line for line in complaints(service)[before:]), complaints(service)
+    all_is_well_again(source, service)
+
+
+def test_a_message_that_nobody_knows_is_passed_over(source: SandboxThread, service: Service) -> None:
+    """A whole frame with an opcode of the future harms nobody, so not even the connection ends."""
+    before = source.call(source.cluster.faults.connections, node=0)
+    for connection in before:
+        source.call(connection.link.send, header(0xEE, body=3) + b"abc")
+    wait_progress(service, vbids_at(source, 0), "the vbuckets of the node to go on")
+    assert source.call(source.cluster.faults.connections, node=0) == before
+    all_is_well_again(source, service)
+
+
+def test_frames_that_break_off(source: SandboxThread, service: Service) -> None:
+    for _ in range(3):
+        hit = source.call(source.cluster.faults.connections, node=0)
+        source.call(source.cluster.faults.truncate, node=0)
+        until("the connections to be made anew", lambda hit=hit: replaced(source, hit))
+    all_is_well_again(source, service)
+
+
+def replaced(source: SandboxThread, old: list[object]) -> bool:
+    """Both workers have another connection to the node, with streams on it."""
+    now = source.call(source.cluster.faults.connections, node=0)
+    return len(now) == 2 and not set(now) & set(old) and all(c.session.producer.streams for c in now)
+
+
+def test_a_server_that_stops_talking_inside_of_a_snapshot(source: SandboxThread, service: Service) -> None:
+    """A large snapshot is cut by silence: none of it is seen, until another connection has brought the rest."""
+    vbid = vbids_at(source, 0)[0]
+    cluster = source.cluster
+
+    def begin() -> int:
+        before = cluster.vbucket(vbid).high_seqno
+        cluster.faults.stop_mid_snapshot(3, node=0, future=True)
+        cluster.multi_write(vbid, [(b"group::%04d" % number, b"v" * 100) for number in range(2000)])
+        return before
+
+    before = source.call(begin)
+    last = before + 2000
+    silent = source.call(cluster.faults.connections, node=0)
+    until("the mirror to give the silent connections up", lambda: replaced(source, silent))
+    wait_progress(service, vbids_at(source, 1), "the other node's vbuckets to go on")
+    seqno = published(service.data)[vbid]
+    assert seqno <= before or seqno >= last, f"published {seqno}, inside of the snapshot from {before + 1} to {last}"
+    judge(cluster, service.data, live=True)
+    source.call(cluster.faults.clear)
+    source.call(cluster.faults.cut, node=0)
+    until("the whole group to be published", lambda: published(service.data)[vbid] >= last)
+    all_is_well_again(source, service)
+
+
+def test_a_password_that_is_changed_while_it_runs(source: SandboxThread, service: Service) -> None:
+    source.call(source.cluster.add_user, "demo", "another")
+    source.call(source.cluster.faults.cut, node=0)
+
+    def told() -> bool:
+        status = service.status()
+        rows = status["vbuckets"] if status else []
+        return any("password" in str(row["last_error"]) for row in rows if row["vbid"] in vbids_at(source, 0))
+
+    until("the status to say that the password is wrong", told)
+    wait_progress(service, vbids_at(source, 1), "the other node's vbuckets to go on")
+    source.call(source.cluster.add_user, "demo", "demo")
+    all_is_well_again(source, service)
+
+
+def test_a_bucket_that_is_made_anew_while_it_runs(source: SandboxThread, service: Service) -> None:
+    """Another bucket of the same name is another bucket: the copy of the old one stays, whatever the new one says."""
+    cluster = source.cluster
+    old = list(cluster.vbuckets)
+    source.call(lambda: asyncio.run_coroutine_threadsafe(cluster.recreate_bucket(), asyncio.get_running_loop()))
+    until("the change to be told", lambda: "uuid" in "".join(complaints(service)) or service.ended() is not None)
+    new, cluster.bucket.vbuckets = cluster.bucket.vbuckets, old
+    try:
+        seqnos = judge(cluster, service.data, live=True)
+    finally:
+        cluster.bucket.vbuckets = new
+    assert any(seqnos.values())
+    if service.ended() is None:
+        assert service.terminate() == 0
+    assert not service.tracebacks()
+    again = call("run", "--source", source.connection_string, "--data", service.data)
+    assert again.code == 3
+    assert "uuid" in again.complaint or "bucket" in again.complaint
+
+
+@pytest.fixture
+def babbler() -> Iterator[Callable[[bytes], int]]:
+    """A server that answers every connection with the same bytes; returns its port."""
+    listeners: list[socket.socket] = []
+
+    def start(answer: bytes) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    yield start
+    for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", bytes(100), b"\x81" + os.urandom(8000)])
+def test_whatever_answers_there_is_no_couchbase(babbler: Callable[[bytes], int], tmp_path: Path, answer: bytes) -> None:
+    port = babbler(answer)
+    url = f"couchbase://demo@127.0.0.1:{port}/demo"
+    limit = ("--set", "bootstrap_timeout_s=0.3", "--set", "request_timeout_s=1")
+    result = call("run", "--source", url, "--data", tmp_path / "data", "--until-caught-up", *limit)
+    assert result.code == 1
+    assert str(port) in result.complaint
+    assert not (tmp_path / "data" / "mirror.json").exists()
