@@ -58,7 +58,7 @@ async def get_changes(request: Request) -> Response:
         position = {vbid: Token(Vbid(vbid), now[vbid].branch, now[vbid].seqno) for vbid in vbids}
     else:
         await service.after(tokens, timeout_s, lambda: None)
-        position = {} if not since else parse_position(since, count)
+        position = {} if since is None else parse_position(since, count)
     if strange := set(position) - set(vbids):
         raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not asked for")
     service.refuse_unavailable(vbids)

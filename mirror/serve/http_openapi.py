@@ -20,9 +20,13 @@ NULLABLE_NUMBER = {"type": ["number", "null"]}
 NULLABLE_TEXT = {"type": ["string", "null"]}
 TEXT = {"type": "string"}
 FLAG = {"type": "string", "enum": ["true", "false"]}
+EVENTS = (
+    "mutation", "deletion", "expiration", "system_event", "rollback", "retraction", "restoration", "reset", "end",
+)  # fmt: skip
 DECIMAL_64 = "(0|[1-9][0-9]{0,18})"
 """Numbers below 10^19: all that any source ever counts to."""
-POSITION = f"^[0-9]{{1,4}}:[0-9]{{1,9}}:{DECIMAL_64}$"
+SINCE = "^(now|[0-9]{1,4}:[0-9]{1,9}:[0-9]{1,18}|z[A-Za-z0-9_-]+)$"
+POSITION = f"^([0-9]{{1,4}}:[0-9]{{1,9}}:{DECIMAL_64})?$"
 
 
 def _object(required: dict[str, Any], optional: dict[str, Any] | None = None, *, closed: bool = True) -> Schema:
@@ -146,6 +150,10 @@ SCHEMAS: dict[str, Schema] = {
             }
         }
     ),
+    "Event": {
+        "description": "An event of the stream; `data` is a JSON object in the shape of `dcp-mirror changes --json`.",
+        **_object({"event": {"type": "string", "enum": list(EVENTS)}, "data": TEXT}, {"id": TEXT, "retry": INT}),
+    },
     "Health": _object({"status": {"type": "string", "enum": ["alive", "ready"]}}),
 }  # fmt: skip
 
@@ -274,7 +282,7 @@ def _paths() -> dict[str, Schema]:
             "description": "Events `mutation`, `deletion`, `expiration`, `system_event`, `rollback`, `retraction` and "
             "`restoration` with the objects of `dcp-mirror changes --json`; `reset` (a problem) when the stream cannot "
             "go on without a gap; `end` with the position when it does not follow.",
-            "content": {"text/event-stream": {"schema": TEXT}},
+            "content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/Event"}}},
         },
         **_problems(404, 409, 410, 504),
     }
@@ -314,7 +322,7 @@ def _paths() -> dict[str, Schema]:
         },
         "/v1/changes": {"get": _operation("get_changes", "Changes as server-sent events", changes, [
             _query("vbid", {"type": "array", "items": VBID, "maxItems": 64}, "Of these vbuckets alone."),
-            _query("since", {"type": "string", "maxLength": 32_768}, "An id of the stream, or `now`."),
+            _query("since", {"type": "string", "maxLength": 16_384, "pattern": SINCE}, "An event's id, or `now`."),
             _query("follow", FLAG, "false: end with what is there."),
             _query("collection", COLLECTION["schema"], "Of this collection alone."),
             TOKEN, TIMEOUT,

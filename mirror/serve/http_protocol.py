@@ -19,16 +19,17 @@ from uvicorn.server import ServerState
 
 from mirror.serve.http_problems import Problem
 
-HEAD_BYTES_MAX = 64 * 1024
-"""Request line and headers; the position of a reader of 1,024 vbuckets takes a tenth of it."""
+HEAD_BYTES_MAX = 256 * 1024
+"""Request line and headers; the position of a reader of 1,024 vbuckets is some 10 KiB."""
+LINGER_S = 2.0
+"""How long what a refused client still sends is thrown away: closing at once would take the refusal away from it."""
 REQUEST_TIMEOUT_S = 20.0
 """For a request to arrive whole, from the opening of the connection or its first byte."""
 TURNED_AWAY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/problem+json\r\nRetry-After: 1\r\n"
-    b"Connection: close\r\nContent-Length: %d\r\n\r\n%s"
+    b"HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 1\r\n"
+    b"Cache-Control: no-store\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
 )
-_busy = Problem("too-busy", "this process has as many connections as it may have").response().body
-TURNED_AWAY = TURNED_AWAY % (len(_busy), bytes(_busy))
+BUSY = bytes(Problem("too-busy", "this process has as many connections as it may have").response().body)
 
 logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
 
@@ -75,15 +76,14 @@ class BoundedProtocol(H11Protocol):
         self._gate = gate
         self._timer: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
+        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take it, or turn it away."""
         super().connection_made(transport)
         if len(self._gate.state.connections) > self._gate.connections_max:
             self._gate.turned_away_count += 1
-            transport.write(TURNED_AWAY)
-            transport.close()
-            self._stuck = self.loop.call_later(self._gate.send_timeout_s, transport.abort)
+            self._turn_away(b"503 Service Unavailable", BUSY)
             return
         self._gate.changed(len(self._gate.state.connections))
         self._wait_for_request()
@@ -111,7 +111,7 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Let uvicorn read on; a request has so long to be whole."""
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         self._wait_for_request()
         super().data_received(data)
@@ -152,6 +152,19 @@ class BoundedProtocol(H11Protocol):
         if self._stuck is not None:
             self._stuck.cancel()
             self._stuck = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP, or too long: say so, and hang up."""
+        body = Problem("bad-request", msg, hint=f"request line and headers: {HEAD_BYTES_MAX} bytes at most").response()
+        self._turn_away(b"400 Bad Request", bytes(body.body))
+
+    def _turn_away(self, status: bytes, body: bytes) -> None:
+        self._refused = True
+        self._stop_waiting()
+        self.transport.write(TURNED_AWAY % (status, len(body), body))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_S, self._too_slow)
 
     def _should_upgrade(self) -> bool:
         return False

@@ -9,6 +9,7 @@ const KINDS = {
   dead: { sign: "✕", word: "dead", text: "nobody feeds it" },
   rolled: { sign: "↺", word: "rolled back", text: "rolled back in the last quarter of an hour" },
   lagging: { sign: "▲", word: "lagging", text: "too far behind its source" },
+  behind: { sign: "▵", word: "a little behind", text: "more than a tenth of the limit behind its source" },
   filling: { sign: "◐", word: "filling", text: "on its way to its first or next state" },
   idle: { sign: "–", word: "stored", text: "no service runs; this is what is stored" },
   ok: { sign: "·", word: "up to date", text: "published and near its source" },
@@ -53,6 +54,7 @@ function kindOf(row, report, workers) {
   if (worker && worker.phase !== "running" && worker.phase !== "starting" && worker.phase !== "stopping") return "dead";
   if (known(row.last_rollback_ms) && report.time_ms - row.last_rollback_ms < ROLLED_BACK_MS) return "rolled";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s) return "lagging";
+  if (known(row.lag_s) && row.lag_s > report.lag_limit_s / 10 && !FILLING.has(row.state)) return "behind";
   if (FILLING.has(row.state) || (worker && worker.phase !== "running")) return "filling";
   return "ok";
 }
@@ -107,7 +109,7 @@ function drawMap(report) {
   });
   if (selected === null) $("detail").textContent = "Choose a vbucket to see how it stands.";
   const legend = $("legend");
-  legend.replaceChildren(...Object.entries(KINDS).filter(([kind]) => counts[kind] || kind !== "idle").map(([kind, { sign, word, text }]) => {
+  legend.replaceChildren(...Object.entries(KINDS).filter(([kind]) => counts[kind] || (kind !== "idle" && kind !== "behind")).map(([kind, { sign, word, text }]) => {
     const entry = make("span");
     entry.title = text;
     entry.dataset.kind = kind;
@@ -149,8 +151,8 @@ function drawFigures(report) {
   const pairs = [
     ["behind the source", known(sums.lag_seqnos) ? `${number(sums.lag_seqnos)} seqnos` : "–"],
     ["longest lag", span(sums.lag_s)],
-    ["ingest", known(sums.documents_per_s) ? `${number(sums.documents_per_s)}/s` : "–"],
-    ["ingest", known(sums.bytes_per_s) ? `${bytes(sums.bytes_per_s)}/s` : "–"],
+    ["ingest, documents", known(sums.documents_per_s) ? `${number(sums.documents_per_s)}/s` : "–"],
+    ["ingest, bytes", known(sums.bytes_per_s) ? `${bytes(sums.bytes_per_s)}/s` : "–"],
     ["published", number(sums.published_seqnos)],
     ["vbuckets", number(report.vbucket_count)],
     ["rollbacks", number(sums.rollback_count)],
@@ -166,7 +168,7 @@ function drawFigures(report) {
 function drawProcesses(report) {
   const rows = [["supervisor", report.supervisor, report.service === "up" ? "running" : "absent"]];
   for (const worker of report.workers) rows.push([`worker ${worker.slot}`, worker, worker.phase]);
-  for (const server of report.servers || []) rows.push([`${server.kind} ${server.number ?? server.slot}`, server, server.phase]);
+  for (const server of report.servers || []) rows.push([`${server.kind} ${server.slot % 1000}`, server, server.phase]);
   $("processes").tBodies[0].replaceChildren(...rows.map(([name, row, phase]) => {
     const line = make("tr");
     const state = make("td");
@@ -187,7 +189,7 @@ function drawPast(report) {
   events.sort((a, b) => b[0] - a[0]);
   $("history").textContent = (known(history.floor_newest_ms)
     ? `Every vbucket can be read as of any kept boundary since ${moment(history.floor_newest_ms)}; the oldest floor is of ${moment(history.floor_oldest_ms)}.`
-    : "Nothing is published yet.") + ` ${number(totals.rollback_count)} rollbacks, ${number(history.refill_count)} refills.`;
+    : "Nothing is published yet.") + ` Rollbacks: ${number(totals.rollback_count)}; refills: ${number(history.refill_count)}.`;
   $("past").hidden = !events.length;
   $("past").tBodies[0].replaceChildren(...events.slice(0, 20).map(([ms, vbid, text, kind]) => {
     const line = make("tr");

@@ -1,0 +1,203 @@
+"""The status page in a real browser: what it says in words, on small screens and large, with nothing from outside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.http_site import Site
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; .ci/run installs it")
+PICTURES = os.environ.get("PAGE_PICTURES")
+"""A folder: the tests leave pictures of the page there, for somebody to look at."""
+
+
+def report(vbuckets: int = 64) -> dict[str, Any]:
+    """A service with everything wrong that can be: vbucket 3 lags, 5 rolled back, 7 refused, worker 1 is dead."""
+    now = 1_700_000_000_000
+    rows = []
+    for vbid in range(vbuckets):
+        group = vbid % 8
+        row: dict[str, Any] = {
+            "vbid": vbid, "group": group, "state": "streaming", "detail": None, "branch": 1, "vbuuid": "00000000abcd",
+            "published_seqno": 1000 + vbid, "staged_seqno": 1000 + vbid, "source_high_seqno": 1000 + vbid,
+            "lag_seqnos": 0, "lag_s": 0.0, "documents": None, "rollback_count": 0, "last_rollback_ms": None,
+            "seqnos_per_s": 1.0, "requested_again_bytes": 0, "stalls": 0, "node": "db1.example:11210",
+            "last_error": None,
+        }  # fmt: skip
+        rows.append(row)
+    rows[3] |= {"source_high_seqno": 2000, "lag_seqnos": 997, "lag_s": 123.0}
+    rows[4] |= {"source_high_seqno": 1010, "lag_seqnos": 6, "lag_s": 8.0}
+    rows[5] |= {"rollback_count": 1, "last_rollback_ms": now - 60_000}
+    rows[7] |= {"state": "refused", "last_error": "the user may not read it <b>now</b>"}
+    rows[9] |= {"state": "backfilling"}
+    figures = {
+        "cpu_percent": 12.5, "private_bytes": 44_000_000, "resident_bytes": 80_000_000, "threads": 1, "open_files": 20,
+    }  # fmt: skip
+    workers: list[dict[str, Any]] = []
+    for slot in range(2):
+        groups = list(range(slot, 7, 2)) if slot == 0 else [1, 3, 5, 7]
+        workers.append(
+            {
+                "slot": slot, "pid": 100 + slot, "phase": "running", "groups": groups, "uptime_s": 4000.0,
+                "heartbeat_age_s": 0.1, "restarts": slot, "last_exit": "SIGKILL" if slot else None,
+                "last_exit_ms": now - 5000 if slot else None, "last_error": None, "counters": {}, **figures,
+            }
+        )  # fmt: skip
+    server = workers[0] | {"slot": 2000, "kind": "http", "groups": [], "counters": {"http_documents": 5}}
+    return {
+        "service": "up", "state": "mirroring", "message": "997 seqnos behind", "pid": 1, "uptime_s": 4000.0,
+        "time_ms": now, "data": "/data", "source": "couchbase://db1.example/demo", "source_error": None,
+        "bucket": "demo", "bucket_uuid": "u", "cluster_uuid": "c", "vbucket_count": vbuckets, "group_count": 8,
+        "sync": "safe", "supervisor": figures, "workers": workers, "servers": [server],
+        "totals": {
+            "vbuckets": vbuckets, "states": {"streaming": vbuckets - 2, "refused": 1, "backfilling": 1},
+            "documents": None, "published_seqnos": 123_456, "staged_seqnos": 123_456, "source_high_seqnos": 124_453,
+            "lag_seqnos": 997, "lag_s": 123.0, "documents_per_s": 1520.0, "bytes_per_s": 510_000.0,
+            "rollback_count": 1, "last_rollback_ms": now - 60_000, "requested_again_bytes": 0,
+        },
+        "catch_up": None, "vbuckets": rows,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any, site: Site) -> Iterator[Any]:
+    """A page that notes whatever goes wrong on it, and whatever it asks of somebody else."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    opened = context.new_page()
+    opened.set_default_timeout(60_000)
+    wrong: list[str] = []
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    opened.on(
+        "request", lambda asked: wrong.append(asked.url) if not asked.url.startswith((site.url, "data:")) else None
+    )
+    yield opened
+    context.close()
+    assert wrong == []
+
+
+def opened(page: Any, site: Site) -> Any:
+    page.goto(site.url)
+    page.wait_for_selector("body[data-looks]")
+    return page
+
+
+def picture(page: Any, name: str) -> None:
+    if PICTURES:
+        page.screenshot(path=f"{PICTURES}/{name}.png", full_page=True)
+
+
+def test_a_lagging_a_rolled_back_and_a_dead_vbucket_are_called_so(page: Any, site: Site) -> None:
+    site.stands(report())
+    opened(page, site)
+    cells = page.locator("#map button")
+    assert cells.count() == 64
+    signs = {}
+    for vbid, word in (
+        (3, "lagging"),
+        (4, "a little behind"),
+        (5, "rolled back"),
+        (7, "dead"),
+        (9, "filling"),
+        (0, "up to date"),
+    ):
+        cell = cells.nth(vbid)
+        assert f"Vbucket {vbid}: {word};" in cell.get_attribute("aria-label")
+        signs[cell.inner_text()] = word
+    assert len(signs) == 6, "each has a sign of its own"
+    legend = page.locator("#legend").inner_text()
+    for text in ("1 lagging", "1 rolled back", "1 dead", "1 filling", "1 a little behind", "59 up to date"):
+        assert text in legend
+    assert "1 dead, 1 lagging, 1 rolled back." in page.locator("#headline").inner_text()
+    lines = page.locator("#attention tbody tr").all_inner_texts()
+    assert [line.split("\t")[0] for line in lines] == ["7", "5", "3"]
+    assert "refused: the user may not read it <b>now</b>" in lines[0], "text is text"
+    assert "997 seqnos, 2 min" in lines[2]
+    assert page.title().startswith("✕")
+    picture(page, "wide")
+
+
+def test_the_vbuckets_of_a_dead_worker_are_dead(page: Any, site: Site) -> None:
+    changed = report()
+    changed["workers"][1] |= {"phase": "absent", "pid": None, "last_error": "no heartbeat"}
+    site.stands(changed)
+    opened(page, site)
+    assert "32 dead" in page.locator("#legend").inner_text()
+    assert "worker 1 is absent (SIGKILL): no heartbeat" in page.locator("#attention").inner_text()
+    process = page.locator("#processes tbody tr").nth(2).inner_text()
+    assert "worker 1" in process
+    assert "absent" in process
+
+
+def test_a_vbucket_is_chosen_by_finger_or_keys(page: Any, site: Site) -> None:
+    site.stands(report())
+    opened(page, site)
+    page.locator("#map button").nth(3).click()
+    detail = page.locator("#detail")
+    assert "Vbucket 3: lagging" in detail.inner_text()
+    assert "published 1,003 of 2,000" in detail.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert "Vbucket 4: a little behind" in detail.inner_text()
+    assert page.locator("#map button[tabindex='0']").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_nothing_is_wider_than_the_screen(page: Any, site: Site, scheme: str) -> None:
+    site.stands(report(1024))
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.emulate_media(color_scheme=scheme)
+    for _ in range(3):
+        site.call(site.server.service.status.sample())
+    opened(page, site)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.locator("#map button").count() == 1024
+    size = page.locator("#map button").nth(0).bounding_box()
+    assert size["width"] >= 14
+    picture(page, f"phone-{scheme}")
+
+
+def test_with_the_service_down_it_shows_what_is_stored(page: Any, site: Site) -> None:
+    site.source.put("a")
+    page.emulate_media(color_scheme="dark")
+    opened(page, site)
+    assert "No service runs" in page.locator("#headline").inner_text()
+    assert "8 stored" in page.locator("#legend").inner_text()
+    assert "–" in page.locator("#figures").inner_text()
+    picture(page, "down-dark")
+
+
+def test_rollbacks_and_refills_are_told(page: Any, site: Site) -> None:
+    key = site.source.key_of(2)
+    for _ in range(3):
+        site.source.put(key)
+    site.source.rollback(2, 1)
+    writer = site.source.writer(4)
+    site.source.put(site.source.key_of(4))
+    writer.begin_refill(4)
+    writer.commit()
+    site.source.seqnos[4] = 0
+    site.source.put(site.source.key_of(4))
+    site.stands({})
+    opened(page, site)
+    past = page.locator("#past").inner_text()
+    assert "rolled back from 3 to 1 (2 seqnos)" in past
+    assert "filled anew from 0" in past
+    assert "Rollbacks: 1; refills: 1." in page.locator("#history").inner_text()
+    assert "The mirror takes" in page.locator("#disk").inner_text()
