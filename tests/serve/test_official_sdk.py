@@ -1,0 +1,289 @@
+"""The official Python SDK as a reader: only the connection string is another one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from couchbase import subdocument as sd
+from couchbase.auth import PasswordAuthenticator
+from couchbase.cluster import Cluster
+from couchbase.exceptions import (
+    AuthenticationException,
+    BucketNotFoundException,
+    CouchbaseException,
+    DocumentNotFoundException,
+    FeatureUnavailableException,
+    PathNotFoundException,
+    UnsupportedOperation,
+)
+from couchbase.kv_range_scan import RangeScan
+from couchbase.options import ClusterOptions, GetOptions, UpsertOptions
+from couchbase.transcoder import RawBinaryTranscoder
+
+from cli import client as control
+from mirror import MutationToken, WriteLost, open_view
+from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.wire import codec_kv
+from storage.wait import Standing, standing
+from tests.crash.service import Service, until
+from tests.serve.kv_rig import Client, MirrorThread, serving
+
+RAW = RawBinaryTranscoder()
+CLIENTS = 64
+VBUCKETS = 16
+
+
+def string_of(source: SandboxThread) -> str:
+    """The SDK takes user and bucket elsewhere than in the string."""
+    scheme, _, rest = source.connection_string.partition("://")
+    return f"{scheme}://{rest.partition('@')[2].rpartition('/')[0]}"
+
+
+def connect(string: str, password: str = "demo") -> Cluster:
+    return Cluster(string, ClusterOptions(PasswordAuthenticator("demo", password)))
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[SandboxThread]:
+    with SandboxThread(SandboxCluster(vbuckets=VBUCKETS, bucket="orders")) as thread:
+        thread.call(thread.cluster.bucket.create_scope, "inventory")
+        thread.call(thread.cluster.bucket.create_collection, "inventory", "items")
+        cluster = connect(string_of(thread))
+        bucket = cluster.bucket("orders")
+        default = bucket.default_collection()
+        default.upsert("a", {"n": 1, "tags": ["x", "y"], "nested": {"p": {"q": 2}}})
+        default.mutate_in("a", [sd.upsert("meta.k", "v", xattr=True, create_parents=True)])
+        default.upsert("bin", b"\x00\x01\xff", UpsertOptions(transcoder=RAW))
+        default.upsert("exp", {"n": 2}, UpsertOptions(expiry=timedelta(hours=1)))
+        default.upsert("huge", b"\xa5" * 10_000_000, UpsertOptions(transcoder=RAW))
+        default.upsert("gone", {})
+        default.remove("gone")
+        bucket.scope("inventory").collection("items").upsert("i1", {"sku": 1})
+        cluster.close()
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def mirror(source: SandboxThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MirrorThread]:
+    with MirrorThread(source, tmp_path_factory.mktemp("mirror")) as thread:
+        thread.caught_up()
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def sdk(mirror: MirrorThread) -> Iterator[Cluster]:
+    cluster = connect(mirror.connection_string)
+    yield cluster
+    cluster.close()
+
+
+def test_documents_are_read_as_from_a_cluster(sdk: Cluster) -> None:
+    bucket = sdk.bucket("orders")
+    default = bucket.default_collection()
+    document = {"n": 1, "tags": ["x", "y"], "nested": {"p": {"q": 2}}}
+    assert default.get("a").content_as[dict] == document
+    assert default.get("a", GetOptions(project=["n", "nested.p.q"])).content_as[dict] == {
+        "n": 1,
+        "nested": {"p": {"q": 2}},
+    }
+    assert default.get("bin", GetOptions(transcoder=RAW)).value == b"\x00\x01\xff"
+    assert default.get("huge", GetOptions(transcoder=RAW)).value == b"\xa5" * 10_000_000
+    assert default.get("exp", GetOptions(with_expiry=True)).expiryTime is not None
+    assert default.get_any_replica("a").content_as[dict] == document
+    assert [each.content_as[dict] for each in default.get_all_replicas("a")] == [document]
+    assert (default.exists("a").exists, default.exists("nope").exists, default.exists("gone").exists) == (
+        True,
+        False,
+        False,
+    )
+    assert bucket.scope("inventory").collection("items").get("i1").content_as[dict] == {"sku": 1}
+    found = default.get_multi(["a", "exp"]).results
+    assert {key: each.content_as[dict]["n"] for key, each in found.items()} == {"a": 1, "exp": 2}
+    for key in ("nope", "gone"):
+        with pytest.raises(DocumentNotFoundException):
+            default.get(key)
+    assert '"services": {"key_value": [{"type": "key_value"' in str(bucket.ping().as_json())
+
+
+def test_paths_are_looked_up(sdk: Cluster, mirror: MirrorThread) -> None:
+    default = sdk.bucket("orders").default_collection()
+    specs = [sd.get("n"), sd.get("nested.p"), sd.exists("zz"), sd.count("tags")]
+    found = default.lookup_in("a", specs)
+    assert (found.content_as[int](0), found.content_as[dict](1), found.exists(2), found.content_as[int](3)) == (
+        1,
+        {"q": 2},
+        False,
+        2,
+    )
+    assert default.lookup_in("a", [sd.get("meta", xattr=True), sd.get("n")]).content_as[dict](0) == {"k": "v"}
+    about = default.lookup_in("a", [sd.get("$document", xattr=True)]).content_as[dict](0)
+    with open_view(mirror.path) as view:
+        stored = view.get("a")
+        assert stored is not None
+        assert (about["seqno"], about["CAS"]) == (f"0x{stored.seqno:016x}", f"0x{stored.cas:016x}")
+    with pytest.raises(PathNotFoundException):
+        default.lookup_in("a", [sd.get("zz")]).content_as[str](0)
+    with pytest.raises(DocumentNotFoundException):
+        default.lookup_in("nope", [sd.get("n")])
+
+
+def changes(sdk: Cluster) -> dict[str, Callable[[], Any]]:
+    default = sdk.bucket("orders").default_collection()
+    return {
+        "upsert": lambda: default.upsert("a", {}),
+        "upsert of megabytes": lambda: default.upsert("a", b"x" * 5_000_000, UpsertOptions(transcoder=RAW)),
+        "insert": lambda: default.insert("new", {}),
+        "replace": lambda: default.replace("a", {}),
+        "remove": lambda: default.remove("a"),
+        "touch": lambda: default.touch("a", timedelta(seconds=10)),
+        "get_and_touch": lambda: default.get_and_touch("a", timedelta(seconds=10)),
+        "get_and_lock": lambda: default.get_and_lock("a", timedelta(seconds=10)),
+        "unlock": lambda: default.unlock("a", 1),
+        "mutate_in": lambda: default.mutate_in("a", [sd.upsert("x", 1)]),
+        "increment": lambda: default.binary().increment("a"),
+        "append": lambda: default.binary().append("a", b"x"),
+    }
+
+
+def test_every_change_is_one_clear_error_and_no_wait(sdk: Cluster) -> None:
+    """An error after one try: the SDK neither retries nor waits for its timeout (2.5 s)."""
+    for name, change in changes(sdk).items():
+        with pytest.raises(UnsupportedOperation) as raised:
+            change()
+        context = getattr(raised.value, "error_context", None) or raised.value.context
+        assert getattr(context, "retry_attempts", 0) in (0, None), name
+
+
+def test_what_the_mirror_lacks_is_said_as_such(sdk: Cluster, mirror: MirrorThread) -> None:
+    bucket = sdk.bucket("orders")
+    with pytest.raises(FeatureUnavailableException):
+        list(bucket.default_collection().scan(RangeScan()))
+    with pytest.raises(CouchbaseException, match="collection"):
+        bucket.scope("inventory").collection("none").get("a", GetOptions(timeout=timedelta(milliseconds=300)))
+    with pytest.raises(AuthenticationException):
+        connect(mirror.connection_string, "wrong")
+    with pytest.raises(BucketNotFoundException):
+        sdk.bucket("elsewhere")
+
+
+def test_own_writes_are_read_with_their_tokens(source: SandboxThread, mirror: MirrorThread, sdk: Cluster) -> None:
+    writer = connect(string_of(source))
+    written = writer.bucket("orders").default_collection()
+    read = sdk.bucket("orders").default_collection()
+    with open_view(mirror.path) as view:
+        for number in range(50):
+            key = f"own-{number % 5}"
+            token = MutationToken.of(written.upsert(key, {"n": number}).mutation_token())
+            view.wait_for(token, 20)
+            document = view.get(key)
+            assert document is not None
+            assert json.loads(document.value) == {"n": number}
+            assert read.get(key).content_as[dict] == {"n": number}
+    writer.close()
+
+
+def test_observe_seqno_tells_when_a_write_is_there_and_when_it_is_lost(
+    source: SandboxThread, mirror: MirrorThread
+) -> None:
+    writer = connect(string_of(source))
+    token = MutationToken.of(writer.bucket("orders").default_collection().upsert("seen", {}).mutation_token())
+
+    async def observe(until_seqno: int) -> codec_kv.ObservedSeqno:
+        async with serving(mirror.path) as endpoint:
+            client: Client = await endpoint.sdk()
+            for _ in range(2000):
+                answer = await client.ask(codec_kv.observe_seqno(token.vbid, token.vbuuid))
+                seen = codec_kv.decode_observe_seqno(answer.value)
+                if seen.current_seqno >= until_seqno or seen.old_vbuuid is not None:
+                    return seen
+                await asyncio.sleep(0.005)
+        raise AssertionError("the write never came")
+
+    seen = mirror.run(observe_in_thread(observe, token.seqno))
+    assert (seen.vbuuid, seen.persisted_seqno) == (token.vbuuid, seen.current_seqno)
+    source.call(lambda: source.cluster.failover(token.vbid, lose=1))
+    with open_view(mirror.path) as view:
+        until("the loss is known here", lambda: standing(view, token) is Standing.LOST)
+        with pytest.raises(WriteLost):
+            view.wait_for(token, 20)
+    seen = mirror.run(observe_in_thread(observe, 2**63))
+    assert seen.old_vbuuid == token.vbuuid
+    assert (seen.last_seqno_received or 0) < token.seqno
+    writer.close()
+
+
+async def observe_in_thread(observe: Callable[[int], Any], until_seqno: int) -> codec_kv.ObservedSeqno:
+    """Beside the mirror's own loop, so that it goes on meanwhile."""
+    return await asyncio.to_thread(lambda: asyncio.run(observe(until_seqno)))
+
+
+# Many clients, and a source that is written, fails over, and goes away: the service as people run it.
+
+
+def listener(data: Path, kind: str = "kv") -> str | None:
+    """The first address of a kind, once all servers run."""
+    document = (control.ask(data, "status") or {}).get("status")
+    servers = (document or {}).get("servers")
+    if not document or not servers or any(row["phase"] != "running" for row in servers):
+        return None
+    return next(iter(document["listeners"].get(kind, ())), None)
+
+
+def test_many_clients_read_through_writes_a_rollback_and_the_end_of_the_source(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    names = [f"doc-{number}" for number in range(200)]
+    with SandboxThread(SandboxCluster(vbuckets=VBUCKETS, bucket="orders")) as source:
+        bucket = source.cluster.bucket
+        for name in names:
+            source.call(bucket.set, name, {"n": 0})
+        service = Service(
+            source.connection_string, data, "--workers", "2", "--groups", "2", "--kv", "0", "--set", "kv_processes=2"
+        )
+        with service:
+            service.start()
+            string = until("the KV port", lambda: listener(data))
+            with open_view(str(data)) as view:
+                until("all documents", lambda: len(view.get_many(names)) == len(names))
+            stop = threading.Event()
+            reads = [0] * CLIENTS
+
+            def read(number: int) -> None:
+                cluster = connect(string)
+                default = cluster.bucket("orders").default_collection()
+                while not stop.is_set():
+                    for name in names[number % 10 :: 20]:
+                        assert default.get(name).content_as[dict]["n"] >= 0
+                        reads[number] += 1
+                cluster.close()
+
+            def everybody_goes_on(what: str) -> None:
+                before = list(reads)
+                until(what, lambda: all(now > then for now, then in zip(reads, before, strict=True)) or failed())
+
+            def failed() -> bool:
+                return any(each.done() for each in reading)
+
+            with ThreadPoolExecutor(CLIENTS) as pool:
+                reading = [pool.submit(read, number) for number in range(CLIENTS)]
+                try:
+                    everybody_goes_on("reads before anything happens")
+                    for number in range(1, 400):
+                        source.call(bucket.set, names[number % len(names)], {"n": number})
+                    everybody_goes_on("reads while the source is written")
+                    for vbid in range(VBUCKETS):
+                        source.call(lambda vbid=vbid: source.cluster.failover(vbid, lose=3))
+                    everybody_goes_on("reads during the rollbacks")
+                    source.run(source.cluster.stop())
+                    everybody_goes_on("reads without a source")
+                finally:
+                    stop.set()
+                for each in reading:
+                    each.result()
