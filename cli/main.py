@@ -16,6 +16,7 @@ from cli.changes import changes
 from cli.check import check
 from cli.demo import demo
 from cli.get import get
+from cli.rollback import rollback
 from cli.run import run
 from cli.scan import scan
 from cli.state import state
@@ -57,6 +58,7 @@ app.command(rich_help_panel=LOOK)(scan)
 app.command(rich_help_panel=LOOK)(changes)
 app.command(rich_help_panel=LOOK)(state)
 app.command(rich_help_panel=LOOK)(check)
+app.command(rich_help_panel=MIRROR)(rollback)
 app.add_typer(sandbox.app, name="sandbox", rich_help_panel=MIRROR)
 app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
 app.add_typer(config.app, name="config", rich_help_panel=LOOK)

@@ -234,9 +234,14 @@ def prune_failover_log(log: tuple[FailoverEntry, ...], boundary: Boundary) -> tu
 
 
 def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary: Boundary, now_ms: int) -> None:
-    """Open a branch at a kept boundary of the served chain and serve it."""
+    """Open a branch at a kept boundary of the served chain and serve it.
+
+    While a refill is under way the failover log is that of its stream, which the served copy may share nothing with:
+    then the vbuuid kept with the boundary is all that is known of its history.
+    """
     vbid, at = state.vbid, boundary.seqno
-    log = prune_failover_log(state.failover_log, boundary)
+    own_log = state.failover_log if state.staging_branch == state.branch else ()
+    log = prune_failover_log(own_log, boundary)
     to_vbuuid = vbuuid_at(log, at)
     served = chain.load(environment, txn, vbid, state.branch, at)
     manifest_key = manifest_key_on(environment, txn, vbid, served)
@@ -247,7 +252,9 @@ def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary:
     value = keys.BOUNDARY.pack(boundary.snap_start_seqno, to_vbuuid, boundary.time_ms)
     txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
     number = state.rollback_count + 1
-    from_vbuuid = vbuuid_at(state.failover_log, state.published_seqno)
+    was_served = chain.load(environment, txn, vbid, state.branch, state.published_seqno)
+    newest = chain.newest_boundary(environment, txn, vbid, was_served, state.published_seqno)
+    from_vbuuid = newest.vbuuid if newest is not None else 0
     record = records.encode_rollback(state.branch, state.published_seqno, branch, at, from_vbuuid, to_vbuuid, now_ms)
     txn.put(keys.ROLLBACK_KEY.pack(vbid, number), record, db=environment.db(keys.DB_ROLLBACK))
     _put_state(environment, txn, state, branch, at, failover_log=log, rollback_count=number, last_rollback_ms=now_ms)
@@ -261,7 +268,9 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
         begin_refill(environment, txn, state, BranchReason.REFILL)
         return
     # Also for a broken OSO snapshot: rows of its branch are in the tree, so going on needs a newer branch to append to.
-    vbuuid = vbuuid_at(state.failover_log, base)
+    # Its failover log is not that of the copy which is served again: that one's was replaced, so it names no history.
+    log = () if base and state.staging_branch != state.branch else state.failover_log
+    vbuuid = vbuuid_at(log, base)
     branch = _open_branch(environment, txn, vbid, state.branch, base, vbuuid, BranchReason.ABANDONED, now_ms)
     pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)
     txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
@@ -299,7 +308,8 @@ def begin_refill(
 ) -> None:
     """A staging branch without parent, beside what is served; its time stays 0 until readers see it.
 
-    The flag in `pub` says that a refill is under way.
+    The flag in `pub` says that a refill is under way. An OSO snapshot keeps the failover log: it is that of its stream,
+    which was accepted, and its log saved, before its first message.
     """
     branch = _open_branch(environment, txn, state.vbid, None, 0, 0, reason, 0)
     vbid_key = keys.VBID_KEY.pack(state.vbid)
@@ -307,4 +317,5 @@ def begin_refill(
     if reason is BranchReason.REFILL:
         pub[5] |= keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
     txn.put(vbid_key, keys.PUB.pack(*pub), db=environment.db(keys.DB_PUB))
-    _put_state(environment, txn, state, branch, 0, failover_log=(), source_purge_seqno=Seqno(0))
+    log = state.failover_log if reason is BranchReason.OSO else ()
+    _put_state(environment, txn, state, branch, 0, failover_log=log, source_purge_seqno=Seqno(0))

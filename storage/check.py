@@ -17,7 +17,7 @@ import lmdb
 from storage import branches, chain, directory, keys, records
 from storage.environment import DATA_FILE, MAP_SIZE, SHARED, Environment
 from storage.errors import CorruptedError, StorageError
-from storage.model import SEQNO_MAX, Identity, Kind, Vbid
+from storage.model import SEQNO_MAX, BranchReason, Identity, Kind, Vbid
 
 PROBLEMS_MAX = 1000
 """A damaged file can hold millions of contradictions; the first thousand tell the story."""
@@ -261,7 +261,8 @@ class _Walk:
         return references
 
     def _is_oso(self, branch: int) -> bool:
-        return branch != self.state.branch and branches.staging_reason(self.environment, self.txn, self.state) == 5
+        row = branches.get_branch(self.environment, self.txn, self.vbid, branch)
+        return branch != self.state.branch and row.reason == BranchReason.OSO
 
     def _must_have_key_row(self, branch: int, seqno: int) -> bool:
         """Rows that are, or once were, published; staged rows get their key rows when their snapshot is complete."""

@@ -13,7 +13,7 @@ import struct
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -955,7 +955,7 @@ class View:
         visible again because its collection was dropped or flushed in the lost history alone.
         """
         child = next(
-            link for link in reversed(served.links) if link.base_seqno == common and link.branch > lost[-1].branch
+            link for link in reversed(served.links) if link.base_seqno == common and link.branch > token.branch
         )
         record = next(
             (each for each in reversed(self.rollbacks(vbid)) if each.to_branch == child.branch),
@@ -964,6 +964,34 @@ class View:
             ),
         )
         held = Change("rollback", token, rollback=record)
+        for kind, document in self._undone(opened, vbid, served, lost, common, raw):
+            yield held
+            held = Change(kind, token, document)
+        yield Change(held.kind, Token(Vbid(vbid), Branch(child.branch), Seqno(common)), held.document, held.rollback)
+
+    def undone_by(
+        self, vbid: int, to_seqno: int, *, raw: bool = False
+    ) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
+        """What a rollback to `to_seqno` would do now: its boundary, then its retractions and restorations.
+
+        Raises NoSuchBoundary below the history floor.
+        """
+        opened = self._open(vbid)
+        with opened.environment.read() as txn:
+            served = self._served(opened.environment, txn, vbid)
+            boundary = chain.newest_boundary(opened.environment, txn, Vbid(vbid), served.links, to_seqno)
+        if boundary is None or boundary.seqno < served.floor_seqno:
+            raise NoSuchBoundary(
+                f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {served.floor_seqno}",
+                vbid=vbid,
+                hint="give a later seqno; `dcp-mirror state` shows the kept boundaries",
+            )
+        return boundary, self._undone(opened, vbid, served, served.links, boundary.seqno, raw)
+
+    def _undone(
+        self, opened: Opened, vbid: int, served: Served, lost: chain.Chain, common: int, raw: bool
+    ) -> Iterator[tuple[str, Document]]:
+        """Of each key that `lost` changed above `common` its newest version, and what is visible again in its place."""
         restored_links = chain.recut(served.links, common)
         for link in reversed(lost):
             position = max(link.base_seqno, common)
@@ -974,21 +1002,22 @@ class View:
                     rows = index.rows_between(
                         opened.environment, txn, vbid, prefix, position, link.cut, CHUNK_ROWS, CHUNK_BYTES
                     )
+                    kept_seqno = branches.get_branch(opened.environment, txn, vbid, link.branch).kept_seqno
+                    if kept_seqno < link.cut:
+                        raise ViewInvalidated(
+                            "what was rolled back is gone from history", vbid=vbid, hint="read it from the beginning"
+                        )
                     pairs = self._retracted_pairs(txn, opened, vbid, rows, lost, restored_links, raw)
                 for before, after in pairs:
-                    yield held
-                    held = Change("retraction", token, before)
+                    yield "retraction", before
                     if after is not None:
-                        yield held
-                        held = Change("restoration", token, after)
+                        yield "restoration", after
                 if not rows:
                     break
                 position = int.from_bytes(rows[-1][0][4:], "big")
-        yield Change(held.kind, Token(Vbid(vbid), Branch(child.branch), Seqno(common)), held.document, held.rollback)
+        for document in self._back_with_their_collection(opened, vbid, served, lost, restored_links, raw):
+            yield "restoration", document
 
-    def _retracted_pairs(
-        self,
-        txn: Any,
     def _back_with_their_collection(
         self, opened: Opened, vbid: int, served: Served, lost: chain.Chain, restored_links: chain.Chain, raw: bool
     ) -> Iterator[Document]:
@@ -1012,6 +1041,9 @@ class View:
                 )
                 yield from documents
 
+    def _retracted_pairs(
+        self,
+        txn: Any,
         opened: Opened,
         vbid: int,
         rows: list[tuple[bytes, bytes]],
@@ -1021,10 +1053,15 @@ class View:
     ) -> list[tuple[Document, Document | None]]:
         pairs = []
         cursor = txn.cursor(opened.keys)
+        manifest_key = branches.manifest_key_on(opened.environment, txn, vbid, restored_links)
+        manifest = self._manifest(opened.environment, txn, vbid, manifest_key)
         for wire_key, dup in records.key_rows(rows):
             if chain.newest_version(cursor, wire_key, lost) != dup:
                 continue  # superseded within the lost history: the reader's last word on this key comes later
             again = chain.newest_version(cursor, wire_key, restored_links)
-            after = None if again is None or again[12] != 0x57 else self._row(txn, opened, vbid, again, raw)
+            if again is not None:
+                alive = self._alive(manifest, keys.split_key(wire_key)[0], unpack_dup(again)[1])
+                again = again if alive and again[12] == 0x57 else None
+            after = None if again is None else self._row(txn, opened, vbid, again, raw)
             pairs.append((self._row(txn, opened, vbid, dup, raw), after))
         return pairs

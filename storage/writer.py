@@ -21,8 +21,9 @@ import lmdb
 
 from storage import branches, chain, directory, history, index, keys, records
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
-from storage.errors import Closed, Locked, SeqnoOrder, StorageError
+from storage.errors import Closed, Locked, NoSuchBoundary, SeqnoOrder, StorageError
 from storage.model import (
+    Boundary,
     Branch,
     BranchReason,
     FailoverEntry,
@@ -60,6 +61,7 @@ class RollbackResult:
     boundary_seqno: Seqno
     from_seqno: Seqno
     branch: Branch
+    from_branch: Branch
 
 
 class Vbucket:
@@ -469,14 +471,17 @@ class GroupWriter:
         publish = False
         if vbucket.complete_seqno is not None and vbucket.job is None:
             complete = rows if vbucket.complete_count == len(rows) else rows[: vbucket.complete_count]
-            if vbucket.unindexed_count is not None and vbucket.unindexed_count <= INLINE_INDEX_ROWS:
+            until = vbucket.complete_seqno if vbucket.unordered else min(vbucket.complete_seqno, vbucket.flushed_seqno)
+            few = vbucket.unindexed_count is not None and vbucket.unindexed_count <= INLINE_INDEX_ROWS
+            if few or vbucket.indexed_seqno >= until:
                 key_rows = records.key_rows(complete)
-                if vbucket.unindexed_count:
+                if vbucket.unindexed_count and vbucket.indexed_seqno < until:
+                    # Rows of an OSO snapshot lie among each other: those of this commit are found with the earlier.
                     earlier, _, _ = index.key_rows_between(
-                        environment, txn, vbid, vbucket.prefix, vbucket.indexed_seqno, vbucket.flushed_seqno,
-                        INLINE_INDEX_ROWS + 1,
+                        environment, txn, vbid, vbucket.prefix, vbucket.indexed_seqno, until,
+                        vbucket.unindexed_count + (len(complete) if vbucket.unordered else 0),
                     )  # fmt: skip
-                    key_rows = earlier + key_rows
+                    key_rows = earlier if vbucket.unordered else earlier + key_rows
                 index.sort_key_rows(key_rows)
                 index.put_key_rows(environment, txn, vbid, key_rows)
                 publish = True
@@ -515,9 +520,9 @@ class GroupWriter:
         staged = state.staged_seqno
         open_snapshot = state.open_snapshot
         if len(rows) < len(vbucket.rows):
-            if vbucket.complete_seqno is not None:
+            if vbucket.complete_seqno is not None and vbucket.complete_seqno >= vbucket.flushed_seqno:
                 staged, open_snapshot = Seqno(vbucket.complete_seqno), None
-            else:
+            else:  # rows of the open snapshot are on disk, perhaps while a complete one before it waits for key rows
                 staged, open_snapshot = Seqno(vbucket.flushed_seqno), state.open_snapshot
                 if staged == state.staging_published_seqno:
                     open_snapshot = None
@@ -550,12 +555,13 @@ class GroupWriter:
             dropped = vbucket.pending_bytes
             vbucket.rows = []
         else:
-            flushed = vbucket.complete_seqno if vbucket.complete_seqno is not None else vbucket.flushed_seqno
+            flushed = max(vbucket.flushed_seqno, vbucket.complete_seqno or 0)
             dropped = min(sum(len(value) for _, value in vbucket.rows[:count]), vbucket.pending_bytes)
             vbucket.rows = vbucket.rows[count:]
         vbucket.pending_bytes -= dropped
         self.pending_bytes -= dropped
         indexed_rows = 0
+        beyond = published and vbucket.flushed_seqno > (vbucket.complete_seqno or 0)
         if published:
             assert vbucket.complete_seqno is not None
             indexed_rows = vbucket.complete_count
@@ -577,6 +583,8 @@ class GroupWriter:
             vbucket.unindexed_count += count - indexed_rows
         vbucket.complete_count = 0
         vbucket.flushed_seqno = flushed
+        if beyond:  # earlier commits had written rows of the next snapshot
+            vbucket.unindexed_count = self._count_unindexed(vbucket)
         vbucket.dirty = bool(vbucket.rows)
         if vbucket.complete_seqno is not None and vbucket.job is None:
             self._begin_job(vbucket)
@@ -662,6 +670,7 @@ class GroupWriter:
         vbucket.dirty = True
 
     def _count_unindexed(self, vbucket: Vbucket) -> int | None:
+        """Rows on disk that lack their key rows; None: too many for one commit."""
         with self.environment.read() as txn:
             _, count, _ = index.key_rows_between(
                 self.environment, txn, vbucket.base.vbid, vbucket.prefix, vbucket.indexed_seqno,
@@ -677,6 +686,30 @@ class GroupWriter:
 
     # -- branches -------------------------------------------------------------------------------------------------
 
+    def check_rollback(self, vbid: int, to_seqno: int) -> Boundary:
+        """Where a rollback that an operator asks for would go. Raises NoSuchBoundary below the floor, StorageError in a
+        refill.
+        """
+        state = self._vbuckets[vbid].state
+        if state.staging_branch != state.branch:
+            raise StorageError(
+                "it is being filled anew", path=self.path, vbid=vbid, hint="roll back when that is published"
+            )
+        boundary = self._boundary_at(state, to_seqno)
+        if boundary is None or boundary.seqno < state.history_floor_seqno:
+            raise NoSuchBoundary(
+                f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {state.history_floor_seqno}",
+                path=self.path,
+                vbid=vbid,
+                hint="give a later seqno; `dcp-mirror state` shows the kept boundaries",
+            )
+        return boundary
+
+    def _boundary_at(self, state: VbucketState, to_seqno: int) -> Boundary | None:
+        with self.environment.read() as txn:
+            served = chain.load(self.environment, txn, state.vbid, state.branch, state.published_seqno)
+            return chain.newest_boundary(self.environment, txn, state.vbid, served, to_seqno)
+
     def rollback(self, vbid: int, to_seqno: int) -> RollbackResult:
         """Truncate to the newest kept boundary <= `to_seqno`: one transaction, the same cost at any size.
 
@@ -685,16 +718,14 @@ class GroupWriter:
         self.commit()
         vbucket = self._vbuckets[vbid]
         state = vbucket.state
-        with self.environment.read() as txn:
-            served = chain.load(self.environment, txn, vbid, state.branch, state.published_seqno)
-            boundary = chain.newest_boundary(self.environment, txn, state.vbid, served, to_seqno)
-        if boundary is None or boundary.seqno < state.history_floor_seqno:
-            return RollbackResult(Seqno(0), state.published_seqno, state.branch)
+        boundary = self._boundary_at(state, to_seqno)
+        if boundary is None or boundary.seqno < max(1, state.history_floor_seqno):
+            return RollbackResult(Seqno(0), state.published_seqno, state.branch, state.branch)
         self._discard_pending(vbucket)
         now = self.clock_ms()
         self._write(lambda txn: branches.roll_back(self.environment, txn, state, boundary, now))
         self._reread(vbid)
-        return RollbackResult(boundary.seqno, state.published_seqno, self._vbuckets[vbid].state.branch)
+        return RollbackResult(boundary.seqno, state.published_seqno, self._vbuckets[vbid].state.branch, state.branch)
 
     def abandon(self, vbid: int) -> None:
         """Give up the staged rows of the open snapshot: they can never become visible. One transaction at most."""

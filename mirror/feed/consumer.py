@@ -611,7 +611,10 @@ class Consumer:
         return await known[operation](command)
 
     async def _roll_back(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Go back to the newest kept boundary at or below a seqno, and stream on from there."""
+        """Go back to the newest kept boundary at or below a seqno, and stream on from there.
+
+        At the published boundary there is nothing to take back, and nothing is changed.
+        """
         vbid, to_seqno = command.get("vbid"), command.get("to")
         if not isinstance(vbid, int) or vbid not in self._actors or not isinstance(to_seqno, int) or to_seqno < 0:
             raise ConfigError(f"rollback of vb {vbid!r} to {to_seqno!r}", hint="vbid must be ours, to a seqno")
@@ -619,19 +622,31 @@ class Consumer:
         if group.error is not None:
             raise group.error
         session = actor.session
-        actor.drop_machine()
         try:
             self._commit(group)
+        except StorageError as error:
+            self._store_failed(group, error)
+            raise
+        boundary = group.writer.check_rollback(vbid, to_seqno)
+        state = group.writer.state(vbid)
+        if boundary.seqno == state.published_seqno:
+            branch = int(state.branch)
+            at = int(boundary.seqno)
+            return {"vbid": vbid, "boundary_seqno": at, "from_branch": branch, "from_seqno": at, "branch": branch}
+        actor.drop_machine()
+        try:
             result = group.writer.rollback(vbid, to_seqno)
         except StorageError as error:
             self._store_failed(group, error)
             raise
+        actor.went_back(result.boundary_seqno)
         actor.revive()
         if session is not None and session.ready:
             self._guarded(vbid, partial(actor.attach, session))
         return {
             "vbid": vbid,
             "boundary_seqno": int(result.boundary_seqno),
+            "from_branch": int(result.from_branch),
             "from_seqno": int(result.from_seqno),
             "branch": int(result.branch),
         }

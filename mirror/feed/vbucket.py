@@ -116,6 +116,10 @@ class VbucketActor:
         """True while a stream is open."""
         return self.machine is not None and self.machine.phase is Phase.STREAMING
 
+    def went_back(self, seqno: int) -> None:
+        """The store was rolled back by hand: what lies above may come again without being asked for again."""
+        self._held_seqno = min(self._held_seqno, seqno)
+
     # -- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: Any) -> None:

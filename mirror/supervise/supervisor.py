@@ -42,6 +42,8 @@ REPORT_INTERVAL_S = 1.0
 VBUCKETS_PER_REPORT_S = 256
 """Reports of more vbuckets than this come more rarely: they cost the supervisor some 0.1 ms each, and workers less."""
 REPORT_TIMEOUT_S = 10.0
+OWNER_TIMEOUT_S = 25.0
+"""For a command to the owner of a vbucket; less than the control socket's own limit."""
 SOURCE_RETRY_MIN_S = 0.5
 SOURCE_RETRY_MAX_S = 10.0
 CATCH_UP_SOURCE_LIMIT_S = 60.0
@@ -628,7 +630,20 @@ class Supervisor:
         if operation == "stop":
             self._events.put_nowait(Signalled(signal.SIGTERM))
             return {}
-        raise SupervisionError(f"unknown command {operation!r}", hint="ping, status, reload, stop")
+        if operation == "rollback":
+            return {"result": await self._ask_owner(request)}
+        raise SupervisionError(f"unknown command {operation!r}", hint="ping, status, reload, stop, rollback")
+
+    async def _ask_owner(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Have the worker that owns a vbucket do something with it."""
+        identity, vbid = self._identity, request.get("vbid")
+        if identity is None or not isinstance(vbid, int) or not 0 <= vbid < identity.vbucket_count:
+            raise ConfigError(f"there is no vbucket {vbid!r}", hint="see `dcp-mirror state`")
+        group = vbid % identity.group_count
+        for child in self._alive():
+            if group in child.groups and child.phase is Phase.RUNNING:
+                return await child.request(request, OWNER_TIMEOUT_S)
+        raise SupervisionError(f"no worker has vbucket {vbid} at this moment", hint="try again in a second")
 
 
 class ReportedFailure(MirrorError):

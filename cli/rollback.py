@@ -1,0 +1,148 @@
+"""`rollback`: take a vbucket back to a kept boundary, through its running service or without one.
+
+Knows how to ask the service, or to own the group for a moment; what a rollback is, the store knows. Invariants: with
+--dry-run nothing is changed; what is printed as retracted is read from the store afterwards, not foretold; a seqno
+below the history floor changes nothing and names the floor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import client, options, output, render
+from cli.state import boundary_object
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from storage import directory
+from storage.model import Branch, Document, Seqno, Vbid
+from storage.view import Token, View, open_view
+from storage.writer import GroupWriter
+
+
+def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) -> dict[str, Any]:
+    """Own the vbucket's group and roll back. Raises Locked while somebody else owns it, NoSuchBoundary."""
+    identity = directory.load(str(path))
+    group = vbid % identity.group_count
+    writer = GroupWriter.open(
+        directory.group_path(str(path), group),
+        group=group,
+        vbids=directory.group_vbids(identity, group),
+        identity=identity,
+        sync="full",
+        clock_ms=SystemClock().wall_ms,
+        refill_reads=settings.refill_reads,
+    )
+    try:
+        writer.check_rollback(vbid, to_seqno)
+        result = writer.rollback(vbid, to_seqno)
+    finally:
+        writer.close()
+    return {
+        "boundary_seqno": int(result.boundary_seqno),
+        "from_branch": int(result.from_branch),
+        "from_seqno": int(result.from_seqno),
+        "branch": int(result.branch),
+    }
+
+
+def undone(view: View, vbid: int, result: dict[str, Any]) -> Iterator[tuple[str, Document]]:
+    """What a rollback that was done took back and restored, as readers are told of it."""
+    token = Token(Vbid(vbid), Branch(result["from_branch"]), Seqno(result["from_seqno"]))
+    for change in view.changes(vbid, since=token):
+        if change.kind not in ("rollback", "retraction", "restoration"):
+            return  # what a running service has streamed since
+        if change.document is not None:
+            yield change.kind, change.document
+
+
+def rollback(
+    vbid: Annotated[int, typer.Option("--vbid", min=0, max=65535, help="The vbucket.", show_default=False)],
+    to_seqno: Annotated[
+        int,
+        typer.Option(
+            "--to", metavar="SEQNO", min=0, help="Go to the newest kept boundary not above it.", show_default=False
+        ),
+    ],
+    data: options.DataOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Documents to print; all are counted.")] = 100,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Take one vbucket back to a kept boundary. A running service then streams on from there."""
+    path = options.data_directory(data, config)
+    with open_view(str(path), stale_reads=True) as view:
+        if vbid >= view.identity.vbucket_count:
+            raise ConfigError(f"there is no vbucket {vbid}", hint=f"the bucket has {view.identity.vbucket_count}")
+        boundary, foretold = view.undone_by(vbid, to_seqno)
+        before = view.state(vbid)
+        done = not dry_run and boundary.seqno < before.published_seqno
+        if not done:
+            shown, counts = take(foretold, limit)
+    result = {
+        "boundary_seqno": int(boundary.seqno),
+        "from_branch": int(before.branch),
+        "from_seqno": int(before.published_seqno),
+        "branch": int(before.branch),
+    }
+    service = None
+    if done:
+        answer = client.ask(path, "rollback", vbid=vbid, to=to_seqno)
+        service = "down" if answer is None else "up"
+        settings = options.settings_from({"data": data}, config=config).settings
+        result = answer["result"] if answer is not None else roll_back_offline(settings, path, vbid, to_seqno)
+        with open_view(str(path), stale_reads=True) as view:
+            boundary = next(each for each in view.boundaries(vbid) if each.seqno <= result["boundary_seqno"])
+            shown, counts = take(undone(view, vbid, result), limit)
+    facts = {
+        "vbid": vbid,
+        "dry_run": dry_run,
+        "done": done,
+        "service": service,
+        "from_branch": result["from_branch"],
+        "from_seqno": result["from_seqno"],
+        "branch": result["branch"],
+        "boundary": boundary_object(boundary),
+        "retracted": counts["retraction"],
+        "restored": counts["restoration"],
+        "since": f"{vbid}:{result['from_branch']}:{result['from_seqno']}",
+    }
+    if as_json:
+        documents = [{"kind": kind, "document": output.document_object(document)} for kind, document in shown]
+        output.print_json(facts | {"documents": documents})
+    else:
+        say(facts, shown, boundary.time_ms)
+
+
+def take(events: Iterable[tuple[str, Document]], limit: int) -> tuple[list[tuple[str, Document]], Counter[str]]:
+    """The first of the events, and how many there are of each kind."""
+    left = iter(events)
+    shown = list(itertools.islice(left, limit))
+    counts = Counter(kind for kind, _ in shown)
+    counts.update(kind for kind, _ in left)
+    return shown, counts
+
+
+def say(facts: dict[str, Any], shown: list[tuple[str, Document]], time_ms: int) -> None:
+    """The same for people."""
+    seqno = facts["boundary"]["seqno"]
+    if seqno == facts["from_seqno"]:
+        typer.echo(f"vbucket {facts['vbid']} stands at seqno {seqno}: nothing to take back")
+        return
+    verb = "went" if facts["done"] else "would go"
+    typer.echo(
+        f"vbucket {facts['vbid']} {verb} from seqno {facts['from_seqno']} to the boundary at seqno {seqno}, "
+        f"published {render.moment(time_ms)}: {facts['retracted']:,} retracted, {facts['restored']:,} restored"
+    )
+    for kind, document in shown:
+        what = "deleted" if document.deleted else output.for_people(document.value, 60)
+        typer.echo(f"{kind}\t{document.seqno}\t{output.for_people(document.key)}\t{what}")
+    if len(shown) < facts["retracted"] + facts["restored"] and facts["done"]:
+        typer.echo(f"all of them: dcp-mirror changes --vbid {facts['vbid']} --since {facts['since']}", err=True)

@@ -1,0 +1,128 @@
+"""`rollback`: offline and through the running service, foretold and done, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.thread import SandboxThread
+from tests.cli.conftest import background, call, delete_some, fill
+
+JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def source_and_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxThread, Path]]:
+    """A mirror with two boundaries in each vbucket."""
+    path = tmp_path_factory.mktemp("rollback") / "data"
+    with SandboxThread(SandboxCluster(vbuckets=4)) as thread:
+        for change in (fill, delete_some):
+            thread.call(change, thread.cluster)
+            arguments = ["--data", path, "--until-caught-up", "--groups", "2"]
+            result = call("run", "--source", thread.connection_string, *arguments)
+            assert result.code == 0, result.err
+        yield thread, path
+
+
+@pytest.fixture
+def source(source_and_template: tuple[SandboxThread, Path]) -> SandboxThread:
+    return source_and_template[0]
+
+
+@pytest.fixture
+def data(source_and_template: tuple[SandboxThread, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source_and_template[1], tmp_path / "data"))
+
+
+def state_of(data: Path, vbid: int = 1) -> dict[str, Any]:
+    return call("state", "--data", data, "--vbid", str(vbid), "--json").json["vbuckets"][0]  # type: ignore[no-any-return]
+
+
+def documents(data: Path, vbid: int = 1) -> list[str]:
+    return call("scan", "--data", data, "--vbid", str(vbid), "--json").out.splitlines()
+
+
+def test_offline_it_is_foretold_and_then_done_so(data: Path, source: SandboxThread) -> None:
+    before = state_of(data)
+    newest, older = before["boundaries"][:2]
+    contents = documents(data)
+    arguments = ["rollback", "--data", data, "--vbid", "1", "--to", str(newest["seqno"] - 1)]
+    foretold = call(*arguments, "--dry-run", "--json").json
+    assert (foretold["dry_run"], foretold["done"], foretold["service"]) == (True, False, None)
+    assert foretold["boundary"]["seqno"] == older["seqno"]
+    assert foretold["retracted"] == foretold["restored"] == newest["seqno"] - older["seqno"] > 0
+    assert state_of(data) == before
+    result = call(*arguments, "--json")
+    assert result.code == 0, result.err
+    done = result.json
+    assert [name for name in done if f"`{name}`" not in JSON_MD] == []
+    assert (done["done"], done["service"], done["branch"]) == (True, "down", before["branch"] + 1)
+    assert done["boundary"] == foretold["boundary"] | {"branch": done["branch"]}
+    told = ("retracted", "restored", "documents", "from_seqno", "from_branch", "since")
+    assert {name: done[name] for name in told} == {name: foretold[name] for name in told}
+    assert {each["kind"] for each in done["documents"]} == {"retraction", "restoration"}
+    after = state_of(data)
+    assert (after["published_seqno"], after["rollback_count"]) == (older["seqno"], 1)
+    assert len(documents(data)) == len(contents) + done["restored"]
+    events = call("changes", "--data", data, "--vbid", "1", "--since", done["since"], "--json").lines
+    assert [event["kind"] for event in events].count("retraction") == done["retracted"]
+    assert call("check", "--data", data).code == 0
+    again = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up")
+    assert again.code == 0, again.err
+    assert documents(data) == contents  # the source still has it all: streamed again from there
+
+
+def test_a_running_service_rolls_back_and_streams_on(data: Path, source: SandboxThread) -> None:
+    newest = state_of(data)["published_seqno"]
+    contents = documents(data)
+    service = background("run", "--source", source.connection_string, "--data", data)
+    try:
+        deadline = time.monotonic() + 60
+        while call("status", "--data", data, "--json").json["state"] != "caught up":
+            assert time.monotonic() < deadline
+        result = call("rollback", "--data", data, "--vbid", "1", "--to", str(newest - 1), "--json")
+        assert result.code == 0, result.err
+        assert (result.json["service"], result.json["done"]) == ("up", True)
+        assert result.json["retracted"] > 0
+        while state_of(data)["published_seqno"] != newest:
+            assert time.monotonic() < deadline
+        assert documents(data) == contents
+        refused = call("rollback", "--data", data, "--vbid", "1", "--to", "0")
+        assert refused.code == 1
+        assert "history begins at seqno" in refused.complaint
+        assert state_of(data)["rollback_count"] == 1
+    finally:
+        service.send_signal(signal.SIGTERM)
+        service.communicate(timeout=30)
+    assert service.returncode == 0
+
+
+def test_what_cannot_be_done_changes_nothing_and_says_why(data: Path) -> None:
+    before = state_of(data)
+    floor = before["history_floor_seqno"]
+    refused = call("rollback", "--data", data, "--vbid", "1", "--to", str(floor - 1))
+    assert refused.code == 1
+    assert f"history begins at seqno {floor}" in refused.complaint
+    assert "there is no vbucket 99" in call("rollback", "--data", data, "--vbid", "99", "--to", "1").complaint
+    assert call("rollback", "--data", data, "--vbid", "1").code == 2
+    nothing = call("rollback", "--data", data, "--vbid", "1", "--to", "999999999")
+    assert (nothing.code, "nothing to take back" in nothing.out) == (0, True)
+    assert state_of(data) == before
+
+
+def test_people_are_told_the_boundary_and_the_documents(data: Path) -> None:
+    newest = state_of(data)["published_seqno"]
+    result = call("rollback", "--data", data, "--vbid", "1", "--to", str(newest - 1), "--limit", "1")
+    lines = result.out.splitlines()
+    assert lines[0].startswith(f"vbucket 1 went from seqno {newest} to the boundary at seqno ")
+    assert "retracted" in lines[0]
+    assert len(lines) == 2
+    assert lines[1].startswith("retraction\t")
+    assert "changes --vbid 1 --since 1:1:" in result.err
