@@ -157,6 +157,11 @@ def _save_failover_log(actor: Actor, asked: Any) -> None:
 
 def _roll_back(actor: Actor, asked: Any) -> Any:
     actor.commit()  # else the writer would, and the machines would not learn what was published
+    state = actor.writer.state(actor.vbid)
+    if state.staging_branch != state.branch:
+        # What the machine goes back in is a refill, complete perhaps, of which nothing is published: it has no boundary.
+        # The boundaries of the copy that is still served are of another history.
+        return happenings.NoBoundary()
     result = actor.writer.rollback(actor.vbid, asked.seqno)
     if result.boundary_seqno == 0:
         return happenings.NoBoundary()

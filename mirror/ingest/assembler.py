@@ -12,7 +12,9 @@ is published before its end. The rules are those of protocol facts 2.6 and 2.7:
   nothing, so all is held at the later end); one with an earlier end contradicts it;
 - on connections without collections the end may never be hit, because a filtered tail is passed over in silence: there
   a following marker that starts beyond it, or the stream's regular end, closes the open snapshot at its end;
-- the first marker after an accepted mid-snapshot request replaces the open end, and closes nothing;
+- the first marker after an accepted mid-snapshot request replaces the open end, and closes nothing; where it names an
+  earlier end (a source that goes on from memory sends a checkpoint at a time) the old end stays: what the first part
+  left out as superseded up to there has yet to come;
 - an out-of-order snapshot (OSO) has no marker and no order: it is complete at its end message, at its largest seqno.
 
 A message that breaks a rule raises Violation; what was put into `out` before stands.
@@ -62,6 +64,7 @@ class Assembler:
         "_oso_high_seqno",
         "_purge_seqno",
         "_replaces_end",
+        "_resumed_end",
         "_vbid",
         "boundary_seqno",
         "manifest",
@@ -86,6 +89,7 @@ class Assembler:
         self._oso_high_seqno = 0
         self._purge_seqno: int | None = None
         self._replaces_end = False
+        self._resumed_end = Seqno(0)  # of the snapshot that a mid-snapshot request continues: not complete before it
 
     def load(self, state: VbucketState) -> None:
         """Take over what the store holds."""
@@ -103,6 +107,7 @@ class Assembler:
         self._oso_high_seqno = 0
         self._purge_seqno = None
         self._replaces_end = False
+        self._resumed_end = Seqno(0)
 
     def oso_begun(self, state: VbucketState) -> None:
         """Write rows on the branch that was opened for the out-of-order snapshot."""
@@ -122,6 +127,8 @@ class Assembler:
         """Follow a stream that was accepted."""
         self._collections = collections_granted
         self._replaces_end = inside_snapshot
+        if inside_snapshot and self.open_snapshot is not None:
+            self._resumed_end = self.open_snapshot.end_seqno
 
     def end_stream(self) -> None:
         """No stream is followed: what remains of an open snapshot is the range that the last accepted item came with.
@@ -131,12 +138,13 @@ class Assembler:
         self.open_snapshot = self._held_snapshot
         self._purge_seqno = None
         self._replaces_end = False
+        self._resumed_end = Seqno(0)
 
     # --- messages of the stream ---
 
     def marker(self, event: SnapshotMarker, out: list[Instruction]) -> None:
         """Open a snapshot, or go on with the open one."""
-        end_seqno = Seqno(event.end_seqno)
+        end_seqno = Seqno(max(event.end_seqno, self._resumed_end))
         if self.oso:
             raise Violation("a snapshot marker inside an out-of-order snapshot")
         if not self.position_seqno <= end_seqno <= SEQNO_MAX:
@@ -335,6 +343,7 @@ class Assembler:
         self.boundary_seqno = end_seqno
         self.open_snapshot = self._held_snapshot = None
         self._purge_seqno = None
+        self._resumed_end = Seqno(0)
         self.prepares.boundary_reached()
 
     @property

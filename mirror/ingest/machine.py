@@ -387,15 +387,17 @@ class VbucketMachine:
             return
         cause = f"common history {common.vbuuid:#x} up to {common.seqno}"
         self._next_vbuuid = common.vbuuid
-        if common.failover_log != self.failover_log:
-            self.failover_log = common.failover_log
-            out.append(SaveFailoverLog(self.vbid, cause, common.failover_log))
+        # The log is cut only when nothing newer is held any more: a crash in between would leave what is still held to
+        # a history that it is not of, and the source would take it for its own.
         if common.seqno < boundary_seqno:
             self._report(Status.ROLLING_BACK, f"{cause}: going back to the newest kept boundary", out)
             self._roll_back(common.seqno, cause, out)
         elif self._assembler.holds_part:
             self._abandon(cause, None, out)
         else:
+            if common.failover_log != self.failover_log:
+                self.failover_log = common.failover_log
+                out.append(SaveFailoverLog(self.vbid, cause, common.failover_log))
             self._request(cause, out)
 
     def _log_refused(self, event: ev.FailoverLogRefused, out: list[Instruction]) -> None:
@@ -512,13 +514,13 @@ class VbucketMachine:
     def _stream_end(self, event: StreamEnd, out: list[Instruction]) -> None:
         if self._is_stale(event.opaque):
             return
-        regular = event.reason == StreamEndReason.OK
+        # A stream without end cannot have come to it: then OK says no more than the other codes.
+        regular = event.reason == StreamEndReason.OK and self._features.end_seqno != SEQNO_MAX
         if regular:
             self._assembler.stream_ended_regularly(out)
             self._noticed(out)
-        has_end = self._features.end_seqno != SEQNO_MAX
         self._forget_stream()
-        if regular and has_end and not self._assembler.holds_part:
+        if regular and not self._assembler.holds_part:
             self._finish(out)
             return
         self._react(on_stream_end(event.reason), f"stream end {event.reason}", b"", out)
@@ -532,6 +534,7 @@ class VbucketMachine:
 
     def _violated(self, text: str, out: list[Instruction]) -> None:
         """The stream cannot be trusted: nothing of its open snapshot is kept, and it is asked for anew."""
+        self._noticed(out)  # what was complete before the break stays so
         self.violation_count += 1
         self._close_stream("violation", out)
         self._report(

@@ -259,7 +259,7 @@ def test_a_marker_of_which_nothing_is_missing_opens_nothing() -> None:
 
 @pytest.mark.parametrize("collections", [True, False])
 @pytest.mark.parametrize("start", [0, 4, 6, 10])
-@pytest.mark.parametrize("end", [8, 9, 20])
+@pytest.mark.parametrize("end", [9, 20])
 def test_the_first_marker_after_a_mid_snapshot_request_replaces_the_end_and_closes_nothing(
     collections: bool, start: int, end: int
 ) -> None:
@@ -267,8 +267,16 @@ def test_the_first_marker_after_a_mid_snapshot_request_replaces_the_end_and_clos
     assert said(assembler, marker(start, end), rows(7), rows(end)) == [("rows", 7), ("rows", end), ("publish", end)]
 
 
-def test_a_resumed_snapshot_of_which_nothing_is_missing_is_published_by_its_marker() -> None:
-    assert said(assembler_at(4, 6, (4, 9)), marker(0, 6)) == [("publish", 6)]
+@pytest.mark.parametrize("end", [6, 7, 8])
+def test_a_resumed_snapshot_is_not_complete_before_the_end_that_it_had(end: int) -> None:
+    """Found by the simulation: a source that goes on from memory sends a checkpoint at a time. The first part of the
+    snapshot left out what was superseded up to 9, so at 8 documents were missing and older versions shown.
+    """
+    assembler = assembler_at(4, 6, (4, 9))
+    assert said(assembler, marker(4, end)) == []
+    for seqno in range(7, end + 1):
+        assert said(assembler, rows(seqno)) == [("rows", seqno)]
+    assert said(assembler, marker(end + 1, 9), rows(9)) == [("rows", 9), ("publish", 9)]
 
 
 @pytest.mark.parametrize("early", [rows(7), advanced(7), scope(7), prepared(7)])
