@@ -155,6 +155,9 @@ class ProducerStream:
     def _begin_disk(self, out: bytearray) -> bool:
         vbucket = self.vbucket
         high = vbucket.high_seqno
+        if self._lacks_tombstones():
+            out += self.end(StreamEndReason.STATE_CHANGED)  # a rollback, by the name that goes on the wire
+            return False
         if not self._backfilled and self.seqno == 0 and self._wants_oso():
             self._oso = True
             self._emit(out, OsoSnapshot(vbucket.vbid, int(OsoFlag.START), opaque=self.opaque))
@@ -172,6 +175,17 @@ class ProducerStream:
         self._marker(out, start, high, DISK)
         self._open(self._on_disk(self.seqno + 1, high), high, from_disk=True)
         return True
+
+    def _lacks_tombstones(self) -> bool:
+        """True when a backfill from here would silently leave out deletions that were purged meanwhile.
+
+        A dropped cursor can get a stream here that was accepted before the purge; the engine judges the position once
+        more when it opens the file (kv_engine, DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back.
+        """
+        purge_seqno = self.vbucket.purge_seqno
+        if self._request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES:
+            return False
+        return 0 < self.seqno < purge_seqno and self._filter.purge_seqno != purge_seqno
 
     def _begin_memory(self, out: bytearray) -> bool:
         vbucket = self.vbucket
@@ -222,14 +236,17 @@ class ProducerStream:
         self.phase = Phase.SNAPSHOT
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
-        """What a backfill finds: the newest version of each key as of `last`."""
+        """What a backfill finds: the newest version of each key as of `last`, whatever is purged while it is sent."""
+        return self._found_on_disk(first, last, self.vbucket.purge_seqno)
+
+    def _found_on_disk(self, first: int, last: int, purge_seqno: int) -> Iterator[Item]:
         log = self._log
         passes = None if self._filter.all else self._filter.passes
         shows = self._encoder.shows
         for position in range(first - 1, last):
             item = log[position]
             superseded = item.next_seqno
-            if superseded and superseded <= last:
+            if superseded and superseded <= last and not superseded == item.seqno > purge_seqno:
                 continue
             if passes is not None and not passes(item):
                 continue

@@ -276,6 +276,8 @@ class Vbucket:
         self.completed = []
         self.locks.clear()
         self._checkpoints = deque([1])
+        self._group_first = {seqno: first for seqno, first in self._group_first.items() if seqno <= base}
+        self._group_last = {seqno: last for seqno, last in self._group_last.items() if seqno <= base}
         self.purge_seqno = max(purged, default=0)
         # the versions are the same, but which of them are newest is told anew; a lost log is only ever replayed
         for item in kept:
