@@ -219,17 +219,22 @@ class _Shared:
     def acquire(self, path: str, vbids: Sequence[int], map_size: int) -> Environment:
         real = os.path.realpath(path)
         with self.lock:
-            if self.pid != os.getpid():  # after fork the parent's environments are not ours to use or to close
-                self.open = {}
-                self.pid = os.getpid()
+            self._leave_to_parent()
             environment, count = self.open.get(real, (None, 0))
             if environment is None:
                 environment = Environment(real, vbids, map_size=map_size)
             self.open[real] = (environment, count + 1)
             return environment
 
+    def _leave_to_parent(self) -> None:
+        """After fork the parent's environments are not ours to use or to close."""
+        if self.pid != os.getpid():
+            self.open = {}
+            self.pid = os.getpid()
+
     def announce(self, environment: Environment) -> None:
         with self.lock:
+            self._leave_to_parent()
             assert environment.path not in self.open, environment.path
             self.open[environment.path] = (environment, 1)
 

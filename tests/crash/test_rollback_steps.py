@@ -1,0 +1,393 @@
+"""SIGKILL at every internal step of a rollback, and of all that clears up after one; then started again.
+
+A child runs the operation and kills itself at its n-th put, delete or commit; then what a restarted mirror would do is
+done, and every keyspace must hold what the uninterrupted run left there, byte for byte. n rises until the child lives.
+After each kill a reader must find the documents of one of the published ends, whole, and the integrity walk nothing.
+
+What a restarted mirror does is told by what is stored alone, as in the service, with a source that answers the
+same again. Only the fencing number and the file's pages may differ.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage import directory, index, keys, purge, removal, writer
+from storage.check import check
+from storage.environment import Environment
+from storage.model import FailoverEntry, Seqno, SnapshotRange, Vbuuid
+from storage.purge import Window
+from storage.view import open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of, row
+
+VBID = 0
+OLD, NEW = Vbuuid(0xA), Vbuuid(0xB)
+OLD_LOG = (FailoverEntry(OLD, Seqno(0)),)
+NEW_LOG = (FailoverEntry(NEW, Seqno(23)), FailoverEntry(OLD, Seqno(0)))
+OTHER_LOG = (FailoverEntry(Vbuuid(0xC), Seqno(0)),)
+NAMES = keys_of(VBID, 12)
+KEEP_ALL = Window()
+NOW_MS = 1_700_000_000_000
+STEPS_MAX = 2_000
+
+Rows = list[tuple[int, bytes, bytes | None]]
+
+
+def rows_of(first: int, last: int, mark: bytes) -> Rows:
+    """A row for each seqno; each fifth is a tombstone."""
+    return [
+        (seqno, NAMES[seqno * 5 % len(NAMES)], None if seqno % 5 == 0 else mark + b"%d" % seqno)
+        for seqno in range(first, last + 1)
+    ]
+
+
+# --- counting and killing
+
+
+@dataclass
+class Fuse:
+    """Kills the process at the n-th step; 0: never."""
+
+    at: int = 0
+    count: int = 0
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class CountingCursor:
+    def __init__(self, cursor: Any, fuse: Fuse) -> None:
+        self._cursor = cursor
+        self._fuse = fuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cursor, name)
+
+    def putmulti(self, *args: Any, **options: Any) -> Any:
+        self._fuse.step()
+        return self._cursor.putmulti(*args, **options)
+
+    def delete(self, *args: Any, **options: Any) -> Any:
+        self._fuse.step()
+        return self._cursor.delete(*args, **options)
+
+
+class CountingTransaction:
+    """A write transaction that counts what it changes, and its commit before and after."""
+
+    def __init__(self, txn: Any, fuse: Fuse) -> None:
+        self._txn = txn
+        self._fuse = fuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._txn, name)
+
+    def __enter__(self) -> CountingTransaction:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self._txn.abort()
+
+    def put(self, *args: Any, **options: Any) -> Any:
+        self._fuse.step()
+        return self._txn.put(*args, **options)
+
+    def delete(self, *args: Any, **options: Any) -> Any:
+        self._fuse.step()
+        return self._txn.delete(*args, **options)
+
+    def cursor(self, *args: Any, **options: Any) -> CountingCursor:
+        return CountingCursor(self._txn.cursor(*args, **options), self._fuse)
+
+    def commit(self) -> None:
+        self._fuse.step()
+        self._txn.commit()
+        self._fuse.step()
+
+
+@contextmanager
+def counting(fuse: Fuse) -> Iterator[None]:
+    """Every write transaction of the block counts."""
+    begin = Environment.begin
+
+    def counted(self: Environment, *, write: bool = False) -> Any:
+        txn = begin(self, write=write)
+        return CountingTransaction(txn, fuse) if write else txn
+
+    Environment.begin = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Environment.begin = begin  # type: ignore[method-assign]
+
+
+# --- the store and its source
+
+
+def open_writer(data: str, window: Window = KEEP_ALL) -> GroupWriter:
+    return GroupWriter.open(
+        directory.group_path(data, 0),
+        group=0,
+        vbids=directory.group_vbids(IDENTITY, 0),
+        identity=IDENTITY,
+        sync="unsafe",
+        clock_ms=lambda: NOW_MS,
+        window=window,
+    )
+
+
+def stage(target: GroupWriter, rows: Rows, start: int, end: int) -> None:
+    """Rows of the snapshot [start, end] that are above what is held."""
+    prefix = target.row_prefix(VBID)
+    held = target.state(VBID).staged_seqno
+    made = [row(prefix, name, value, seqno) for seqno, name, value in rows if seqno > held]
+    target.stage(VBID, made, 100, SnapshotRange(Seqno(start), Seqno(end)))
+
+
+def finish(target: GroupWriter) -> None:
+    """Commit, and give the store turns until nothing waits."""
+    target.commit()
+    for _ in range(10_000):
+        if not target.step() and not target.has_pending:
+            return
+        target.commit()
+    raise AssertionError("the store never came to rest")
+
+
+def fetch(target: GroupWriter, snapshots: list[tuple[int, int, Rows]]) -> None:
+    """The stream from where the store stands: each snapshot in pieces that are written down, then published."""
+    for start, end, rows in snapshots:
+        state = target.state(VBID)
+        if target.publishing(VBID):  # it was complete when the last writer died
+            finish(target)
+            state = target.state(VBID)
+        if end <= state.staging_published_seqno:
+            continue
+        for first in range(0, len(rows), 4):
+            piece = rows[first : first + 4]
+            if piece[-1][0] > target.state(VBID).staged_seqno:
+                stage(target, piece, start, end)
+                target.commit(flush_open=True)
+        target.publish(VBID, end, start)
+        finish(target)
+
+
+OLD_SNAPSHOTS = [(0, 10, rows_of(1, 10, b"old")), (10, 20, rows_of(11, 20, b"old")), (20, 30, rows_of(21, 30, b"old"))]
+NEW_SNAPSHOTS = [(20, 26, rows_of(21, 26, b"new")), (26, 33, rows_of(27, 33, b"new"))]
+OTHER_SNAPSHOTS = [(0, 14, rows_of(1, 14, b"other")), (14, 17, rows_of(15, 17, b"other"))]
+
+
+def prepared(data: str, *, part: bool = False) -> None:
+    """Three published snapshots, and perhaps a part of a fourth on disk."""
+    target = open_writer(data)
+    target.save_failover_log(VBID, OLD_LOG)
+    fetch(target, OLD_SNAPSHOTS)
+    if part:
+        stage(target, rows_of(31, 37, b"part"), 30, 40)
+        target.commit(flush_open=True)
+    target.close()
+
+
+def rolled_back(data: str) -> None:
+    target = open_writer(data)
+    target.rollback(VBID, 25)
+    target.save_failover_log(VBID, NEW_LOG)
+    fetch(target, NEW_SNAPSHOTS)
+    target.close()
+
+
+# --- what is interrupted; each is what a start does, from whatever is stored
+
+
+def roll_back(data: str) -> None:
+    target = open_writer(data)
+    if target.state(VBID).rollback_count == 0:  # the source says ROLLBACK to 25 to whoever holds more of the old
+        result = target.rollback(VBID, 25)
+        assert result.boundary_seqno == 20
+    target.save_failover_log(VBID, NEW_LOG)
+    fetch(target, NEW_SNAPSHOTS)
+    target.close()
+
+
+def abandon(data: str) -> None:
+    target = open_writer(data)
+    if target.state(VBID).branch == 1:  # the source goes on at 30 alone, which is recorded by leaving the part behind
+        target.abandon(VBID)
+    assert target.state(VBID).staged_seqno >= 30
+    fetch(target, [(30, 40, rows_of(31, 40, b"again"))])
+    target.close()
+
+
+def refill(data: str) -> None:
+    target = open_writer(data)
+    state = target.state(VBID)
+    if state.failover_log == OLD_LOG:  # the source knows nothing of our history
+        target.begin_refill(VBID)
+    target.save_failover_log(VBID, OTHER_LOG)
+    fetch(target, OTHER_SNAPSHOTS)
+    target.close()
+
+
+def purge_retracted(data: str) -> None:
+    target = open_writer(data, Window(time_ms=0))
+    finish(target)
+    target.close()
+
+
+def purge_versions(data: str) -> None:
+    target = open_writer(data, Window(boundaries=1))
+    finish(target)
+    target.close()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What stands before, and what is interrupted."""
+
+    before: Callable[[str], None]
+    interrupted: Callable[[str], None]
+    steps_min: int
+    published: tuple[int, ...]
+    """What readers may find published after a kill."""
+
+
+def prepared_with_part(data: str) -> None:
+    prepared(data, part=True)
+
+
+def prepared_and_rolled_back(data: str) -> None:
+    prepared(data)
+    rolled_back(data)
+
+
+CASES = {
+    "rollback": Case(prepared, roll_back, 30, (30, 20, 26, 33)),
+    "rollback inside a staged snapshot": Case(prepared_with_part, roll_back, 30, (30, 20, 26, 33)),
+    "abandon": Case(prepared_with_part, abandon, 20, (30, 40)),
+    "refill and swap": Case(prepared, refill, 30, (30, 14, 17)),
+    "refill over a staged snapshot": Case(prepared_with_part, refill, 30, (30, 14, 17)),
+    "purge of retracted rows": Case(prepared_and_rolled_back, purge_retracted, 30, (33,)),
+    "purge of versions": Case(prepared, purge_versions, 20, (30,)),
+    "purge of versions after a rollback": Case(prepared_and_rolled_back, purge_versions, 30, (33,)),
+}
+
+
+# --- looking
+
+
+def dump(data: str) -> list[tuple[bytes, bytes, bytes]]:
+    """Every keyspace, sorted, without the fencing number."""
+    environment = Environment(directory.group_path(data, 0), directory.group_vbids(IDENTITY, 0))
+    try:
+        environment.open_all()
+        names = [*keys.SHARED_DBS]
+        for vbid in directory.group_vbids(IDENTITY, 0):
+            names += [keys.rows_db(vbid), keys.keys_db(vbid)]
+        found = []
+        with environment.read() as txn:
+            for name in names:
+                found += [
+                    (name, bytes(key), bytes(value)) for key, value in txn.cursor(environment.db(name)).iternext()
+                ]
+    finally:
+        environment.close()
+    return sorted(each for each in found if each[1] != b"fence")
+
+
+def seen(data: str) -> tuple[int, tuple[tuple[bytes, bytes, int], ...]]:
+    """What a reader finds: the published seqno and the documents."""
+    with open_view(data) as view:
+        documents = tuple((each.key, each.value, int(each.seqno)) for each in view.scan(VBID))
+        return int(view.state(VBID).published_seqno), documents
+
+
+def in_a_child(work: Callable[[], None]) -> int:
+    """Run in a process of its own; its exit status, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that a few rows reach, so that each operation has many steps."""
+    monkeypatch.setattr(writer, "INLINE_INDEX_ROWS", 3)
+    monkeypatch.setattr(writer, "PURGE_INTERVAL_MS", 0)
+    monkeypatch.setattr(index, "SLICE_ROWS", 3)
+    monkeypatch.setattr(index, "RUN_ROWS", 5)
+    monkeypatch.setattr(index, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(purge, "STEP_ROWS", 8)
+    monkeypatch.setattr(removal, "RUN_ROWS", 6)
+    monkeypatch.setattr(removal, "BATCH_ROWS", 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operation_that_is_killed_at_any_step_and_started_again_ends_the_same(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    before = tmp_path / "before"
+    directory.create(str(before), IDENTITY)
+    assert in_a_child(lambda: case.before(str(before))) == 0
+    whole = str(shutil.copytree(before, tmp_path / "whole"))
+    assert in_a_child(lambda: case.interrupted(whole)) == 0
+    expected = dump(whole)
+    assert expected != dump(str(before)), "the operation changes nothing"
+    assert seen(whole)[0] == case.published[-1]
+
+    data = tmp_path / "data"
+    kills = 0
+    views = set()
+    for step in range(1, STEPS_MAX):
+        shutil.copytree(before, data)
+
+        def interrupted(step: int = step) -> None:
+            with counting(Fuse(step)):
+                case.interrupted(str(data))
+
+        status = in_a_child(interrupted)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL, f"step {step}: exit status {status}"
+        kills += 1
+        published, documents = seen(str(data))
+        views.add((published, documents))
+        assert published in case.published, f"killed at step {step}: published {published}"
+        report = check(str(data))
+        assert report.clean, f"killed at step {step}: {report.problems[:5]}"
+        assert in_a_child(lambda: case.interrupted(str(data))) == 0
+        after = dump(str(data))
+        assert after == expected, f"killed at step {step}: {_difference(after, expected)}"
+        assert check(str(data)).clean
+        shutil.rmtree(data)
+    else:
+        raise AssertionError(f"still killed at step {STEPS_MAX}")
+    assert kills >= case.steps_min, f"only {kills} steps"
+    assert len(views) == len(case.published), f"readers saw {len(views)} states, expected one for {case.published}"
+
+
+def _difference(found: list[tuple[bytes, bytes, bytes]], expected: list[tuple[bytes, bytes, bytes]]) -> str:
+    more = [each for each in found if each not in expected][:3]
+    less = [each for each in expected if each not in found][:3]
+    return f"there is {more}, there should be {less}"

@@ -1,0 +1,388 @@
+"""What must hold after every commit of the mirror and after every step of the simulation.
+
+After a commit, for each vbucket that it may have changed:
+- what is published is the source's state at that seqno of that history, key by key and field by field, tombstones
+  included (above the purges), and the seqno is one at which the source announced a snapshot's end;
+- branches only move as they may: forward on the same branch, back to the newest kept boundary that a rollback allowed,
+  to an equal copy after abandoning, to a whole new copy after a refill;
+- the kept boundaries are exactly those that were published, less what was rolled back and what the floor has passed;
+  each of them, read as of its seqno, is what the source was there; below the floor there is an error that names it.
+After a step: machines are valid, and what is published under an open stream is part of that stream's history.
+Followers hold a copy and a token: following the changes brings the copy up to date exactly, or is refused where
+history was purged or refilled since the token.
+
+Not verified: that a refused follower could have been served; the order of changes of different keys.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+
+from mirror.ingest.machine import Phase
+from mirror.sandbox.item import Item
+from storage import branches, chain, keys
+from storage.check import check
+from storage.errors import NoSuchBoundary, ViewInvalidated
+from storage.model import SEQNO_MAX, Document
+from storage.removal import Dead
+from storage.view import Change, Rollback, Time, Token, View
+from storage.writer import GroupWriter, RollbackResult
+from tests.sim.mirror import Mirror
+from tests.sim.source import Source, State
+
+SHOWN = 8
+
+
+def facts(item: Item) -> tuple[Any, ...]:
+    """What of a version must arrive."""
+    return (item.seqno, item.kind, item.rev_seqno, item.cas, item.flags, item.datatype, item.value)
+
+
+def told(document: Document) -> tuple[Any, ...]:
+    """The same, as a reader is told."""
+    return (
+        document.seqno,
+        int(document.kind),
+        document.rev_seqno,
+        document.cas,
+        document.flags,
+        document.datatype,
+        document.value,
+    )
+
+
+def wire_key(document: Document) -> bytes:
+    return keys.encode_collection_id(document.collection_id) + document.key
+
+
+@dataclass
+class Watched:
+    """What the checker knows of a vbucket of the mirror."""
+
+    pub: bytes = b""
+    branch: int = 1
+    seqno: int = 0
+    floor: int = 0
+    boundaries: list[int] = field(default_factory=list)
+    """Published and not rolled back, oldest first."""
+    refills: int = 0
+    dead_removed: list[tuple[int, int]] = field(default_factory=list)
+    """(branch, from which seqno) of retracted rows that the purger took."""
+    rolling_back_to: int | None = None
+
+
+@dataclass
+class Follower:
+    """Somebody with a copy of a vbucket, and the token up to which it is true."""
+
+    vbid: int
+    token: Token | None = None
+    copy: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
+    refills: int = 0
+    removed: int = 0
+
+    def apply(self, change: Change, rollbacks: list[Rollback], counts: Counter[str]) -> None:
+        document = change.document
+        self.token = change.token
+        if change.kind == "rollback":
+            assert change.rollback in rollbacks, f"{change.rollback} is none of {rollbacks}"
+            counts["rollbacks followed"] += 1
+        elif document is None:
+            raise AssertionError(f"a {change.kind} without a document")
+        elif change.kind == "system_event":
+            counts["system events followed"] += 1
+            if len(document.value) >= 16:  # of a collection; its documents before it are gone
+                prefix = keys.encode_collection_id(int.from_bytes(document.value[12:16]))
+                self.copy = {key: old for key, old in self.copy.items() if not key.startswith(prefix)}
+        elif change.kind in ("mutation", "restoration"):
+            if change.kind == "restoration":
+                counts["restorations followed"] += 1
+            self.copy[wire_key(document)] = (document.seqno, document.value)
+        else:
+            if change.kind == "retraction":
+                counts["retractions followed"] += 1
+            self.copy.pop(wire_key(document), None)
+
+
+class Checker:
+    """Watches one mirror of one source."""
+
+    def __init__(self, mirror: Mirror, source: Source, rng: Random, counts: Counter[str]) -> None:
+        self.mirror = mirror
+        self.source = source
+        self.rng = rng
+        self.counts = counts
+        self.vbids = range(len(source.bucket.vbuckets))
+        self.watched = [Watched() for _ in self.vbids]
+        self.followers = [Follower(vbid) for vbid in self.vbids for _ in range(3)]
+        self._proven: dict[int, tuple[int, int, int]] = {}
+        self._late: list[GroupWriter] = []
+        fate = mirror.fate
+        fate.committed = self.on_commit
+        fate.rolling_back = self.on_rolling_back
+        fate.rolled_back = self.on_rolled_back
+        fate.purged_rows = self.on_purged_rows
+        fate.before_failure = mirror.drop_view
+
+    # --- what the mirror does
+
+    def on_rolling_back(self, vbid: int, to_seqno: int) -> None:
+        self.watched[vbid].rolling_back_to = to_seqno
+
+    def on_rolled_back(self, vbid: int, to_seqno: int, result: RollbackResult) -> None:
+        watched = self.watched[vbid]
+        watched.rolling_back_to = None
+        if result.boundary_seqno == 0:
+            kept = [seqno for seqno in watched.boundaries if watched.floor <= seqno <= to_seqno]
+            assert not kept, f"vb {vbid}: no boundary found at or below {to_seqno}, but {kept} are kept"
+
+    def on_purged_rows(self, vbid: int, dead: Dead) -> None:
+        if dead.time_ms is not None:
+            self.watched[vbid].dead_removed.append((dead.branch, dead.after_seqno))
+
+    def on_commit(self, writer: GroupWriter) -> None:
+        """Every commit, before anything else happens."""
+        if writer not in self.mirror.writers:
+            self._late.append(writer)  # it is only just being opened, and no view can be had before that is done
+            return
+        self.counts["commits"] += 1
+        with writer.environment.read() as txn:
+            pubs = {
+                vbid: txn.get(keys.VBID_KEY.pack(vbid), db=writer.environment.db(keys.DB_PUB)) for vbid in writer.vbids
+            }
+        for vbid, pub in pubs.items():
+            moved = pub != self.watched[vbid].pub
+            if moved:
+                self._moved(writer, vbid, pub)
+            if moved or self.rng.random() < 0.15:
+                self.verify(vbid)
+
+    def catch_up(self) -> None:
+        """Look at the commits of writers that were just opened."""
+        late, self._late = self._late, []
+        for writer in late:
+            if writer in self.mirror.writers:
+                self.on_commit(writer)
+
+    def _moved(self, writer: GroupWriter, vbid: int, pub: bytes) -> None:
+        watched = self.watched[vbid]
+        branch, seqno, floor, _, _, _ = keys.PUB.unpack(pub)
+        with writer.environment.read() as txn:
+            links = chain.load(writer.environment, txn, vbid, branch, SEQNO_MAX)
+            reason = branches.get_branch(writer.environment, txn, vbid, branch).reason
+        if branch == watched.branch:
+            assert seqno >= watched.seqno, f"vb {vbid}: published {seqno} after {watched.seqno}"
+            if seqno > watched.seqno:
+                watched.boundaries.append(seqno)
+                self.counts["publishes"] += 1
+        elif len(links) > 1:
+            assert links[1].branch == watched.branch, f"vb {vbid}: branch {branch} does not follow {watched.branch}"
+            base = links[0].base_seqno
+            assert base == seqno, f"vb {vbid}: branch {branch} from {base} published {seqno}"
+            if reason == 4:
+                assert seqno == watched.seqno, f"vb {vbid}: abandoning moved {watched.seqno} to {seqno}"
+                self.counts["staged rows abandoned on disk"] += 1
+            else:
+                to_seqno = watched.rolling_back_to
+                assert to_seqno is not None, f"vb {vbid}: a rollback nobody asked for"
+                kept = [each for each in watched.boundaries if max(1, watched.floor) <= each <= to_seqno]
+                assert kept[-1:] == [seqno], f"vb {vbid}: rollback to {to_seqno} went to {seqno}, kept are {kept}"
+                watched.boundaries = [each for each in watched.boundaries if each <= seqno]
+                self.counts["rollbacks"] += 1
+        else:
+            watched.boundaries = [seqno]
+            watched.refills += 1
+            self.counts["out-of-order snapshots published" if reason == 5 else "refills published"] += 1
+        if floor > watched.floor and branch == watched.branch and watched.floor:
+            self.counts["floors raised"] += 1
+        watched.pub, watched.branch, watched.seqno, watched.floor = pub, branch, seqno, floor
+
+    # --- what readers see
+
+    def verify(self, vbid: int, *, every: bool = False) -> None:
+        """The newest boundary, one or all of the older ones, and what is below the floor."""
+        watched = self.watched[vbid]
+        view = self.mirror.view
+        state = view.state(vbid)
+        assert (state.branch, state.published_seqno) == (watched.branch, watched.seqno)
+        kept = {int(boundary.seqno): boundary for boundary in view.boundaries(vbid)}
+        expected = [seqno for seqno in watched.boundaries if seqno >= watched.floor]
+        assert sorted(kept) == expected, f"vb {vbid}: boundaries {sorted(kept)}, published were {expected}"
+        assert not expected or expected[0] == watched.floor, f"vb {vbid}: floor {watched.floor}, boundaries {expected}"
+        self.compare(view, vbid, watched.seqno, int(kept[watched.seqno].vbuuid) if watched.seqno else 0, None)
+        if not watched.seqno:
+            return
+        announced = self.source.bucket.sent[vbid].snapshot_ends
+        assert watched.seqno in announced, f"vb {vbid}: published {watched.seqno}, where no snapshot ends"
+        chosen = expected if every else [self.rng.choice(expected)]
+        for seqno in chosen:
+            self.counts["as-of reads"] += 1
+            self.compare(view, vbid, seqno, int(kept[seqno].vbuuid), seqno)
+        self._between(view, vbid, expected)
+        if watched.floor > 1:
+            self._below_floor(view, vbid, watched.floor)
+
+    def _between(self, view: View, vbid: int, expected: list[int]) -> None:
+        """As of any seqno means: as of the newest boundary not above it. So does a time."""
+        asked = self.rng.randint(expected[0], expected[-1])
+        seqno = max(each for each in expected if each <= asked)
+        state = self._expected(vbid, seqno, view)
+        if not state:
+            return
+        key = self.rng.choice(sorted(state))
+        self._get(view, vbid, key, state[key], asked)
+        boundary = next(each for each in view.boundaries(vbid) if each.seqno == seqno)
+        newest_then = next(each for each in view.boundaries(vbid) if each.time_ms <= boundary.time_ms)
+        state = self._expected(vbid, newest_then.seqno, view)
+        if key in state:
+            self._get(view, vbid, key, state[key], Time(boundary.time_ms))
+
+    def _get(self, view: View, vbid: int, key: bytes, item: Item, as_of: Any) -> None:
+        collection_id, name = keys.split_key(key)
+        found = view.get(name, collection_id, as_of=as_of, now=0, raw=True)
+        if item.deleted:
+            assert found is None, f"vb {vbid}: {key!r} as of {as_of} is {found}, deleted at {item.seqno}"
+        else:
+            assert found is not None, f"vb {vbid}: {key!r} as of {as_of} is missing; {item}"
+            assert told(found) == facts(item), f"vb {vbid}: {key!r} as of {as_of}: {found}, not {item}"
+
+    def _below_floor(self, view: View, vbid: int, floor: int) -> None:
+        seqno = self.rng.randrange(floor)
+        with pytest.raises(NoSuchBoundary) as refused:
+            list(view.scan(vbid, as_of=seqno))
+        assert str(floor) in str(refused.value), f"{refused.value} does not name the floor {floor}"
+        self.counts["reads below the floor"] += 1
+
+    def _expected(self, vbid: int, seqno: int, view: View) -> State:
+        boundary = next(each for each in view.boundaries(vbid) if each.seqno == seqno)
+        return self.source.seen(self.source.state(self.source.line(vbid, seqno, boundary.vbuuid), seqno))
+
+    def compare(self, view: View, vbid: int, seqno: int, vbuuid: int, as_of: int | None) -> None:
+        """Everything of a vbucket against the source's state at a seqno of a history."""
+        line = self.source.line(vbid, seqno, vbuuid) if seqno else []
+        expected = self.source.seen(self.source.state(line, seqno))
+        if self.rng.random() < 0.01 and seqno and self.source.collections:
+            assert expected == self.source.vbucket(vbid).state_at(seqno, vbuuid, tombstones=True)
+        purged = max(self.source.purged.get(id(line), 0), view.state(vbid).local_purge_seqno)
+        found = {wire_key(each): each for each in view.scan(vbid, as_of=as_of, deletions=True, raw=True, now=0)}
+        wrong = []
+        for key, item in expected.items():
+            document = found.pop(key, None)
+            if document is None:
+                if not (item.deleted and item.seqno <= purged):
+                    wrong.append(f"{key!r} is missing, {item}")
+            elif told(document) != facts(item):
+                wrong.append(f"{key!r} is {document}, not {item} {facts(item)}")
+            elif document.expiry != item.expiry and not (item.deleted and document.expiry == 0):
+                wrong.append(f"{key!r} expires at {document.expiry}, not {item.expiry}")
+        wrong += [f"{key!r} is {document}, but was never there" for key, document in found.items()]
+        at = f"as of {as_of}" if as_of is not None else f"published {seqno}"
+        assert not wrong, f"vb {vbid} {at} of {vbuuid:#x}, {len(wrong)} differences:\n" + "\n".join(wrong[:SHOWN])
+        self.counts["states compared"] += 1
+
+    # --- after a step
+
+    def after_step(self) -> None:
+        mirror = self.mirror
+        if not mirror.alive:
+            return
+        for vbid, actor in mirror.actors.items():
+            machine = actor.machine
+            if machine is None:
+                continue
+            machine.validate()
+            if machine.phase is Phase.STREAMING and machine.opaque is not None:
+                self._check_line(vbid, machine.opaque)
+
+    def _check_line(self, vbid: int, opaque: int) -> None:
+        """Under an accepted stream nothing is published that is not of its history."""
+        watched = self.watched[vbid]
+        if self.mirror.actors[vbid].machine.refilling or not watched.seqno:  # type: ignore[union-attr]
+            return
+        if self.mirror.writers[vbid % len(self.mirror.writers)].state(vbid).staging_branch != watched.branch:
+            return
+        line = self.source.lines[opaque]
+        proof = (watched.branch, watched.seqno, id(line))
+        if self._proven.get(vbid) == proof:
+            return
+        assert watched.seqno <= len(line), f"vb {vbid}: published {watched.seqno} of a history that ends at {len(line)}"
+        boundary = self.mirror.view.boundaries(vbid)[0]
+        held = self.source.line(vbid, watched.seqno, boundary.vbuuid)
+        ours, theirs = (self.source.state(each, watched.seqno) for each in (held, line))
+        assert {k: facts(v) for k, v in ours.items()} == {k: facts(v) for k, v in theirs.items()}, (
+            f"vb {vbid}: what is published at {watched.seqno} is not the past of the stream that was accepted"
+        )
+        self._proven[vbid] = proof
+        self.counts["streams proven to be on our history"] += 1
+
+    # --- followers
+
+    def follow(self, follower: Follower, *, stop_after: int | None = None) -> None:
+        """Read the changes since the token; perhaps give up in the middle."""
+        vbid = follower.vbid
+        watched = self.watched[vbid]
+        view = self.mirror.view
+        try:
+            for count, change in enumerate(view.changes(vbid, since=follower.token, raw=True)):
+                follower.apply(change, view.rollbacks(vbid), self.counts)
+                if stop_after is not None and count >= stop_after:
+                    self.counts["followers stopped in the middle"] += 1
+                    follower.refills, follower.removed = watched.refills, len(watched.dead_removed)
+                    return
+        except ViewInvalidated as error:
+            self._check_refusal(follower, watched, error)
+            follower.token, follower.copy = None, {}
+            self.follow(follower)
+            return
+        follower.refills, follower.removed = watched.refills, len(watched.dead_removed)
+        self._compare_copy(follower, view)
+        if watched.seqno and follower.token is None:
+            return  # nothing but tombstones that are gone: there was no event to take a token from
+        self.counts["followers brought up to date"] += 1
+
+    def _check_refusal(self, follower: Follower, watched: Watched, error: ViewInvalidated) -> None:
+        assert follower.token is not None, f"reading from the beginning was refused: {error}"
+        if watched.refills > follower.refills:
+            self.counts["followers refused after a refill"] += 1
+            return
+        local_purge = self.mirror.view.state(follower.vbid).local_purge_seqno
+        if "rolled back" in str(error):
+            assert len(watched.dead_removed) > follower.removed, f"refused, but nothing retracted was purged: {error}"
+            self.counts["followers refused after retracted rows were purged"] += 1
+        else:
+            assert local_purge, f"refused, but nothing was purged: {error}"
+            self.counts["followers refused after tombstones were purged"] += 1
+
+    def _compare_copy(self, follower: Follower, view: View) -> None:
+        vbid = follower.vbid
+        watched = self.watched[vbid]
+        expected = self._expected(vbid, watched.seqno, view) if watched.seqno else {}
+        live = {key: (item.seqno, item.value) for key, item in expected.items() if not item.deleted}
+        wrong = [
+            f"{key!r} is {follower.copy.get(key)}, not {live.get(key)}"
+            for key in sorted(live.keys() | follower.copy.keys())
+            if live.get(key) != follower.copy.get(key)
+        ]
+        assert not wrong, f"follower of vb {vbid} at {follower.token}:\n" + "\n".join(wrong[:SHOWN])
+
+    # --- the whole
+
+    def check_store(self) -> None:
+        """The integrity walk over everything."""
+        report = check(self.mirror.path)
+        assert report.clean, report.problems[:SHOWN]
+        self.counts["integrity walks"] += 1
+
+    def check_everything(self) -> None:
+        self.check_store()
+        for vbid in self.vbids:
+            self.verify(vbid, every=True)
+        for follower in self.followers:
+            self.follow(follower)
+            fresh = Follower(follower.vbid)
+            self.follow(fresh)

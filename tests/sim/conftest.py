@@ -1,0 +1,13 @@
+"""What was simulated, in a few lines at the end of a run: the seed to repeat it, and how often everything happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            facts = dict(report.user_properties)
+            if "simulated" in facts:
+                terminalreporter.write_line(f"{report.nodeid}: {facts['simulated']}")

@@ -1,0 +1,363 @@
+"""The mirror as one process: real writers, consumer, actors, sessions and links, which can die at any commit.
+
+What is not here is what needs tasks: looking for nodes, logging in, following maps. The simulation connects, moves
+vbuckets, lets time pass and gives the store its turns; every commit is shown to the checker before anything follows it.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from mirror.clock import ManualClock
+from mirror.config import Settings
+from mirror.errors import ConnectFailed, MirrorError
+from mirror.feed.bootstrap import Handshake
+from mirror.feed.connection_string import Address, parse
+from mirror.feed.consumer import Consumer
+from mirror.feed.session import NodeSession
+from mirror.feed.transport import Link
+from mirror.ingest import events as happenings
+from mirror.wire.constants import Feature
+from storage import directory
+from storage.environment import SHARED
+from storage.errors import StorageError
+from storage.model import Identity
+from storage.purge import Purger, Window
+from storage.removal import Dead
+from storage.view import View, open_view
+from storage.writer import GroupWriter, RollbackResult
+from tests.sim.loop import SimLoop, drive
+from tests.sim.network import Wire
+from tests.sim.source import Source
+
+GROUPS = 2
+
+
+class MirrorDied(BaseException):
+    """The process is gone: nothing of it may run any more."""
+
+
+class Fate:
+    """When the process dies or its disk fails: counted in commits."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self.counts = counts
+        self.die_in = 0
+        self.die_after = False
+        self.fail_in = 0
+        self.error: Callable[[], Exception] = lambda: OSError(errno.EIO, "I/O error")
+        self.before_failure: Callable[[], None] = lambda: None
+        self.committed: Callable[[GroupWriter], None] = lambda _writer: None
+        self.rolling_back: Callable[[int, int], None] = lambda _vbid, _seqno: None
+        self.rolled_back: Callable[[int, int, RollbackResult], None] = lambda _vbid, _seqno, _result: None
+        self.purged_rows: Callable[[int, Dead], None] = lambda _vbid, _dead: None
+
+    def dies(self, *, after: bool) -> bool:
+        if not self.die_in or self.die_after != after:
+            return False
+        self.die_in -= 1
+        return self.die_in == 0
+
+
+class SimPurger(Purger):
+    """Tells which dead rows it removes."""
+
+    fate: Fate
+
+    def step(self, txn: Any, vbid: Any, now_ms: int) -> int:
+        removed = super().step(txn, vbid, now_ms)
+        if self._removal is None:
+            self.fate.counts["versions purged"] += removed
+        else:
+            dead = self._removal.dead
+            self.fate.counts["abandoned rows purged" if dead.time_ms is None else "retracted rows purged"] += removed
+            self.fate.purged_rows(vbid, dead)
+        return removed
+
+
+class SimWriter(GroupWriter):
+    """A writer whose commits are watched."""
+
+    fate: Fate
+
+    def _open_environment(self, *, claim: bool) -> None:
+        super()._open_environment(claim=claim)
+        purger = SimPurger(self.environment, self.vbids, self.window)
+        purger.fate = self.fate
+        self._purger = purger
+
+    def _write(self, work: Callable[[Any], Any]) -> Any:
+        fate = self.fate
+        if fate.dies(after=False):
+            raise MirrorDied
+        if fate.fail_in:
+            fate.fail_in -= 1
+            if not fate.fail_in:
+                fate.before_failure()
+
+                def failing(txn: Any) -> Any:
+                    work(txn)
+                    raise fate.error()
+
+                return super()._write(failing)
+        grown = self.environment.env.info()["map_size"]
+        result = super()._write(work)
+        if self.environment.env.info()["map_size"] > grown:
+            fate.counts["maps grown"] += 1
+        fate.committed(self)
+        if fate.dies(after=True):
+            raise MirrorDied
+        return result
+
+    def _begin_job(self, vbucket: Any) -> None:
+        self.fate.counts["key rows made in steps"] += 1
+        super()._begin_job(vbucket)
+
+    def rollback(self, vbid: int, to_seqno: int) -> RollbackResult:
+        self.commit()
+        self.fate.rolling_back(vbid, to_seqno)
+        result = super().rollback(vbid, to_seqno)
+        self.fate.rolled_back(vbid, to_seqno, result)
+        return result
+
+
+class Keeper:
+    """Stands for the keeper of a node's session."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.address = Address("node", 10_000 + number)
+        self.session: NodeSession | None = None
+        self.error: MirrorError | None = None
+        self.reconnects = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.session is not None and self.session.ready
+
+
+class SimConsumer(Consumer):
+    """Maps come from the simulation."""
+
+    map_news: set[int]
+
+    def refresh_map(self, config: bytes, vbid: int) -> None:
+        self.map_news.add(vbid)
+
+
+class Mirror:
+    """A data directory and, while it lives, the process that fills it."""
+
+    def __init__(
+        self, path: Path, rng: Random, clock: ManualClock, loop: SimLoop, source: Source, fate: Fate, *, vbuckets: int
+    ) -> None:
+        self.path = str(path)
+        self.rng = rng
+        self.clock = clock
+        self.loop = loop
+        self.source = source
+        self.fate = fate
+        self.identity = Identity("cluster", "demo", "uuid", vbuckets, GROUPS)
+        directory.create(self.path, self.identity)
+        self.window = rng.choice(
+            (
+                Window(),
+                Window(),
+                Window(boundaries=rng.choice((1, 2, 5, 20))),
+                Window(time_ms=rng.choice((0, 500, 5_000, 60_000))),
+                Window(size_bytes=rng.choice((300, 3_000, 30_000))),
+                Window(time_ms=rng.choice((500, 20_000)), boundaries=rng.choice((2, 10)), size_bytes=5_000),
+            )
+        )
+        self.window_bytes = rng.choice((0, 600, 5_000, 1 << 20))
+        self.settings = Settings.model_validate({}).model_copy(
+            update={
+                "batch_bytes_max": rng.choice((1, 500, 3_000, 1 << 20)),
+                "commit_interval_ms": rng.choice((0, 5, 25, 200)),
+                "connection_buffer_size": self.window_bytes,
+                "storage_retry_interval_s": 0.2,
+                "stall_timeout_s": 5.0,
+            }
+        )
+        self.map_size = rng.choice((64 << 30, 1 << 20, 400 << 10))
+        self.writers: list[SimWriter] = []
+        self.keepers = [Keeper(number) for number in range(2)]
+        self.wires: list[Wire | None] = [None, None]
+        self._view: View | None = None
+        self.lives = 0
+        self.alive = False
+
+    # --- life
+
+    def start(self) -> None:
+        """Open what is stored and get ready to connect."""
+        self.lives += 1
+        self.alive = True
+        self.source.lines.clear()
+        self.writers = []
+        for group in range(GROUPS):
+            writer = SimWriter.__new__(SimWriter)
+            writer.fate = self.fate
+            GroupWriter.__init__(
+                writer,
+                directory.group_path(self.path, group),
+                group=group,
+                vbids=directory.group_vbids(self.identity, group),
+                identity=self.identity,
+                sync="unsafe",
+                clock_ms=self.clock.wall_ms,
+                map_size=self.map_size,
+                window=self.window,
+            )
+            self.writers.append(writer)
+        self.consumer = SimConsumer(
+            self.settings,
+            source=parse("couchbase://demo@node/demo"),
+            writers=self.writers,
+            identity=self.identity,
+            worker=str(self.lives),
+            clock=self.clock,
+        )
+        self.consumer.map_news = set()
+        self.consumer._ending = self.loop.create_future()
+        self.keepers = [Keeper(number) for number in range(2)]
+        for keeper in self.keepers:
+            self.consumer._nodes[keeper.address] = keeper  # type: ignore[assignment]
+        self.actors = self.consumer._actors
+        for vbid, actor in self.actors.items():
+            self.consumer._node_of[vbid] = self.keepers[self.source.bucket.map.owners[vbid]].address
+            actor.revive()
+
+    def die(self) -> None:
+        """SIGKILL: memory is gone, connections break, what is committed stays."""
+        self.alive = False
+        self.drop_view()
+        self.fate.die_in = self.fate.fail_in = 0
+        for wire in self.wires:
+            if wire is not None and wire.open:
+                wire.open = False
+                wire.server.connection_lost(None)
+        self.wires = [None, None]
+        self.loop.forget()
+        for writer in self.writers:
+            for vbucket in writer._jobs:
+                if vbucket.job is not None:
+                    vbucket.job.close()
+            if SHARED.open.get(writer.environment.path, (None, 0))[0] is writer.environment:
+                SHARED.release(writer.environment)
+            writer._lock.release()
+            writer._closed = True
+        self.writers = []
+
+    def stop(self) -> None:
+        """As SIGTERM does: commit what is complete, close."""
+        for actor in self.actors.values():
+            actor.drop_machine()
+        for wire in self.wires:
+            if wire is not None:
+                wire.cut()
+        for group in self.consumer._groups:
+            if group.error is None:
+                group.writer.commit()
+        self.drop_view()
+        for writer in self.writers:
+            writer.close()
+        self.writers = []
+        self.alive = False
+        self.wires = [None, None]
+        self.loop.forget()
+
+    # --- connections
+
+    def connect(self, number: int) -> None:
+        """Log in to a node."""
+        keeper = self.keepers[number]
+        if keeper.ready:
+            return
+        consumer = self.consumer
+        session = NodeSession(
+            consumer._access, keeper.address, consumer, self.clock, name=f"{self.lives}:{number}",
+            opaques=consumer._opaques,
+        )  # fmt: skip
+        features = {Feature.COLLECTIONS} if self.source.collections else set()
+        session.handshake = Handshake(frozenset(int(feature) for feature in features))
+        session.controls["max_marker_version"] = self.source.marker_v2_2
+        link = Link(keeper.address, self.clock, consumer._opaques)
+        session._link = link
+        link.receiver = session
+        server = self.source.connect(number)
+        wire = Wire()
+        self.wires[number] = wire
+        wire.join(link, server)
+        server.open_sim(self.source, window_bytes=self.window_bytes, name=session.name)
+        session.ready = True
+        keeper.session = session
+        consumer.on_node_ready(keeper)  # type: ignore[arg-type]
+
+    def lost(self) -> None:
+        """Keepers notice that their sessions are over."""
+        for number, keeper in enumerate(self.keepers):
+            if keeper.session is not None and not keeper.session.ready:
+                keeper.session = None
+                self.wires[number] = None
+
+    def follow_map(self, vbid: int) -> None:
+        """The mirror hears where a vbucket is now."""
+        self.consumer.map_news.discard(vbid)
+        address = self.keepers[self.source.bucket.map.owners[vbid]].address
+        if self.consumer._node_of[vbid] != address:
+            self.consumer._move(vbid, address)
+
+    def poll(self, vbid: int) -> None:
+        """The source's high seqno."""
+        actor = self.actors[vbid]
+        high = self.source.vbucket(vbid).high_seqno
+        actor.source_high_seqno = high
+        self.consumer._guarded(vbid, lambda: actor.handle(happenings.HighSeqno(high)))
+
+    def step_writer(self, group: int) -> bool:
+        """A turn of background work, as the consumer gives it."""
+        entry = self.consumer._groups[group]
+        if entry.error is not None:
+            return False
+        waiting = False
+        try:
+            waiting = entry.writer.step()
+            if entry.writer.has_pending:
+                self.consumer.touch_group(entry.actors[0].vbid)
+        except StorageError as error:
+            self.consumer._store_failed(entry, error)
+        return waiting
+
+    def roll_back(self, vbid: int, to_seqno: int) -> int:
+        """The operator's command."""
+        result = drive(self.consumer.request({"op": "rollback", "vbid": vbid, "to": to_seqno}))
+        return int(result["boundary_seqno"])
+
+    @property
+    def refused(self) -> bool:
+        """A group waits for people: its disk failed in a way that waiting does not mend."""
+        return any(group.error is not None and group.retry_timer is None for group in self.consumer._groups)
+
+    # --- reading
+
+    @property
+    def view(self) -> View:
+        if self._view is None:
+            self._view = open_view(self.path)
+        return self._view
+
+    def drop_view(self) -> None:
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+
+    def hang_up(self, number: int) -> None:
+        session = self.keepers[number].session
+        if session is not None:
+            session.close(ConnectFailed("hung up"))

@@ -1,0 +1,635 @@
+"""One world from one seed: a source, a network and a mirror, and what happens to them, step by step.
+
+Each world draws its own settings and its own mixture of events, so that rare things are frequent somewhere. A failure
+carries the seed of its world; the same seed gives the same steps.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import lmdb
+import pytest
+import structlog
+
+from mirror.clock import ManualClock
+from mirror.sandbox import stream as sandbox_stream
+from mirror.sandbox.documents import DocumentError
+from mirror.sandbox.manifest import Change, ManifestError
+from mirror.wire.constants import Status, StreamEndReason, SystemEventId
+from storage import index, purge, view, writer
+from storage import keys as storage_keys
+from storage.errors import StorageError
+from tests.sim.checkers import Checker
+from tests.sim.loop import SimLoop, drive
+from tests.sim.mirror import GROUPS, Fate, Mirror, MirrorDied
+from tests.sim.source import SimProducer, Source
+
+VBUCKETS = 4
+KEYS = 14
+TEMPORARY = (Status.ETMPFAIL, Status.ENOMEM, Status.NOT_MY_VBUCKET, Status.EBUSY, Status.KEY_EEXISTS)
+ENDS = (
+    StreamEndReason.OK,
+    StreamEndReason.CLOSED,
+    StreamEndReason.STATE_CHANGED,
+    StreamEndReason.DISCONNECTED,
+    StreamEndReason.SLOW,
+    StreamEndReason.BACKFILL_FAIL,
+)
+MEMORY_FOLDER = Path("/dev/shm")
+
+
+def folder() -> Path:
+    """A folder in memory where there is one: what is simulated here is the process, not the disk."""
+    return Path(tempfile.mkdtemp(prefix="sim-", dir=MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None))
+
+
+def all_keys() -> list[list[str]]:
+    """Keys of each vbucket, by the hash that every client uses."""
+    found: list[list[str]] = [[] for _ in range(VBUCKETS)]
+    number = 0
+    while min(map(len, found)) < KEYS:
+        name = f"k{number}"
+        pile = found[storage_keys.vbid_of(name.encode(), VBUCKETS)]
+        if len(pile) < KEYS:
+            pile.append(name)
+        number += 1
+    return found
+
+
+NAMES = all_keys()
+
+
+@contextmanager
+def small_limits(rng: Random) -> Iterator[None]:
+    """Limits that a few rows reach."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(writer, "INLINE_INDEX_ROWS", rng.choice((0, 1, 3, 10, 20_000)))
+    patch.setattr(writer, "PURGE_INTERVAL_MS", rng.choice((0, 10, 300)))
+    patch.setattr(index, "SLICE_ROWS", rng.choice((1, 2, 5, 20_000)))
+    patch.setattr(index, "RUN_ROWS", rng.choice((1, 3, 8, 200_000)))
+    patch.setattr(index, "_CHUNK_ROWS", rng.choice((1, 2, 2_000)))
+    patch.setattr(purge, "STEP_ROWS", rng.choice((1, 2, 5, 1_000)))
+    patch.setattr(purge, "LOOK_VBUCKETS", rng.choice((1, 8)))
+    patch.setattr(view, "CHUNK_ROWS", rng.choice((1, 2, 5, 2_000)))
+    patch.setattr(sandbox_stream, "BACKLOG_FOR_LARGE_SNAPSHOTS", rng.choice((10, 50, 2_000)))
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    try:
+        yield
+    finally:
+        patch.undo()
+        structlog.configure(**before)
+
+
+class World:
+    """A source, its mirror, and all that may happen."""
+
+    def __init__(self, seed: int, path: Path, counts: Counter[str]) -> None:
+        self.seed = seed
+        self.rng = rng = Random(seed)
+        self.counts = counts
+        self.clock = ManualClock(seed=seed)
+        self.loop = SimLoop(self.clock)
+        self.fate = Fate(counts)
+        self.source = Source(rng, self.clock, counts, vbuckets=VBUCKETS)
+        self.mirror = Mirror(path / "data", rng, self.clock, self.loop, self.source, self.fate, vbuckets=VBUCKETS)
+        self.checker = Checker(self.mirror, self.source, rng, counts)
+        self.paths = ["_default._default"]
+        self.scope_count = 0
+        self.written = 0
+        self.steps = 0
+        self.trace: list[str] = []
+        weights: dict[Callable[[], None], float] = {
+            self.write: 14,
+            self.write_many: 4,
+            self.write_group: 1,
+            self.delete: 4,
+            self.expire: 2,
+            self.write_durably: 1 if not self.source.oso else 0,
+            self.change_collections: 1.0 if not self.source.oso else 0,
+            self.to_disk: 2,
+            self.checkpoint: 1,
+            self.purge: 1,
+            self.fail_over: 1.2,
+            self.begin_anew: 0.05,
+            self.move: 0.4,
+            self.end_stream: 0.6,
+            self.refuse: 0.3,
+            self.pump: 12,
+            self.down: 22,
+            self.up: 14,
+            self.cut: 0.8,
+            self.silence: 0.2,
+            self.connect: 3,
+            self.follow_map: 2,
+            self.poll: 1,
+            self.pass_time: 12,
+            self.work: 8,
+            self.flush: 1.5,
+            self.die: 0.5,
+            self.die_soon: 0.8,
+            self.stop: 0.2,
+            self.disk_error: 0.3,
+            self.operator_rolls_back: 0.3,
+            self.break_protocol: 0.15,
+            self.follow: 3,
+            self.verify: 1,
+            self.walk: 0.25,
+            self.go_on: 14,
+        }
+        self.actions = list(weights)
+        chaos = rng.choice((0.2, 1, 1, 2))
+        faults = {
+            self.fail_over, self.purge, self.cut, self.die, self.die_soon, self.end_stream, self.refuse, self.silence,
+            self.disk_error, self.break_protocol, self.stop, self.move, self.operator_rolls_back,
+        }  # fmt: skip
+        self.weights = [
+            weights[action] * rng.choice((0.3, 1, 1, 1, 3)) * (chaos if action in faults else 1)
+            for action in self.actions
+        ]
+
+    # --- running
+
+    def run(self, steps: int) -> None:
+        """Live through some steps, then calm down and catch up."""
+        with self.loop.running():
+            self.guarded(lambda: None)
+            for _ in range(steps):
+                (action,) = self.rng.choices(self.actions, self.weights)
+                self.step(action)
+            self.calm_down()
+            self.mirror.stop()
+
+    def step(self, action: Callable[[], None]) -> None:
+        self.steps += 1
+        self.trace.append(action.__name__)
+        self.guarded(action)
+        self.checker.after_step()
+
+    def guarded(self, action: Callable[[], None]) -> None:
+        """A process that dies in the middle of an action is started again."""
+        try:
+            if not self.mirror.alive:
+                self.mirror.start()
+            action()
+            self.loop.run_due()
+            if self.mirror.alive and self.mirror.refused:
+                self.counts["restarted after a disk error"] += 1
+                self.die_and_start()
+        except MirrorDied:
+            self.counts["died at a commit"] += 1
+            self.die_and_start()
+        self.mirror.lost()
+        self.checker.catch_up()
+
+    def die_and_start(self) -> None:
+        for _ in range(3):
+            self.mirror.die()
+            try:
+                self.mirror.start()
+            except MirrorDied:
+                continue
+            return
+        raise AssertionError("the mirror dies whenever it is started")
+
+    def calm_down(self) -> None:
+        """No more faults: what is left must arrive."""
+        self.fate.die_in = self.fate.fail_in = 0
+        self.source.refuse_next.clear()
+        if not self.mirror.alive:
+            self.guarded(lambda: None)
+        for wire in list(self.mirror.wires):
+            if wire is not None and getattr(wire, "silent", False):
+                wire.cut()
+        for vbid in range(VBUCKETS):  # in the default collection: without collections nothing else is shown
+            self.source.bucket.set(NAMES[vbid][0], self.value(vbid), vbid=vbid)
+        for _ in range(3000):
+            self.steps += 1
+            for action in (self.all_on, self.pump_all, self.work):
+                self.guarded(action)
+                self.checker.after_step()
+            if self.caught_up():
+                break
+        else:
+            raise AssertionError("not caught up:\n" + "\n".join(map(self._situation, range(VBUCKETS))))
+        self.checker.check_everything()
+
+    def _situation(self, vbid: int) -> str:
+        vbucket = self.source.vbucket(vbid)
+        actor = self.mirror.actors[vbid]
+        machine = actor.machine
+        return (
+            f"vb {vbid}: source {vbucket.high_seqno}, purged {vbucket.purge_seqno}, log {vbucket.failover_log}; "
+            f"mirror {actor.writer.state(vbid)}, {actor.status}: {actor.text}, {machine and machine.phase}"
+        )
+
+    def caught_up(self) -> bool:
+        """Everything that the source shows is published."""
+        for vbid in range(VBUCKETS):
+            vbucket = self.source.vbucket(vbid)
+            high = vbucket.high_seqno
+            if self.checker.watched[vbid].seqno != high and not self._nothing_shown_above(vbid):
+                return False
+            if not self.mirror.actors[vbid].streaming:
+                return False
+        return True
+
+    def _nothing_shown_above(self, vbid: int) -> bool:
+        if self.source.collections:
+            return False
+        published = self.checker.watched[vbid].seqno
+        return published >= self.source.vbucket(vbid).collection_high_seqno.get(0, 0)
+
+    def all_on(self) -> None:
+        for number in range(2):
+            self.mirror.connect(number)
+        for vbid in range(VBUCKETS):
+            self.mirror.follow_map(vbid)
+            self.mirror.poll(vbid)
+        self.mirror.consumer._watch_progress()
+        self.clock.advance(min(self.loop.next_due_in() or 0.05, 5.0))
+        self.loop.run_due()
+
+    def pump_all(self) -> None:
+        for number in range(2):
+            for _ in range(4):
+                wire = self.mirror.wires[number]
+                if wire is None:
+                    break
+                wire.deliver_up(1 << 20)
+                self.pump_one(number)
+                wire.deliver_down(1 << 20)
+
+    # --- the source lives
+
+    def vbid(self) -> int:
+        return self.rng.randrange(VBUCKETS)
+
+    def value(self, vbid: int) -> bytes:
+        self.written += 1
+        text = f'{{"n":{self.written},"of":"{self.source.vbucket(vbid).vbuuid:x}"}}'
+        return text.encode() + b" " * self.rng.choice((0, 0, 0, 10, 300))
+
+    def place(self) -> tuple[int, str, str]:
+        vbid = self.vbid()
+        return vbid, self.rng.choice(NAMES[vbid]), self.rng.choice(self.paths)
+
+    def write(self) -> None:
+        vbid, key, path = self.place()
+        self.source.bucket.set(
+            key,
+            self.value(vbid),
+            vbid=vbid,
+            collection=path,
+            expiry=self.rng.choice((0, 0, 0, 0, 1, 5, 3600)),
+            compressed=self.rng.random() < 0.2,
+            xattrs={"_s": 1, "u": "x"} if self.rng.random() < 0.15 else None,
+        )
+
+    def write_many(self) -> None:
+        vbid, _, path = self.place()
+        for _ in range(self.rng.randint(2, 30)):
+            key = self.rng.choice(NAMES[vbid])
+            if self.rng.random() < 0.2:
+                self._delete(vbid, key, path)
+            else:
+                self.source.bucket.set(key, self.value(vbid), vbid=vbid, collection=path)
+
+    def write_group(self) -> None:
+        vbid, _, path = self.place()
+        chosen = self.rng.sample(NAMES[vbid], self.rng.randint(2, 6))
+        self.source.bucket.multi_write(vbid, [(key, self.value(vbid)) for key in chosen], collection=path)
+
+    def _delete(self, vbid: int, key: str, path: str) -> None:
+        try:
+            self.source.bucket.delete(key, vbid=vbid, collection=path)
+        except DocumentError:
+            return
+        self.counts["deletes"] += 1
+
+    def delete(self) -> None:
+        vbid, key, path = self.place()
+        self._delete(vbid, key, path)
+
+    def expire(self) -> None:
+        vbid, key, path = self.place()
+        try:
+            self.source.bucket.expire(key, vbid=vbid, collection=path)
+        except DocumentError:
+            self.counts["expiries"] += self.source.bucket.expire_all(vbid)
+        else:
+            self.counts["expiries"] += 1
+
+    def write_durably(self) -> None:
+        vbid, key, path = self.place()
+        if self.rng.random() < 0.5:
+            self.source.bucket.set(key, self.value(vbid), vbid=vbid, collection=path, durable=True)
+        else:
+            wire_key = self.source.bucket.wire_key(key, path)
+            self.source.bucket.documents.abort_durable(self.source.vbucket(vbid), wire_key, b"never")
+
+    def change_collections(self) -> None:
+        """Create, drop or flush: in all vbuckets at once, as a manifest change is."""
+        if not self.source.collections and self.rng.random() < 0.7:
+            return
+        bucket = self.source.bucket
+        named = self.paths[1:]
+        what = self.rng.choice(("create", "create", "drop", "flush", "flush default", "drop scope"))
+        try:
+            if what == "create" and len(named) < 4:
+                if not self.scope_count or self.rng.random() < 0.3:
+                    self.scope_count += 1
+                    bucket.create_scope(f"s{self.scope_count}")
+                path = f"s{self.scope_count}.c{self.rng.randrange(3)}"
+                scope, name = path.split(".")
+                bucket.create_collection(scope, name, max_ttl=self.rng.choice((None, None, 100)))
+                self.paths.append(path)
+                self.counts["collections created"] += 1
+            elif what == "drop" and named:
+                path = self.rng.choice(named)
+                bucket.drop_collection(path)
+                self.paths.remove(path)
+                self.counts["collections dropped"] += 1
+            elif what == "flush" and named:
+                bucket.flush_collection(self.rng.choice(named))
+                self.counts["collections flushed"] += 1
+            elif what == "flush default" and self.source.collections and self.rng.random() < 0.3:
+                bucket.flush_collection("_default._default")
+                self.counts["collections flushed"] += 1
+            elif what == "drop scope" and named and self.rng.random() < 0.3:
+                scope = self.rng.choice(named).split(".")[0]
+                bucket.drop_scope(scope)
+                self.paths = [path for path in self.paths if not path.startswith(f"{scope}.")]
+                self.scope_count += 1
+                bucket.create_scope(f"s{self.scope_count}")
+        except ManifestError:
+            return
+
+    def to_disk(self) -> None:
+        self.source.vbucket(self.vbid()).to_disk()
+        self.counts["cursors dropped"] += 1
+
+    def checkpoint(self) -> None:
+        self.source.vbucket(self.vbid()).open_checkpoint()
+
+    def purge(self) -> None:
+        vbid = self.vbid()
+        high = self.source.vbucket(vbid).high_seqno
+        below = self.rng.choice((None, self.rng.randint(0, max(1, high))))
+        before = self.source.vbucket(vbid).purge_seqno
+        self.source.purge(vbid, below)
+        self.counts["source purges"] += self.source.vbucket(vbid).purge_seqno > before
+
+    def fail_over(self) -> None:
+        """Another copy takes over, perhaps with the loss of a tail; now and then several times in a row."""
+        vbid = self.vbid()
+        for _ in range(self.rng.choice((1, 1, 1, 2, 4))):
+            beyond = self.source.vbucket(vbid).high_seqno - self.checker.watched[vbid].seqno
+            into = max(0, beyond) + self.rng.choice((1, 2, 5, 20, 60))
+            lost = self.source.fail_over(vbid, self.rng.choice((0, 0, 1, 3, 10, into, into, into)))
+            self.counts["failovers"] += 1
+            self.counts["failovers that lost changes"] += lost > 0
+            self.counts["changes lost"] += lost
+            if self.rng.random() < 0.6:
+                for _ in range(self.rng.randint(1, 8)):
+                    self.source.bucket.set(self.rng.choice(NAMES[vbid]), self.value(vbid), vbid=vbid)
+        self._heal_manifest(vbid)
+
+    def _heal_manifest(self, vbid: int) -> None:
+        """The manifest is the cluster's: a vbucket that lost a change of it is told again, in the right order."""
+        vbucket = self.source.vbucket(vbid)
+        manifest = self.source.bucket.manifest
+        known = set(vbucket.newest)
+        gone = sorted(known - manifest.collections.keys())
+        new = [manifest.collections[cid] for cid in sorted(manifest.collections.keys() - known)]
+        changes = [Change(SystemEventId.COLLECTION_END, manifest.uid, 0, cid) for cid in gone]
+        changes += [
+            Change(
+                SystemEventId.COLLECTION_BEGIN,
+                manifest.uid,
+                entry.scope_id,
+                entry.collection_id,
+                entry.name,
+                entry.max_ttl,
+            )
+            for entry in new
+        ]
+        if changes:
+            self.source.bucket.documents.apply(vbucket, changes)
+
+    def begin_anew(self) -> None:
+        vbid = self.vbid()
+        self.source.begin_anew(vbid)
+        self._heal_manifest(vbid)
+        self.counts["vbuckets deleted and made anew"] += 1
+
+    def move(self) -> None:
+        vbid = self.vbid()
+        self.source.fail_over(vbid, 0)
+        owners = self.source.bucket.map.owners
+        owners[vbid] = 1 - owners[vbid]
+        self.counts["vbuckets moved"] += 1
+
+    # --- the conversation
+
+    def producer(self, number: int) -> SimProducer | None:
+        wire = self.mirror.wires[number]
+        if wire is None or not wire.open or wire.server is None:
+            return None
+        producer = wire.server.session.producer
+        return producer if isinstance(producer, SimProducer) else None
+
+    def end_stream(self) -> None:
+        producer = self.producer(self.rng.randrange(2))
+        if producer is not None and producer.streams:
+            vbid = self.rng.choice(sorted(producer.streams))[0]
+            producer.end_streams(vbid, self.rng.choice(ENDS))
+            self.counts["streams ended by the source"] += 1
+
+    def refuse(self) -> None:
+        self.source.refuse_next.append(self.rng.choice(TEMPORARY))
+
+    def pump_one(self, number: int) -> None:
+        producer = self.producer(number)
+        if producer is not None and not getattr(self.mirror.wires[number], "silent", False):
+            drive(producer._round())
+
+    def pump(self) -> None:
+        number = self.rng.randrange(2)
+        for _ in range(self.rng.choice((1, 1, 3))):
+            self.pump_one(number)
+
+    def _piece(self, waiting: int) -> int:
+        return self.rng.choice((1, 23, 24, 60, 300, 2_000, waiting, waiting, self.rng.randint(0, waiting)))
+
+    def down(self) -> None:
+        wire = self.mirror.wires[self.rng.randrange(2)]
+        if wire is not None and wire.down:
+            wire.deliver_down(self._piece(len(wire.down)))
+
+    def up(self) -> None:
+        wire = self.mirror.wires[self.rng.randrange(2)]
+        if wire is not None and wire.up and not getattr(wire, "silent", False):
+            wire.deliver_up(self._piece(len(wire.up)))
+
+    def go_on(self) -> None:
+        """What would happen if nothing went wrong, for a moment."""
+        number = self.rng.randrange(2)
+        self.mirror.connect(number)
+        for _ in range(self.rng.randint(1, 3)):
+            wire = self.mirror.wires[number]
+            if wire is None or getattr(wire, "silent", False):
+                return
+            wire.deliver_up(1 << 20)
+            self.pump_one(number)
+            wire.deliver_down(self.rng.choice((1 << 20, self._piece(len(wire.down)))))
+
+    def cut(self) -> None:
+        wire = self.mirror.wires[self.rng.randrange(2)]
+        if wire is not None and wire.open:
+            self.counts["connections cut"] += 1
+            self.counts["connections cut inside a frame"] += bool(wire.client._have)
+            wire.cut()
+
+    def silence(self) -> None:
+        """A connection that falls silent; the watchdog of stalled streams, or a cut, ends it."""
+        wire = self.mirror.wires[self.rng.randrange(2)]
+        if wire is not None and wire.open:
+            wire.silent = True  # type: ignore[attr-defined]
+            self.counts["connections silenced"] += 1
+
+    def connect(self) -> None:
+        self.mirror.connect(self.rng.randrange(2))
+
+    def follow_map(self) -> None:
+        for vbid in range(VBUCKETS):
+            self.mirror.follow_map(vbid)
+
+    def poll(self) -> None:
+        self.mirror.poll(self.vbid())
+        self.mirror.consumer._watch_progress()
+
+    def pass_time(self) -> None:
+        """Time goes on, mostly to the next timer."""
+        due = self.loop.next_due_in()
+        self.clock.advance(self.rng.choice((0.001, 0.03, 0.5, due or 0.01, due or 0.01, due or 0.01, 3.0)))
+        self.loop.run_due()
+
+    def work(self) -> None:
+        for _ in range(self.rng.choice((1, 3, 20))):
+            for group in range(GROUPS):
+                self.mirror.step_writer(group)
+
+    def flush(self) -> None:
+        """Memory pressure: rows of open snapshots go to the disk."""
+        group = self.rng.choice(self.mirror.consumer._groups)
+        if group.error is None:
+            if any(vbucket.rows for vbucket in group.writer._vbuckets.values()):
+                self.counts["open snapshots written down"] += 1
+            try:
+                self.mirror.consumer._commit(group, flush_open=True)
+            except StorageError as error:
+                self.mirror.consumer._store_failed(group, error)
+
+    # --- the mirror's fate
+
+    def die(self) -> None:
+        self.counts["died between commits"] += 1
+        self.mirror.die()
+        self.die_and_start()
+
+    def die_soon(self) -> None:
+        self.fate.die_in, self.fate.die_after = self.rng.randint(1, 6), self.rng.random() < 0.5
+
+    def stop(self) -> None:
+        try:
+            self.mirror.stop()
+        except StorageError:
+            self.mirror.die()
+        self.mirror.start()
+        self.counts["stopped and started"] += 1
+
+    def disk_error(self) -> None:
+        self.fate.fail_in = self.rng.randint(1, 4)
+        code = self.rng.choice((errno.ENOSPC, errno.EIO, None))
+        self.fate.error = (
+            (lambda: lmdb.DiskError("mdb_txn_commit")) if code is None else (lambda: OSError(code, "disk"))
+        )
+        self.counts["disk errors"] += 1
+
+    def operator_rolls_back(self) -> None:
+        vbid = self.vbid()
+        watched = self.checker.watched[vbid]
+        if self.mirror.consumer._group_of[vbid].error is None:
+            try:
+                boundary = self.mirror.roll_back(vbid, self.rng.randint(0, watched.seqno))
+            except StorageError:
+                return  # the disk failed; whoever asked is told
+            self.counts["rollbacks by command"] += boundary > 0
+
+    def break_protocol(self) -> None:
+        """The source repeats something that it has sent: a row, a marker, out of its place."""
+        number = self.rng.randrange(2)
+        producer, wire = self.producer(number), self.mirror.wires[number]
+        if producer is None or wire is None or not producer.streams:
+            return
+        stream = self.rng.choice(list(producer.streams.values()))
+        if not stream.seqno or not stream._log:
+            return
+        item = stream._log[self.rng.randrange(min(stream.seqno, len(stream._log)))]
+        frame = bytearray(stream._encoder.encode(item, from_disk=True))
+        frame[12:16] = stream.opaque.to_bytes(4)
+        producer.window.sent(len(frame))
+        wire.down += frame
+        self.counts["protocol broken"] += 1
+
+    # --- readers
+
+    def follow(self) -> None:
+        follower = self.rng.choice(self.checker.followers)
+        stop_after = self.rng.choice((None, None, None, self.rng.randint(0, 12)))
+        self.checker.follow(follower, stop_after=stop_after)
+
+    def verify(self) -> None:
+        self.checker.verify(self.vbid(), every=self.rng.random() < 0.3)
+
+    def walk(self) -> None:
+        self.checker.check_store()
+
+
+class Failed(AssertionError):
+    """A world went wrong; says how to see it again."""
+
+
+def live_through(seed: int, steps: int, counts: Counter[str]) -> int:
+    """One world; the steps it took. Raises Failed with what is needed to repeat it."""
+    path = folder()
+    rng = Random(seed)
+    world = None
+    try:
+        with small_limits(Random(rng.random())):
+            world = World(seed, path, counts)
+            try:
+                world.run(steps)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                last = " ".join(world.trace[-12:])
+                raise Failed(
+                    f"DCP_MIRROR_SIM_SEED={seed} DCP_MIRROR_SIM_STEPS={steps} pytest tests/sim: "
+                    f"after step {world.steps} (... {last})\n{type(error).__name__}: {error}"
+                ) from error
+            finally:
+                if world.mirror.alive:
+                    world.mirror.die()
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    return world.steps

@@ -1,0 +1,272 @@
+"""The source: the sandbox's bucket, vbuckets, connections and producers, without sockets, tasks or time of their own.
+
+What a source may do and the sandbox does not do by itself is added here: two markers with one end (change streams),
+advances in the middle of a backfill, out-of-order snapshots of an unfiltered stream, refusals, and pieces of any size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.dcp import DcpProducer, Refusal
+from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
+from mirror.sandbox.item import ABORT, PREPARE, SYSTEM_EVENT, Item
+from mirror.sandbox.node import NodeConnection, SandboxNode
+from mirror.sandbox.stream import ProducerStream
+from mirror.sandbox.users import User
+from mirror.sandbox.vbucket import Vbucket, system_id
+from mirror.wire import codec_dcp
+from mirror.wire.constants import DcpOpenFlag, Feature, SnapshotFlag, Status, SystemEventId
+from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest
+from storage.model import FailoverEntry
+
+State = dict[bytes, Item]
+"""Wire key -> newest version, tombstones included."""
+
+DOUBLE = int(SnapshotFlag.DISK | SnapshotFlag.HISTORY | SnapshotFlag.MAY_DUPLICATE_KEYS)
+
+
+class Extra(Item):
+    """A message between items: its frame is sent as it is."""
+
+
+class SimEncoder(ItemEncoder):
+    def encode(self, item: Item, *, from_disk: bool, stream_id: int | None = None) -> bytes:
+        if isinstance(item, Extra):
+            return item.frame
+        return super().encode(item, from_disk=from_disk, stream_id=stream_id)
+
+
+class SimStream(ProducerStream):
+    """Backfills in all the shapes that servers give them."""
+
+    counts: Counter[str]
+    shapes: tuple[str, ...] = ("plain",)
+
+    def _begin_disk(self, out: bytearray) -> bool:
+        self._shape = self._rng.choice(self.shapes)
+        self._purge_seqno = self.vbucket.purge_seqno
+        return super()._begin_disk(out)
+
+    def _wants_oso(self) -> bool:
+        return self._options.oso and self._shape == "oso"
+
+    def _by_key(self, high: int) -> Iterator[Item]:
+        self.counts["oso snapshots begun"] += 1
+        items = list(super()._on_disk(1, high))
+        self._rng.shuffle(items)
+        return iter(items)
+
+    def _on_disk(self, first: int, last: int) -> Iterator[Item]:
+        items = super()._on_disk(first, last)
+        if self._shape == "advances":
+            return self._with_advances(items)
+        if self._shape == "double" and not self._filter.legacy:
+            return self._in_two_parts(items, first, last)
+        return items
+
+    def _with_advances(self, items: Iterator[Item]) -> Iterator[Item]:
+        position = 0
+        for item in items:
+            if position and item.seqno - 1 > position and self._rng.random() < 0.5:
+                self.counts["advances inside a backfill"] += 1
+                advance = SeqnoAdvanced(self.vbucket.vbid, item.seqno - 1)
+                yield Extra(item.seqno - 1, b"", codec_dcp.encode(advance))
+            position = item.seqno
+            yield item
+
+    def _in_two_parts(self, items: Iterator[Item], first: int, last: int) -> Iterator[Item]:
+        """Deduplicated up to a seqno, then a marker with the same end and every version (MB-52553's shape)."""
+        turn = self._rng.randint(first, last)
+        for item in items:
+            if item.seqno > turn:
+                break
+            yield item
+        self.counts["double markers"] += 1
+        purge_seqno = self._purge_seqno
+        marker = SnapshotMarker(self.vbucket.vbid, first, last, DOUBLE)
+        yield Extra(max(turn, first - 1), b"", codec_dcp.encode(marker))
+        for item in self._log[turn:last]:
+            if self._stays(item, last, purge_seqno) and self._filter.passes(item) and self._encoder.shows(item):
+                yield item
+
+    def _stays(self, item: Item, last: int, purge_seqno: int) -> bool:
+        """History keeps superseded versions; what compaction took away takes its predecessors along."""
+        while item.next_seqno and item.next_seqno <= last:
+            if item.next_seqno == item.seqno:
+                return item.seqno > purge_seqno
+            item = self._log[item.next_seqno - 1]
+        return True
+
+
+class SimProducer(DcpProducer):
+    """A producer whose rounds are given to it."""
+
+    def __init__(self, source: Source, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.source = source
+
+    def start(self) -> None:
+        pass
+
+    def _judge(self, request: StreamRequest) -> tuple[Refusal | None, ProducerStream | None]:
+        source = self.source
+        if source.refuse_next:
+            source.counts["refused on purpose"] += 1
+            return Refusal(source.refuse_next.pop()), None
+        refusal, plain = super()._judge(request)
+        if plain is None:
+            if refusal is not None and refusal.status == Status.ROLLBACK:
+                source.counts["rollback answers"] += 1
+            return refusal, None
+        stream = SimStream(plain.vbucket, request, plain._filter, SimEncoder(self.features), plain._options, source.rng)
+        stream.counts, stream.shapes = source.counts, source.shapes
+        source.lines[request.opaque] = plain.vbucket.log
+        source.counts["streams accepted"] += 1
+        if request.snap_start_seqno < request.start_seqno < request.snap_end_seqno:
+            source.counts["mid-snapshot resumes"] += 1
+            if request.start_seqno < plain.vbucket.purge_seqno:
+                source.counts["mid-snapshot resumes below the purge seqno"] += 1
+        return None, stream
+
+
+class SimConnection(NodeConnection):
+    """A connection that is a logged-in DCP client's from the start."""
+
+    source: Source
+
+    def open_sim(self, source: Source, *, window_bytes: int, name: str) -> None:
+        self.source = source
+        session = self.session
+        session.user = User("demo", "demo")
+        session.bucket_selected = True
+        session.features |= {int(Feature.XATTR), int(Feature.SNAPPY), int(Feature.JSON)}
+        if source.collections:
+            session.features.add(int(Feature.COLLECTIONS))
+        flags = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS | DcpOpenFlag.INCLUDE_DELETE_TIMES
+        features = ClientFeatures(
+            collections=source.collections, snappy=True, open_flags=int(flags), expiry_opcode=True
+        )
+        producer = SimProducer(source, self, name, features, source.rng, live_snapshot_items=source.live_snapshot_items)
+        producer.controls.noop_enabled = True
+        producer.controls.marker_v2_2 = source.marker_v2_2
+        producer.controls.oso = "oso" in source.shapes
+        producer.controls.oso_with_seqno_advanced = source.rng.random() < 0.5
+        producer.controls.buffer_bytes = window_bytes
+        producer.window.resize(window_bytes)
+        session.producer = producer
+
+    def piece_bytes(self, stream: ProducerStream) -> int:
+        return self.source.rng.choice((0, 1, 1, 200, 600, 3000, 20000))
+
+
+class Source:
+    """A bucket on two nodes."""
+
+    def __init__(self, rng: Random, clock: Any, counts: Counter[str], *, vbuckets: int) -> None:
+        self.rng = rng
+        self.counts = counts
+        self.collections = rng.random() < 0.85
+        self.marker_v2_2 = self.collections and rng.random() < 0.6
+        self.live_snapshot_items = rng.choice((1, 3, 5, 20))
+        self.shapes: tuple[str, ...] = ("plain", "plain")
+        if self.collections:
+            self.shapes = rng.choice((("plain",), ("plain", "advances", "double"), ("advances",), ("double",)))
+        self.oso = self.collections and rng.random() < 0.2
+        if self.oso:
+            self.shapes = (*self.shapes, "oso")
+        self.bucket = Bucket(
+            "demo",
+            vbuckets=vbuckets,
+            clock=clock,
+            rng=rng,
+            checkpoint_items_max=rng.choice((3, 10, 40, 10_000)),
+            checkpoints_kept=rng.choice((1, 2, 4)),
+        )
+        self.nodes = [SandboxNode(number, self.bucket) for number in range(2)]
+        for vbid in range(vbuckets):
+            self.bucket.map.owners[vbid] = vbid % 2
+        self.refuse_next: list[Status] = []
+        self.lines: dict[int, list[Item]] = {}
+        """Opaque of an accepted stream of the mirror as it runs now -> the history it is of."""
+        self.purged: dict[int, int] = {}
+        """id of a history -> the highest purge seqno it ever had."""
+        self._states: dict[int, tuple[list[Item], list[int], list[State]]] = {}
+        self._past: list[list[tuple[list[Item], int, tuple[FailoverEntry, ...]]]] = [[] for _ in range(vbuckets)]
+
+    def vbucket(self, vbid: int) -> Vbucket:
+        return self.bucket.vbuckets[vbid]
+
+    def connect(self, node: int) -> SimConnection:
+        return SimConnection(self.nodes[node])
+
+    def end_streams(self, vbid: int) -> None:
+        for node in self.nodes:
+            node.end_streams(vbid)
+
+    # --- what happens to a vbucket
+
+    def purge(self, vbid: int, below_seqno: int | None) -> None:
+        vbucket = self.vbucket(vbid)
+        vbucket.purge(below_seqno)
+        self.purged[id(vbucket.log)] = max(self.purged.get(id(vbucket.log), 0), vbucket.purge_seqno)
+
+    def fail_over(self, vbid: int, lose: int) -> int:
+        vbucket = self.vbucket(vbid)
+        before = vbucket.log
+        high = len(before)
+        self._past[vbid].append((before, high, vbucket.failover_log))
+        base = vbucket.failover(lose)
+        if vbucket.log is not before:
+            self.purged[id(vbucket.log)] = self.purged.get(id(before), 0)
+        self.end_streams(vbid)
+        return high - base
+
+    def begin_anew(self, vbid: int) -> None:
+        """The vbucket is deleted and made anew."""
+        vbucket = self.vbucket(vbid)
+        self._past[vbid].append((vbucket.log, vbucket.high_seqno, vbucket.failover_log))
+        vbucket.reset()
+        self.end_streams(vbid)
+
+    # --- what it was
+
+    def line(self, vbid: int, seqno: int, vbuuid: int) -> list[Item]:
+        """The history that has `seqno` under that name, newest first; those that the source forgot the name of too."""
+        vbucket = self.vbucket(vbid)
+        for line, high, log in [(vbucket.log, vbucket.high_seqno, vbucket.failover_log), *reversed(self._past[vbid])]:
+            upper = high
+            for entry in log:
+                if entry.vbuuid == vbuuid and seqno <= upper:
+                    return line
+                upper = entry.seqno
+        raise AssertionError(f"vb {vbid}: the source never had seqno {seqno} under {vbuuid:#x}")
+
+    def state(self, line: list[Item], seqno: int) -> State:
+        """The state of a history at a seqno: as `Vbucket.state_at` says, made from the nearest one made before."""
+        assert 0 <= seqno <= len(line), (seqno, len(line))
+        _, seqnos, states = self._states.setdefault(id(line), (line, [0], [{}]))
+        index = bisect_right(seqnos, seqno) - 1
+        if seqnos[index] == seqno:
+            return states[index]
+        state = dict(states[index])
+        for item in line[seqnos[index] : seqno]:
+            kind = item.kind
+            if kind == SYSTEM_EVENT:
+                if item.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
+                    gone = system_id(item)
+                    state = {key: old for key, old in state.items() if old.collection_id != gone}
+            elif kind not in (PREPARE, ABORT):
+                state[item.key] = item
+        seqnos.insert(index + 1, seqno)
+        states.insert(index + 1, state)
+        return state
+
+    def seen(self, state: State) -> State:
+        """What of a state this connection shows."""
+        return state if self.collections else {key: item for key, item in state.items() if key[0] == 0}

@@ -1,0 +1,126 @@
+"""Source, network and mirror from one seed: after every commit what is published is what the source held there.
+
+    pytest tests/sim                                         100,000 steps
+    pytest tests/sim -m long                                 1,000,000 steps
+    DCP_MIRROR_SIM_STEPS_TOTAL=5000000 pytest tests/sim -m long
+    DCP_MIRROR_SIM_SEED=<seed of a failure> pytest tests/sim   that world alone, step by step as it was
+
+A run is many worlds of some hundred steps, each from a seed of its own; `checkers` says what holds and what is not
+looked at. At the end everything that a mirror can suffer must have happened, or the run proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from tests.sim.simulate import live_through
+
+STEPS_CI = 100_000
+STEPS_LONG = 1_000_000
+STEPS_OF_A_WORLD = 500
+MUST_HAPPEN = (
+    "abandoned rows purged",
+    "advances inside a backfill",
+    "as-of reads",
+    "changes lost",
+    "collections dropped",
+    "collections flushed",
+    "connections cut inside a frame",
+    "cursors dropped",
+    "deletes",
+    "died at a commit",
+    "died between commits",
+    "disk errors",
+    "double markers",
+    "expiries",
+    "failovers that lost changes",
+    "floors raised",
+    "followers brought up to date",
+    "followers refused after a refill",
+    "followers refused after tombstones were purged",
+    "followers stopped in the middle",
+    "integrity walks",
+    "key rows made in steps",
+    "mid-snapshot resumes",
+    "open snapshots written down",
+    "out-of-order snapshots published",
+    "protocol broken",
+    "publishes",
+    "reads below the floor",
+    "refills published",
+    "refused on purpose",
+    "restorations followed",
+    "retracted rows purged",
+    "retractions followed",
+    "rollbacks",
+    "rollbacks by command",
+    "rollbacks followed",
+    "source purges",
+    "staged rows abandoned on disk",
+    "stopped and started",
+    "streams proven to be on our history",
+    "vbuckets deleted and made anew",
+    "vbuckets moved",
+    "versions purged",
+)
+MUST_HAPPEN_IN_LONG_RUNS = (
+    "followers refused after retracted rows were purged",
+    "maps grown",
+    "mid-snapshot resumes below the purge seqno",
+)
+
+Remember = Callable[[str, object], None]
+
+
+def simulate(first_seed: int, steps_min: int) -> tuple[int, int, Counter[str]]:
+    """Worlds until there were so many steps."""
+    counts: Counter[str] = Counter()
+    seeds = Random(first_seed)
+    steps = worlds = 0
+    while steps < steps_min:
+        steps += live_through(seeds.randrange(2**31), STEPS_OF_A_WORLD, counts)
+        worlds += 1
+    return steps, worlds, counts
+
+
+def run(steps_min: int, must_happen: tuple[str, ...], record_property: Remember) -> None:
+    replayed = os.environ.get("DCP_MIRROR_SIM_SEED")
+    if replayed:
+        steps = int(os.environ.get("DCP_MIRROR_SIM_STEPS", STEPS_OF_A_WORLD))
+        live_through(int(replayed), steps, Counter())
+        return
+    first_seed = int(os.environ.get("DCP_MIRROR_SIM_RUN") or secrets.randbelow(2**31))
+    print(f"DCP_MIRROR_SIM_RUN={first_seed}")  # noqa: T201 - shown with a failure
+    steps, worlds, counts = simulate(first_seed, steps_min)
+    told = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+    record_property("simulated", f"{steps} steps in {worlds} worlds, DCP_MIRROR_SIM_RUN={first_seed}: {told}")
+    missing = [what for what in must_happen if not counts[what]]
+    assert not missing, f"in {steps} steps this never happened: {missing}"
+
+
+def test_whatever_happens_what_is_published_is_what_the_source_held(record_property: Remember) -> None:
+    run(STEPS_CI, MUST_HAPPEN, record_property)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(24 * 3600)
+def test_whatever_happens_for_a_long_time(record_property: Remember) -> None:
+    total = int(os.environ.get("DCP_MIRROR_SIM_STEPS_TOTAL", STEPS_LONG))
+    run(total, MUST_HAPPEN + MUST_HAPPEN_IN_LONG_RUNS, record_property)
+
+
+def test_one_seed_is_one_story() -> None:
+    """The same seed gives the same steps, commits and counts: else no failure could be seen again."""
+    stories = []
+    for _ in range(2):
+        counts: Counter[str] = Counter()
+        steps = live_through(20_240_229, 300, counts)
+        stories.append((steps, counts))
+    assert stories[0] == stories[1]
+    assert stories[0][1]["publishes"] > 0
