@@ -97,6 +97,8 @@ class KvConnection(asyncio.Protocol):
         self._paused = False
         self._waiting = False
         """The rest of the pipeline waits for its next turn."""
+        self._goodbye = False
+        """Hang up when what was answered is written."""
         self._ended = False
 
     # -- asyncio
@@ -182,6 +184,8 @@ class KvConnection(asyncio.Protocol):
             self.hang_up()
             return
         self._flush(out)
+        if self._goodbye:
+            self.hang_up()
         if self._ended:
             return
         self._size = len(data) - pos
@@ -238,7 +242,7 @@ class KvConnection(asyncio.Protocol):
                 if gathered > GATHER_BYTES:
                     self._flush(out)
                     gathered = 0
-            if self._ended or self._paused:
+            if self._ended or self._paused or self._goodbye:
                 break
         return pos
 
@@ -271,7 +275,7 @@ class KvConnection(asyncio.Protocol):
                 return b""
             self._check_magic(magic, opcode)
         if opcode == _QUITQ:
-            self.hang_up()
+            self._goodbye = True
             return b""
         reply = self._reply(frame)
         if reply is None:
@@ -287,11 +291,7 @@ class KvConnection(asyncio.Protocol):
         answer = self._encode(frame, reply, began)
         if reply.before:
             answer = b"".join([*(self._encode(frame, each, began) for each in reply.before), answer])
-        if reply.hang_up:
-            self._host.counters.bytes_sent += len(answer)
-            self.transport.write(answer)
-            self.hang_up()
-            return b""
+        self._goodbye = reply.hang_up
         return answer
 
     def _encode(self, frame: Frame, reply: Reply, began: float) -> bytes:

@@ -1,0 +1,185 @@
+"""Consistency under fire: writers keep an invariant across documents of one vbucket, workers die, sources fail over.
+
+The invariant: all documents of a vbucket carry the same number, because each write of it is one snapshot. `get_many`
+and `scan` must never see two numbers; a single reader on one KV connection may see a number fall only where a failover
+took the higher one back, once for each failover.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cli import client as control
+from mirror import ViewInvalidated, open_view
+from mirror.sandbox import SandboxCluster, SandboxThread, vbucket_of
+from storage.errors import Unavailable
+from tests.crash.service import Service, until
+
+VBUCKETS = 4
+DOCUMENTS = 6
+FAILOVERS = 8
+HEADER = struct.Struct(">BBHBBHIIQ")
+
+
+def keys_of(vbid: int) -> list[str]:
+    found: list[str] = []
+    number = 0
+    while len(found) < DOCUMENTS:
+        if vbucket_of(f"pair-{number}".encode(), VBUCKETS) == vbid:
+            found.append(f"pair-{number}")
+        number += 1
+    return found
+
+
+KEYS = [keys_of(vbid) for vbid in range(VBUCKETS)]
+
+
+class Source:
+    """The sandbox, its one number per vbucket, and how often each was taken back."""
+
+    def __init__(self, thread: SandboxThread) -> None:
+        self.thread = thread
+        self.number = 0
+        self.failovers = [0] * VBUCKETS
+        self.lock = threading.Lock()
+
+    def write(self, vbid: int) -> None:
+        with self.lock:
+            self.number += 1
+            document = {"n": self.number, "pad": "x" * 200}
+            self.thread.call(self.thread.cluster.multi_write, vbid, [(key, document) for key in KEYS[vbid]])
+
+    def fail_over(self, vbid: int, writes: int) -> None:
+        """Take the last writes back, whole."""
+        with self.lock:
+            self.failovers[vbid] += 1
+            self.thread.call(lambda: self.thread.cluster.failover(vbid, lose=writes * DOCUMENTS))
+
+
+def reader_of_many(path: str, stop: threading.Event) -> int:
+    """`get_many`: one number for all of a vbucket."""
+    seen = 0
+    with open_view(path) as view:
+        while not stop.is_set():
+            for names in KEYS:
+                try:
+                    found = {json.loads(each.value)["n"] for each in view.get_many(names).values()}
+                except Unavailable:
+                    continue
+                assert len(found) == 1, f"get_many saw {found}"
+                seen += 1
+    return seen
+
+
+def reader_of_scans(path: str, stop: threading.Event) -> int:
+    """`scan`: one number for all of a vbucket."""
+    seen = 0
+    with open_view(path) as view:
+        while not stop.is_set():
+            for vbid in range(VBUCKETS):
+                try:
+                    found = [json.loads(each.value)["n"] for each in view.scan(vbid, prefix="pair-")]
+                except (ViewInvalidated, Unavailable):
+                    continue
+                assert len(found) == DOCUMENTS
+                assert len(set(found)) == 1, f"scan saw {found}"
+                seen += 1
+    return seen
+
+
+def reader_of_singles(address: tuple[str, int], source: Source, stop: threading.Event) -> int:
+    """Single reads of one connection: a document's number falls at most once for each failover of its vbucket."""
+    seen = 0
+    with socket.create_connection(address) as line, line.makefile("rb") as answers:
+        last = dict.fromkeys((key for names in KEYS for key in names), 0)
+        falls = dict.fromkeys(last, 0)
+        while not stop.is_set():
+            for vbid, names in enumerate(KEYS):
+                for key in names:
+                    line.sendall(HEADER.pack(0x80, 0, len(key), 0, 0, 0, len(key), 0, 0) + key.encode())
+                    _, _, _, extras, _, status, size, _, _ = HEADER.unpack(answers.read(24))
+                    body = answers.read(size)
+                    if status:
+                        assert status == 0x86, f"status {status}"
+                        continue
+                    number = json.loads(body[extras:])["n"]
+                    if number < last[key]:
+                        falls[key] += 1
+                        assert falls[key] <= source.failovers[vbid], f"{key} fell from {last[key]} to {number}"
+                    last[key] = number
+                    seen += 1
+    return seen
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    with SandboxThread(SandboxCluster(vbuckets=VBUCKETS)) as thread:
+        made = Source(thread)
+        for vbid in range(VBUCKETS):
+            for _ in range(5):
+                made.write(vbid)
+        yield made
+
+
+def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    rng = random.Random(5)
+    flags = ("--workers", "2", "--groups", "2", "--kv", "0", "--set", "commit_interval_ms=2")
+    with Service(source.thread.connection_string, data, *flags) as service:
+        service.start()
+
+        def listening() -> str | None:
+            status = (control.ask(data, "status") or {}).get("status")
+            ready = status and status["servers"] and status["servers"][0]["phase"] == "running"
+            return str(status["listeners"]["kv"][0]) if ready and status else None
+
+        port = int(until("the KV port", listening).rpartition(":")[2])
+        with open_view(str(data)) as view:
+            until("the first documents", lambda: all(len(view.get_many(names)) == DOCUMENTS for names in KEYS))
+        stop = threading.Event()
+        address = ("127.0.0.1", port)
+        readers: list[Callable[[], int]] = [
+            lambda: reader_of_many(str(data), stop),
+            lambda: reader_of_scans(str(data), stop),
+            *[lambda: reader_of_singles(address, source, stop)] * 3,
+        ]
+        with ThreadPoolExecutor(len(readers)) as pool, open_view(str(data)) as view:
+            reading = [pool.submit(each) for each in readers]
+            try:
+                for step in range(FAILOVERS):
+                    for _ in range(40):
+                        source.write(rng.randrange(VBUCKETS))
+                    vbid = rng.randrange(VBUCKETS)
+                    source.fail_over(vbid, rng.randint(1, 3))
+                    source.write(vbid)
+                    if step % 3 == 1:
+                        status = (control.ask(data, "status") or {})["status"]
+                        os.kill(status["workers"][step % 2]["pid"], signal.SIGKILL)
+                    wanted = source.number
+
+                    def caught_up(vbid: int = vbid, wanted: int = wanted) -> bool:
+                        document = view.get(KEYS[vbid][0])
+                        assert not any(each.done() for each in reading), [
+                            each.result() for each in reading if each.done()
+                        ]
+                        return document is not None and json.loads(document.value)["n"] >= wanted
+
+                    until(f"failover {step} is over", caught_up)
+            finally:
+                stop.set()
+            counts = [each.result() for each in reading]
+        assert all(count > 20 for count in counts), counts
+        status = (control.ask(data, "status") or {})["status"]
+        assert status["totals"]["rollback_count"] > FAILOVERS // 2, "the failovers took published data back"
+        assert sum(worker["restarts"] for worker in status["workers"]) > 1, "workers were killed"

@@ -1,0 +1,260 @@
+"""One connection: framing, order, garbage, large requests, slow readers, and turns."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mirror.serve.kv_connection import HIGH_WATER_BYTES, OPERATIONS
+from mirror.serve.listener import Limits
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.codec_kv import LookupSpec
+from mirror.wire.constants import Magic, Opcode, Status
+from mirror.wire.frame import Frame
+from tests.serve.kv_rig import Client, Endpoint, Store, serving
+
+MUTATED_FRAMES = 10_000
+FRAMES_PER_CONNECTION = 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(tmp_path)
+    made.logs()
+    made.put(b"a", b"value", 1)
+    return made
+
+
+@pytest.fixture
+async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
+    async with serving(store.path) as served:
+        yield served
+    store.close()
+
+
+def get(key: bytes = b"a", opaque: int = 0) -> Frame:
+    return fr.request(Opcode.GET, key=key, opaque=opaque)
+
+
+async def test_answers_come_in_the_order_of_requests_however_they_are_cut(endpoint: Endpoint) -> None:
+    requests = [get(opaque=number) if number % 3 else codec_kv.noop(opaque=number) for number in range(60)]
+    data = b"".join(fr.encode(each) for each in requests)
+    for size in (1, 7, 25, len(data)):
+        client = await endpoint.connect()
+        for start in range(0, len(data), size):
+            client.writer.write(data[start : start + size])
+            if size < 30:
+                await asyncio.sleep(0)
+        answers = [await client.receive() for _ in requests]
+        assert [each.opaque for each in answers if each] == list(range(60))
+        assert all(each and each.status == Status.SUCCESS for each in answers)
+
+
+async def test_a_long_pipeline_is_answered_whole_and_the_others_have_their_turn(store: Store) -> None:
+    async with serving(store.path, requests_per_turn=8) as endpoint:
+        busy, other = await endpoint.connect(), await endpoint.connect()
+        busy.writer.write(b"".join(fr.encode(get(opaque=number)) for number in range(5000)))
+        await other.ask(get())
+        for number in range(5000):
+            answer = await busy.receive()
+            assert answer is not None
+            assert answer.opaque == number
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: mirror\r\n\r\n",
+        b"get a\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40),
+        bytes(24),
+        fr.HEADER.pack(0x80, 0, 10, 0, 0, 0, 5, 0, 0),
+        fr.HEADER.pack(0x80, 0, 1, 0, 0, 0, 0xFFFF_FFFF, 0, 0),
+        fr.HEADER.pack(0x81, 0, 0, 0, 0, 0, 0, 0, 0),
+        fr.HEADER.pack(0x18, 0, 0, 0, 0, 0, 0, 0, 0),
+        fr.HEADER.pack(0x82, 1, 0, 0, 0, 0, 0, 0, 0),
+        fr.HEADER.pack(0x81, 0, 0, 0, 0, 0, 200_000, 0, 0),
+    ],
+)
+async def test_bytes_that_are_no_request_end_their_connection_and_no_other(endpoint: Endpoint, data: bytes) -> None:
+    other, client = await endpoint.connect(), await endpoint.connect()
+    client.writer.write(fr.encode(get()) + data)
+    assert (await client.receive() or get()).value == b"value"
+    assert await client.receive() is None
+    assert (await other.ask(get())).value == b"value"
+    assert endpoint.server.counters.errors == 1
+
+
+async def test_an_answer_to_the_server_is_no_error(endpoint: Endpoint) -> None:
+    client = await endpoint.connect()
+    await client.send(Frame(int(Magic.SERVER_RESPONSE), 1))
+    assert await client.alive()
+
+
+def samples() -> list[bytes]:
+    """Good requests of every kind, to be damaged."""
+    specs = codec_kv.encode_lookup_specs([LookupSpec(int(Opcode.SUBDOC_GET), b"n.m[1]", 4), LookupSpec(0, b"")])
+    frames = [
+        codec_kv.hello(b"agent", range(1, 40)),
+        codec_kv.sasl_list_mechs(),
+        codec_kv.sasl_auth(b"SCRAM-SHA512", b"n,,n=demo,r=abcdef"),
+        codec_kv.sasl_step(b"SCRAM-SHA512", b"c=biws,r=abcdef,p=AAAA"),
+        codec_kv.select_bucket(b"orders"),
+        codec_kv.get_error_map(),
+        codec_kv.get_cluster_config((1, 1)),
+        codec_kv.get_collection_id(b"_default._default"),
+        codec_kv.get_scope_id(b"_default"),
+        codec_kv.observe_seqno(0, 77),
+        codec_kv.get_meta(0, b"\0a"),
+        fr.request(Opcode.STAT, key=b"vbucket-seqno 3"),
+        fr.request(Opcode.SUBDOC_GET, key=b"\0a", extras=b"\0\x01\0", value=b"n"),
+        fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=b"\0a", value=specs),
+        fr.request(Opcode.GET, key=b"\0a", framing=b"\x22\0\x05"),
+        *(
+            fr.request(opcode, key=b"\0a", extras=bytes(4), value=b"{}")
+            for opcode in OPERATIONS
+            if opcode != Opcode.QUIT
+        ),
+    ]
+    return [fr.encode(each) for each in frames]
+
+
+def damaged(good: bytes, rng: random.Random) -> bytes:
+    """One frame with something wrong: a bit, a byte, a length, an opcode, a cut, or more than there should be."""
+    data = bytearray(good)
+    kind = rng.randrange(6)
+    if kind == 0:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        for _ in range(rng.randint(1, 6)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    elif kind == 2:
+        struct.pack_into(">I", data, 8, rng.choice((0, 1, 5, 1000, 70_000, 2**31, 2**32 - 1)))
+    elif kind == 3:
+        data[1] = rng.randrange(256)
+    elif kind == 4:
+        del data[rng.randrange(1, len(data)) :]
+    else:
+        data += rng.randbytes(rng.randint(1, 60))
+    return bytes(data)
+
+
+async def test_ten_thousand_damaged_frames_harm_nobody_else(store: Store) -> None:
+    rng = random.Random(20_261)
+    good = samples()
+    async with serving(store.path) as endpoint:
+        witness = await endpoint.sdk()
+        vbid = endpoint.bucket.view.vbid_of(b"a")
+        sent = 0
+        while sent < MUTATED_FRAMES:
+            client = Client(*await asyncio.open_connection("127.0.0.1", endpoint.port))
+            for _ in range(FRAMES_PER_CONNECTION):
+                client.writer.write(damaged(rng.choice(good), rng))
+                sent += 1
+            client.writer.write_eof()
+            while data := await client.reader.read(1 << 18):  # it answers or hangs up: it never stays silent
+                client.buffer.feed(data)
+                while (answer := client.buffer.next_frame()) is not None:
+                    assert answer.is_response
+            assert len(client.buffer) == 0, "whole answers, or none"
+            await client.close()
+            if sent % 1000 == 0:
+                assert (await witness.ask(fr.request(Opcode.GET, vbucket=vbid, key=b"\0a"))).value == b"value"
+        assert endpoint.server.counters.errors > 100
+        assert len(endpoint.server.connections) <= 2
+    store.close()
+
+
+async def test_a_request_that_is_too_large_is_refused_and_its_body_dropped(endpoint: Endpoint) -> None:
+    """Answered before the body is there, and none of it is kept."""
+    client = await endpoint.connect()
+    size = 20_000_000
+    head = fr.HEADER.pack(0x80, Opcode.SET, 1, 8, 0, 0, size, 7, 0)
+    client.writer.write(head)
+    answer = await client.receive()
+    assert answer is not None
+    assert (answer.status, answer.opaque) == (Status.NOT_SUPPORTED, 7)
+    piece = bytes(1_000_000)
+    for _ in range(size // len(piece)):
+        client.writer.write(piece)
+        await client.writer.drain()
+        held = sum(map(len, next(iter(endpoint.server.connections))._pieces))
+        assert held == 0
+    assert (await client.ask(get(opaque=8))).value == b"value"
+    large = await client.ask(fr.request(Opcode.STAT, key=b"x" * 60_000, value=b"y" * 60_000))
+    assert large.status == Status.E2BIG
+    assert await client.alive()
+
+
+async def test_a_reader_who_takes_nothing_is_not_read_on_and_holds_little(store: Store) -> None:
+    store.put(b"huge", b"x" * 1_000_000, 2)
+    async with serving(store.path) as endpoint:
+        slow, other = await endpoint.connect(), await endpoint.connect()
+        slow.writer.write(b"".join(fr.encode(get(b"huge", opaque=number)) for number in range(200)))
+        await slow.writer.drain()
+        await other.ask(get())
+        (connection,) = [each for each in endpoint.server.connections if each.paused_s is not None]
+        assert connection.unsent_bytes < HIGH_WATER_BYTES + 2_000_000
+        served = endpoint.server.counters.requests
+        await other.ask(get())
+        assert endpoint.server.counters.requests == served + 1
+        for number in range(200):
+            answer = await slow.receive()
+            assert answer is not None
+            assert (answer.opaque, len(answer.value)) == (number, 1_000_000)
+        assert connection.paused_s is None
+        assert (await slow.ask(get())).value == b"value"
+    store.close()
+
+
+async def test_saying_goodbye(endpoint: Endpoint) -> None:
+    for opcode, answers in ((Opcode.QUIT, True), (Opcode.QUITQ, False)):
+        client = await endpoint.connect()
+        await client.send(get(), fr.request(opcode), get())
+        assert (await client.receive() or get()).value == b"value"
+        assert (await client.receive() is not None) is answers
+        assert await client.receive() is None
+
+
+async def test_nobody_reads_without_a_name_where_names_are_needed(store: Store) -> None:
+    from mirror.serve.auth import SourceUser
+
+    class Closed(SourceUser):
+        @property
+        def anonymous(self) -> None:
+            return None
+
+    async with serving(store.path, readers=Closed("demo", lambda: "demo")) as endpoint:
+        client = await endpoint.connect()
+        for opcode in (Opcode.GET, Opcode.SET, Opcode.STAT, Opcode.SELECT_BUCKET, 0xEE):
+            assert (await client.ask(fr.request(opcode, key=b"a"))).status == Status.EACCESS
+        assert (await client.ask(codec_kv.noop())).status == Status.SUCCESS
+        assert await client.login() == Status.SUCCESS
+        assert (await client.ask(get())).value == b"value"
+    store.close()
+
+
+async def test_what_nobody_knows_is_an_unknown_command(endpoint: Endpoint) -> None:
+    client = await endpoint.sdk()
+    for opcode in (0xEE, Opcode.RANGE_SCAN_CREATE, Opcode.DCP_OPEN, Opcode.GET_RANDOM_KEY):
+        assert (await client.ask(fr.request(opcode))).status == Status.UNKNOWN_COMMAND
+
+
+async def test_no_room_for_one_more(store: Store) -> None:
+    async with serving(store.path, limits=Limits(connections_max=2)) as endpoint:
+        first, second, third = [await endpoint.connect() for _ in range(3)]
+        assert await first.alive()
+        assert await second.alive()
+        assert await third.receive() is None
+        assert endpoint.server.rejected_count == 1
+        await first.close()
+        await asyncio.sleep(0.05)
+        assert await (await endpoint.connect()).alive()
+    store.close()
