@@ -22,6 +22,7 @@ from mirror.config import Loaded, Settings
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import parse
 from mirror.supervise import logs
+from mirror.supervise.replace import set_aside_another_bucket
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor
 
@@ -74,6 +75,14 @@ def run(
     until_caught_up: Annotated[
         bool, typer.Option("--until-caught-up", help="End once everything the source had at start is published.")
     ] = False,
+    replace_bucket: Annotated[
+        bool,
+        typer.Option(
+            "--replace-bucket",
+            help="Where DIR mirrors another bucket than the source has now (it was made anew): rename it to "
+            "DIR.<its bucket's uuid> and start from nothing.",
+        ),
+    ] = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Mirror a bucket into DIR until SIGTERM or Ctrl-C. The password comes from DCP_MIRROR_PASSWORD or a file.
@@ -93,6 +102,10 @@ def run(
         parse(settings.source)
     refuse_what_is_not_there(settings)
     logs.set_up(settings.log_level, json=settings.log_json)
+    if replace_bucket:
+        set_aside = asyncio.run(set_aside_another_bucket(settings, look_up_with(SystemClock())))
+        if set_aside is not None:
+            typer.echo(f"the data of the old bucket is at {set_aside} now", err=True)
     began = time.monotonic()
     last: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:

@@ -153,7 +153,10 @@ class BucketChanged(ClusterError):
 
     exit_code = ExitCode.DATA
     retryable = False
-    default_hint = "the bucket was made anew or is another one: mirror it into a new data directory"
+    default_hint = (
+        "the bucket was made anew or is another one: mirror it into a new data directory, "
+        "or have the old one set aside by `run --replace-bucket`"
+    )
 
 
 class SupervisionError(MirrorError):

@@ -49,11 +49,7 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, os.path.join(path, FILE))
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_directory(path)
     except OSError as error:
         raise storage_error(error, path) from error
 
@@ -142,6 +138,37 @@ def load(path: str) -> Identity:
     ):
         raise CorruptedError("holds values that cannot be true", path=file_path, hint="restore it from a backup")
     return identity
+
+
+def set_aside(path: str) -> str:
+    """Give the mirror at `path` another name, with the uuid of its bucket behind it; returns that name.
+
+    One rename: whoever has it open goes on reading it. Nobody may write it meanwhile.
+    """
+    identity = load(path)
+    whole = os.path.realpath(path)
+    number = 1
+    while os.path.exists(target := f"{whole}.{identity.bucket_uuid}" + (f".{number}" if number > 1 else "")):
+        number += 1
+    try:
+        os.rename(whole, target)
+        sync_directory(os.path.dirname(whole))
+    except OSError as error:
+        raise StorageError(
+            f"cannot be renamed to {target}: {error.strerror}",
+            path=path,
+            hint="the data directory must not be a mount point; move its contents by hand",
+        ) from error
+    return target
+
+
+def sync_directory(path: str) -> None:
+    """Have the names in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def group_path(path: str, group: int) -> str:

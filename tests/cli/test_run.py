@@ -258,3 +258,26 @@ def test_a_damaged_group_that_is_set_aside_is_filled_again(
     assert "filled again" in result.err
     assert call("check", "--data", data).code == 0
     assert call("scan", "--data", data, "--json").out == call("scan", "--data", mirrored, "--json").out
+
+
+def test_a_bucket_that_was_made_anew_is_mirrored_beside_its_old_data(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with SandboxThread(SandboxCluster(vbuckets=4)) as source:
+        arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2"]
+        source.call(source.cluster.set, "old", {"a": 1})
+        assert call(*arguments).code == 0
+        old_uuid = source.call(lambda: source.cluster.bucket.map.bucket_uuid)
+        source.call(source.cluster.bucket.recreate)
+        source.call(source.cluster.set, "new", {"a": 2})
+        refused = call(*arguments)
+        assert refused.code == 3
+        assert "--replace-bucket" in refused.complaint
+        replaced = call(*arguments, "--replace-bucket")
+        assert replaced.code == 0, replaced.err
+        aside = Path(f"{data}.{old_uuid}")
+        assert str(aside) in replaced.err
+        assert call(*arguments, "--replace-bucket").code == 0  # the same bucket: nothing is set aside
+    assert call("get", "--data", data, "new").code == 0
+    assert call("get", "--data", data, "old").code == 5
+    assert call("get", "--data", aside, "old").out == '{"a":1}'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", aside.name]
