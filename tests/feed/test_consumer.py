@@ -15,7 +15,7 @@ from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigErro
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import VbucketState
 from storage.check import check
-from storage.errors import CorruptedError, Full
+from storage.errors import CorruptedError, Full, NoSuchBoundary
 from storage.view import open_view
 from tests.feed.harness import Mirror
 
@@ -469,9 +469,16 @@ async def test_rollback_on_command_and_streaming_on_from_there(cluster: SandboxC
     cluster.set("later", {"a": 1}, vbid=3)
     await follow(mirror, cluster)
     answer = await consumer.request({"op": "rollback", "vbid": 3, "to": boundary})
-    assert answer == {"vbid": 3, "boundary_seqno": boundary, "from_seqno": boundary + 1, "branch": answer["branch"]}
+    wanted = {"vbid": 3, "boundary_seqno": boundary, "from_branch": 1, "from_seqno": boundary + 1, "branch": 2}
+    assert answer == wanted
     await follow(mirror, cluster)
     assert mirror.row(3)["rollback_count"] == 1
+    assert mirror.row(3)["requested_again_bytes"] == 0  # it comes again because it was taken back
+    nothing = await consumer.request({"op": "rollback", "vbid": 3, "to": 10**9})
+    assert nothing["boundary_seqno"] == nothing["from_seqno"] == boundary + 1
+    with pytest.raises(NoSuchBoundary, match="history begins at seqno"):
+        await consumer.request({"op": "rollback", "vbid": 3, "to": 0})
+    assert (mirror.row(3)["rollback_count"], mirror.row(3)["state"]) == (1, "streaming")
     with pytest.raises(ConfigError):
         await consumer.request({"op": "rollback", "vbid": 99, "to": 1})
     with pytest.raises(ConfigError, match="unknown command"):

@@ -1,0 +1,40 @@
+"""A bucket that was made anew: its old mirror is set aside by name, never overwritten, and only when asked for.
+
+Knows the source's identity and the directory's; never a row. Invariants: while a service runs on the directory nothing
+is touched; a directory of the same bucket, or an empty one, is left as it is; setting aside is one rename.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from mirror.supervise.lock import ServiceLock
+from mirror.supervise.supervisor import LookUp
+from storage import directory
+
+log = structlog.get_logger("supervisor")
+
+
+async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str | None:
+    """Rename the data directory when it mirrors another bucket than the source has; returns its new name.
+
+    Raises ClusterError when the source cannot be asked, SupervisionError while a service runs, StorageError.
+    """
+    if settings.data is None:
+        raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
+    data = str(settings.data)
+    if not directory.exists(data):
+        return None
+    lock = ServiceLock(settings.data)
+    try:
+        identity = directory.load(data)
+        source = await look_up(settings)
+        if (source.bucket_uuid, source.vbucket_count) == (identity.bucket_uuid, identity.vbucket_count):
+            return None
+        target = directory.set_aside(data)
+        log.warning("the bucket is another one: its old mirror is set aside", bucket=source.bucket_name, path=target)
+        return target
+    finally:
+        lock.release()
