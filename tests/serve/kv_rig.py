@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -237,7 +238,11 @@ async def serving(
         limits=limits,
         **options,
     )
-    await server.start([(each.address, listening_socket(each.address, each.inherited)) for each in held], tls)
+    sockets = []
+    for each in held:
+        inherited = None if each.inherited is None else os.dup(each.inherited)
+        sockets.append((each.address, listening_socket(each.address, inherited)))
+    await server.start(sockets, tls)
     endpoint = Endpoint(path, held, server, bucket)
     try:
         yield endpoint
@@ -247,8 +252,7 @@ async def serving(
         await server.stop(0.2)
         bucket.close()
         for each in held:
-            if each.address.path is None:
-                each.release()
+            each.release()
 
 
 class MirrorThread:

@@ -1,0 +1,98 @@
+"""What readers may know of the bucket: beside the documents' own tests, a store that fails and one made anew."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror.clock import ManualClock
+from mirror.serve.auth import Reader
+from mirror.serve.kv_bucket import MANIFEST_FRESH_S, KvBucket, Refused
+from mirror.wire.constants import Status
+from storage import directory
+from storage.errors import CorruptedError
+from storage.model import Collection, Seqno
+from tests.serve.kv_rig import DEFAULT, Store
+
+READER = Reader("r")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path)
+    made.logs()
+    made.put(b"a", b"1", 1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def bucket(store: Store, clock: ManualClock) -> Iterator[KvBucket]:
+    opened = KvBucket(store.path, clock, stale_allowed=False)
+    yield opened
+    opened.close()
+
+
+def test_a_read_that_fails_is_a_temporary_failure(bucket: KvBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CorruptedError("bad page")
+
+    monkeypatch.setattr(bucket.view, "find", fail)
+    monkeypatch.setattr(bucket.view, "state", fail)
+    monkeypatch.setattr(bucket.view, "manifest", fail)
+    for read in (lambda: bucket.find(b"\0a", None, READER), lambda: bucket.state(0), bucket.manifest):
+        with pytest.raises(Refused) as caught:
+            read()
+        assert caught.value.status == Status.ETMPFAIL
+
+
+def test_a_group_that_was_made_anew_is_opened_again(bucket: KvBucket, store: Store, tmp_path: Path) -> None:
+    assert not bucket.reopen_if_replaced()
+    assert bucket.find(b"\0a", None, READER) is not None
+    path = directory.group_path(store.path, 0)
+    store.writer.close()
+    os.rename(path, tmp_path / "damaged")
+    assert not bucket.reopen_if_replaced()
+    other = Store(tmp_path / "other")
+    other.logs()
+    other.put(b"a", b"2", 1)
+    other.close()
+    shutil.copytree(directory.group_path(other.path, 0), path)
+    assert bucket.reopen_if_replaced()
+    found = bucket.find(b"\0a", None, READER)
+    assert found is not None
+    assert found.value == b"2"
+
+
+def test_the_newest_manifest_is_looked_for_now_and_then(bucket: KvBucket, store: Store, clock: ManualClock) -> None:
+    assert bucket.manifest().uid == 0
+    first = bucket.manifest_json()
+    store.collections(3, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)), vbids=[5])
+    assert bucket.manifest().uid == 0
+    assert bucket.manifest_json() is first
+    clock.advance(MANIFEST_FRESH_S + 0.1)
+    assert bucket.manifest().uid == 3
+    assert b'"uid":"3"' in bucket.manifest_json()
+
+
+def test_collection_ids_of_every_length(bucket: KvBucket, store: Store) -> None:
+    wide = Collection(0xFFFF_FFFF, 8, "wide", Seqno(0))
+    store.collections(3, {8: "s"}, DEFAULT, wide)
+    store.put(b"a", b"wide", 9, cid=0xFFFF_FFFF)
+    limited = Reader("r", ("s.wide",))
+    found = bucket.find(b"\xff\xff\xff\xff\x0fa", None, limited)
+    assert found is not None
+    assert found.value == b"wide"
+    with pytest.raises(Refused) as caught:
+        bucket.find(b"\0a", None, limited)
+    assert caught.value.status == Status.EACCESS
+    assert bucket.find(b"\xff\xff\xff\xff\x0fnone", None, limited) is None

@@ -1,0 +1,51 @@
+"""The cluster map: one mirror, several, and the names that clients know them by."""
+
+from __future__ import annotations
+
+import json
+
+from mirror.ingest import topology
+from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
+from mirror.serve.listener import Address, parse_addresses
+from storage.model import Identity
+
+IDENTITY = Identity("cluster", "orders", "uuid", 8, 2)
+
+
+def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
+    addresses = [Address(path="/x"), Address("127.0.0.1", 5), Address("0.0.0.0", 6, None, True), Address("::1", 7)]
+    made = ClusterMap(IDENTITY, [own_node(addresses)], 3)
+    config = json.loads(made.of_bucket)
+    assert (config["rev"], config["name"], config["uuid"]) == (3, "orders", "uuid")
+    assert config["nodesExt"] == [{"services": {"mgmt": 8091, "kv": 5, "kvSSL": 6}, "thisNode": True}]
+    assert config["vBucketServerMap"]["serverList"] == ["$HOST:5"]
+    assert config["vBucketServerMap"]["vBucketMap"] == [[0]] * 8
+    assert "rangeScan" not in config["bucketCapabilities"]
+    assert json.loads(made.of_node).keys() == {
+        "rev",
+        "revEpoch",
+        "nodesExt",
+        "clusterCapabilitiesVer",
+        "clusterCapabilities",
+    }
+
+
+def test_several_mirrors_share_the_vbuckets_and_stand_in_for_each_other() -> None:
+    nodes = named_nodes(parse_addresses("a.example:1,b.example:2,tls://[fd00::1]:3", "kv_nodes"))
+    config = json.loads(ClusterMap(IDENTITY, nodes, 1).of_bucket)
+    told = config["vBucketServerMap"]
+    assert told["serverList"] == ["a.example:1", "b.example:2", "[fd00::1]:3"]
+    assert told["numReplicas"] == 2
+    assert told["vBucketMap"][:4] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+    assert [each["hostname"] for each in config["nodesExt"]] == ["a.example", "b.example", "fd00::1"]
+    assert config["nodesExt"][2]["services"] == {"mgmt": 8091, "kvSSL": 3}
+    assert not any("thisNode" in each for each in config["nodesExt"])
+
+
+def test_our_own_consumer_understands_the_map() -> None:
+    """So a mirror can follow a mirror."""
+    made = ClusterMap(IDENTITY, [own_node([Address("127.0.0.1", 5)])], 3)
+    parsed = topology.parse_cluster_map(made.of_bucket, "127.0.0.1")
+    assert parsed.vbucket_count == 8
+    assert {parsed.node_of(vbid) for vbid in range(8)} == {parsed.nodes[0]}
+    assert (parsed.nodes[0].host, parsed.nodes[0].kv_port) == ("127.0.0.1", 5)

@@ -1,0 +1,268 @@
+"""What clients ask before and beside documents."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mirror.config import Settings
+from mirror.feed.sasl import HASHES, ScramClient
+from mirror.serve.auth import FileUsers, SourceUser, entry_of, server_tls
+from mirror.serve.kv_requests import FAILED_LOGINS_MAX, GRANTED
+from mirror.serve.listener import Address
+from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Feature, Opcode, Status
+from storage.model import Collection, Seqno
+from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving
+
+ITEMS = Collection(8, 8, "items", Seqno(0), 60)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(tmp_path, vbuckets=4)
+    made.logs()
+    return made
+
+
+@pytest.fixture
+async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
+    async with serving(store.path) as served:
+        yield served
+    store.close()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {cert} -subj /CN=localhost -days 1"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return cert, key
+
+
+async def scram(client: Client, mechanism: str, user: str, password: str) -> tuple[int, bytes]:
+    """A whole exchange; the client checks the server, too."""
+    side = ScramClient(mechanism, user, password)
+    first = await client.ask(codec_kv.sasl_auth(mechanism.encode(), side.first()))
+    assert first.status == Status.AUTH_CONTINUE
+    final = await client.ask(codec_kv.sasl_step(mechanism.encode(), side.final(first.value)))
+    if final.status == Status.SUCCESS:
+        side.verify(final.value)
+    return final.status, final.value
+
+
+async def test_features_are_granted_from_the_list_in_its_order(endpoint: Endpoint) -> None:
+    client = await endpoint.connect()
+    granted = await client.hello(0x21, 0x12, 0x0A, 0x1C, 0x04, 0xFFF)
+    assert granted == (Feature.MUTATION_SEQNO, Feature.SNAPPY, Feature.COLLECTIONS)
+    assert set(await client.hello(*ALL_FEATURES)) <= GRANTED
+    odd = await client.ask(fr.request(Opcode.HELLO, key=b"x", value=b"\0"))
+    assert odd.status == Status.EINVAL
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+async def test_login_by_each_mechanism(endpoint: Endpoint, mechanism: str) -> None:
+    client = await endpoint.connect()
+    assert (await scram(client, mechanism, "demo", "demo"))[0] == Status.SUCCESS
+    assert (await client.get(b"a")).status == Status.KEY_ENOENT
+    assert (await scram(client, mechanism, "demo", "wrong"))[0] == Status.AUTH_ERROR
+    assert (await client.get(b"a")).status == Status.EACCESS
+
+
+async def test_wrong_passwords_end_the_connection_in_the_end(endpoint: Endpoint) -> None:
+    client = await endpoint.connect()
+    await client.hello(Feature.XERROR)
+    for _ in range(FAILED_LOGINS_MAX):
+        answer = await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0wrong"))
+        assert answer.status == Status.AUTH_ERROR
+        assert set(json.loads(answer.value)["error"]) == {"ref"}
+    assert await client.receive() is None
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "data"),
+    [(b"PLAIN", b"x"), (b"PLAIN", b"\0\xff\0x"), (b"CRAM-MD5", b""), (b"SCRAM-SHA1", b"n,,x"), (b"\xff" * 100, b"")],
+)
+async def test_logins_that_make_no_sense(endpoint: Endpoint, mechanism: bytes, data: bytes) -> None:
+    client = await endpoint.connect()
+    assert (await client.ask(codec_kv.sasl_auth(mechanism, data))).status == Status.AUTH_ERROR
+    assert (await client.ask(codec_kv.sasl_step(b"SCRAM-SHA1", b"c=biws,r=x,p=AAAA"))).status == Status.AUTH_ERROR
+
+
+async def test_the_steps_of_one_mechanism_are_not_those_of_another(endpoint: Endpoint) -> None:
+    client = await endpoint.connect()
+    side = ScramClient("SCRAM-SHA1", "demo", "demo")
+    first = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA1", side.first()))
+    final = await client.ask(codec_kv.sasl_step(b"SCRAM-SHA256", side.final(first.value)))
+    assert final.status == Status.AUTH_ERROR
+
+
+async def test_users_of_a_file_over_tls_and_nobody_else(
+    store: Store, tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    """The password may come in the clear where TLS hides it."""
+    cert, key = certificate
+    file = tmp_path / "users.json"
+    file.write_text(json.dumps({"users": {"ann": entry_of("one")}}))
+    tls = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
+    trust = ssl.create_default_context(cafile=str(cert))
+    trust.check_hostname = False
+    async with serving(store.path, readers=FileUsers(file), addresses=[Address(tls=True)], tls=tls) as endpoint:
+        client = await endpoint.connect(ssl=trust)
+        assert (await client.get(b"a")).status == Status.EACCESS
+        assert (await client.ask(codec_kv.sasl_list_mechs())).value.split() == [*map(str.encode, HASHES), b"PLAIN"]
+        assert await client.login("ann", "two") == Status.AUTH_ERROR
+        assert await client.login("ann", "one") == Status.SUCCESS
+        assert (await client.get(b"a")).status == Status.KEY_ENOENT
+        config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
+        assert config["nodesExt"][0]["services"]["kvSSL"] == endpoint.port
+        plain = await endpoint.connect()
+        await plain.send(codec_kv.noop())
+        assert await plain.receive() is None
+    store.close()
+
+
+async def test_a_reader_on_a_unix_socket(store: Store, tmp_path: Path) -> None:
+    async with serving(store.path, addresses=[Address(path=str(tmp_path / "kv"))]) as endpoint:
+        assert (await (await endpoint.connect()).get(b"a")).status == Status.KEY_ENOENT
+    store.close()
+
+
+async def test_the_password_in_the_clear_is_not_even_offered_to_strangers(store: Store) -> None:
+    """Such a listener cannot be configured; were there one, PLAIN would not be taken."""
+
+    users = SourceUser("demo", lambda: "demo")
+    async with serving(store.path, readers=users) as endpoint:
+        client = await endpoint.connect()
+        await client.alive()
+        session = next(iter(endpoint.server.connections)).session
+        session.plain_allowed, session.reader = False, None
+        assert b"PLAIN" not in (await client.ask(codec_kv.sasl_list_mechs())).value
+        assert await client.login() == Status.AUTH_ERROR
+        assert (await scram(client, "SCRAM-SHA512", "demo", "demo"))[0] == Status.SUCCESS
+    store.close()
+
+
+async def test_one_bucket(endpoint: Endpoint) -> None:
+    client = await endpoint.connect()
+    await client.hello(Feature.XERROR)
+    wrong = await client.ask(codec_kv.select_bucket(b"other"))
+    assert wrong.status == Status.EACCESS
+    assert "ref" in json.loads(wrong.value)["error"]
+    assert (await client.ask(codec_kv.select_bucket(b"orders"))).status == Status.SUCCESS
+    assert (await client.ask(fr.request(Opcode.LIST_BUCKETS))).value == b"orders"
+
+
+async def test_the_map_is_global_before_a_bucket_is_chosen_and_not_sent_twice(endpoint: Endpoint) -> None:
+    client = await endpoint.connect()
+    config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
+    assert "vBucketServerMap" not in config
+    assert config["nodesExt"] == [{"services": {"mgmt": 8091, "kv": endpoint.port}, "thisNode": True}]
+    await client.ask(codec_kv.select_bucket(b"orders"))
+    config = json.loads((await client.ask(codec_kv.get_cluster_config((1, 4)))).value)
+    assert config["vBucketServerMap"]["vBucketMap"] == [[0]] * 4
+    assert (await client.ask(codec_kv.get_cluster_config((config["revEpoch"], config["rev"])))).value == b""
+
+
+async def test_error_maps_of_both_versions(endpoint: Endpoint) -> None:
+    client = await endpoint.connect()
+    for asked, got in ((1, 1), (2, 2), (7, 2)):
+        assert json.loads((await client.ask(codec_kv.get_error_map(asked))).value)["version"] == got
+    assert (await client.ask(codec_kv.get_error_map(0))).status == Status.EINVAL
+
+
+async def test_collections_and_scopes_have_ids(store: Store, endpoint: Endpoint) -> None:
+    """A collection is known as soon as one vbucket has published it."""
+    client = await endpoint.connect()
+    await client.hello(Feature.XERROR)
+    store.collections(3, {8: "inventory"}, DEFAULT, ITEMS, uid=3, vbids=[2])
+    manifest = json.loads((await client.ask(codec_kv.get_collections_manifest())).value)
+    assert manifest == {
+        "uid": "3",
+        "scopes": [
+            {"name": "_default", "uid": "0", "collections": [{"name": "_default", "uid": "0"}]},
+            {"name": "inventory", "uid": "8", "collections": [{"name": "items", "uid": "8", "maxTTL": 60}]},
+        ],
+    }
+    for path, found in ((b"inventory.items", 8), (b"_default._default", 0), (b".", 0)):
+        answer = await client.ask(codec_kv.get_collection_id(path))
+        assert codec_kv.decode_collection_id(answer.extras) == (3, found)
+    for path, found in ((b"inventory", 8), (b"inventory.items", 8), (b"", 0)):
+        answer = await client.ask(codec_kv.get_scope_id(path))
+        assert codec_kv.decode_collection_id(answer.extras) == (3, found)
+    for path, status in ((b"inventory.x", 0x88), (b"x.items", 0x88), (b"inventory", 0x04), (b"a.b.c", 0x04)):
+        assert (await client.ask(codec_kv.get_collection_id(path))).status == status
+    unknown = await client.ask(codec_kv.get_scope_id(b"nowhere"))
+    assert (unknown.status, json.loads(unknown.value)["manifest_uid"]) == (Status.UNKNOWN_SCOPE, "3")
+
+
+async def test_seqnos_are_those_that_can_be_read(store: Store, endpoint: Endpoint) -> None:
+    store.log(1, (88, 5), (77, 0))
+    key = next(key for key in (b"k%d" % n for n in range(99)) if endpoint.bucket.view.vbid_of(key) == 1)
+    store.put(key, b"1", 9)
+    store.put(key, b"2", 12, publish=False)
+    client = await endpoint.connect()
+
+    async def observe(vbid: int, vbuuid: int) -> codec_kv.ObservedSeqno | int:
+        answer = await client.ask(codec_kv.observe_seqno(vbid, vbuuid))
+        return codec_kv.decode_observe_seqno(answer.value) if not answer.status else answer.status
+
+    assert await observe(1, 88) == codec_kv.ObservedSeqno(1, 88, 9, 9)
+    assert await observe(1, 77) == codec_kv.ObservedSeqno(1, 88, 9, 9, 77, 5)
+    assert await observe(1, 66) == Status.KEY_ENOENT
+    assert await observe(9, 77) == Status.NOT_MY_VBUCKET
+    seqnos = codec_dcp.decode_all_vb_seqnos((await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS))).value)
+    assert list(seqnos) == [(0, 0), (1, 9), (2, 0), (3, 0)]
+    extras = codec_dcp.encode_all_vb_seqnos_request
+    assert (await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras(2)))).value == b""
+    refused = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras(1, 0)))
+    assert refused.status == Status.NOT_SUPPORTED
+    log = await client.ask(fr.request(Opcode.GET_FAILOVER_LOG, vbucket=1))
+    assert list(codec_dcp.decode_failover_log(log.value)) == [(88, 5), (77, 0)]
+
+
+async def test_a_vbucket_that_is_not_whole_has_no_seqnos_to_rely_on(store: Store, endpoint: Endpoint) -> None:
+    store.put(b"a", b"1", 1)
+    vbid = endpoint.bucket.view.vbid_of(b"a")
+    store.writer.begin_refill(vbid)
+    store.log(vbid, (99, 0))
+    client = await endpoint.connect()
+    assert (await client.ask(codec_kv.observe_seqno(vbid, 99))).status == Status.ETMPFAIL
+    assert (await client.ask(fr.request(Opcode.GET_FAILOVER_LOG, vbucket=vbid))).status == Status.ETMPFAIL
+
+
+async def stats(client: Client, group: bytes) -> dict[str, str] | int:
+    await client.send(fr.request(Opcode.STAT, key=group, opaque=4))
+    found: dict[str, str] = {}
+    while True:
+        answer = await client.receive()
+        assert answer is not None
+        if answer.status or not answer.key:
+            return answer.status or found
+        found[answer.key.decode()] = answer.value.decode()
+
+
+async def test_statistics(store: Store, endpoint: Endpoint) -> None:
+    store.log(1, (88, 5), (77, 0))
+    client = await endpoint.connect()
+    assert await stats(client, b"") == {"version": "7.2.0", "ep_bucket_type": "persistent", "bucket": "orders"}
+    assert await stats(client, b"vbucket") == {f"vb_{vbid}": "active" for vbid in range(4)}
+    assert await stats(client, b"failovers 1") == {
+        "vb_1:num_entries": "2",
+        "vb_1:0:id": "88",
+        "vb_1:0:seq": "5",
+        "vb_1:1:id": "77",
+        "vb_1:1:seq": "0",
+    }
+    seqnos = await stats(client, b"vbucket-seqno")
+    assert isinstance(seqnos, dict)
+    assert (seqnos["vb_1:uuid"], seqnos["vb_3:high_seqno"]) == ("88", "0")
+    assert await stats(client, b"vbucket-seqno 4") == Status.NOT_MY_VBUCKET
+    assert await stats(client, b"vbucket-seqno x") == Status.EINVAL
+    assert await stats(client, b"nothing") == Status.KEY_ENOENT

@@ -1,0 +1,132 @@
+"""Limits over all connections of a process: the idle, the greedy, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mirror.serve.listener import Limits
+from mirror.wire import frame as fr
+from mirror.wire.constants import Opcode
+from tests.serve.kv_rig import Client, Endpoint, Store, serving
+
+HUGE = 2_000_000
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(tmp_path)
+    made.logs()
+    made.put(b"huge", b"x" * HUGE, 1)
+    return made
+
+
+async def greedy(endpoint: Endpoint, count: int = 20) -> Client:
+    """Ask for much, and take none of it."""
+    client = await endpoint.connect()
+    before = endpoint.server.counters.requests
+    for _ in range(count):
+        client.writer.write(fr.encode(fr.request(Opcode.GET, key=b"huge")))
+    await client.writer.drain()
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    while True:
+        if endpoint.server.counters.requests > before:
+            return client
+        await asyncio.sleep(0.005)
+
+
+async def test_the_idle_are_hung_up_on_and_the_busy_are_not(store: Store) -> None:
+    async with serving(store.path, limits=Limits(idle_timeout_s=100)) as endpoint:
+        idle, busy = await endpoint.connect(), await endpoint.connect()
+        assert await idle.alive()
+        assert await busy.alive()
+        endpoint.server.now_s += 99
+        assert await busy.alive()
+        endpoint.server.now_s += 2
+        endpoint.server.sweep()
+        assert await idle.receive() is None
+        assert await busy.alive()
+        assert endpoint.server.dropped_count == 1
+    store.close()
+
+
+async def test_who_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> None:
+    async with serving(store.path, limits=Limits(send_timeout_s=10)) as endpoint:
+        await greedy(endpoint)
+        (connection,) = endpoint.server.connections
+        endpoint.server.now_s += 9
+        endpoint.server.sweep()
+        assert endpoint.server.dropped_count == 0
+        connection.unsent_seen += 1  # as if something had been taken since
+        endpoint.server.sweep()
+        endpoint.server.now_s += 9
+        endpoint.server.sweep()
+        assert endpoint.server.dropped_count == 0
+        endpoint.server.now_s += 2
+        endpoint.server.sweep()
+        await asyncio.sleep(0.01)
+        assert (endpoint.server.dropped_count, len(endpoint.server.connections)) == (1, 0)
+    store.close()
+
+
+async def test_readers_together_hold_no_more_than_allowed(store: Store) -> None:
+    limits = Limits(unsent_bytes_max=3 * HUGE)
+    async with serving(store.path, limits=limits) as endpoint:
+        for _ in range(8):
+            await greedy(endpoint)
+            held = sum(each.unsent_bytes for each in endpoint.server.connections)
+            assert held <= limits.unsent_bytes_max
+        await asyncio.sleep(0.01)
+        assert endpoint.server.dropped_count >= 4
+        patient = await endpoint.connect()
+        assert len((await patient.get(b"huge")).value) == HUGE
+    store.close()
+
+
+async def test_an_end_lets_answers_out(store: Store) -> None:
+    async with serving(store.path) as endpoint:
+        client = await endpoint.connect()
+        await client.send(fr.request(Opcode.GET, key=b"huge"))
+        while True:
+            if endpoint.server.counters.hits:
+                break
+            await asyncio.sleep(0)
+        stopping = asyncio.create_task(endpoint.server.stop(5))
+        answer = await client.receive()
+        assert answer is not None
+        assert len(answer.value) == HUGE
+        assert await client.receive() is None
+        await stopping
+    store.close()
+
+
+async def test_figures_add_up(store: Store) -> None:
+    async with serving(store.path) as endpoint:
+        client = await endpoint.connect()
+        await client.get(b"huge")
+        await client.get(b"none")
+        await client.ask(fr.request(Opcode.SET, key=b"a"))
+        found = endpoint.server.status()
+        wanted = {"kv_connections": 1, "kv_requests": 3, "kv_hits": 1, "kv_misses": 1, "kv_refused": 1, "kv_errors": 0}
+        assert {name: found[name] for name in wanted} == wanted
+        assert found["kv_sent_bytes"] == HUGE + 28 + 24 + 24
+    store.close()
+
+
+async def test_the_sweeper_keeps_the_time_and_notices_a_group_made_anew(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.serve.kv_server.SWEEP_S", 0.005)
+    monkeypatch.setattr("mirror.serve.kv_server.REPLACED_CHECK_S", 0.01)
+    async with serving(store.path) as endpoint:
+        began = endpoint.server.now_s
+        looked = []
+        monkeypatch.setattr(endpoint.bucket, "reopen_if_replaced", lambda: looked.append(1))
+        async with asyncio.timeout(20):
+            while True:
+                if looked and endpoint.server.now_s > began:
+                    break
+                await asyncio.sleep(0.005)
+    store.close()
