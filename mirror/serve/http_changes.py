@@ -160,21 +160,18 @@ class Stream:
         try:
             yield b"retry: %d\n\n" % RETRY_MS
             while not service.stopping.is_set():
-                moved = asyncio.ensure_future(service.watch.wait_moved())
-                try:
-                    async for text in self._catch_up():
-                        yield text
-                    if not follow:
-                        yield self._event("end", dumps({"position": self._text()}), self._text())
-                        return
-                    while not moved.done() and not service.stopping.is_set():
-                        with contextlib.suppress(TimeoutError):
-                            async with asyncio.timeout(service.heartbeat_s):
-                                await asyncio.shield(moved)
-                        if not moved.done():
-                            yield b": heartbeat\n\n"
-                finally:
-                    moved.cancel()
+                moved = service.watch.moved
+                async for text in self._catch_up():
+                    yield text
+                if not follow:
+                    yield self._event("end", dumps({"position": self._text()}), self._text())
+                    return
+                while not moved.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(service.heartbeat_s):
+                            await moved.wait()
+                    if not moved.is_set():
+                        yield b": heartbeat\n\n"
         except _Reset as reset:
             yield reset.text
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from mirror.serve.http_requests import WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters
 from mirror.serve.http_status import Status
 from mirror.serve.http_view import Mirror
 from mirror.serve.metrics import Requests
+from storage.errors import StorageError
 from storage.model import VbucketState
 from storage.view import Published, View
 from storage.wait import POLL_MIN_S, MutationToken, Standing, next_delay_s, standing
@@ -68,9 +70,10 @@ class Watch:
             self._task.cancel()
             self._task = None
 
-    async def wait_moved(self) -> None:
-        """Return when something was published after the call, or everybody must look again."""
-        await self._moved.wait()
+    @property
+    def moved(self) -> asyncio.Event:
+        """Set when something is published from now on, or when everybody must look around. Take it before looking."""
+        return self._moved
 
     def wake(self) -> None:
         """Have every stream look around."""
@@ -80,10 +83,11 @@ class Watch:
     async def _look(self) -> None:
         before: list[Published] | None = None
         while True:
-            now = self._mirror.view.published()
-            if now != before:
-                before = now
-                self.wake()
+            with contextlib.suppress(StorageError):  # each stream meets it by itself, and says so
+                now = self._mirror.view.published()
+                if now != before:
+                    before = now
+                    self.wake()
             await self._clock.sleep(WATCH_INTERVAL_S)
 
 

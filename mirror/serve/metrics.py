@@ -179,7 +179,7 @@ def _surroundings(report: Report) -> Iterator[Metric]:
 
 
 def _name(kind: str, row: Report) -> str:
-    return f"{row['kind']}-{row['slot']}" if kind == "server" and row.get("kind") else str(row["slot"])
+    return f"{row['kind']}-{row['slot'] % 1000}" if kind == "server" and row.get("kind") else str(row["slot"])
 
 
 class _Given:

@@ -1,0 +1,164 @@
+"""What surrounds the routes: who may ask, health, metrics, and errors that tell nothing of the inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mirror.serve.auth import entry_of
+from storage.model import Collection, Seqno
+from tests.serve.http_site import VBUCKETS, Site, Source, events, running, service_report
+
+
+@pytest.fixture
+def guarded(source: Source, tmp_path: Path) -> Iterator[Site]:
+    """Users: `all` reads everything, `shop` one scope; nobody without a name."""
+    users = {"all": entry_of("secret"), "shop": entry_of("secret", ("shop.*",))}
+    file = tmp_path / "users.json"
+    file.write_text(json.dumps({"users": users}))
+    for vbid in range(VBUCKETS):
+        source.collections(vbid, Collection(9, 8, "orders", Seqno(0)))
+    source.put("a", b"1")
+    source.put("a", b"2", collection_id=9)
+    with running(tmp_path / "data", source, users_file=file) as served:
+        yield served
+
+
+def test_readers_get_what_they_may_read_and_nothing_else(guarded: Site) -> None:
+    site = guarded
+    answer = site.get(site.document("a"), 401)
+    assert answer.headers["www-authenticate"].startswith("Basic")
+    assert answer.json()["type"] == "urn:dcp-mirror:not-authenticated"
+    for wrong in (("all", "wrong"), ("nobody", "secret"), ("", "")):
+        site.get(site.document("a"), 401, auth=wrong)
+    site.get(site.document("a"), 401, headers={"Authorization": "Bearer x"})
+    site.get(site.document("a"), 401, headers={"Authorization": "Basic !!!"})
+    assert site.get(site.document("a"), auth=("all", "secret")).content == b"1"
+    shop = ("shop", "secret")
+    site.get(site.document("a"), 403, auth=shop)
+    site.get(site.document("a", "0"), 403, auth=shop)
+    site.get(site.document("none"), 403, auth=shop)
+    site.get("/v1/collections/_default/documents", 403, auth=shop)
+    assert site.client.post("/v1/collections/0/multi-get", json={"keys": ["a"]}, auth=shop).status_code == 403
+    assert site.get(site.document("a", "shop.orders"), auth=shop).content == b"2"
+    assert site.get(site.document("a", "9"), auth=shop).content == b"2"
+    assert [each["name"] for each in site.get("/v1/collections", auth=shop).json()["collections"]] == ["orders"]
+    for path in ("/v1/status", "/v1/vbuckets", "/v1/vbuckets/1", "/metrics", "/v1/changes", "/v1/status/samples"):
+        site.get(path, 401)
+    for path in ("/livez", "/", "/page.js", "/page.css", "/openapi.json"):
+        site.get(path)
+
+
+def test_changes_of_other_collections_are_not_told(guarded: Site) -> None:
+    text = guarded.get("/v1/changes", params={"follow": "false"}, auth=("shop", "secret")).text
+    found = [event for event in events(text) if event.get("event") not in (None, "end")]
+    assert [event["data"]["document"]["collection_id"] for event in found] == [9]
+    everything = guarded.get("/v1/changes", params={"follow": "false"}, auth=("all", "secret")).text
+    assert len([event for event in events(everything) if "data" in event]) == VBUCKETS + 3
+    guarded.get("/v1/changes", 403, params={"collection": "_default"}, auth=("shop", "secret"))
+
+
+def test_a_website_cannot_read_this_machine_by_a_name_of_its_own(site: Site) -> None:
+    site.source.put("a")
+    site.get(site.document("a"), 403, headers={"Host": "evil.example"})
+    for host in ("localhost", "localhost:8091", "127.0.0.1", "[::1]:80", "mirror.localhost"):
+        site.get(site.document("a"), headers={"Host": host})
+
+
+def test_ready_is_every_vbucket_published_and_near_its_source(site: Site) -> None:
+    assert site.get("/livez").json() == {"status": "alive"}
+    problem = site.get("/readyz", 503).json()
+    assert "of unknown lag" in problem["detail"], "no service runs"
+    for vbid in range(VBUCKETS):
+        site.source.put(site.source.key_of(vbid))
+    report = service_report(site.data)
+    site.stands(report)
+    assert site.get("/readyz").json() == {"status": "ready"}
+    report["vbuckets"][3] |= {"lag_seqnos": 10, "lag_s": 31.0}
+    site.stands(report)
+    problem = site.get("/readyz", 503).json()
+    assert problem["reasons"] == [f"1 of {VBUCKETS} vbuckets more than 30 s behind: 3"]
+    report["vbuckets"][3] |= {"lag_seqnos": 10, "lag_s": 29.0}
+    report["vbuckets"][4]["published_seqno"] = 0
+    report["vbuckets"][4]["lag_seqnos"] = 5
+    site.stands(report)
+    assert "not published: 4" in site.get("/readyz", 503).json()["detail"]
+    report["vbuckets"][4]["lag_seqnos"] = 0
+    site.stands(report)
+    site.get("/readyz")
+    report["vbuckets"][5]["state"] = "refused"
+    site.stands(report)
+    site.get("/readyz", 503)
+    site.stands(report | {"vbuckets": report["vbuckets"][:2]})
+    assert "2 of 8 vbuckets reported" in site.get("/readyz", 503).json()["detail"]
+
+
+def test_prometheus_gets_what_the_page_shows(site: Site) -> None:
+    site.source.put("a")
+    site.stands(service_report(site.data))
+    site.get(site.document("a"))
+    site.get(site.document("b"), 404)
+    answer = site.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+    vbid = str(site.source.vbid_of(b"a"))
+    assert found["dcp_mirror_up", ()] == 1
+    assert found["dcp_mirror_published_seqno", (("vbid", vbid),)] == 1
+    assert found["dcp_mirror_vbucket_states", (("state", "streaming"),)] == VBUCKETS
+    labels = {"route": "get_document", "server": "http-0"}
+    assert found["dcp_mirror_http_requests_total", tuple(sorted((labels | {"code": "200"}).items()))] == 1
+    assert found["dcp_mirror_http_requests_total", tuple(sorted((labels | {"code": "404"}).items()))] == 1
+    assert found["dcp_mirror_http_documents_total", (("server", "http-0"),)] == 1
+    assert found["dcp_mirror_store_bytes", ()] > 0
+
+
+def test_what_no_route_answers(site: Site) -> None:
+    assert site.get("/nothing", 404).json()["type"] == "urn:dcp-mirror:not-found"
+    answer = site.client.put(site.document("a"), content=b"{}")
+    assert (answer.status_code, answer.json()["hint"]) == (405, "a mirror is only read; write to its source")
+    assert "GET" in answer.headers["allow"]
+
+
+def test_a_fault_of_the_program_tells_nothing_of_the_inside(site: Site) -> None:
+    def broken() -> None:
+        raise RuntimeError("/secret/path")
+
+    site.server.service.mirror.collection_names = broken  # type: ignore[assignment, method-assign]
+    site.server.service.status.samples = broken  # type: ignore[assignment, method-assign]
+    answer = site.get("/v1/status/samples", 500)
+    assert answer.json()["type"] == "urn:dcp-mirror:internal"
+    assert "secret" not in answer.text
+    site.get("/livez")
+
+
+def test_one_vbucket_and_its_history(site: Site) -> None:
+    key = site.source.key_of(2)
+    for _ in range(3):
+        site.source.put(key)
+    site.source.rollback(2, 1)
+    site.stands({})
+    found = site.get("/v1/vbuckets/2").json()
+    assert found["status"]["published_seqno"] == 1
+    assert [each["seqno"] for each in found["boundaries"]] == [1]
+    assert [(each["from_seqno"], each["to_seqno"]) for each in found["rollbacks"]] == [(3, 1)]
+    assert found["failover_log"] == [{"vbuuid": "00000000abcd", "seqno": 0}]
+    site.get("/v1/vbuckets/99", 404)
+    site.get("/v1/vbuckets/x", 400)
+    assert len(site.get("/v1/vbuckets").json()["vbuckets"]) == VBUCKETS
+
+
+def test_the_page_may_load_nothing_from_elsewhere_and_nobody_may_frame_it(site: Site) -> None:
+    answer = site.get("/")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "http://" not in answer.text
+    assert "https://" not in answer.text

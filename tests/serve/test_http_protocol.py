@@ -1,0 +1,143 @@
+"""Connections that misbehave: too many, too slow, too greedy, or no HTTP at all; each harms itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+import pytest
+
+from mirror.serve.http_problems import Problem
+from mirror.serve.http_protocol import HEAD_BYTES_MAX, Budget
+from tests.serve.http_site import Site
+from tests.supervise.conftest import eventually_now
+
+
+def read_all(line: socket.socket) -> bytes:
+    found = b""
+    while chunk := line.recv(65536):
+        found += chunk
+    return found
+
+
+def connections(site: Site) -> int:
+    return len(site.server.gate.state.connections)
+
+
+def test_more_connections_than_allowed_are_turned_away_and_the_others_go_on(site: Site) -> None:
+    site.server.gate.connections_max = 2
+    with site.connect() as one, site.connect():
+        eventually_now(lambda: connections(site) == 2)
+        with site.connect() as third:
+            answer = read_all(third)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"urn:dcp-mirror:too-busy" in answer
+        one.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert b"alive" in read_all(one)
+    eventually_now(lambda: connections(site) == 0)
+    assert site.server.gate.turned_away_count == 1
+    site.get("/livez")
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /livez HT", b"POST /v1/collections/a/multi-get HTTP/1.1\r\nHost: a\r\n"])
+def test_who_does_not_finish_a_request_is_hung_up_on(site: Site, said: bytes) -> None:
+    site.server.gate.request_timeout_s = 0.1
+    with site.connect() as line:
+        line.sendall(said)
+        with contextlib.suppress(ConnectionResetError):
+            assert read_all(line) == b""
+    eventually_now(lambda: connections(site) == 0)
+
+
+def test_an_idle_connection_is_closed_in_the_end(site: Site) -> None:
+    site.server._config.timeout_keep_alive = 0  # what `reader_idle_timeout_s` sets
+    with site.connect() as line:
+        line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"alive" in read_all(line)
+
+
+def test_what_is_no_http_is_told_so(site: Site) -> None:
+    for garbage in (
+        b"\x80\x00\x00\x00garbage\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /%zz\x00 HTTP/1.1\r\n\r\n",
+    ):
+        with site.connect() as line:
+            line.sendall(garbage)
+            answer = read_all(line)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"urn:dcp-mirror:bad-request" in answer
+    site.get("/livez")
+
+
+def test_a_head_without_an_end_is_bounded(site: Site) -> None:
+    with site.connect() as line:
+        line.sendall(b"GET /livez HTTP/1.1\r\nX: " + b"x" * (HEAD_BYTES_MAX + 1))
+        assert read_all(line).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_body_beyond_its_limit_is_refused_whatever_it_claims(site: Site) -> None:
+    head = b"POST /v1/collections/_default/multi-get HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    for framing, body in (
+        (b"Content-Length: 99999999\r\n\r\n", b""),
+        (b"Transfer-Encoding: chunked\r\n\r\n", b"fffff\r\n" + b" " * 0xFFFFF + b"\r\nfffff\r\n" + b" " * 0xFFFF),
+    ):
+        with site.connect() as line:
+            line.sendall(head + framing + body)
+            assert line.recv(65536).startswith(b"HTTP/1.1 413 ")
+    site.get("/livez")
+
+
+def test_a_reader_that_takes_nothing_of_a_large_document_is_hung_up_on(site: Site) -> None:
+    site.source.put("big", b"x" * (16 << 20), datatype=0)
+    site.server.gate.send_timeout_s = 0.2
+    budget = site.server.service.budget
+    with site.connect() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.sendall(f"GET {site.document('big')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        eventually_now(lambda: budget.out_bytes == 16 << 20)
+        eventually_now(lambda: budget.out_bytes == 0)
+    eventually_now(lambda: connections(site) == 0)
+
+
+def test_slow_readers_together_hold_no_more_than_the_budget(site: Site) -> None:
+    site.source.put("big", b"x" * (16 << 20), datatype=0)
+    site.server.service.budget._bytes_max = 20 << 20
+    with site.connect() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.sendall(f"GET {site.document('big')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        eventually_now(lambda: site.server.service.budget.out_bytes)
+        assert site.get(site.document("big"), 503).json()["type"] == "urn:dcp-mirror:too-busy"
+        site.get("/livez")
+    eventually_now(lambda: site.server.service.budget.out_bytes == 0)
+    assert len(site.get(site.document("big")).content) == 16 << 20
+
+
+def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
+    site.source.put("a", b"1")
+    one = f"GET {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    last = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with site.connect() as line:
+        line.sendall(one * 50 + last)
+        answer = read_all(line)
+    assert answer.count(b"HTTP/1.1 200 OK") == 51
+    assert answer.endswith(b'{"status":"alive"}')
+
+
+def test_the_budget_lets_a_first_answer_through_however_large() -> None:
+    budget = Budget(10)
+    budget.take(100)
+    with pytest.raises(Problem):
+        budget.take(1)
+    budget.give_back(100)
+    budget.take(10)
+    assert budget.out_bytes == 10
+
+
+def test_an_answer_says_when_it_was_given(site: Site) -> None:
+    answer: Any = site.get("/livez")
+    assert answer.headers["date"].endswith("GMT")
+    assert answer.headers.get_list("date") == [answer.headers["date"]]
+    site.call(asyncio.sleep(0))

@@ -1,0 +1,131 @@
+"""Text made into values: what goes in comes out, and whatever else comes is refused as a bad request."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from mirror.serve import http_requests as requests
+from mirror.serve.http_problems import Problem
+from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
+from storage.view import Pin, Time, Token
+
+KEYS = st.binary(max_size=250)
+SEQNOS = st.integers(0, SEQNO_MAX)
+MOMENTS = st.integers(0, 2**53)
+
+
+def parameters(query: str, *known: str) -> requests.Parameters:
+    scope: dict[str, Any] = {"type": "http", "query_string": query.encode(), "headers": []}
+    return requests.Parameters(Request(scope), known)
+
+
+@given(
+    st.builds(
+        requests.Page,
+        st.builds(Pin, st.integers(0, 63).map(Vbid), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), MOMENTS),
+        KEYS,
+        st.integers(0, 2**32 - 1),
+        KEYS,
+        st.none() | KEYS,
+        st.booleans(),
+        st.booleans(),
+        st.none() | SEQNOS | MOMENTS.map(Time),
+        MOMENTS,
+    )
+)
+def test_a_page_token_is_read_as_it_was_written(page: requests.Page) -> None:
+    assert requests.Page.parse(page.text(), 64) == page
+
+
+@given(st.text() | st.binary().map(requests.to_base64url))
+def test_any_other_page_token_is_a_bad_request(text: str) -> None:
+    with pytest.raises(Problem, match="page is no token"):
+        requests.Page.parse(text, 64)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text() | st.booleans(), st.lists, max_leaves=20))
+def test_a_token_of_other_json_is_a_bad_request(value: Any) -> None:
+    with pytest.raises(Problem, match="page is no token"):
+        requests.Page.parse(requests.to_base64url(json.dumps(value).encode()), 64)
+
+
+TOKENS = st.builds(
+    Token, st.integers(0, 1023).map(Vbid), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno)
+)  # fmt: skip
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=50, unique_by=lambda token: token.vbid))
+def test_a_position_is_read_as_it_was_written(tokens: list[Token]) -> None:
+    position = {int(token.vbid): token for token in tokens}
+    assert requests.parse_position(requests.position_text(position), 1024) == position
+
+
+def test_the_position_of_a_whole_bucket_fits_into_a_header() -> None:
+    position = {vbid: Token(Vbid(vbid), Branch(vbid % 7), Seqno(vbid * 7919 + 10**9)) for vbid in range(1024)}
+    assert len(requests.position_text(position)) < 16_384
+
+
+@given(st.text())
+def test_any_other_position_is_a_problem(text: str) -> None:
+    with pytest.raises(Problem) as caught:
+        requests.parse_position(text, 1024)
+    assert caught.value.status in (400, 404)
+
+
+def test_a_packed_position_cannot_unpack_to_more_than_it_may() -> None:
+    bomb = "z" + requests.to_base64url(zlib.compress(b"1:1:1," * 10_000_000))
+    with pytest.raises(Problem, match="too long"):
+        requests.parse_position(bomb, 1024)
+
+
+@given(KEYS)
+def test_keys_survive_base64url(key: bytes) -> None:
+    assert requests.key_bytes(requests.to_base64url(key), "base64url") == key
+
+
+def test_parameters_are_known_single_and_within_bounds() -> None:
+    assert parameters("a=1&b=2&b=3", "a", "b").all("b") == ["2", "3"]
+    assert parameters("a=7", "a").integer("a", 1, 0, 9) == 7
+    assert parameters("", "a").integer("a", 1, 0, 9) == 1
+    assert parameters("f=true", "f").flag("f")
+    assert parameters("as_of=7", "as_of").as_of() == 7
+    assert parameters("as_of=1970-01-01T00:00:01Z", "as_of").as_of() == Time(1000)
+    for query, ask in (
+        ("c=1", lambda found: found),
+        ("a=1&a=2", lambda found: found.text("a")),
+        ("a=10", lambda found: found.integer("a", 1, 0, 9)),
+        ("a=%C2%B2", lambda found: found.integer("a", 1, 0, 9)),
+        ("a=-1", lambda found: found.integer("a", 1, 0, 9)),
+        ("a=yes", lambda found: found.flag("a")),
+        ("a=yes", lambda found: found.choice("a", "x", "y")),
+        ("as_of=2024-01-01T00:00:00", lambda found: found.as_of()),
+        ("as_of=9999999999999999999999", lambda found: found.as_of()),
+    ):
+        with pytest.raises(Problem):
+            ask(parameters(query, "a", "as_of"))
+
+
+def test_the_keys_of_a_multi_get() -> None:
+    assert requests.wanted_keys({"keys": ["b", "a", "b"], "keys_b64": ["_w"]}) == [b"b", b"a", b"\xff"]
+    assert requests.wanted_keys({}) == []
+    for wrong in ([], {"key": "a"}, {"keys": "a"}, {"keys": [1]}, {"keys": [""]}, {"keys_b64": ["!"]},
+                  {"keys": ["x" * 251]}, {"keys": [str(n) for n in range(1001)]}, {"keys": ["\ud800"]}):  # fmt: skip
+        with pytest.raises(Problem):
+            requests.wanted_keys(wrong)
+
+
+def test_collections_and_vbuckets() -> None:
+    assert [requests.collection_name(text) for text in ("a", "s.a", "9")] == ["_default.a", "s.a", 9]
+    for wrong in ("", "x" * 600, "99999999999"):
+        with pytest.raises(Problem):
+            requests.collection_name(wrong)
+    assert requests.vbucket("7", 8) == 7
+    with pytest.raises(Problem, match="there is no vbucket 8"):
+        requests.vbucket("8", 8)

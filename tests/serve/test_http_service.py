@@ -1,0 +1,67 @@
+"""Waiting for writes and for news, and telling what is missing from what is absent."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.serve.http_problems import Problem
+from mirror.serve.http_service import Watch, unpublished
+from mirror.serve.http_view import Mirror
+from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from storage.wait import MutationToken
+from tests.serve.http_site import VBUUID, Site, Source
+
+
+def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(site: Site) -> None:
+    """The read itself sees the older value; the token is looked at again before it is given away."""
+    key = site.source.key_of(4)
+    site.source.put(key, b"1")
+    site.source.put(key, b"2")
+    service = site.server.service
+
+    def read() -> bytes | None:
+        site.source.rollback(4, 1)
+        writer = site.source.writer(4)
+        writer.save_failover_log(4, (FailoverEntry(Vbuuid(77), Seqno(1)), FailoverEntry(Vbuuid(VBUUID), Seqno(0))))
+        writer.commit()
+        found = service.view.get(key)
+        return found and found.value
+
+    token = MutationToken(Vbid(4), Vbuuid(VBUUID), Seqno(2))
+    with pytest.raises(Problem) as caught:
+        site.call(service.after([token], 10, read))
+    assert caught.value.name == "write-lost"
+
+
+def test_nothing_published_is_not_the_same_as_empty(site: Site) -> None:
+    state = site.server.service.view.state(1)
+    assert not unpublished(state, None)
+    assert not unpublished(state, 0)
+    assert unpublished(state, 3)
+    assert unpublished(replace(state, failover_log=()), None)
+    assert unpublished(replace(state, staged_seqno=Seqno(5)), None)
+    assert not unpublished(replace(state, published_seqno=Seqno(5)), 9)
+
+
+async def test_one_look_wakes_every_stream_and_none_is_made_for_nobody(source: Source) -> None:
+    mirror = Mirror(Path(source.path))
+    watch = Watch(mirror, SystemClock())
+    watch.enter()
+    watch.enter()
+    await watch.moved.wait()  # the first look is news to everybody
+    moved = watch.moved
+    await asyncio.sleep(0.2)
+    assert not moved.is_set()
+    source.put("a")
+    await moved.wait()
+    assert not watch.moved.is_set()
+    watch.leave()
+    assert watch._task is not None
+    watch.leave()
+    assert watch._task is None
+    mirror.close()

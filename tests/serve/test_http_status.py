@@ -1,0 +1,126 @@
+"""Where the status comes from, how often it is asked for, and what is kept of the past."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.clock import ManualClock
+from mirror.serve import http_status
+from mirror.serve.http_status import Status, ask_service, why_not_ready
+from mirror.serve.http_view import Mirror
+from mirror.supervise.control import ControlServer
+from mirror.supervise.stored import stored_status
+from storage.errors import NotAMirror
+from tests.serve.http_site import Source, service_report
+
+
+def status_of(data: Path, clock: ManualClock, reads: Any = lambda: 0) -> Status:
+    return Status(Mirror(data), stored_status, reads, clock, lag_limit_s=30)
+
+
+async def test_the_service_is_asked_when_it_runs_and_the_store_otherwise(source: Source) -> None:
+    data = Path(source.path)
+    clock = ManualClock()
+    status = status_of(data, clock)
+    assert (await status.report())["service"] == "down"
+    asked = 0
+
+    async def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        assert request == {"op": "status"}
+        return {"status": service_report(data)}
+
+    control = ControlServer(data, answer)
+    await control.start()
+    try:
+        assert (await status.report())["service"] == "down", "that is fresh enough"
+        clock.advance(1)
+        found = await asyncio.gather(*(status.report() for _ in range(20)))
+        assert {report["service"] for report in found} == {"up"}
+        assert asked == 1
+    finally:
+        await control.stop()
+    clock.advance(1)
+    assert (await status.report())["service"] == "down"
+
+
+@pytest.mark.parametrize("said", [b"", b"garbage\n", b"[]\n", b'{"ok": false}\n', b'{"ok": true, "status": 1}\n'])
+async def test_a_service_that_makes_no_sense_is_none(tmp_path: Path, said: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(said)
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, tmp_path / "control.sock")
+    try:
+        assert await ask_service(tmp_path) is None
+    finally:
+        server.close()
+    assert await ask_service(tmp_path / "nowhere") is None
+
+
+async def test_no_mirror_is_an_error_of_the_store(tmp_path: Path) -> None:
+    with pytest.raises(NotAMirror):
+        await status_of(tmp_path, ManualClock()).report()
+
+
+async def test_read_rates_are_over_all_server_processes_and_survive_a_replacement(source: Source) -> None:
+    data = Path(source.path)
+    clock = ManualClock()
+    status = status_of(data, clock)
+    report = service_report(data)
+
+    def servers(*counts: tuple[int, int]) -> None:
+        report["servers"] = [
+            {"slot": 2000 + slot, "pid": pid, "counters": {"http_documents": count, "kv_hits": count}}
+            for slot, (pid, count) in enumerate(counts)
+        ]
+
+    status._stored = lambda _: json.loads(json.dumps(report))
+    for counts in (((1, 0), (2, 100)), ((1, 10), (2, 120)), ((3, 7), (2, 130))):
+        servers(*counts)
+        status.forget()
+        await status.sample()
+        clock.advance(5)
+    assert [sample["reads_per_s"] for sample in status.samples()] == [None, 12.0, 4.0]
+
+
+async def test_without_a_service_its_own_reads_count_and_the_past_is_bounded(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = iter(range(0, 10_000, 10))
+    clock = ManualClock()
+    status = status_of(Path(source.path), clock, lambda: next(count))
+    for _ in range(http_status.SAMPLES_MAX + 5):
+        await status.sample()
+        clock.advance(5)
+    assert len(status.samples()) == http_status.SAMPLES_MAX
+    assert status.samples()[-1]["reads_per_s"] == 2.0
+
+
+async def test_rollbacks_refills_history_and_disk(source: Source) -> None:
+    key = source.key_of(2)
+    for _ in range(3):
+        source.put(key)
+    source.rollback(2, 1)
+    whole = await status_of(Path(source.path), ManualClock()).whole()
+    assert [(each["vbid"], each["from_seqno"], each["to_seqno"]) for each in whole["history"]["rollbacks"]] == [
+        (2, 3, 1)
+    ]
+    assert whole["history"]["refill_count"] == 0
+    assert whole["history"]["floor_oldest_ms"] is not None
+    assert 0 < whole["disk"]["mirror_bytes"] < whole["disk"]["total_bytes"]
+    assert whole["lag_limit_s"] == 30
+
+
+def test_why_not_ready_names_only_some(source: Source) -> None:
+    report = service_report(Path(source.path))
+    report["vbuckets"] = [report["vbuckets"][0] | {"vbid": vbid, "lag_s": 99.0} for vbid in range(64)]
+    report["vbucket_count"] = 64
+    assert why_not_ready(report, 30) == ["64 of 64 vbuckets more than 30 s behind: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ..."]

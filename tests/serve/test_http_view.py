@@ -1,0 +1,54 @@
+"""The view of a process: opened late, and again when a group was made anew."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mirror.serve.http_view import Mirror
+from storage import directory
+from storage.errors import NotAMirror
+from storage.model import Collection, Seqno
+from tests.serve.http_site import IDENTITY, Source
+
+
+def test_no_mirror_yet(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path)
+    with pytest.raises(NotAMirror):
+        _ = mirror.view
+    mirror.refresh()
+    directory.create(str(tmp_path), IDENTITY)
+    assert mirror.view.identity == IDENTITY
+    assert mirror.file_bytes() > 0
+    mirror.close()
+
+
+def test_a_group_that_was_made_anew_is_read_anew(source: Source) -> None:
+    mirror = Mirror(Path(source.path))
+    key = source.key_of(1)
+    source.put(key)
+    before = mirror.view
+    assert before.exists(key)
+    mirror.refresh()
+    assert mirror.view is before
+    source.writers.pop(1).close()
+    path = directory.group_path(source.path, 1)
+    os.rename(path, path + ".damaged")
+    os.mkdir(path + ".new")
+    directory.create_environment(path + ".new", 1, directory.group_vbids(IDENTITY, 1), IDENTITY, time_ms=1)
+    os.rename(path + ".new", path)
+    mirror.refresh()
+    assert mirror.view is not before
+    assert not mirror.view.exists(key)
+    shutil.rmtree(path + ".damaged")
+    mirror.close()
+
+
+def test_collections_of_all_vbuckets(source: Source) -> None:
+    source.collections(5, Collection(9, 8, "orders", Seqno(0)))
+    mirror = Mirror(Path(source.path))
+    assert mirror.collection_names() == {0: ("_default", "_default"), 9: ("shop", "orders")}
+    mirror.close()
