@@ -164,6 +164,26 @@ def test_rollback_is_answered_with_the_state_or_with_no_boundary(actor: Actor) -
     assert actor.told == [happenings.NoBoundary()]
 
 
+def test_a_refill_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_to(
+    actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the simulation: while its key rows were made, the source rolled back; the copy that was still served, of
+    another history, went back to a boundary of its own, and its documents were taken for those of the source.
+    """
+    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 0)
+    perform(actor, [stage(actor, 1, 2), publish(2)])
+    actor.writer.commit()
+    actor.writer.begin_refill(0)
+    perform(actor, [stage(actor, 5, 6)])
+    actor.writer.commit(flush_open=True)
+    perform(actor, [publish(6)])
+    actor.writer.commit()
+    assert actor.writer.publishing(0)
+    perform(actor, [deeds.RollbackTo(VBID, "t", Seqno(4))])
+    assert actor.told == [happenings.NoBoundary()]
+    assert actor.writer.state(0).rollback_count == 0
+
+
 def test_answer_of_an_instruction_is_performed_before_the_next_of_the_list(actor: Actor) -> None:
     actor.answers[happenings.OsoBegun] = [deeds.Report(VBID, "t", deeds.Status.BACKFILLING, "oso")]
     perform(actor, [deeds.BeginOso(VBID, "t"), deeds.RefreshMap(VBID, "t", b"config")])

@@ -8,8 +8,12 @@ import random
 import pytest
 
 from mirror.sandbox import SandboxCluster
+from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
+from mirror.sandbox.filter import StreamFilter
+from mirror.sandbox.stream import ProducerStream, StreamOptions
 from mirror.wire import events as ev
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason
+from mirror.wire.scan import Run, scan
 
 from .client import DATA, ENDLESS, Client
 
@@ -310,3 +314,45 @@ async def test_a_stream_at_the_end_of_its_range_ends_at_once() -> None:
         await client.until(lambda: client.of(ev.StreamEnd))
         assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
         assert ENDLESS == 2**64 - 1
+
+
+async def test_a_dropped_cursor_does_not_backfill_over_purged_tombstones() -> None:
+    """Found by the simulation: the deletion was purged before it was sent, and the client kept the document for ever.
+    The engine judges the position again when it opens the file, and ends the stream as rolled back.
+    """
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.set("kept", {})
+        cluster.set("gone", {})
+        client = await Client.dcp(cluster)
+        await client.stream(0)
+        await client.until_seqno(0, 2)
+        vbucket = cluster.vbucket(0)
+        with_nobody_told, vbucket.changed = vbucket.changed, set()
+        cluster.bucket.delete("gone", vbid=0)
+        cluster.set("more", {})
+        vbucket.purge()
+        vbucket.to_disk()
+        vbucket.changed = with_nobody_told
+        cluster.set("last", {})
+        await client.until(lambda: [e.reason for e in client.of(ev.StreamEnd)] == [StreamEndReason.STATE_CHANGED])
+        assert data(client) == [1, 2]
+
+
+async def test_a_backfill_sends_what_was_there_when_it_began() -> None:
+    """Found by the simulation: tombstones that were purged while a backfill ran were left out of the rest of it."""
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for index in range(4):
+            cluster.set(f"k{index}", {})
+        cluster.bucket.delete("k0", vbid=0)
+        cluster.set("last", {})
+        vbucket = cluster.vbucket(0)
+        vbucket.to_disk()
+        request = ev.StreamRequest(0, 0, 0, 2**64 - 1, 0, 0, 0, opaque=7)
+        encoder = ItemEncoder(ClientFeatures(collections=True))
+        stream = ProducerStream(vbucket, request, StreamFilter(), encoder, StreamOptions(), random.Random(1))
+        assert stream.take(1)  # the marker
+        vbucket.purge()
+        assert vbucket.purge_seqno == 5
+        frames, _ = scan(stream.take(1 << 20), 0, {7: bytes(4)})
+        assert isinstance(frames[0], Run)
+        assert [int.from_bytes(key[4:]) for key, _ in frames[0].rows] == [2, 3, 4, 5, 6]

@@ -199,3 +199,16 @@ def test_cas_never_goes_back_when_the_clock_does() -> None:
     first = vbucket.next_cas(10**18)
     assert vbucket.next_cas(10**17) == first + 1
     assert vbucket.next_cas(10**18 + 10**9) == (10**18 + 10**9) & ~0xFFFF
+
+
+def test_the_groups_of_a_lost_history_are_forgotten() -> None:
+    """Found by the simulation: a snapshot of the new history was said to end where an old group did, beyond the newest
+    change; what was written up to there later was never sent.
+    """
+    source = bucket()
+    vbucket = source.vbuckets[0]
+    source.multi_write(0, [("a", {}), ("b", {}), ("c", {}), ("d", {})])
+    vbucket.reset()
+    source.set("a", {})
+    assert vbucket.cut(0, 10)[0] == 1
+    assert vbucket.failover(0) == 1

@@ -23,6 +23,7 @@ from mirror.clock import ManualClock
 from mirror.sandbox import stream as sandbox_stream
 from mirror.sandbox.documents import DocumentError
 from mirror.sandbox.manifest import Change, ManifestError
+from mirror.sandbox.stream import Phase
 from mirror.wire.constants import Status, StreamEndReason, SystemEventId
 from storage import index, purge, view, writer
 from storage import keys as storage_keys
@@ -582,9 +583,11 @@ class World:
         if producer is None or wire is None or not producer.streams:
             return
         stream = self.rng.choice(list(producer.streams.values()))
-        if not stream.seqno or not stream._log:
+        # Only what was sent before: a row that comes too early hides those before it, and nobody could tell.
+        sent = stream._last_sent if stream.phase is Phase.SNAPSHOT else min(stream.seqno, len(stream._log))
+        if not sent:
             return
-        item = stream._log[self.rng.randrange(min(stream.seqno, len(stream._log)))]
+        item = stream._log[self.rng.randrange(sent)]
         frame = bytearray(stream._encoder.encode(item, from_disk=True))
         frame[12:16] = stream.opaque.to_bytes(4)
         producer.window.sent(len(frame))

@@ -341,3 +341,46 @@ def test_find_gives_the_document_and_what_an_answer_needs_beside_it(writer: Grou
     assert not view.find(b"\xac\x02" + A).collection_exists
     writer.begin_refill(0)
     assert view.find(b"\0" + A).stale
+
+
+def test_documents_of_a_collection_that_only_lost_history_dropped_are_restored(writer: GroupWriter, view: View) -> None:
+    """Found by the simulation: a drop has no events of documents, so its undoing told nobody that they were back."""
+    orders = Collection(9, 8, "orders", Seqno(1))
+    system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
+    for seqno, key in enumerate((A, B, A + A), start=2):
+        put(writer, key, seqno, b"order", cid=9)
+    commit(writer, 4)
+    system_event(writer, 5, DEFAULT, scopes=SCOPES)
+    commit(writer, 5)
+    token = Token(Vbid(0), Branch(1), Seqno(5))
+    writer.rollback(0, 4)
+    told = [(change.kind, change.document and change.document.key) for change in view.changes(0, since=token)]
+    assert told == [("rollback", None), *(("restoration", key) for key in sorted((A, B, A + A)))]
+
+
+def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: GroupWriter, view: View) -> None:
+    """Found by the simulation: the version below a flush came back as if the flush had been undone, too."""
+    system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES)
+    put(writer, A, 2, b"before", cid=9)
+    system_event(writer, 3, DEFAULT, Collection(9, 8, "orders", Seqno(3)), scopes=SCOPES)
+    commit(writer, 3)
+    put(writer, A, 4, b"lost", cid=9)
+    commit(writer, 4)
+    token = Token(Vbid(0), Branch(1), Seqno(4))
+    writer.rollback(0, 3)
+    told = [(change.kind, change.document and change.document.value) for change in view.changes(0, since=token)]
+    assert told == [("rollback", None), ("retraction", b"lost")]
+
+
+def test_the_rollback_that_is_told_is_the_one_that_took_place(writer: GroupWriter, view: View) -> None:
+    """Found by the simulation: after an abandoned snapshot at the same seqno another branch was named."""
+    put(writer, A, 1)
+    commit(writer, 1)
+    put(writer, A, 2)
+    writer.commit(flush_open=True)
+    writer.abandon(0)
+    put(writer, A, 3)
+    commit(writer, 3)
+    token = Token(Vbid(0), writer.state(0).branch, Seqno(3))
+    writer.rollback(0, 2)
+    assert next(view.changes(0, since=token)).rollback == view.rollbacks(0)[0]

@@ -526,3 +526,118 @@ def test_a_refill_from_an_empty_source_is_published_at_zero(path: str, writer: G
         assert not view.stale(0)
     publish(writer, 0, [(key, b"new", 1)])
     assert check(path).problems == []
+
+
+# --- found by the simulation (tests/sim)
+
+
+def staged(writer: GroupWriter, vbid: int, first: int, last: int, end: int, *, unordered: bool = False) -> None:
+    """Rows first..last of the snapshot that ends at `end`, a key each."""
+    names = keys_of(vbid, 40)
+    prefix = writer.row_prefix(vbid)
+    rows = [row(prefix, names[seqno], b"%d" % seqno, seqno) for seqno in range(first, last + 1)]
+    writer.stage(vbid, rows, 100, span(0, end), unordered)
+
+
+def settle(writer: GroupWriter) -> None:
+    """Commit, and take steps until nothing waits."""
+    writer.commit()
+    while writer.step() or writer.has_pending:
+        writer.commit()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_rows_of_the_next_snapshot_on_disk_while_key_rows_of_the_last_are_made_get_theirs(
+    path: str, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """A snapshot is complete and waits for its key rows; memory pressure writes down rows of the next one; a commit
+    without anything to write counted those as not on disk. They were published without key rows: documents that no read
+    could find. After a crash they lay above what the state said was staged, and could not be appended again.
+    """
+    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 2)
+    writer = open_writer(path)
+    staged(writer, 0, 1, 9, 10)
+    writer.commit(flush_open=True)
+    staged(writer, 0, 10, 10, 10)
+    writer.publish(0, 10, 0)
+    staged(writer, 0, 11, 12, 18)
+    writer.commit(flush_open=True)
+    staged(writer, 0, 13, 14, 18)
+    writer.save_failover_log(0, log())
+    writer.commit()
+    if dies:
+        crash(writer)
+        writer = open_writer(path)
+        assert writer.state(0).staged_seqno == 12
+        staged(writer, 0, 13, 14, 18)
+    else:
+        settle(writer)
+        assert writer.state(0).published_seqno == 10
+    staged(writer, 0, 15, 18, 18)
+    writer.publish(0, 18, 10)
+    settle(writer)
+    with open_view(path) as view:
+        assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(1, 19))
+    assert check(path).problems == []
+    writer.close()
+
+
+def test_rows_of_an_oso_snapshot_that_came_in_several_commits_all_get_key_rows(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the last commit lie among those of earlier ones; the search for the earlier was cut short by them."""
+    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 2)
+    writer = open_writer(path)
+    writer.begin_oso(0)
+    staged(writer, 0, 14, 14, 0, unordered=True)
+    writer.commit(flush_open=True)
+    assert check(path).problems == []
+    staged(writer, 0, 5, 13, 0, unordered=True)
+    writer.publish(0, 14, 0)
+    settle(writer)
+    with open_view(path) as view:
+        assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(5, 15))
+    assert check(path).problems == []
+    writer.close()
+
+
+def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer: GroupWriter) -> None:
+    """It was emptied, so the boundary named no history and the next start fetched everything anew."""
+    writer.save_failover_log(0, log(77))
+    writer.begin_oso(0)
+    staged(writer, 0, 1, 3, 0, unordered=True)
+    writer.publish(0, 3, 0)
+    settle(writer)
+    assert writer.state(0).failover_log == log(77)
+    with open_view(path) as view:
+        assert [boundary.vbuuid for boundary in view.boundaries(0)] == [77]
+
+
+def test_the_copy_that_is_served_beside_a_refill_is_of_its_own_history(path: str, writer: GroupWriter) -> None:
+    """A rollback on command during a refill gave the old copy the failover log of the refill's stream: the source took
+    its documents for its own past, and they stayed for ever.
+    """
+    key = keys_of(0, 1)[0]
+    writer.save_failover_log(0, log(77))
+    publish(writer, 0, [(key, b"1", 5)])
+    publish(writer, 0, [(key, b"2", 9)])
+    writer.begin_refill(0)
+    writer.save_failover_log(0, log(88))
+    writer.commit()
+    writer.rollback(0, 6)
+    assert [entry.vbuuid for entry in writer.state(0).failover_log] == [77]
+    with open_view(path) as view:
+        assert [boundary.vbuuid for boundary in view.boundaries(0)] == [77]
+        assert [(each.from_vbuuid, each.to_vbuuid) for each in view.rollbacks(0)] == [(77, 77)]
+
+
+def test_the_boundary_of_an_empty_copy_is_none_to_go_back_to(writer: GroupWriter) -> None:
+    """A refill from an empty source is published at 0; "went to 0" means that nothing was changed."""
+    writer.save_failover_log(0, log(77))
+    publish(writer, 0, [(keys_of(0, 1)[0], b"1", 5)])
+    writer.begin_refill(0)
+    writer.publish(0, 0, 0)
+    settle(writer)
+    branch = writer.state(0).branch
+    assert writer.rollback(0, 0).boundary_seqno == 0
+    assert writer.state(0).branch == branch
