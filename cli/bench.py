@@ -6,8 +6,10 @@ Trust the ratios: both sides of one are taken in turn within seconds, while the 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,8 @@ import typer
 from cli import options, output
 from cli.exits import Ended, complain
 from mirror.errors import ExitCode
+from mirror.serve import kv_bench
+from mirror.serve import http_bench
 from mirror.supervise.bench import ingest_rounds
 from storage import bench as storage_bench
 
@@ -116,6 +120,75 @@ def rollback(
         output.print_json({"bench": "rollback", "rows": rows, "rounds": found})
 
 
+@app.command()
+def http(
+    documents: Annotated[int, typer.Option(min=1000, max=20_000_000, help="Documents in the mirror.")] = 100_000,
+    requests: Annotated[int, typer.Option(min=100, max=10_000_000, help="Requests for random keys.")] = 20_000,
+    connections: Annotated[int, typer.Option(min=1, max=1000, help="Connections that are kept busy.")] = 16,
+    rounds: RoundsOption = 3,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Documents over HTTP from one process, against the same HTTP server answering as many bytes from memory."""
+    found = []
+    with _folder(folder) as path:
+        mirror = str(Path(path) / "mirror")
+        storage_bench.store_rows(mirror, storage_bench.own_keys(64, documents), snapshot_rows=documents)
+        sample = storage_bench.sample_keys(requests, documents)
+        try:
+            with http_bench.serving(None) as bare, http_bench.serving(mirror) as served:
+                for _ in range(rounds):
+                    limit = http_bench.measure(bare, sample, connections)
+                    ours = http_bench.measure(served, sample, connections)
+                    found.append(
+                        {
+                            "requests_per_s": round(ours.per_second),
+                            "limit_requests_per_s": round(limit.per_second),
+                            "ratio": round(ours.per_second / limit.per_second, 3),
+                            "p50_ms": round(ours.quantile_ms(0.5), 2),
+                            "p99_ms": round(ours.quantile_ms(0.99), 2),
+                        }
+                    )
+                    _say_round(found[-1], as_json)
+        except (RuntimeError, OSError) as error:
+            complain(str(error))
+            raise Ended(ExitCode.FAILED) from None
+    _finish("http", {"documents": documents, "requests": requests, "connections": connections}, found, as_json)
+
+
+@app.command()
+def kv(
+    documents: Annotated[int, typer.Option(min=1000, max=20_000_000, help="Documents in the mirror.")] = 100_000,
+    reads: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Reads of random keys.")] = 20_000,
+    vbuckets: Annotated[int, typer.Option(min=1, max=1024, help="Vbuckets they are in.")] = 64,
+    rounds: RoundsOption = 3,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Reads over the KV port from one plain client, beside memcached and Redis where they are installed."""
+    found = []
+    with _folder(folder) as path, contextlib.ExitStack() as stack:
+        mirror = str(Path(path) / "mirror")
+        rows = storage_bench.own_keys(vbuckets, documents)
+        storage_bench.store_rows(mirror, rows, snapshot_rows=documents)
+        sample = storage_bench.sample_keys(reads, documents)
+        try:
+            servers = [("mirror", stack.enter_context(kv_bench.mirror_server(mirror)), kv_bench.Memcached)]
+            for name in kv_bench.peers():
+                held = [(b"document::%010d" % number, b"%0256d" % number) for number in range(documents)]
+                servers.append((name, *stack.enter_context(kv_bench.peer_server(name, held))))
+            for _ in range(rounds):
+                for name, port, protocol in servers:
+                    figures = kv_bench.measure(port, protocol, sample)
+                    found.append({"server": name} | {key: round(value) for key, value in asdict(figures).items()})
+                    _say_round(found[-1], as_json)
+        except RuntimeError as error:
+            complain(str(error))
+            raise Ended(ExitCode.FAILED) from None
+    if as_json:
+        output.print_json({"bench": "kv", "documents": documents, "reads": reads, "rounds": found})
+
+
 def _folder(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
     if folder is not None and not folder.is_dir():
         complain(f"--folder {folder}: no such directory")
@@ -125,7 +198,9 @@ def _folder(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
 
 def _say_round(figures: dict[str, Any], as_json: bool) -> None:
     if not as_json:
-        typer.echo("  ".join(f"{name} {value:,}" for name, value in figures.items()))
+        typer.echo(
+            "  ".join(f"{name} {value:,}" if not isinstance(value, str) else value for name, value in figures.items())
+        )
 
 
 def _finish(name: str, setting: dict[str, Any], rounds: list[dict[str, Any]], as_json: bool) -> None:

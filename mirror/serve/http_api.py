@@ -7,7 +7,6 @@ with its traceback and told to the reader as nothing but "internal".
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from importlib import resources
 from typing import Any
@@ -192,7 +191,7 @@ class Surroundings:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         assert scope["type"] == "http", "there are no websockets, and no lifespan"
-        started = time.perf_counter()
+        started = self._service.clock.monotonic()
         status = byte_count = 0
         scope["app"] = self._app  # without it, starlette answers what has no route by itself
         scope.setdefault("state", {})["service"] = self._service
@@ -217,7 +216,7 @@ class Surroundings:
                 raise
         finally:
             route = _route(scope)
-            seconds = None if route == "get_changes" else time.perf_counter() - started
+            seconds = None if route == "get_changes" else self._service.clock.monotonic() - started
             self._service.requests.answered(route, status, seconds, byte_count)
 
 
