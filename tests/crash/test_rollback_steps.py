@@ -345,7 +345,9 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_operation_that_is_killed_at_any_step_and_started_again_ends_the_same(name: str, tmp_path: Path) -> None:
+def test_an_operation_that_is_killed_at_any_step_and_started_again_ends_the_same(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     case = CASES[name]
     before = tmp_path / "before"
     directory.create(str(before), IDENTITY)
@@ -383,6 +385,8 @@ def test_an_operation_that_is_killed_at_any_step_and_started_again_ends_the_same
         shutil.rmtree(data)
     else:
         raise AssertionError(f"still killed at step {STEPS_MAX}")
+    record_property("kills", f"killed at each of {kills} steps")
+    record_property("seed", "none needed")
     assert kills >= case.steps_min, f"only {kills} steps"
     assert len(views) == len(case.published), f"readers saw {len(views)} states, expected one for {case.published}"
 
