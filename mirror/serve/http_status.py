@@ -137,10 +137,11 @@ class Status:
                 self._report_at = self._clock.monotonic()
             return kept
 
-    def forget(self) -> None:
+    async def forget(self) -> None:
         """Ask anew the next time, however fresh the report is."""
-        self._report = None
-        self._surroundings_at = float("-inf")
+        async with self._lock:
+            self._report = None
+            self._surroundings_at = float("-inf")
 
     async def whole(self) -> Report:
         """The report with disk, history, rollbacks and refills, and the lag that counts as too much."""

@@ -143,7 +143,7 @@ class Site:
 
         async def forget() -> None:
             self.report = report
-            self.server.service.status.forget()
+            await self.server.service.status.forget()
 
         self.call(forget())
 

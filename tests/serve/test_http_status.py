@@ -85,7 +85,7 @@ async def test_read_rates_are_over_all_server_processes_and_survive_a_replacemen
     status._stored = lambda _: json.loads(json.dumps(report))
     for counts in (((1, 0), (2, 100)), ((1, 10), (2, 120)), ((3, 7), (2, 130))):
         servers(*counts)
-        status.forget()
+        await status.forget()
         await status.sample()
         clock.advance(5)
     assert [sample["reads_per_s"] for sample in status.samples()] == [None, 12.0, 4.0]

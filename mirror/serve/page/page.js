@@ -223,9 +223,10 @@ function drawChart(title, samples, field, show, style) {
   const values = samples.map((sample) => sample[field]);
   const last = [...values].reverse().find(known);
   caption.append(make("span", title), make("b", show(last)));
-  const top = Math.max(1, ...values.filter(known));
+  const peak = Math.max(0, ...values.filter(known));
+  const top = Math.max(1, peak);
   const picture = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
-  picture.setAttribute("aria-label", `${title}: now ${show(last)}, at most ${show(top)} in the last ${span((samples.at(-1)?.time_ms - samples[0]?.time_ms || 0) / 1000)}`);
+  picture.setAttribute("aria-label", `${title}: now ${show(last)}, at most ${show(peak)} in the last ${span((samples.at(-1)?.time_ms - samples[0]?.time_ms || 0) / 1000)}`);
   const y = (value) => HEIGHT - 18 - (value / top) * (HEIGHT - 34);
   for (const level of [0, 1]) picture.append(shape("line", { class: "grid", x1: 0, x2: WIDTH, y1: y(level * top), y2: y(level * top) }));
   const from = samples[0]?.time_ms ?? 0;
@@ -239,7 +240,7 @@ function drawChart(title, samples, field, show, style) {
   }
   if (path) picture.append(shape("path", { class: `line ${style}`, d: path }));
   const scale = make("figcaption", undefined, "quiet");
-  scale.append(make("span", samples.length > 1 ? `${span(length / 1000)} ago` : "just begun"), make("span", `peak ${show(known(last) ? top : undefined)}`), make("span", "now"));
+  scale.append(make("span", samples.length > 1 ? `${span(length / 1000)} ago` : "just begun"), make("span", `peak ${show(known(last) ? peak : undefined)}`), make("span", "now"));
   figure.append(caption, picture, scale);
   return figure;
 }
