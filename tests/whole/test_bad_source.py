@@ -37,6 +37,7 @@ def source() -> Iterator[SandboxThread]:
     with SandboxThread(cluster) as thread:
         thread.call(load.write, 500)
         writing = thread.call(lambda: asyncio.get_running_loop().create_task(load.run()))
+        thread.load = load  # type: ignore[attr-defined]
         yield thread
         assert not writing.done(), writing
         thread.call(writing.cancel)
@@ -181,6 +182,8 @@ def test_a_password_that_is_changed_while_it_runs(source: SandboxThread, service
 def test_a_bucket_that_is_made_anew_while_it_runs(source: SandboxThread, service: Service) -> None:
     """Another bucket of the same name is another bucket: the copy of the old one stays, whatever the new one says."""
     cluster = source.cluster
+    load: Load = source.load  # type: ignore[attr-defined]
+    source.call(setattr, load, "rate", 0)  # the new bucket stays empty, so that the old one's record can be put back
     old = list(cluster.vbuckets)
     source.call(lambda: asyncio.run_coroutine_threadsafe(cluster.recreate_bucket(), asyncio.get_running_loop()))
     until("the change to be told", lambda: "uuid" in "".join(complaints(service)) or service.ended() is not None)
