@@ -18,8 +18,7 @@ import typer
 from cli import options, output
 from cli.exits import Ended, complain
 from mirror.errors import ExitCode
-from mirror.serve import kv_bench
-from mirror.serve import http_bench
+from mirror.serve import http_bench, kv_bench
 from mirror.supervise.bench import ingest_rounds
 from storage import bench as storage_bench
 
@@ -173,7 +172,9 @@ def kv(
         storage_bench.store_rows(mirror, rows, snapshot_rows=documents)
         sample = storage_bench.sample_keys(reads, documents)
         try:
-            servers = [("mirror", stack.enter_context(kv_bench.mirror_server(mirror)), kv_bench.Memcached)]
+            servers: list[tuple[str, int, kv_bench.Protocol]] = [
+                ("mirror", stack.enter_context(kv_bench.mirror_server(mirror)), kv_bench.Memcached)
+            ]
             for name in kv_bench.peers():
                 held = [(b"document::%010d" % number, b"%0256d" % number) for number in range(documents)]
                 servers.append((name, *stack.enter_context(kv_bench.peer_server(name, held))))

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import bench, config, exits, sandbox
+from cli import bench, config, exits, sandbox, user
 from cli.changes import changes
 from cli.check import check
 from cli.demo import demo
@@ -60,6 +60,7 @@ app.command(rich_help_panel=LOOK)(state)
 app.command(rich_help_panel=LOOK)(check)
 app.command(rich_help_panel=MIRROR)(rollback)
 app.add_typer(sandbox.app, name="sandbox", rich_help_panel=MIRROR)
+app.add_typer(user.app, name="user", rich_help_panel=MIRROR)
 app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
 app.add_typer(config.app, name="config", rich_help_panel=LOOK)
 

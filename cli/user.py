@@ -1,0 +1,102 @@
+"""`user`: who may read over the network: a file of names, SCRAM verifiers and collections.
+
+Knows the file's place and the keyboard; what stands in it, `mirror.serve.auth` knows. Invariants: a password is typed
+(twice) or comes as one line on stdin, never on the command line, and is not kept; the file is readable by its owner
+alone and changes as a whole or not at all; running services take the change by themselves.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import options, output
+from cli.exits import Absent
+from mirror.errors import ConfigError
+from mirror.serve.auth import EVERYTHING, entry_of, parse_users, read_users
+
+app = typer.Typer(
+    name="user",
+    help="Who may read over the network.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+FileOption = Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The users file (setting users_file).")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
+
+
+@app.command()
+def add(
+    name: NameArgument,
+    file: FileOption,
+    read: Annotated[
+        list[str] | None,
+        typer.Option("--read", metavar="PATTERN", help="*, scope.* or scope.collection; several times for several."),
+    ] = None,
+) -> None:
+    """Add a user, or give one a new password. The password is asked for, or read from stdin."""
+    document = _load(file)
+    document.setdefault("users", {})[name] = entry_of(_password(name), tuple(read or EVERYTHING))
+    _save(file, document)
+
+
+@app.command()
+def remove(name: NameArgument, file: FileOption) -> None:
+    """Remove a user."""
+    document = _load(file)
+    if document.get("users", {}).pop(name, None) is None:
+        raise Absent(f"no user {name!r} in {file}")
+    _save(file, document)
+
+
+@app.command("list")
+def list_users(file: FileOption, as_json: options.JsonOption = False) -> None:
+    """Print the users and what they may read."""
+    readers, _, anonymous = parse_users(read_users(file), file)
+    rows = {reader.name: list(reader.patterns) for reader in readers.values()}
+    if as_json:
+        output.print_json({"users": rows, "anonymous": list(anonymous.patterns) if anonymous else None})
+        return
+    for name, patterns in rows.items():
+        typer.echo(f"{name}  {' '.join(patterns)}")
+    if anonymous is not None:
+        typer.echo(f"(whoever is on this machine)  {' '.join(anonymous.patterns)}")
+
+
+def _password(name: str) -> str:
+    if not sys.stdin.isatty():
+        password = sys.stdin.readline().rstrip("\r\n")
+    else:
+        password = getpass.getpass(f"Password of {name}: ")
+        if getpass.getpass("Again: ") != password:
+            raise ConfigError("the passwords differ", hint="type it again")
+    if not password:
+        raise ConfigError("no password was given", hint="type it, or give it as one line on stdin")
+    return password
+
+
+def _load(file: Path) -> dict[str, Any]:
+    document = read_users(file) if file.exists() else {"users": {}}
+    parse_users(document, file)
+    return document
+
+
+def _save(file: Path, document: dict[str, Any]) -> None:
+    parse_users(document, file)
+    unfinished = file.with_name(f".{file.name}.new")
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as out:
+            json.dump(document, out, indent=1)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(unfinished, file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}", setting="users_file") from None
