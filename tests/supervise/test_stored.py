@@ -13,7 +13,12 @@ def test_a_store_without_a_service_has_the_same_shape_with_nothing_invented(tmp_
     data = tmp_path / "data"
     directory.create(str(data), Identity("cluster", "bucket", "uuid", 4, 2))
     found = stored_status(data)
-    assert (found["service"], found["state"], found["bucket"], found["vbucket_count"]) == ("down", "stored", "bucket", 4)
+    assert (found["service"], found["state"], found["bucket"], found["vbucket_count"]) == (
+        "down",
+        "stored",
+        "bucket",
+        4,
+    )
     assert [row["vbid"] for row in found["vbuckets"]] == [0, 1, 2, 3]
     assert [row["group"] for row in found["vbuckets"]] == [0, 1, 0, 1]
     assert {row["lag_s"] for row in found["vbuckets"]} == {None}
