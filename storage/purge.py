@@ -118,7 +118,7 @@ class Purger:
         links = chain.load(environment, txn, vbid, pub[0], pub[1])
         floor = pub[2]
         purged = branches.purge_row(environment, txn, vbid)[0]
-        if purged < floor:
+        if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
             return self._purge_versions(txn, vbid, links, purged, floor)
         target = self._target_floor(txn, vbid, links, floor, now_ms)
         if target > floor:
@@ -136,16 +136,27 @@ class Purger:
         environment = self.environment
         data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
         branch, published, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
-        if branches.purge_row(environment, txn, vbid)[0] < floor:
-            return True
         if next(iter(self._removable(txn, vbid, now_ms)), None) is not None:
             return True
-        if published == floor:
+        purged = branches.purge_row(environment, txn, vbid)[0]
+        if published == floor == purged:
             return False
         links = chain.load(environment, txn, vbid, branch, published)
+        if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
+            return True
         return self._target_floor(txn, vbid, links, floor, now_ms) > floor
 
     # -- the floor ------------------------------------------------------------------------------------------------
+
+    def _is_history(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> bool:
+        """Whether what lies below the floor may go. The floor of a fresh mirror is its first boundary, which nobody
+        raised: till that is as old as the window, its tombstones are kept like any others.
+        """
+        window = self.window
+        if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
+            return True
+        boundary = chain.newest_boundary(self.environment, txn, vbid, links, floor)
+        return boundary is None or boundary.time_ms <= now_ms - window.time_ms
 
     def _target_floor(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> int:
         """Where the floor belongs; at least where it is."""

@@ -702,9 +702,10 @@ class View:
         begin_seqno: int,
         deletions: bool,
         raw: bool,
-        rows_max: int = CHUNK_ROWS,
+        rows_max: int | None = None,
     ) -> tuple[list[Document], bytes]:
         """Documents from `position` on, and where to go on (empty: the end)."""
+        rows_max = CHUNK_ROWS if rows_max is None else rows_max
         cuts = {link.branch: link.cut for link in served.links}
         found: list[tuple[bytes, bytes]] = []
         current = position

@@ -121,6 +121,18 @@ def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWrite
     assert [c.token.seqno for c in view.changes(0)] == [2, 4]  # from the beginning nothing is missing
 
 
+def test_tombstones_of_the_first_backfill_stay_for_the_window_too(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    publish(writer, 0, [(A, b"1", 1), (B, None, 2), (C, b"1", 3)])
+    purge(writer, Window(time_ms=HOUR_MS))
+    assert [d.key for d in view.scan(0, deletions=True)] == sorted([A, B, C])
+    clock.now += 2 * HOUR_MS
+    purge(writer, Window(time_ms=HOUR_MS))
+    assert [d.key for d in view.scan(0, deletions=True)] == sorted([A, C])
+    assert writer.state(0).local_purge_seqno == 2
+
+
 def test_a_tombstone_above_the_floor_stays(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(B, b"1", 2)])
