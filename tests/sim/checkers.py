@@ -27,6 +27,7 @@ from mirror.ingest.machine import Phase
 from mirror.sandbox.item import Item
 from storage import branches, chain, keys
 from storage.check import check
+from storage.environment import SHARED
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.model import SEQNO_MAX, Document
 from storage.removal import Dead
@@ -147,7 +148,8 @@ class Checker:
 
     def on_commit(self, writer: GroupWriter) -> None:
         """Every commit, before anything else happens."""
-        if writer not in self.mirror.writers:
+        announced, _ = SHARED.open.get(writer.environment.path, (None, 0))
+        if writer not in self.mirror.writers or announced is not writer.environment:
             self._late.append(writer)  # it is only just being opened, and no view can be had before that is done
             return
         self.counts["commits"] += 1

@@ -264,9 +264,9 @@ class Mirror:
         for group in self.consumer._groups:
             if group.error is None:
                 group.writer.commit()
-        self.drop_view()
         for writer in self.writers:
             writer.close()
+        self.drop_view()
         self.writers = []
         self.alive = False
         self.wires = [None, None]
