@@ -152,6 +152,14 @@ class Settings(BaseSettings):
     """Kept boundaries of a vbucket at most; None: as many as `history_s` keeps."""
     history_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes of rows above the history floor of a vbucket at most; None: as many as `history_s` keeps."""
+    publish: Literal["received", "persisted"] = "received"
+    """When a complete snapshot becomes visible: when it was received, or only when the source has it on the disk of the
+    active node and of every replica, so that a failover takes nothing back that readers have seen. That costs the
+    source's disks' delay for each document, a request for each waiting vbucket and copy every
+    `persistence_poll_interval_ms`, and a connection per node and worker; a node that does not answer holds everything
+    up. Not for ephemeral buckets: nothing of them is ever persisted."""
+    persistence_poll_interval_ms: Annotated[int, Field(ge=5, le=60_000)] = 100
+    """How often the source is asked what it has persisted, while snapshots wait for it."""
     worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
     """A worker that says nothing for this long is killed and started again."""
     stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 20.0

@@ -11,10 +11,11 @@ map everything pending is dropped and the states are read again from disk.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import lt
+from operator import itemgetter, lt
 from typing import Any
 
 import lmdb
@@ -377,15 +378,23 @@ class GroupWriter:
     ) -> None:
         """The snapshot that ends at `boundary_seqno` is complete; it becomes visible with a coming commit.
 
-        `boundary_seqno` must be the staged seqno, or above it where the source skipped the end.
+        `boundary_seqno` is the staged seqno, or above it where the source skipped the end; or below it, where a
+        complete snapshot was held back for a while: then what was staged after it stays staged.
         """
         vbucket = self._vbuckets[vbid]
-        assert boundary_seqno >= vbucket.staged_seqno, (vbid, boundary_seqno, vbucket.staged_seqno)
-        vbucket.complete_count = len(vbucket.rows)
+        assert boundary_seqno >= vbucket.base.staging_published_seqno, (vbid, boundary_seqno)
         vbucket.complete_seqno = boundary_seqno
         vbucket.complete_start = snap_start_seqno
-        vbucket.staged_seqno = boundary_seqno
-        vbucket.open_snapshot = None
+        if boundary_seqno >= vbucket.staged_seqno:
+            vbucket.complete_count = len(vbucket.rows)
+            vbucket.staged_seqno = boundary_seqno
+            vbucket.open_snapshot = None
+        else:
+            if vbucket.unordered:
+                vbucket.rows.sort()
+            vbucket.complete_count = bisect_left(
+                vbucket.rows, vbucket.prefix + (boundary_seqno + 1).to_bytes(8, "big"), key=itemgetter(0)
+            )
         if source_purge_seqno is not None:
             vbucket.change(source_purge_seqno=Seqno(source_purge_seqno))
         vbucket.dirty = True

@@ -26,10 +26,11 @@ import structlog
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
-from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFailed, MirrorError
+from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported
 from mirror.feed.bootstrap import Access, discover, fetch_high_seqnos, fetch_map, read_map
 from mirror.feed.connection_string import Address, ConnectionString
 from mirror.feed.nodes import NodeKeeper, pause_s
+from mirror.feed.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.transport import Opaques
 from mirror.feed.vbucket import VbucketActor
@@ -107,6 +108,11 @@ class Consumer:
         self._nodes: dict[Address, NodeKeeper] = {}
         self._node_of: dict[int, Address | None] = dict.fromkeys(self._actors)
         self._opaques = Opaques()
+        self._poller: PersistencePoller | None = None
+        if settings.publish == "persisted":
+            self._poller = PersistencePoller(self._access, self, self.clock)
+            for actor in self._actors.values():
+                actor.gate = PersistenceGate()
         self._dcp_name = f"dcp-mirror:{self.clock.unique()}:{worker}"
         self._was_ready = False
         self._map_wanted = asyncio.Event()
@@ -128,7 +134,7 @@ class Consumer:
             self._ending.set_result(None)
         tasks = [
             asyncio.create_task(work(), name=f"feed {work.__name__}")
-            for work in (self._follow_map, self._poll_seqnos, self._step_writers)
+            for work in (self._follow_map, self._poll_seqnos, self._step_writers, self._poll_persistence)
         ]
         for task in tasks:
             task.add_done_callback(self._task_ended)
@@ -248,6 +254,11 @@ class Consumer:
             raise BucketChanged(
                 f"bucket {self.identity.bucket_name} at the source has {new.vbucket_count} vbuckets, "
                 f"the data directory has {self.identity.vbucket_count}"
+            )
+        if new.ephemeral and self._poller is not None:
+            raise NotSupported(
+                f"bucket {self.identity.bucket_name} is ephemeral: nothing of it is ever persisted",
+                hint="set publish to received",
             )
         self._error = None
         self.cluster_map = new
@@ -515,6 +526,16 @@ class Consumer:
             if vbid in seqnos:
                 self._actors[vbid].source_high_seqno = seqnos[vbid]
                 self._guarded(vbid, partial(self._actors[vbid].handle, happenings.HighSeqno(seqnos[vbid])))
+
+    async def _poll_persistence(self) -> None:
+        if self._poller is not None:
+            await self._poller.run(self._actors.values())
+
+    def copies_of(self, vbid: int) -> list[Address]:
+        """Where the vbucket is, the active copy first; empty while nobody can say."""
+        found = [self._address(node) for node in self.cluster_map.copies_of(vbid)] if self.cluster_map else []
+        known = [address for address in found if address is not None]
+        return known if len(known) == len(found) else []
 
     def _watch_progress(self) -> None:
         """A stream that is open and brings nothing although its source is ahead is asked for anew."""

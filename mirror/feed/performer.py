@@ -50,6 +50,14 @@ class Actor(Protocol):
         """Answer a marker."""
         ...
 
+    def holds(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> bool:
+        """True when a complete snapshot is to stay invisible for now: the actor publishes it later."""
+        ...
+
+    def drop_held(self) -> bool:
+        """Complete snapshots that were held back will never be published as they are; were there any?"""
+        ...
+
     def commit(self) -> None:
         """Commit what the group has pending, and tell the machines what was published."""
         ...
@@ -148,7 +156,8 @@ def _stage_system_event(actor: Actor, asked: Any) -> Any:
 
 
 def _publish(actor: Actor, asked: Any) -> None:
-    actor.writer.publish(actor.vbid, asked.seqno, asked.snap_start_seqno, asked.source_purge_seqno)
+    if not actor.holds(asked.seqno, asked.snap_start_seqno, asked.source_purge_seqno):
+        actor.writer.publish(actor.vbid, asked.seqno, asked.snap_start_seqno, asked.source_purge_seqno)
 
 
 def _save_failover_log(actor: Actor, asked: Any) -> None:
@@ -157,11 +166,16 @@ def _save_failover_log(actor: Actor, asked: Any) -> None:
 
 def _roll_back(actor: Actor, asked: Any) -> Any:
     actor.commit()  # else the writer would, and the machines would not learn what was published
+    held = actor.drop_held()
     state = actor.writer.state(actor.vbid)
     if state.staging_branch != state.branch:
-        # What the machine goes back in is a refill, complete perhaps, of which nothing is published: it has no boundary.
-        # The boundaries of the copy that is still served are of another history.
+        # What the machine goes back in is a refill, complete perhaps, of which nothing is published: it has no
+        # boundary. Those of the copy that is still served are of another history.
         return happenings.NoBoundary()
+    if held and state.published_seqno <= asked.seqno:  # all that was lost is what no reader has seen
+        actor.writer.abandon(actor.vbid)
+        actor.reroute()
+        return happenings.RolledBack(actor.writer.state(actor.vbid))
     result = actor.writer.rollback(actor.vbid, asked.seqno)
     if result.boundary_seqno == 0:
         return happenings.NoBoundary()
@@ -171,6 +185,7 @@ def _roll_back(actor: Actor, asked: Any) -> Any:
 
 def _abandon(actor: Actor, _asked: Any) -> Any:
     actor.commit()
+    actor.drop_held()
     actor.writer.abandon(actor.vbid)
     actor.reroute()
     return happenings.Abandoned(actor.writer.state(actor.vbid))
@@ -188,6 +203,7 @@ def _begin_refill(actor: Actor, _asked: Any) -> Any:
                 f"{free_bytes >> 20} MiB are free"
             )
     actor.commit()
+    actor.drop_held()
     writer.begin_refill(actor.vbid)
     actor.reroute()
     return happenings.RefillBegun(writer.state(actor.vbid))

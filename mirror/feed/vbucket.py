@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mirror.clock import Clock
 from mirror.feed.performer import perform
+from mirror.feed.persistence import PersistenceGate
 from mirror.feed.session import NodeSession
 from mirror.ingest import events as happenings
 from mirror.ingest.backoff import delay_s
@@ -73,6 +74,8 @@ class VbucketActor:
         self.last_error: str | None = None
         self.stalls = 0
         self.violations = 0
+        self.gate: PersistenceGate | None = None
+        """Holds complete snapshots back until the source has persisted them; None: nothing is held back."""
         self._around = around
         self._retry: asyncio.TimerHandle | None = None
         # What was published when the process started, or after a rollback: at or below it nothing may be sent again.
@@ -91,6 +94,7 @@ class VbucketActor:
             self.session.close_stream(self.vbid, self.opaque)
         self.opaque = None
         self.machine = None
+        self.drop_held()
         self._cancel_retry()
 
     def attach(self, session: NodeSession) -> None:
@@ -192,6 +196,31 @@ class VbucketActor:
         if self.session is not None and self.session.ready and opaque == self.opaque:
             self.session.answer_marker(self.vbid, opaque)
 
+    def holds(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> bool:
+        """Keep a complete snapshot back until it is persisted, where that is asked for."""
+        return self.gate is not None and self.gate.holds(seqno, snap_start_seqno, purge_seqno)
+
+    def drop_held(self) -> bool:
+        """Forget what was held back."""
+        return self.gate is not None and self.gate.drop()
+
+    @property
+    def observed_vbuuid(self) -> int | None:
+        """The history to ask the source's persistence of, while something waits for it and a stream is open."""
+        if self.gate is None or not self.gate.waiting or not self.streaming:
+            return None
+        assert self.machine is not None
+        return self.machine.failover_log[0].vbuuid if self.machine.failover_log else None
+
+    def persisted(self, vbuuid: int, seqno: int) -> None:
+        """Everything up to `seqno` of the history `vbuuid` is persisted on every copy: publish what waited for it."""
+        if self.gate is None or vbuuid != self.observed_vbuuid:
+            return
+        released = self.gate.release(seqno)
+        if released is not None:
+            self.writer.publish(self.vbid, *released)
+            self._around.touch_group(self.vbid)
+
     def commit(self) -> None:
         """Commit the group now."""
         self._around.commit_group(self.vbid)
@@ -259,6 +288,8 @@ class VbucketActor:
             "stalls": self.stalls,
             "rollback_count": state.rollback_count,
             "last_rollback_ms": state.last_rollback_ms,
+            "persisted_seqno": self.gate.persisted_seqno if self.gate is not None else None,
+            "held_snapshots": self.gate.waiting if self.gate is not None else 0,
             "stale": state.staging_branch != state.branch and published > 0,
             "history_floor_seqno": int(state.history_floor_seqno),
             "local_purge_seqno": int(state.local_purge_seqno),

@@ -21,6 +21,9 @@ NO_NODE = -1
 HOST_PLACEHOLDER = "$HOST"
 """Stands for the address that the map was asked from."""
 
+VIEWS = "couchapi"
+"""The capability of buckets that have views, as only persistent ones have."""
+
 VBUCKET_COUNT_MAX = 65_536
 """A vbucket id has 16 bits on the wire; more rows than that cannot be a map."""
 
@@ -57,6 +60,10 @@ class ClusterMap:
     nodes: tuple[Node, ...]
     active: tuple[int, ...]
     cluster_uuid: str | None = None
+    replicas: tuple[tuple[int, ...], ...] = ()
+    """Of each vbucket the replicas that have a node, by index into `nodes`."""
+    ephemeral: bool = False
+    """The bucket lives in memory alone: nothing of it is ever persisted."""
 
     @property
     def vbucket_count(self) -> int:
@@ -67,6 +74,13 @@ class ClusterMap:
         """The node that serves the vbucket now."""
         index = self.active[vbid] if 0 <= vbid < len(self.active) else NO_NODE
         return None if index == NO_NODE else self.nodes[index]
+
+    def copies_of(self, vbid: int) -> list[Node]:
+        """The nodes that hold the vbucket now, the active one first; empty when there is no active one."""
+        active = self.node_of(vbid)
+        if active is None:
+            return []
+        return [active, *(self.nodes[index] for index in (self.replicas[vbid] if vbid < len(self.replicas) else ()))]
 
     def vbids_of(self, node: Node) -> list[int]:
         """All vbuckets that the node serves."""
@@ -107,8 +121,9 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
     server_map = config.get("vBucketServerMap")
     nodes = tuple(ext.node for ext in nodes_ext if ext.serves_kv)
     active: tuple[int, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
     if server_map is not None:
-        nodes, active = _parse_server_map(_dict(server_map, "vBucketServerMap"), nodes_ext, host)
+        nodes, active, replicas = _parse_server_map(_dict(server_map, "vBucketServerMap"), nodes_ext, host)
     return ClusterMap(
         rev_epoch=_int(config.get("revEpoch", 0), "revEpoch"),
         rev=_int(config.get("rev", 0), "rev"),
@@ -117,7 +132,16 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
         nodes=nodes,
         active=active,
         cluster_uuid=_text_or_none(config.get("clusterUUID"), "clusterUUID"),
+        replicas=replicas,
+        ephemeral=_is_ephemeral(config),
     )
+
+
+def _is_ephemeral(config: dict[str, Any]) -> bool:
+    """Only buckets that persist have views, which is how SDKs tell them apart (capability `couchapi`)."""
+    if config.get("nodeLocator") != "vbucket" or "bucketCapabilities" not in config:
+        return False
+    return VIEWS not in _list(config["bucketCapabilities"], "bucketCapabilities")
 
 
 def network_of(text: bytes | str, contacted_host: str) -> str:
@@ -158,8 +182,8 @@ class _NodeExt:
 
 def _parse_server_map(
     server_map: dict[str, Any], nodes_ext: Sequence[_NodeExt], contacted_host: str
-) -> tuple[tuple[Node, ...], tuple[int, ...]]:
-    """Nodes in the order of serverList, which the rows of the map count in, and the first column of the map."""
+) -> tuple[tuple[Node, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Nodes in the order of serverList, which the rows of the map count in, the first column of the map, the others."""
     by_address = {ext.own_address: ext.node for ext in nodes_ext}
     nodes = []
     for server in _list(server_map.get("serverList"), "serverList"):
@@ -169,13 +193,15 @@ def _parse_server_map(
     if len(rows) > VBUCKET_COUNT_MAX:
         raise MalformedClusterMap(f"vBucketMap has {len(rows)} rows")
     active = []
+    replicas = []
     for vbid, row in enumerate(rows):
-        chain = _list(row, "vBucketMap")
-        index = _int(chain[0], "vBucketMap") if chain else NO_NODE
-        if not NO_NODE <= index < len(nodes):
-            raise MalformedClusterMap(f"vBucketMap: vbucket {vbid} is on node {index} of {len(nodes)}")
-        active.append(index)
-    return tuple(nodes), tuple(active)
+        chain = [_int(index, "vBucketMap") for index in _list(row, "vBucketMap")]
+        for index in chain:
+            if not NO_NODE <= index < len(nodes):
+                raise MalformedClusterMap(f"vBucketMap: vbucket {vbid} is on node {index} of {len(nodes)}")
+        active.append(chain[0] if chain else NO_NODE)
+        replicas.append(tuple(index for index in chain[1:] if index != NO_NODE))
+    return tuple(nodes), tuple(active), tuple(replicas)
 
 
 def _load(text: bytes | str) -> dict[str, Any]:

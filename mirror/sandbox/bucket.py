@@ -66,6 +66,8 @@ class Bucket:
         )
         self.states: dict[int, VbucketState] = {}
         """States set by hand on the vbucket's own node: dead, replica, pending."""
+        self.persistence_holds: dict[tuple[int, int], int] = {}
+        """(vbid, node number) -> seqno above which that copy has nothing on its disk, for as long as it stands here."""
         self.sent = [Sent() for _ in range(vbuckets)]
         self.on_map_change: list[Callable[[], None]] = []
         self.on_state_change: list[Callable[[int], None]] = []
@@ -79,6 +81,20 @@ class Bucket:
         if self.map.owners[vbid] == node_number:
             return self.states.get(vbid, VbucketState.ACTIVE)
         return VbucketState.REPLICA if node_number in self.map.replicas[vbid] else VbucketState.DEAD
+
+    def persisted_seqno(self, vbid: int, node_number: int) -> int:
+        """How far a copy has got to its disk: everything, unless it is held back, and nothing of ephemeral buckets."""
+        if self.map.ephemeral:
+            return 0
+        high_seqno = self.vbuckets[vbid].high_seqno
+        return min(high_seqno, self.persistence_holds.get((vbid, node_number), high_seqno))
+
+    def hold_persistence(self, vbid: int, node_number: int, seqno: int | None) -> None:
+        """Let nothing above `seqno` get to that copy's disk; None: let everything."""
+        if seqno is None:
+            self.persistence_holds.pop((vbid, node_number), None)
+        else:
+            self.persistence_holds[vbid, node_number] = seqno
 
     def map_changed(self, *vbids: int) -> None:
         """The map is another now; the streams of these vbuckets are over where they were."""

@@ -51,6 +51,8 @@ class ClusterMap:
     rev: int = 1
     epoch: int = 1
     replica_count: int = 0
+    ephemeral: bool = False
+    """The bucket is said to live in memory alone: it has no views."""
     _cache: dict[tuple[int, bool], bytes] = field(default_factory=dict)
 
     def bump(self) -> None:
@@ -86,7 +88,7 @@ class ClusterMap:
             "name": self.bucket,
             "nodeLocator": "vbucket",
             "uuid": self.bucket_uuid,
-            "bucketCapabilities": BUCKET_CAPABILITIES,
+            "bucketCapabilities": [name for name in BUCKET_CAPABILITIES if name != "couchapi" or not self.ephemeral],
             **capabilities,
             "nodes": [{"hostname": f"$HOST:{MGMT_PORT}", "ports": {"direct": node.port}} for node in self.nodes],
             "nodesExt": nodes_ext,

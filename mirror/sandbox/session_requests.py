@@ -202,13 +202,14 @@ def _observe_seqno(session: Session, frame: Frame) -> Reply:
         return not_my_vbucket(session)
     vbucket = bucket.vbuckets[vbid]
     high = vbucket.high_seqno
+    persisted = bucket.persisted_seqno(vbid, session.port.node_number)
     if asked == vbucket.vbuuid:
-        seen = codec_kv.ObservedSeqno(vbid, asked, high, high)
+        seen = codec_kv.ObservedSeqno(vbid, asked, persisted, high)
         return Reply(value=codec_kv.encode_observe_seqno(seen))
     upper = high
     for entry in vbucket.failover_log:
         if entry.vbuuid == asked:
-            seen = codec_kv.ObservedSeqno(vbid, vbucket.vbuuid, high, high, asked, upper)
+            seen = codec_kv.ObservedSeqno(vbid, vbucket.vbuuid, persisted, high, asked, upper)
             return Reply(value=codec_kv.encode_observe_seqno(seen))
         upper = entry.seqno
     return session.refuse(Status.KEY_ENOENT)

@@ -25,6 +25,8 @@ TREND_REPORTS_MAX = 64
 
 
 HISTORY_FIELDS = (
+    "persisted_seqno",
+    "held_snapshots",
     "stale",
     "history_floor_seqno",
     "history_floor_ms",

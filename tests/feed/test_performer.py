@@ -11,6 +11,7 @@ import pytest
 
 from mirror.feed import performer
 from mirror.feed.performer import perform
+from mirror.feed.persistence import PersistenceGate
 from mirror.ingest import events as happenings
 from mirror.ingest import instructions as deeds
 from mirror.ingest.instructions import Instruction
@@ -40,6 +41,7 @@ class Actor:
         self.told: list[Any] = []
         self.connected = True
         self.answers: dict[type, list[Instruction]] = {}
+        self.gate: PersistenceGate | None = None
 
     def tell(self, event: Any) -> list[Instruction]:
         self.told.append(event)
@@ -58,6 +60,12 @@ class Actor:
 
     def answer_marker(self, opaque: int) -> None:
         self.done.append(("marker", opaque))
+
+    def holds(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> bool:
+        return self.gate is not None and self.gate.holds(seqno, snap_start_seqno, purge_seqno)
+
+    def drop_held(self) -> bool:
+        return self.gate is not None and self.gate.drop()
 
     def commit(self) -> None:
         self.done.append("commit")
@@ -162,6 +170,24 @@ def test_rollback_is_answered_with_the_state_or_with_no_boundary(actor: Actor) -
     actor.told.clear()
     perform(actor, [deeds.RollbackTo(VBID, "t", Seqno(1))])
     assert actor.told == [happenings.NoBoundary()]
+
+
+def test_what_a_gate_holds_stays_staged_and_a_rollback_of_it_alone_is_none_to_readers(actor: Actor) -> None:
+    actor.gate = PersistenceGate()
+    actor.gate.release(2)
+    perform(actor, [stage(actor, 1, 2), publish(2)])
+    actor.writer.commit()
+    perform(actor, [stage(actor, 3, 4), publish(4), stage(actor, 5), publish(5)])
+    actor.writer.commit()
+    assert (actor.writer.state(0).published_seqno, actor.writer.state(0).staged_seqno) == (2, 5)
+    perform(actor, [deeds.RollbackTo(VBID, "t", Seqno(3))])
+    (answer,) = actor.told
+    assert isinstance(answer, happenings.RolledBack)
+    assert (answer.state.published_seqno, answer.state.staged_seqno, answer.state.rollback_count) == (2, 2, 0)
+    assert actor.gate.waiting == 0
+    actor.gate.release(2)
+    perform(actor, [stage(actor, 3), publish(3), deeds.RollbackTo(VBID, "t", Seqno(1))])
+    assert actor.told[-1] == happenings.NoBoundary()  # what readers have seen was lost, and nothing older is kept
 
 
 def test_a_refill_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_to(

@@ -161,3 +161,33 @@ def test_any_json_is_a_map_whose_indices_hold_or_a_malformed_one(
         return
     for vbid in range(cluster_map.vbucket_count):
         cluster_map.node_of(vbid)
+
+
+def test_copies_are_the_active_node_and_the_replicas_that_have_one() -> None:
+    config = {
+        "nodesExt": [{"services": {"kv": port}, "hostname": "h"} for port in (1, 2, 3)],
+        "vBucketServerMap": {
+            "serverList": ["h:1", "h:2", "h:3"],
+            "vBucketMap": [[0, 1, 2], [1, -1, 0], [-1, 2, 1], [2]],
+        },
+    }
+    found = parse_cluster_map(json.dumps(config), "h")
+    assert [[node.kv_port for node in found.copies_of(vbid)] for vbid in range(4)] == [[1, 2, 3], [2, 1], [], [3]]
+    assert found.copies_of(9) == []
+    config["vBucketServerMap"]["vBucketMap"][0][2] = 3  # type: ignore[index]
+    with pytest.raises(MalformedClusterMap, match="on node 3 of 3"):
+        parse_cluster_map(json.dumps(config), "h")
+
+
+@pytest.mark.parametrize(
+    ("more", "ephemeral"),
+    [
+        ({}, False),
+        ({"nodeLocator": "vbucket", "bucketCapabilities": ["dcp", "couchapi"]}, False),
+        ({"nodeLocator": "vbucket", "bucketCapabilities": ["dcp"]}, True),
+        ({"bucketCapabilities": ["dcp"]}, False),
+    ],
+)
+def test_a_bucket_without_views_is_ephemeral(more: dict[str, object], ephemeral: bool) -> None:
+    config = {"vBucketServerMap": {"serverList": ["h:1"], "vBucketMap": [[0]]}} | more
+    assert parse_cluster_map(json.dumps(config), "h").ephemeral is ephemeral

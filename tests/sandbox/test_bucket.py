@@ -96,3 +96,15 @@ def test_the_same_seed_gives_the_same_histories() -> None:
         return [vbucket.vbuuid for vbucket in SandboxCluster(vbuckets=4, seed=seed).bucket.vbuckets]
 
     assert uuids(1) == uuids(1) != uuids(2)
+
+
+def test_a_copy_can_be_kept_from_persisting(bucket: Bucket) -> None:
+    for number in range(3):
+        bucket.set(f"k{number}", {}, vbid=1)
+    assert bucket.persisted_seqno(1, 0) == 3
+    bucket.hold_persistence(1, 0, 2)
+    assert (bucket.persisted_seqno(1, 0), bucket.persisted_seqno(1, 1)) == (2, 3)
+    bucket.hold_persistence(1, 0, None)
+    assert bucket.persisted_seqno(1, 0) == 3
+    bucket.map.ephemeral = True
+    assert bucket.persisted_seqno(1, 0) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def publish(writer: GroupWriter, vbid: int, key: bytes, value: bytes, seqno: int
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Iterator[str]:
+def path(tmp_path: Path) -> str:
     made = str(tmp_path / "data")
     directory.create(made, IDENTITY)
     writer = open_writer(made, "stale")
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Iterator[str]:
         writer.save_failover_log(vbid, log())
         publish(writer, vbid, keys_of(vbid, 1)[0], b"old", 3)
     writer.close()
-    yield made
+    return made
 
 
 READS: dict[str, Callable[[View], Any]] = {

@@ -1,0 +1,232 @@
+"""Publishing only what the source has persisted on every copy: what waits for it, and asking how far it is.
+
+Knows snapshot ends that are complete and not yet visible, the cluster map's copies of a vbucket, and OBSERVE_SEQNO
+(protocol facts, pain 14; kv_engine docs/BinaryProtocol.md). Must never know rows: what waits stays staged in the store,
+so memory holds a few numbers for each vbucket. Invariants: an end is released only when the active copy and every
+replica that the map names have said, of the history of the open stream, that they persisted it; of a failover in
+between only what both histories share counts; nobody is asked while nothing waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.config import Settings
+from mirror.errors import ClusterError, NotSupported
+from mirror.feed.bootstrap import Access, enter
+from mirror.feed.connection_string import Address
+from mirror.feed.nodes import pause_s
+from mirror.feed.transport import Link
+from mirror.wire import codec_kv
+from mirror.wire.constants import Status, status_name
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.frame import Frame
+
+log = structlog.get_logger("feed")
+
+HELD_MAX = 64
+"""Ends that wait in one vbucket. More are thinned out: any complete end may be the one that is published."""
+
+Held = tuple[int, int, int | None]
+"""Snapshot end, its start, the source's purge seqno where known."""
+
+
+class PersistenceGate:
+    """The complete snapshots of one vbucket that are not visible yet."""
+
+    def __init__(self) -> None:
+        """Nothing waits, nothing is known to be persisted."""
+        self.persisted_seqno = 0
+        self._held: list[Held] = []
+
+    @property
+    def waiting(self) -> int:
+        """How many ends wait."""
+        return len(self._held)
+
+    def holds(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> bool:
+        """Take an end in, unless it is persisted already."""
+        if seqno <= self.persisted_seqno:
+            self._held = []  # all of them lie below
+            return False
+        self._held.append((seqno, snap_start_seqno, purge_seqno))
+        if len(self._held) > HELD_MAX:
+            del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
+        return True
+
+    def release(self, persisted_seqno: int) -> Held | None:
+        """The newest end that is persisted now, which stands for those before it."""
+        self.persisted_seqno = max(self.persisted_seqno, persisted_seqno)
+        ready = [held for held in self._held if held[0] <= self.persisted_seqno]
+        self._held = self._held[len(ready) :]
+        return ready[-1] if ready else None
+
+    def drop(self) -> bool:
+        """Forget everything: the history may be another one from here on. True when something waited."""
+        waited = bool(self._held)
+        self._held = []
+        self.persisted_seqno = 0
+        return waited
+
+
+class Waiting(Protocol):
+    """A vbucket that may have something waiting."""
+
+    vbid: int
+
+    @property
+    def observed_vbuuid(self) -> int | None:
+        """The history to ask about; None: nothing waits."""
+        ...
+
+    def persisted(self, vbuuid: int, seqno: int) -> None:
+        """What every copy has persisted."""
+        ...
+
+
+class Copies(Protocol):
+    """Where the copies of vbuckets are."""
+
+    def copies_of(self, vbid: int) -> Sequence[Address]:
+        """The active node first; empty when nobody can say."""
+        ...
+
+    def refresh_map(self, config: bytes, vbid: int) -> None:
+        """Somebody says that a copy is elsewhere."""
+        ...
+
+
+def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
+    """How much of the history `vbuuid` a copy has persisted, by its answer."""
+    if seen.old_vbuuid is None:
+        return seen.persisted_seqno if seen.vbuuid == vbuuid else 0
+    if seen.old_vbuuid != vbuuid:
+        return 0
+    return min(seen.persisted_seqno, seen.last_seqno_received or 0)
+
+
+class PersistencePoller:
+    """Asks every copy of the vbuckets in which something waits. One plain connection per node, opened when needed."""
+
+    def __init__(self, access: Access, copies: Copies, clock: Clock) -> None:
+        """`run` begins."""
+        self._access = access
+        self._copies = copies
+        self._clock = clock
+        self._settings: Settings = access.settings
+        self._links: dict[Address, Link] = {}
+        self._failures: dict[Address, int] = {}
+        self._not_before: dict[Address, float] = {}
+
+    async def run(self, waiting: Iterable[Waiting]) -> None:
+        """Ask until cancelled. Raises NotSupported where the source cannot say."""
+        actors = list(waiting)
+        try:
+            while True:
+                await self._clock.sleep(self._settings.persistence_poll_interval_ms / 1000)
+                asked = {actor.vbid: vbuuid for actor in actors if (vbuuid := actor.observed_vbuuid) is not None}
+                if asked:
+                    found = await self.ask(asked)
+                    for actor in actors:
+                        if actor.vbid in found:
+                            actor.persisted(asked[actor.vbid], found[actor.vbid])
+        finally:
+            for link in self._links.values():
+                link.close()
+
+    async def ask(self, asked: Mapping[int, int]) -> dict[int, int]:
+        """For each vbid and vbuuid what every copy has persisted; without those of which a copy did not answer."""
+        by_node: dict[Address, list[int]] = {}
+        for vbid in asked:
+            for address in self._copies.copies_of(vbid):
+                by_node.setdefault(address, []).append(vbid)
+        answers = await asyncio.gather(*(self._ask_node(address, vbids, asked) for address, vbids in by_node.items()))
+        found: dict[int, int] = {}
+        missing: set[int] = set()
+        for vbids, seen in zip(by_node.values(), answers, strict=True):
+            for vbid in vbids:
+                if vbid in seen:
+                    found[vbid] = min(found.get(vbid, seen[vbid]), seen[vbid])
+                else:
+                    missing.add(vbid)
+        return {vbid: seqno for vbid, seqno in found.items() if vbid not in missing}
+
+    async def _ask_node(self, address: Address, vbids: Sequence[int], asked: Mapping[int, int]) -> dict[int, int]:
+        """What one node says; empty when it cannot be reached."""
+        try:
+            link = await self._link(address)
+            if link is None:
+                return {}
+            frames = await self._observe(link, vbids, asked)
+        except NotSupported:
+            raise
+        except ClusterError as error:
+            self._failed(address, error)
+            return {}
+        self._failures.pop(address, None)
+        found = {}
+        for vbid, frame in frames.items():
+            if (seqno := self._read(address, vbid, asked[vbid], frame)) is not None:
+                found[vbid] = seqno
+        return found
+
+    async def _link(self, address: Address) -> Link | None:
+        link = self._links.get(address)
+        if link is not None and not link.closed:
+            return link
+        if self._clock.monotonic() < self._not_before.get(address, 0):
+            return None
+        link, _ = await enter(self._access, address, self._clock)
+        self._links[address] = link
+        return link
+
+    def _failed(self, address: Address, error: ClusterError) -> None:
+        failures = self._failures[address] = self._failures.get(address, 0) + 1
+        pause = pause_s(failures - 1, self._settings, self._clock.jitter())
+        self._not_before[address] = self._clock.monotonic() + pause
+        if failures & (failures - 1) == 0:
+            log.warning("a node does not say what it persisted", node=str(address), error=str(error), failures=failures)
+
+    async def _observe(self, link: Link, vbids: Sequence[int], asked: Mapping[int, int]) -> dict[int, Frame]:
+        frames: dict[int, Frame] = {}
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def settle(vbid: int, outcome: Frame | ClusterError) -> None:
+            if isinstance(outcome, Frame):
+                frames[vbid] = outcome
+                if len(frames) == len(vbids) and not done.done():
+                    done.set_result(None)
+            elif not done.done():
+                done.set_exception(outcome)
+
+        for vbid in vbids:
+            request = codec_kv.observe_seqno(vbid, asked[vbid], opaque=link.next_opaque())
+            link.ask(request, lambda outcome, at=vbid: settle(at, outcome))  # type: ignore[misc]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                await done
+        return dict(frames)
+
+    def _read(self, address: Address, vbid: int, vbuuid: int, frame: Frame) -> int | None:
+        """What an answer says; None: nothing."""
+        if frame.status == Status.SUCCESS:
+            try:
+                return common_persisted(codec_kv.decode_observe_seqno(frame.value), vbuuid)
+            except RemoteProtocolError as error:
+                log.warning("an answer to OBSERVE_SEQNO makes no sense", node=str(address), error=str(error))
+                return None
+        if frame.status in (Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):
+            raise NotSupported(
+                f"{address} does not say what it has persisted: {status_name(frame.status)}",
+                hint="set publish to received; persisted needs Couchbase Server 4.0 or newer",
+                node=str(address),
+            )
+        if frame.status == Status.NOT_MY_VBUCKET:
+            self._copies.refresh_map(frame.value, vbid)
+        return None  # KEY_ENOENT: a replica that has not heard of this history yet

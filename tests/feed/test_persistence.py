@@ -1,0 +1,252 @@
+"""Publishing only what the source has persisted on every copy: the gate, the answers, the consumer with both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.errors import NotSupported
+from mirror.feed.bootstrap import Access
+from mirror.feed.connection_string import Address, parse
+from mirror.feed.persistence import HELD_MAX, PersistenceGate, PersistencePoller, common_persisted
+from mirror.sandbox import node as sandbox_node
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.wire.codec_kv import ObservedSeqno
+from mirror.wire.constants import Opcode
+from storage.check import check
+from storage.view import open_view
+from tests.feed.harness import Mirror
+
+VBUCKETS = 4
+
+
+# --- the gate
+
+
+def test_an_end_waits_until_it_is_persisted_and_stands_for_those_before_it() -> None:
+    gate = PersistenceGate()
+    assert gate.holds(5, 1, None)
+    assert gate.holds(9, 6, 3)
+    assert gate.holds(12, 10, None)
+    assert gate.release(4) is None
+    assert gate.waiting == 3
+    assert gate.release(11) == (9, 6, 3)
+    assert gate.waiting == 1
+    assert gate.release(7) is None  # an answer that was late takes nothing back
+    assert gate.persisted_seqno == 11
+    assert not gate.holds(11, 10, None)
+    assert gate.waiting == 0
+
+
+def test_a_new_history_begins_with_nothing_known() -> None:
+    gate = PersistenceGate()
+    gate.release(50)
+    assert gate.holds(60, 51, None)
+    assert gate.drop()
+    assert not gate.drop()
+    assert gate.holds(40, 1, None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_however_many_wait_few_are_kept_and_what_is_released_was_an_end(seed: int) -> None:
+    rng, gate, ends, released = Random(seed), PersistenceGate(), [0], 0
+    for _ in range(3000):
+        ends.append(ends[-1] + rng.randrange(1, 4))
+        gate.holds(ends[-1], ends[-2] + 1, None)
+        assert gate.waiting <= HELD_MAX
+        if rng.random() < 0.05 and (found := gate.release(rng.randrange(released, ends[-1] + 1))) is not None:
+            assert found[0] in ends
+            assert released < found[0] <= gate.persisted_seqno
+            released = found[0]
+    assert gate.release(ends[-1]) == (ends[-1], ends[-2] + 1, None) or gate.waiting == 0
+
+
+def test_of_a_failover_only_what_both_histories_share_counts() -> None:
+    assert common_persisted(ObservedSeqno(1, 7, 30, 40), 7) == 30
+    assert common_persisted(ObservedSeqno(1, 8, 30, 40), 7) == 0
+    assert common_persisted(ObservedSeqno(1, 8, 30, 40, 7, 20), 7) == 20
+    assert common_persisted(ObservedSeqno(1, 8, 10, 40, 7, 20), 7) == 10
+    assert common_persisted(ObservedSeqno(1, 8, 10, 40, 9, 20), 7) == 0
+
+
+# --- the whole
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[SandboxCluster]:
+    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, replicas=1, seed=3) as running:
+        yield running
+
+
+def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+    return Mirror(
+        path,
+        bucket=cluster.bucket.name,
+        bucket_uuid=cluster.bucket.map.bucket_uuid,
+        vbuckets=VBUCKETS,
+        password="demo",
+        settings={"publish": "persisted", "persistence_poll_interval_ms": 5, **settings},
+    )
+
+
+def write(cluster: SandboxCluster, vbid: int, count: int, name: str = "doc") -> int:
+    for number in range(count):
+        cluster.set(f"{name}-{number}", {"n": number}, vbid=vbid)
+    return cluster.vbucket(vbid).high_seqno
+
+
+def replica_of(cluster: SandboxCluster, vbid: int) -> int:
+    return cluster.bucket.map.replicas[vbid][0]
+
+
+def assert_equal(mirror: Mirror, cluster: SandboxCluster) -> None:
+    assert check(mirror.path, deep=True).problems == []
+    with open_view(mirror.path) as view:
+        for vbid in range(VBUCKETS):
+            source = cluster.vbucket(vbid).state_at(view.state(vbid).published_seqno)
+            seen = {b"\0" + document.key: document.seqno for document in view.scan(vbid, now=0)}
+            assert seen == {key: item.seqno for key, item in source.items()}, f"vb {vbid}"
+
+
+@pytest.mark.parametrize("copy", ["active", "replica"])
+async def test_what_one_copy_has_not_persisted_stays_invisible(
+    cluster: SandboxCluster, tmp_path: Path, copy: str
+) -> None:
+    node = cluster.bucket.map.owners[1] if copy == "active" else replica_of(cluster, 1)
+    first = write(cluster, 1, 20)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await mirror.until_published(1, first)
+    cluster.bucket.hold_persistence(1, node, first + 5)
+    other = write(cluster, 2, 10)
+    for round_number in range(10):
+        high = write(cluster, 1, 3, f"round-{round_number}")
+        await mirror.until(lambda high=high: mirror.row(1)["staged_seqno"] >= high, "staged")  # type: ignore[misc]
+    await mirror.until_published(2, other)  # the others do not wait
+    row = mirror.row(1)
+    assert first <= row["published_seqno"] <= first + 5
+    assert row["held_snapshots"] > 0
+    assert row["persisted_seqno"] == first + 5
+    cluster.bucket.hold_persistence(1, node, first + 20)
+    await mirror.until(lambda: mirror.row(1)["published_seqno"] > first + 5, "some of it")
+    assert mirror.row(1)["published_seqno"] <= first + 20
+    cluster.bucket.hold_persistence(1, node, None)
+    await mirror.until_published(1, high)
+    assert mirror.row(1)["held_snapshots"] == 0
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_a_failover_takes_nothing_back_that_readers_have_seen(cluster: SandboxCluster, tmp_path: Path) -> None:
+    first = write(cluster, 1, 20)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await mirror.until_published(1, first)
+    cluster.bucket.hold_persistence(1, replica_of(cluster, 1), first)
+    high = write(cluster, 1, 10, "lost")
+    await mirror.until(lambda: mirror.row(1)["staged_seqno"] == high, "staged")
+    cluster.failover(1, lose=10)
+    cluster.bucket.persistence_holds.clear()
+    write(cluster, 1, 3, "after")
+    await mirror.until_published(1, first + 3)
+    assert mirror.row(1)["rollback_count"] == 0
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+    with open_view(mirror.path) as view:
+        assert view.rollbacks(1) == []
+        assert view.boundaries(1)[0].seqno == first + 3
+
+
+async def test_what_waits_is_on_the_disk_and_a_restart_does_not_let_it_out(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    """Small batches, so that waiting snapshots are written down; then a new process finds them there."""
+    first = write(cluster, 1, 5)
+    mirror = mirror_of(cluster, tmp_path, batch_bytes_max=64 * 1024)
+    mirror.start(cluster.connection_string)
+    await mirror.until_published(1, first)
+    cluster.bucket.hold_persistence(1, replica_of(cluster, 1), first)
+    for number in range(100):
+        cluster.set(f"large-{number}", b"x" * 4096, vbid=1)
+        if number % 10 == 9:
+            high = cluster.vbucket(1).high_seqno
+            await mirror.until(lambda high=high: mirror.row(1)["staged_seqno"] >= high, "staged")  # type: ignore[misc]
+    assert mirror.writers[0].pending_bytes < 200 * 1024
+    assert mirror.row(1)["published_seqno"] == first
+    await mirror.stop()
+    with open_view(mirror.path) as view:
+        assert view.state(1).published_seqno == first
+        assert view.state(1).staged_seqno > first
+    mirror.start(cluster.connection_string)
+    await mirror.until(lambda: mirror.row(1)["staged_seqno"] >= high, "staged again")
+    assert mirror.row(1)["published_seqno"] == first
+    cluster.bucket.persistence_holds.clear()
+    await mirror.until_published(1, high)
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_an_ephemeral_bucket_is_refused_by_name(cluster: SandboxCluster, tmp_path: Path) -> None:
+    cluster.bucket.map.ephemeral = True
+    cluster.bucket.map.bump()
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    error = await mirror.fails()
+    assert isinstance(error, NotSupported)
+    assert "ephemeral" in str(error)
+    assert "set publish to received" in str(error)
+
+
+async def test_a_replica_that_is_away_holds_its_vbuckets_until_the_map_forgets_it(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    here = next(vbid for vbid in range(VBUCKETS) if cluster.bucket.map.owners[vbid] == 0)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await mirror.until_published(here, write(cluster, here, 5))
+    await cluster.kill_node(1)
+    high = write(cluster, here, 5, "while-away")
+    await mirror.until(lambda: mirror.row(here)["staged_seqno"] == high, "staged")
+    assert mirror.row(here)["published_seqno"] < high
+    await cluster.restart_node(1)
+    await mirror.until_published(here, high)
+    await mirror.stop()
+
+
+async def test_a_server_that_cannot_say_is_refused(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sandbox_node.OPERATIONS, Opcode.OBSERVE_SEQNO)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    write(cluster, 1, 1)
+    error = await mirror.fails()
+    assert isinstance(error, NotSupported)
+    assert "does not say what it has persisted" in str(error)
+
+
+async def test_answers_that_say_nothing_hold_and_another_place_refreshes_the_map(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    class Away:
+        def copies_of(self, vbid: int) -> list[Address]:
+            return list(parse(cluster.connection_string).addresses)[:1]
+
+        def refresh_map(self, config: bytes, vbid: int) -> None:
+            refreshed.append(vbid)
+
+    refreshed: list[int] = []
+    mirror = mirror_of(cluster, tmp_path)
+    access = Access.of(parse(cluster.connection_string), mirror.settings)
+    poller = PersistencePoller(access, Away(), SystemClock())
+    assert await poller.ask({0: cluster.vbucket(0).vbuuid}) == {0: 0}
+    assert await poller.ask({0: 12345}) == {}  # an unknown history
+    assert await poller.ask({0: cluster.vbucket(0).vbuuid, 200: 1}) == {0: 0}
+    assert refreshed == [200]
+    for link in poller._links.values():
+        link.close()

@@ -1,0 +1,84 @@
+"""Publishing at a complete end below what is staged: what comes after it stays invisible, wherever its rows are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import storage.index
+import storage.writer
+from storage import directory
+from storage.check import check
+from storage.view import open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of, log, row, span
+
+
+@pytest.mark.parametrize("inline_rows", [2, 1000], ids=["by a job", "in the commit"])
+@pytest.mark.parametrize("seed", range(15))
+def test_any_complete_end_may_be_published_later(
+    tmp_path: Path, seed: int, inline_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.writer, "INLINE_INDEX_ROWS", inline_rows)
+    monkeypatch.setattr(storage.index, "SLICE_ROWS", 3)
+    path = str(tmp_path / "data")
+    directory.create(path, IDENTITY)
+
+    def open_writer() -> GroupWriter:
+        return GroupWriter.open(
+            directory.group_path(path, 0),
+            group=0,
+            vbids=directory.group_vbids(IDENTITY, 0),
+            identity=IDENTITY,
+            clock_ms=lambda: 1,
+        )
+
+    rng = Random(seed)
+    names = keys_of(0, 6)
+    writer = open_writer()
+    writer.save_failover_log(0, log())
+    events: list[tuple[int, bytes]] = []
+    ends: list[int] = []
+    published = 0
+    with open_view(path) as view:
+        for _ in range(60):
+            start = writer.state(0).staged_seqno + 1
+            end = start + rng.randrange(4)
+            batch = [(seqno, rng.choice(names)) for seqno in range(start, end + 1)]
+            events += batch
+            staged = [row(writer.row_prefix(0), key, b"%d" % seqno, seqno) for seqno, key in batch]
+            writer.stage(0, staged, 9 * len(staged), span(start, end))
+            ends.append(end)
+            if rng.random() < 0.3:
+                writer.commit(flush_open=rng.random() < 0.7)
+            if rng.random() < 0.4 and not writer.publishing(0):
+                published = rng.choice([each for each in ends if each >= published])
+                writer.publish(0, published, 0)
+                writer.commit(flush_open=rng.random() < 0.3)
+                while writer.publishing(0):
+                    writer.step()
+                    writer.commit()
+                state = writer.state(0)
+                assert (state.published_seqno, state.staged_seqno) == (published, end)
+                assert (state.open_snapshot is None) == (published == end)
+            contents = {key: seqno for seqno, key in events if seqno <= published}
+            assert {document.key: int(document.seqno) for document in view.scan(0)} == contents
+    writer.commit(flush_open=True)
+    if published < ends[-1]:
+        assert writer.state(0).open_snapshot is not None  # else the next writer would take it for complete
+    writer.close()
+    assert check(path, deep=True).problems == []
+    writer = open_writer()
+    assert not writer.publishing(0)
+    assert writer.state(0).published_seqno == published
+    writer.publish(0, ends[-1], 0)
+    writer.commit()
+    while writer.publishing(0):
+        writer.step()
+        writer.commit()
+    writer.close()
+    assert check(path, deep=True).problems == []
+    with open_view(path) as view:
+        assert {document.key: int(document.seqno) for document in view.scan(0)} == {key: at for at, key in events}
