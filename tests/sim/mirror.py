@@ -245,6 +245,8 @@ class Mirror:
         self.wires = [None, None]
         self.loop.forget()
         for writer in self.writers:
+            if writer._closed:
+                continue  # it died while it was closing, and its `finally` has let go of everything
             for vbucket in writer._jobs:
                 if vbucket.job is not None:
                     vbucket.job.close()
