@@ -36,8 +36,9 @@ def scan(
     if isinstance(wanted, int) and vbid is None:
         raise ConfigError("a seqno means something in one vbucket only", hint="give --vbid, or a time to --as-of")
     with open_view(str(options.data_directory(data, config))) as view:
-        if wanted is not None and vbid is not None:
-            announce(boundary_of(view, vbid, wanted), vbid)
+        if wanted is not None:
+            for each in range(view.identity.vbucket_count) if vbid is None else (vbid,):
+                announce(boundary_of(view, each, wanted), each)
         for document in view.scan(
             vbid,
             prefix=prefix.encode(errors="surrogateescape"),

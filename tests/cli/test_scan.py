@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,18 @@ def test_a_vbucket_that_is_not_there(mirrored: Path, vbid: str) -> None:
     result = call("scan", "--data", mirrored, "--vbid", vbid)
     assert result.code in (1, 2)
     assert result.complaint
+
+
+def test_as_of_a_time_every_vbucket_says_its_boundary(mirrored: Path) -> None:
+    boundaries = {
+        row["vbid"]: [(each["time_ms"], each["seqno"]) for each in row["boundaries"]]
+        for row in call("state", "--data", mirrored, "--json").json["vbuckets"]
+    }
+    moment_ms = max(each[-1][0] for each in boundaries.values())  # when the last one got its first boundary
+    text = datetime.fromtimestamp(moment_ms / 1000, tz=UTC).isoformat(timespec="milliseconds")
+    result = call("scan", "--data", mirrored, "--as-of", text.replace("+00:00", "Z"), "--json")
+    assert result.code == 0, result.err
+    told = {vbid: max(each for each in kept if each[0] <= moment_ms)[1] for vbid, kept in boundaries.items()}
+    for vbid, seqno in told.items():
+        assert f"as of vbucket {vbid}, seqno {seqno}, published " in result.err
+    assert sum(line["key"].startswith("order::") for line in result.lines if "key" in line) == 200
