@@ -321,7 +321,7 @@ class View:
     def _as_of(self, environment: Environment, txn: Any, vbid: int, as_of: AsOf) -> tuple[Served, Boundary | None]:
         """What is served as of a seqno or a time: the newest kept boundary not after it."""
         served = self._readable(environment, txn, vbid)
-        if as_of is None or not served.seqno:  # where nothing was ever published, there never was anything
+        if as_of is None or (isinstance(as_of, Time) and not served.seqno):  # nothing published: never was anything
             return served, None
         boundary = None
         if isinstance(as_of, Time):

@@ -112,6 +112,6 @@ def test_a_vbucket_that_never_published_has_nothing_to_withhold(tmp_path: Path) 
     writer.begin_refill(0)
     with open_view(path) as view:
         assert view.get(KEY) is None
-        assert view.get(KEY, as_of=5) is None
+        assert view.get(KEY, as_of=Time(5)) is None
         assert list(view.scan(as_of=Time(5))) == []
     writer.close()
