@@ -204,8 +204,7 @@ class GroupWriter:
                 fence = int.from_bytes(txn.get(b"fence", db=meta) or b"", "big")
             if claim:
                 self._fence = fence + 1
-                with self.environment.begin(write=True) as txn:
-                    txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta)
+                self._while_opening(lambda txn: txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta))
             self._load()
             self._purger = Purger(self.environment, self.vbids, self.window)
             self._purge_after_ms = 0
@@ -222,9 +221,24 @@ class GroupWriter:
     def _settle_refill_reads(self) -> None:
         """Refills that are under way follow the setting as it is now."""
         unavailable = self.refill_reads == "unavailable"
-        with self.environment.begin(write=True) as txn:
+
+        def write(txn: Any) -> None:
             for vbid in self.vbids:
                 branches.set_unavailable(self.environment, txn, vbid, unavailable)
+
+        self._while_opening(write)
+
+    def _while_opening(self, work: Callable[[Any], Any]) -> None:
+        """A small write of its own. A file that has outgrown the map it is opened with is full at once."""
+        for _ in range(GROW_TRIES_MAX):
+            try:
+                with self.environment.begin(write=True) as txn:
+                    work(txn)
+            except lmdb.MapFullError:
+                self.environment.grow()
+            else:
+                return
+        raise storage_error(lmdb.MapFullError("map full"), self.path)
 
     def _load(self) -> None:
         """Read every vbucket's state from the newest commit."""

@@ -184,7 +184,7 @@ class Mirror:
                 "stall_timeout_s": 5.0,
             }
         )
-        self.map_size = rng.choice((64 << 30, 1 << 20, 400 << 10))
+        self.map_size = rng.choice((64 << 30, 400 << 10, 120 << 10, 90 << 10))
         self.writers: list[SimWriter] = []
         self.keepers = [Keeper(number) for number in range(2)]
         self.wires: list[Wire | None] = [None, None]

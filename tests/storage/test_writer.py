@@ -6,7 +6,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ import storage.writer
 from storage import directory
 from storage.branches import all_branches, purge_row
 from storage.check import check
-from storage.environment import SHARED
+from storage.environment import SHARED, Environment
 from storage.errors import Locked, NoSuchBoundary, SeqnoOrder, ViewInvalidated
 from storage.model import SEQNO_MAX, Seqno, Vbid
 from storage.purge import Window
@@ -641,3 +643,21 @@ def test_the_boundary_of_an_empty_copy_is_none_to_go_back_to(writer: GroupWriter
     branch = writer.state(0).branch
     assert writer.rollback(0, 0).boundary_seqno == 0
     assert writer.state(0).branch == branch
+
+
+def test_a_file_that_has_outgrown_its_map_is_opened_and_grows_on(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDB opens it with a map that just holds it; its new owner's first write found no room, and so at every start."""
+    begin = Environment.begin
+    full = [lmdb.MapFullError("full"), lmdb.MapFullError("full")]
+
+    def begin_full(self: Environment, *, write: bool = False) -> Any:
+        if write and full:
+            raise full.pop()
+        return begin(self, write=write)
+
+    monkeypatch.setattr(Environment, "begin", begin_full)
+    writer = open_writer(path, map_size=1 << 20)
+    assert not full
+    assert writer.figures()["map_bytes"] == 4 << 20
+    publish(writer, 0, [(keys_of(0, 1)[0], b"1", 1)])
+    writer.close()
