@@ -232,10 +232,9 @@ def test_a_full_disk_is_said_and_survived(
         service.wait_workers(2)
         wait_progress(service, "the mirror to follow")
         ballast = small_disk / "ballast"
-        with ballast.open("wb") as file, contextlib.suppress(OSError):
+        with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(65536))
-                file.flush()
         assert shutil.disk_usage(small_disk).free < 65536
         source.call(writing.write, 3000)
         wait_told(service, "no space left")
