@@ -25,6 +25,8 @@ from mirror.sandbox.documents import DocumentError
 from mirror.sandbox.manifest import Change, ManifestError
 from mirror.sandbox.stream import Phase
 from mirror.wire.constants import Status, StreamEndReason, SystemEventId
+from mirror.wire.flow_control import counted_size
+from mirror.wire.frame import decode
 from storage import index, purge, view, writer
 from storage import keys as storage_keys
 from storage.errors import StorageError
@@ -590,7 +592,7 @@ class World:
         item = stream._log[self.rng.randrange(sent)]
         frame = bytearray(stream._encoder.encode(item, from_disk=True))
         frame[12:16] = stream.opaque.to_bytes(4)
-        producer.window.sent(len(frame))
+        producer.window.sent(counted_size(decode(bytes(frame))[0]))  # a prepare counts for more than its bytes
         wire.down += frame
         self.counts["protocol broken"] += 1
 
