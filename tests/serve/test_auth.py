@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.feed.sasl import HASHES, SaslError, ScramClient, ScramServer
 from mirror.serve.auth import FileUsers, Reader, SourceUser, Users, entry_of, server_tls, users_of
+from tests.serve.certificates import make_certificate
 
 
 def written(path: Path, document: Any) -> Path:
@@ -168,9 +168,7 @@ def test_the_settings_choose_the_users(file: Path, monkeypatch: pytest.MonkeyPat
 
 def test_certificates_are_loaded_or_refused(tmp_path: Path) -> None:
     assert server_tls(Settings()) is None
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {cert} -subj /CN=localhost -days 1"
-    subprocess.run(command.split(), check=True, capture_output=True)
+    cert, key = make_certificate(tmp_path)
     context = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
     assert context is not None
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
 from storage.model import Collection, Seqno
+from tests.serve.certificates import make_certificate
 from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving
 
 ITEMS = Collection(8, 8, "items", Seqno(0), 60)
@@ -40,10 +40,7 @@ async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {cert} -subj /CN=localhost -days 1"
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return cert, key
+    return make_certificate(tmp_path)
 
 
 async def scram(client: Client, mechanism: str, user: str, password: str) -> tuple[int, bytes]:
