@@ -27,7 +27,8 @@ VBID = Vbid(0)
 
 def every_instruction(root: type[Instruction] = Instruction) -> Iterator[type[Instruction]]:
     for child in root.__subclasses__():
-        yield child
+        if getattr(deeds, child.__name__) is child:  # not what a slotted dataclass was made of, till it is collected
+            yield child
         yield from every_instruction(child)
 
 
