@@ -160,7 +160,8 @@ def test_any_json_is_a_map_whose_indices_hold_or_a_malformed_one(
     except MalformedClusterMap:
         return
     for vbid in range(cluster_map.vbucket_count):
-        cluster_map.node_of(vbid)
+        node = cluster_map.node_of(vbid)
+        assert node is None or node in cluster_map.nodes
 
 
 def test_copies_are_the_active_node_and_the_replicas_that_have_one() -> None:
