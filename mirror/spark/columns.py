@@ -1,0 +1,64 @@
+"""The columns that readers of the data source get: Arrow schemas of documents and of changes, and what each field means.
+
+Knows names and types; never a store, a connection or a Spark session. Invariants: the columns of `DOCUMENTS` stand
+first in `CHANGES`, in the same order and with the same meaning; 64-bit numbers are signed, as Spark knows no others
+(what the source counts without a sign above 2^63-1, a cas or vbuuid at most, comes out negative, all bits kept).
+
+    key         as UTF-8. The bytes of a key that is not UTF-8 stand in it as they are: cast(key as binary) gives them
+    collection  `scope.collection`
+    seqno       of the version that the row speaks of
+    expiry      seconds since 1970, 0: never; of a tombstone the delete time where the source gave one
+    datatype    1: value is JSON (bits of compression and xattrs are gone, as are these themselves)
+    value       the body: decompressed, without xattrs; null in a tombstone
+
+and of changes, further:
+
+    kind        mutation, deletion, expiration: published events. After a rollback, retraction: a version that
+                readers had and that is void (each key's newest), with the fields it came with; restoration: the version
+                that is valid again in its place, with the fields it came with. Rows about more than one document have
+                a null key: collection_dropped, collection_flushed: all documents of the collection in this
+                vbucket up to here are gone; resync: the whole vbucket is void (its history could not be followed), and
+                what comes next is all of it, from the beginning
+    branch      the line of history that the version stands on; over a connection the number of rollbacks and resyncs
+                that the reader went through
+    vbuuid      the source's name of that history
+    snapshot_end_seqno      end of the snapshot that published the version
+    at_branch, at_seqno     where the event itself stands. Rises strictly for each key, also across rollbacks, where
+                seqno falls: (branch, seqno) of the version for published events; for a retraction or
+                restoration the new branch and the boundary at which it begins, so the two of one key share it, and the
+                restoration has the last word. This pair is what an upsert is to compare
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+DOCUMENTS = pa.schema(
+    [
+        pa.field("key", pa.string()),
+        pa.field("collection", pa.string()),
+        pa.field("vbid", pa.int32()),
+        pa.field("seqno", pa.int64()),
+        pa.field("rev_seqno", pa.int64()),
+        pa.field("cas", pa.int64()),
+        pa.field("flags", pa.int64()),
+        pa.field("expiry", pa.int64()),
+        pa.field("datatype", pa.int32()),
+        pa.field("value", pa.binary()),
+    ]
+)
+
+CHANGES = pa.schema(
+    [
+        *DOCUMENTS,
+        pa.field("kind", pa.string()),
+        pa.field("branch", pa.int64()),
+        pa.field("vbuuid", pa.int64()),
+        pa.field("snapshot_end_seqno", pa.int64()),
+        pa.field("at_branch", pa.int64()),
+        pa.field("at_seqno", pa.int64()),
+    ]
+)
+
+TABLES = {"documents": DOCUMENTS, "changes": CHANGES}
+"""What the option `table` may be."""

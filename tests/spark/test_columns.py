@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+from mirror.spark.columns import CHANGES, DOCUMENTS, TABLES
+
+
+def test_changes_begin_with_the_columns_of_documents() -> None:
+    assert list(CHANGES)[: len(DOCUMENTS)] == list(DOCUMENTS)
+
+
+def test_names_are_unique_and_the_tables_are_the_two_that_the_option_takes() -> None:
+    assert len(set(CHANGES.names)) == len(CHANGES)
+    assert list(TABLES) == ["documents", "changes"]
