@@ -1,4 +1,4 @@
-"""The columns that readers of the data source get: Arrow schemas of documents and of changes, and what each field means.
+"""The columns that readers of the data source get: Arrow schemas of documents and of changes; what each field means.
 
 Knows names and types; never a store, a connection or a Spark session. Invariants: the columns of `DOCUMENTS` stand
 first in `CHANGES`, in the same order and with the same meaning; 64-bit numbers are signed, as Spark knows no others
