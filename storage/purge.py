@@ -10,6 +10,7 @@ has passed them. Invariants:
 - rows of a dropped or flushed collection go when that event is at or below the floor;
 - rows that a rollback retracted go when the rollback is older than the window or the floor has passed its boundary
   (till then, readers may have yet to be told); rows that were never published go at once;
+- what a lease holds stays until the lease ends (`leases`);
 - every step is one write transaction of at most `STEP_ROWS` rows; stopping between any two steps is harmless.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from storage import branches, chain, keys, records
 from storage.environment import Environment
+from storage.leases import Leases
 from storage.model import SEQNO_MAX, BranchReason, Vbid
 from storage.removal import Dead, Removal
 
@@ -70,10 +72,13 @@ class Pace:
 class Purger:
     """Purges the vbuckets of one group in turn. `step` works inside a transaction that the writer gives it."""
 
-    def __init__(self, environment: Environment, vbids: list[Vbid], window: Window) -> None:
+    def __init__(
+        self, environment: Environment, vbids: list[Vbid], window: Window, leases: Leases | None = None
+    ) -> None:
         """Nothing is known yet of where there is work."""
         self.environment = environment
         self.window = window
+        self.leases = Leases() if leases is None else leases
         self._vbids = vbids
         self._turn = 0
         self._idle_looks = 0
@@ -170,6 +175,8 @@ class Purger:
                 target = max(target, boundary.seqno)
         if window.size_bytes is not None:
             target = max(target, self._floor_by_size(txn, vbid, links, window.size_bytes))
+        if target > floor and (held := self.leases.floor_max(self.environment, txn, vbid, links, now_ms)) is not None:
+            target = max(floor, min(target, held))
         return target
 
     def _floor_by_time(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, until_ms: int) -> int:
@@ -321,13 +328,19 @@ class Purger:
         cursor = txn.cursor(environment.db(keys.rows_db(vbid))) if ranges else None
         for dead in list(ranges):
             in_window = window_ms is None or (dead.time_ms or 0) > now_ms - window_ms
-            if dead.time_ms is not None and in_window and dead.after_seqno >= floor:
+            if dead.time_ms is not None and (
+                (in_window and dead.after_seqno >= floor) or self._is_held(txn, vbid, dead, now_ms)
+            ):
                 continue
             assert cursor is not None
             if cursor.set_range(dead.first_key) and cursor.key() <= dead.last_key:
                 yield dead
             else:
                 ranges.remove(dead)  # nothing is ever written there again
+
+    def _is_held(self, txn: Any, vbid: Vbid, dead: Dead, now_ms: int) -> bool:
+        held = self.leases.held_rows(self.environment, txn, vbid, now_ms)
+        return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
 
     def _dead_ranges(self, txn: Any, vbid: Vbid, served: int) -> list[Dead]:
         """`dead_ranges`, found again only when a branch was opened or published."""

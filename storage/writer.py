@@ -12,7 +12,7 @@ map everything pending is dropped and the states are read again from disk.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter, lt
@@ -23,6 +23,7 @@ import lmdb
 from storage import branches, chain, directory, history, index, keys, records
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import Closed, Locked, NoSuchBoundary, SeqnoOrder, StorageError
+from storage.leases import Leases, check_kept
 from storage.model import (
     Boundary,
     Branch,
@@ -151,6 +152,7 @@ class GroupWriter:
         self.refill_reads = refill_reads
         self.pending_bytes = 0
         self.commit_count = 0
+        self.leases = Leases()
         self._jobs: list[Vbucket] = []
         self._unsynced_since: int | None = None
         self._closed = False
@@ -206,7 +208,7 @@ class GroupWriter:
                 self._fence = fence + 1
                 self._while_opening(lambda txn: txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta))
             self._load()
-            self._purger = Purger(self.environment, self.vbids, self.window)
+            self._purger = Purger(self.environment, self.vbids, self.window, self.leases)
             self._purge_after_ms = 0
             if claim:
                 self._settle_refill_reads()
@@ -635,6 +637,18 @@ class GroupWriter:
         if self.sync == "safe" and idle_since is not None and self.clock_ms() - idle_since >= IDLE_SYNC_MS:
             self._sync()
         return False
+
+    def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:
+        """Keep history from these positions (vbid: branch, seqno) on until then. Raises NoSuchBoundary for one that is
+        no longer kept; then nothing is held.
+        """
+        self.leases.prune(self.clock_ms())
+        if self.leases.full:
+            raise StorageError("too many leases are held", path=self.path, hint="release some, or wait")
+        with self.environment.read() as txn:
+            for vbid, position in positions.items():
+                check_kept(self.environment, txn, Vbid(vbid), position)
+        self.leases.put(name, positions, until_ms)
 
     def _purge_step(self) -> bool:
         """Remove a little history that nobody may look at any more. True when something was done."""

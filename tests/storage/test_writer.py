@@ -98,6 +98,8 @@ class Store(RuleBasedStateMachine):
         self.model = {vbid: ModelVbucket(Vbid(vbid)) for vbid in VBIDS}
         self.reset_pending()
         self.tokens: list[tuple[Token, dict[bytes, bytes]]] = []
+        self.held: dict[Token, int] = {}
+        """Tokens that a lease keeps, and until when."""
         self.view = open_view(self.path)
 
     def reset_pending(self) -> None:
@@ -213,6 +215,7 @@ class Store(RuleBasedStateMachine):
         self.view.close()
         crash(self.writer)
         self.writer = open_writer(self.path, clock=self.clock)
+        self.held.clear()
         self.view = open_view(self.path)
         for vbid in VBIDS:
             after = self.writer.state(vbid)
@@ -244,7 +247,8 @@ class Store(RuleBasedStateMachine):
             assert floor >= before
             if floor > before:
                 by_count = sorted(self.model[vbid].boundaries)[-keep:][0]
-                assert floor == by_count or published_ms[Seqno(floor)] <= self.clock.now - self.dead_for_ms
+                is_held = any(token.vbid == vbid for token in self.held)
+                assert is_held or floor == by_count or published_ms[Seqno(floor)] <= self.clock.now - self.dead_for_ms
                 self.model[vbid].purge_below(floor)
         else:
             assert steps < 200, "the purger finds no end"
@@ -263,6 +267,29 @@ class Store(RuleBasedStateMachine):
         contents = {key: entry[1] for key, entry in self.model[vbid].live().items()}
         self.tokens.append((token, contents))  # type: ignore[arg-type]
 
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), looks=st.sampled_from([5, 1000]))
+    def hold(self, data: st.DataObject, looks: int) -> None:
+        """Lease what a token stands on, or let go of it."""
+        token, _ = data.draw(st.sampled_from(self.tokens))
+        if self.held.pop(token, None):
+            self.writer.leases.release(str(token))
+            return
+        until_ms = self.clock.now + looks
+        try:
+            self.writer.lease(str(token), {int(token.vbid): (int(token.branch), int(token.seqno))}, until_ms)
+        except NoSuchBoundary:
+            assert self.purged(token.vbid) or self.was_filled_anew(token)
+        else:
+            self.held[token] = until_ms
+
+    def was_filled_anew(self, token: Token) -> bool:
+        try:
+            list(self.view.changes(token.vbid, since=token))
+        except ViewInvalidated as error:
+            return "filled anew" in str(error)
+        return False
+
     @rule()
     def changes_bring_every_token_up_to_date(self) -> None:
         for token, contents in self.tokens:
@@ -270,8 +297,9 @@ class Store(RuleBasedStateMachine):
             try:
                 changes = list(self.view.changes(token.vbid, since=token))
             except ViewInvalidated:
-                # Allowed only where history was purged: never merely because of a rollback.
+                # Allowed only where history was purged: never merely because of a rollback, nor while it is leased.
                 assert self.purged(token.vbid)
+                assert self.held.get(token, 0) <= self.clock.now or self.was_filled_anew(token)
                 continue
             for change in changes:
                 document = change.document

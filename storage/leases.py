@@ -1,0 +1,116 @@
+"""Leases: positions that readers hold for a while, so that history does not leave them.
+
+Knows branches and positions of the vbuckets of one group, and until when each is held; must never know who asked, nor
+how. What a lease of (vbid, branch, seqno) promises, until it ends: the floor of that vbucket does not pass the newest
+kept boundary at or below that position, nor, after a rollback, the point where the history that is served then left
+the held one; and rows that such a rollback retracts stay. So reading as of the position goes on, and changes since it
+can be told. It holds nothing when a vbucket is filled anew: no history is common then. Invariants: granted only for
+what is still kept; a lease that ended, by release or by time, holds nothing from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from storage import branches, chain, keys
+from storage.environment import Environment
+from storage.errors import CorruptedError, NoSuchBoundary
+from storage.model import Vbid
+
+LEASES_MAX = 256
+"""Leases of a group at once: each costs the purger a look. A job holds one."""
+
+Position = tuple[int, int]
+"""Branch and seqno."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Positions held until `until_ms`, milliseconds since 1970."""
+
+    positions: Mapping[int, Position]
+    until_ms: int
+
+
+class Leases:
+    """The leases of one group."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._held: dict[str, Lease] = {}
+
+    def put(self, name: str, positions: Mapping[int, Position], until_ms: int) -> None:
+        """Hold what was found to be kept (`check_kept`); an older lease of that name is replaced."""
+        self._held[name] = Lease(positions, until_ms)
+
+    def renew(self, name: str, until_ms: int) -> bool:
+        """Hold on. False: there is no such lease (any more)."""
+        lease = self._held.get(name)
+        if lease is not None:
+            self._held[name] = Lease(lease.positions, until_ms)
+        return lease is not None
+
+    def release(self, name: str) -> None:
+        """Hold no longer."""
+        self._held.pop(name, None)
+
+    def prune(self, now_ms: int) -> None:
+        """Forget what ended."""
+        self._held = {name: lease for name, lease in self._held.items() if lease.until_ms > now_ms}
+
+    @property
+    def full(self) -> bool:
+        """True when another would be one too many."""
+        return len(self._held) >= LEASES_MAX
+
+    def of(self, vbid: int, now_ms: int) -> list[Position]:
+        """What is held of a vbucket."""
+        return [
+            lease.positions[vbid]
+            for lease in self._held.values()
+            if lease.until_ms > now_ms and vbid in lease.positions
+        ]
+
+    def floor_max(self, environment: Environment, txn: Any, vbid: Vbid, served: chain.Chain, now_ms: int) -> int | None:
+        """The seqno that the floor of the served chain may not pass; None: any."""
+        limits = [
+            common
+            for branch, seqno in self.of(vbid, now_ms)
+            if (common := common_seqno(served, chain.load(environment, txn, vbid, branch, seqno))) is not None
+        ]
+        if not limits:
+            return None
+        boundary = chain.newest_boundary(environment, txn, vbid, served, min(limits))
+        return boundary.seqno if boundary is not None else 0
+
+    def held_rows(self, environment: Environment, txn: Any, vbid: Vbid, now_ms: int) -> Iterator[chain.Link]:
+        """Branches and cuts whose rows somebody holds."""
+        for branch, seqno in self.of(vbid, now_ms):
+            yield from chain.load(environment, txn, vbid, branch, seqno)
+
+
+def common_seqno(served: chain.Chain, other: chain.Chain) -> int | None:
+    """Up to where two chains are one history; None: they have none in common."""
+    cuts = {link.branch: link.cut for link in served}
+    return max((min(link.cut, cuts[link.branch]) for link in other if link.branch in cuts), default=None)
+
+
+def check_kept(environment: Environment, txn: Any, vbid: Vbid, position: Position) -> None:
+    """Raise NoSuchBoundary unless all that a lease of the position would hold is still there."""
+    data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
+    branch, published, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
+    served = chain.load(environment, txn, vbid, branch, published)
+    try:
+        wanted = chain.load(environment, txn, vbid, *position)
+    except CorruptedError:
+        wanted = ()
+    common = common_seqno(served, wanted)
+    gap = common is not None and any(link.kept_seqno < link.cut and common < link.cut for link in wanted)
+    if common is None or common < floor or gap:
+        raise NoSuchBoundary(
+            f"{position[0]}:{position[1]} is not kept; history begins at {branch}:{floor}",
+            vbid=vbid,
+            hint="begin again from what is published now, or keep more history",
+        )

@@ -1,0 +1,157 @@
+"""What a lease keeps and what it does not; that it is kept through any mix of events is `test_writer.py`'s to prove."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import directory
+from storage import leases as leases_module
+from storage.check import check
+from storage.errors import NoSuchBoundary, StorageError, ViewInvalidated
+from storage.leases import Leases
+from storage.model import Branch, Seqno, Vbid
+from storage.purge import Window
+from storage.view import Token, View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of, log, span
+from tests.storage.test_writer import Clock, open_writer, publish, row
+
+A, B, C = keys_of(0, 3)
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    directory.create(str(tmp_path / "mirror"), IDENTITY)
+    return str(tmp_path / "mirror")
+
+
+@pytest.fixture
+def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
+    opened = open_writer(path, clock=clock)
+    opened.save_failover_log(0, log())
+    yield opened
+    opened.close()
+    assert check(path).problems == []
+
+
+@pytest.fixture
+def view(path: str, writer: GroupWriter) -> Iterator[View]:
+    with open_view(path) as opened:
+        yield opened
+
+
+def purge(writer: GroupWriter, window: Window) -> None:
+    writer._purger.window = window
+    for _ in range(10_000):
+        if (vbid := writer._purger.plan(writer.clock_ms())) is None:
+            return
+        writer._purge(vbid, writer.clock_ms())
+    raise AssertionError("the purger finds no end")
+
+
+def test_the_floor_stays_below_what_is_held_until_the_lease_ends(writer: GroupWriter, view: View, clock: Clock) -> None:
+    for seqno in range(1, 6):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+    writer.lease("job", {0: (1, 3)}, clock.now + HOUR_MS)
+    purge(writer, Window(boundaries=1))
+    assert writer.state(0).history_floor_seqno == 3
+    held = view.get(A, as_of=3)
+    assert held is not None
+    assert held.value == b"3"
+    clock.now += HOUR_MS
+    purge(writer, Window(boundaries=1))
+    assert writer.state(0).history_floor_seqno == 5
+
+
+def test_a_position_between_boundaries_holds_the_one_below_it(writer: GroupWriter, view: View, clock: Clock) -> None:
+    publish(writer, 0, [(A, b"1", 1)])
+    publish(writer, 0, [(A, b"4", 4), (B, b"5", 5)])
+    publish(writer, 0, [(A, b"6", 6)])
+    writer.lease("job", {0: (1, 4)}, clock.now + HOUR_MS)
+    purge(writer, Window(boundaries=1))
+    assert writer.state(0).history_floor_seqno == 1
+
+
+def test_a_released_lease_holds_nothing_and_an_unknown_one_cannot_be_renewed(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    for seqno in range(1, 4):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+    writer.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
+    assert writer.leases.renew("job", clock.now + 2 * HOUR_MS)
+    purge(writer, Window(boundaries=1))
+    assert writer.state(0).history_floor_seqno == 1
+    writer.leases.release("job")
+    assert not writer.leases.renew("job", clock.now + HOUR_MS)
+    purge(writer, Window(boundaries=1))
+    assert writer.state(0).history_floor_seqno == 3
+
+
+def test_what_a_rollback_retracts_stays_for_whoever_holds_it(writer: GroupWriter, view: View, clock: Clock) -> None:
+    publish(writer, 0, [(A, b"1", 1)])
+    publish(writer, 0, [(A, b"2", 2), (B, b"2", 3)])
+    token = Token(Vbid(0), Branch(1), Seqno(3))
+    writer.lease("stream", {0: (1, 3)}, clock.now + 10 * HOUR_MS)
+    writer.rollback(0, 1)
+    publish(writer, 0, [(C, b"3", 2)])
+    publish(writer, 0, [(C, b"4", 3)])
+    clock.now += 5 * HOUR_MS
+    window = Window(time_ms=HOUR_MS, boundaries=1)
+    purge(writer, window)
+    assert writer.state(0).history_floor_seqno == 1  # where the two histories part
+    told = [c.kind for c in view.changes(0, since=token)]
+    assert told == ["rollback", "retraction", "restoration", "retraction", "mutation", "mutation"]
+    clock.now += 5 * HOUR_MS
+    purge(writer, window)
+    with pytest.raises(ViewInvalidated, match="gone from history"):
+        list(view.changes(0, since=token))
+    with pytest.raises(NoSuchBoundary, match="1:3 is not kept"):
+        writer.lease("late", {0: (1, 3)}, clock.now + HOUR_MS)
+
+
+def test_what_is_below_the_floor_or_of_no_known_branch_is_refused_and_nothing_is_held(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    for seqno in range(1, 4):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+    purge(writer, Window(boundaries=2))
+    for position in ((1, 1), (7, 3)):
+        with pytest.raises(NoSuchBoundary, match="is not kept; history begins at 1:2"):
+            writer.lease("job", {0: position}, clock.now + HOUR_MS)
+    assert writer.leases.of(0, clock.now) == []
+
+
+def test_a_refill_ends_what_a_lease_can_hold(writer: GroupWriter, view: View, clock: Clock) -> None:
+    publish(writer, 0, [(A, b"1", 1)])
+    writer.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
+    writer.begin_refill(0)
+    writer.stage(0, [row(writer.row_prefix(0), B, b"2", 1)], 0, span(1, 1))
+    writer.save_failover_log(0, log(88))
+    writer.publish(0, 1, 0)
+    writer.commit()
+    while writer.step():
+        pass
+    writer.commit()
+    purge(writer, Window(boundaries=1, time_ms=0))
+    assert [d.key for d in view.scan(0)] == [B]
+
+
+def test_leases_are_not_without_end(writer: GroupWriter, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_module, "LEASES_MAX", 2)
+    publish(writer, 0, [(A, b"1", 1)])
+    for name in "ab":
+        writer.lease(name, {0: (1, 1)}, clock.now + 1000)
+    with pytest.raises(StorageError, match="too many leases"):
+        writer.lease("c", {0: (1, 1)}, clock.now + 1000)
+    clock.now += 1000
+    writer.lease("c", {0: (1, 1)}, clock.now + 1000)  # the others ended
+    assert Leases().of(0, clock.now) == []
