@@ -11,9 +11,10 @@ must never know what a stream's messages mean, nor the store. Invariants:
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTimeout
@@ -99,6 +100,10 @@ class NodeSession:
         """Control name -> whether the server took it."""
         self.handshake = Handshake(frozenset())
         self.ready = False
+        self.acks_held = False
+        """True: nothing is acknowledged until `release_acks`, so that the source pauses when the window is full."""
+        self.stream_filter: dict[str, Any] = {}
+        """What every stream request says in its JSON value: `collections` or `scope`, as hex ids."""
         self._access = access
         self._owner = owner
         self._clock = clock
@@ -239,7 +244,10 @@ class NodeSession:
         """Send a stream request and return its opaque; the answer comes through `on_answer`."""
         link = self.link
         opaque = link.next_opaque()
-        value = b"" if asked.purge_seqno is None else b'{"purge_seqno":"%d"}' % asked.purge_seqno
+        wanted = dict(self.stream_filter)
+        if asked.purge_seqno is not None:
+            wanted["purge_seqno"] = str(asked.purge_seqno)
+        value = json.dumps(wanted, separators=(",", ":")).encode() if wanted else b""
         offset = asked.offset
         frame = to_frame(
             ev.StreamRequest(
@@ -295,6 +303,11 @@ class NodeSession:
         """Rows of the stream go to another branch from the next read on."""
         if opaque in self._streams:
             self.link.routes[opaque] = row_prefix
+
+    def release_acks(self) -> None:
+        """Whoever held the acknowledgements has room again."""
+        self.acks_held = False
+        self._ack(force=False)
 
     def close(self, error: ClusterError | None = None) -> None:
         """End the connection."""
@@ -395,6 +408,8 @@ class NodeSession:
     # -- signs of life --------------------------------------------------------------------------------------------
 
     def _ack(self, *, force: bool) -> None:
+        if self.acks_held:
+            return
         count = self.ledger.take_ack(force=force)
         if count and self.ready:
             self.link.send(encode(ev.BufferAck(count, opaque=self.link.next_opaque())))

@@ -201,6 +201,15 @@ async def test_stream_request_says_where_to_begin(tmp_path: Path) -> None:
         assert encode_event(sent, opaque=frame.opaque) == encode(frame)
 
 
+async def test_stream_request_says_what_it_is_filtered_by(tmp_path: Path) -> None:
+    async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
+        session.stream_filter = {"collections": ["8", "a"]}
+        session.request_stream(asked(start=17, purge_seqno=5), PREFIX)
+        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_STREAM_REQ)))
+        (frame,) = node.asked_for(Opcode.DCP_STREAM_REQ)
+        assert frame.value == b'{"collections":["8","a"],"purge_seqno":"5"}'
+
+
 ALL_REFUSALS = [status for status in Status if status not in (Status.SUCCESS, Status.ROLLBACK)]
 
 
@@ -338,6 +347,22 @@ async def test_message_that_is_no_part_of_dcp_ends_the_connection(tmp_path: Path
 
 
 # -- flow control -------------------------------------------------------------------------------------------------
+
+
+async def test_held_acks_are_made_up_for_on_release(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (node, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        session.acks_held = True
+        node.send(encode_event(mutation(1, b"x" * 8000), opaque=opaque))
+        await owner.until(lambda: bool(owner.rows))
+        node.send(request(Opcode.DCP_NOOP, opaque=77))
+        await owner.until(lambda: bool(node.answered))
+        assert node.asked_for(Opcode.DCP_BUFFER_ACK) == []
+        session.release_acks()
+        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_BUFFER_ACK)))
+        (ack,) = node.asked_for(Opcode.DCP_BUFFER_ACK)
+        assert int.from_bytes(ack.extras) == owner.byte_count == session.ledger.acked_total
 
 
 @pytest.mark.parametrize("seed", range(5))
