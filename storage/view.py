@@ -652,12 +652,14 @@ class View:
         prefix: bytes = b"",
         end: bytes | None = None,
         limit: int = CHUNK_ROWS,
+        bytes_max: int | None = None,
         deletions: bool = False,
         raw: bool = False,
     ) -> tuple[list[Document], bytes]:
         """At most `limit` documents from `start` on as `pin` sees them, and the next page's start (empty: the end).
 
-        One transaction and bounded work, so a page may hold fewer documents than `limit`, even none, before the end.
+        One transaction and bounded work, so a page may hold fewer documents than `limit`, even none, before the end;
+        their values are no more than `bytes_max`, but for a first one that is larger by itself.
         Raises ViewInvalidated when a rollback, a refill or the purger passed the pin.
         """
         opened = self._open(pin.vbid)
@@ -687,6 +689,7 @@ class View:
             deletions,
             raw,
             limit,
+            bytes_max,
         )
         found = [each for each in chunk if deletions or not each.expiry or each.expiry * 1000 > pin.now_ms]
         return found, position[len(wire_prefix) :]
@@ -703,9 +706,11 @@ class View:
         deletions: bool,
         raw: bool,
         rows_max: int | None = None,
+        bytes_max: int | None = None,
     ) -> tuple[list[Document], bytes]:
         """Documents from `position` on, and where to go on (empty: the end)."""
         rows_max = CHUNK_ROWS if rows_max is None else rows_max
+        bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
         cuts = {link.branch: link.cut for link in served.links}
         found: list[tuple[bytes, bytes]] = []
         current = position
@@ -728,8 +733,8 @@ class View:
                         next_position = key
                         break
                     current = key
-                elif key[: len(wanted)] != wanted:  # the very first key, equal to `position`
-                    break
+                elif key[: len(wanted)] != wanted or (stop is not None and key >= stop):
+                    break  # the very first key, equal to `position`
                 seen += 1
                 branch, seqno, kind = keys.DUP.unpack(dup)
                 if seqno <= cuts.get(branch, -1):
@@ -741,7 +746,7 @@ class View:
             for key, dup in found:
                 document = self._row(txn, opened, vbid, dup, raw)
                 byte_count += len(document.value)
-                if documents and byte_count > CHUNK_BYTES:
+                if documents and byte_count > bytes_max:
                     return documents, key
                 documents.append(document)
             return documents, next_position

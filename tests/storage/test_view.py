@@ -256,8 +256,14 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
     assert found == sorted(key + b"one" for key in (A, B, C))
     assert [document.key for document in view.scan_page(pin, prefix=B)[0]] == [B]
     assert view.scan_page(view.pin(0, now=11), start=A, end=B)[0] == list(view.scan(0, start=A, end=B, now=11))
+    assert view.scan_page(pin, start=B, end=B) == view.scan_page(pin, start=B, end=A) == ([], b"")
     assert B not in [document.key for document in view.scan_page(view.pin(0, now=13))[0]]
     assert view.pin(0, 4).seqno == 3
+    pages, start = [], b""
+    while not pages or start:
+        page, start = view.scan_page(pin, start=start, bytes_max=4)
+        pages.append(b"".join(each.value for each in page))
+    assert pages == [b"one"] * len(found)
     writer.rollback(0, 3)
     assert len(view.scan_page(pin)[0]) == 3, "a rollback to the pin itself takes nothing from it"
     late = view.pin(0)
