@@ -97,7 +97,11 @@ class Settings(BaseSettings):
     plain_allowed: bool = False
     """Send the password in the clear where the server knows nothing better and there is no TLS."""
     network: Literal["auto", "default", "external"] = "auto"
-    """Which of the cluster's advertised addresses to use; `auto` takes those that the given host belongs to."""
+    """Which of the cluster's advertised addresses to use; `auto` takes those that the given host belongs to. In the
+    connection string: `?network=external`."""
+    dns_server: str | None = None
+    """Address (and port) of the name server that is asked which hosts a single name without a port stands for (DNS
+    SRV); None: the system's. Hosts themselves are always resolved by the system."""
     password_file: Path | None = None
     """File that holds the password and nothing else."""
     secrets_dir: Path | None = None
@@ -152,6 +156,10 @@ class Settings(BaseSettings):
     """Kept boundaries of a vbucket at most; None: as many as `history_s` keeps."""
     history_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes of rows above the history floor of a vbucket at most; None: as many as `history_s` keeps."""
+    lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
+    """A reader's lease on history ends after this long at most, unless it is renewed: so long a dead job keeps it."""
+    lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = 86_400.0
+    """No lease is renewed beyond this age: so much history, at most, a job that lives on can keep."""
     publish: Literal["received", "persisted"] = "received"
     """When a complete snapshot becomes visible: when it was received, or only when the source has it on the disk of the
     active node and of every replica, so that a failover takes nothing back that readers have seen. That costs the

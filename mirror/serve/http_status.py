@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mirror.client import socket_address
 from mirror.clock import Clock
-from mirror.errors import MirrorError
+from mirror.errors import MirrorError, SupervisionError
 from mirror.serve.http_view import Mirror
 from storage.errors import StorageError
 
-SOCKET_NAME = "control.sock"
 ASK_TIMEOUT_S = 10.0
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
 """The status of 65,536 vbuckets is a tenth of it."""
@@ -45,23 +44,16 @@ DEAD_STATES = frozenset({"damaged", "refused", "no-active-node", "finished"})
 async def ask_service(data: Path) -> Report | None:
     """The service's status; None where no service answers."""
     try:
-        descriptor = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
+        with socket_address(data) as address:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                reader, writer = await asyncio.open_unix_connection(address, limit=ANSWER_BYTES_MAX)
+                try:
+                    writer.write(b'{"op": "status"}\n')
+                    answer = json.loads(await reader.readline())
+                finally:
+                    writer.close()
+    except (OSError, ValueError, TimeoutError, SupervisionError):
         return None
-    try:
-        async with asyncio.timeout(ASK_TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(
-                f"/proc/self/fd/{descriptor}/{SOCKET_NAME}", limit=ANSWER_BYTES_MAX
-            )
-            try:
-                writer.write(b'{"op": "status"}\n')
-                answer = json.loads(await reader.readline())
-            finally:
-                writer.close()
-    except (OSError, ValueError, TimeoutError):
-        return None
-    finally:
-        os.close(descriptor)
     found = answer.get("status") if isinstance(answer, dict) and answer.get("ok") else None
     return found if isinstance(found, dict) else None
 

@@ -1,9 +1,9 @@
 """The control socket `<data>/control.sock`: one JSON object a line in, one a line out.
 
 Knows sockets, paths and lines; never what a command does: that is one function given by the supervisor. The socket is
-made with mode 0600 and lives in the data directory, so who may read the data may ask. Paths longer than a socket
-address (107 bytes) go through the directory's descriptor. Invariants: every line gets exactly one line back, an error
-included; a client that sends garbage, too much or nothing harms itself alone.
+made with mode 0600 and lives in the data directory, so who may read the data may ask; `mirror.client` is the other end.
+Invariants: every line gets exactly one line back, an error included; a client that sends garbage, too much or nothing
+harms itself alone.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import MirrorError, SupervisionError
 
-SOCKET_NAME = "control.sock"
 REQUEST_LENGTH_MAX = 1024 * 1024
 """A command is a name and a few numbers; a megabyte is far beyond any."""
 CLIENTS_MAX = 64
@@ -27,19 +26,6 @@ CLIENTS_MAX = 64
 ANSWER_TIMEOUT_S = 30.0
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-
-
-@contextmanager
-def socket_address(directory: Path) -> Iterator[str]:
-    """An address for the socket in `directory` that always fits."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise SupervisionError(f"{directory}: {error.strerror}") from error
-    try:
-        yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
-    finally:
-        os.close(descriptor)
 
 
 class ControlServer:
@@ -114,4 +100,5 @@ class ControlServer:
         except TimeoutError:
             return {"ok": False, "error": f"no answer within {ANSWER_TIMEOUT_S:.0f} s"}
         except MirrorError as error:
-            return {"ok": False, "error": str(error), "exit_code": int(error.exit_code)}
+            code = int(error.exit_code)
+            return {"ok": False, "error": str(error), "exit_code": code, "retryable": error.retryable}

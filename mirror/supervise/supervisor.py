@@ -27,6 +27,7 @@ from mirror.supervise.children import Child, Gone, Heard, server_command, spawn,
 from mirror.supervise.control import ControlServer
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
+from mirror.supervise.leases import LeaseBook, Record
 from mirror.supervise.listeners import KINDS, Listeners, kind_of, outdated_by
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
@@ -137,6 +138,7 @@ class Supervisor:
         self._server = server
         self._announce = announce
         self._listeners = Listeners(settings, clock.wall_ms() // 1000)
+        self._leases: LeaseBook | None = None
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._background: set[asyncio.Task[None]] = set()
         self._slots: dict[int, Slot] = {}
@@ -287,6 +289,8 @@ class Supervisor:
         assert self._identity is not None, "the directory is known before workers are planned"
         if self._desired:
             return
+        settings = self._settings
+        self._leases = LeaseBook(self._data, seconds_max=settings.lease_max_s, age_max_s=settings.lease_age_max_s)
         self._desired = self._wanted_now(self._identity)
         if self._until_caught_up:
             self._catch_up = CatchUp(self._identity.vbucket_count)
@@ -464,6 +468,7 @@ class Supervisor:
                 "slot": action.slot,
                 "groups": list(action.groups),
                 "settings": to_wire(self._settings),
+                "leases": self._lease_orders(action.groups),
                 **(self._listeners.start_fields(action.slot) if kind_of(action.slot) is not None else {}),
             }
         )
@@ -572,6 +577,10 @@ class Supervisor:
                 if kind_of(number) is not None
             ],
             "listeners": self._listeners.urls(),
+            "leases": [
+                {"id": lease.id, "name": lease.name, "until_ms": lease.until_ms, "vbuckets": len(lease.positions)}
+                for lease in (self._leases.active(self._clock.wall_ms()) if self._leases is not None else ())
+            ],
             "totals": totals(rows)
             | {
                 "documents_per_s": self._trend.counter_rate("received_documents"),
@@ -632,7 +641,61 @@ class Supervisor:
             return {}
         if operation == "rollback":
             return {"result": await self._ask_owner(request)}
-        raise SupervisionError(f"unknown command {operation!r}", hint="ping, status, reload, stop, rollback")
+        if operation == "lease":
+            return await self._lease(request)
+        if operation == "release":
+            return await self._release(request)
+        raise SupervisionError(
+            f"unknown command {operation!r}", hint="ping, status, reload, stop, rollback, lease, release"
+        )
+
+    # leases
+
+    async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Grant or renew a lease: by every worker that owns a part of it, or not at all."""
+        identity, book = self._identity, self._leases
+        if identity is None or book is None:
+            raise SupervisionError("the service is still starting", hint="try again in a second", retryable=True)
+        record = book.wanted(request, identity.vbucket_count, self._clock.wall_ms())
+        renewed = book.known(record)
+        orders = self._lease_orders_of(record)
+        asked = {position[0] for _, order in orders for position in order["positions"]}
+        if not renewed and len(asked) < len(record.positions):
+            raise SupervisionError("not all workers run", hint="try again in a second", retryable=True)
+        try:
+            await asyncio.gather(*(child.request(order, OWNER_TIMEOUT_S) for child, order in orders))
+        except SupervisionError:
+            if not renewed:  # a worker that died meanwhile hears of a renewed one when it is back
+                await self._tell_release(record)
+                raise
+        book.enter(record)
+        return {"id": record.id, "until_ms": record.until_ms}
+
+    async def _release(self, request: dict[str, Any]) -> dict[str, Any]:
+        record = self._leases.strike(request.get("id")) if self._leases is not None else None
+        if record is not None:
+            await self._tell_release(record)
+        return {"released": record is not None}
+
+    async def _tell_release(self, record: Record) -> None:
+        order = {"op": "release", "id": record.id}
+        told = (child.request(order, OWNER_TIMEOUT_S) for child, _ in self._lease_orders_of(record))
+        await asyncio.gather(*told, return_exceptions=True)
+
+    def _lease_orders_of(self, record: Record) -> list[tuple[Child, dict[str, Any]]]:
+        """The running workers that own a part of a lease, with what each is told."""
+        assert self._identity is not None, "leases are granted only when the directory is known"
+        count = self._identity.group_count
+        running = (child for child in self._alive() if child.phase is Phase.RUNNING)
+        return [(child, order) for child in running if (order := record.order(child.groups, count)) is not None]
+
+    def _lease_orders(self, groups: tuple[int, ...]) -> list[dict[str, Any]]:
+        """What a worker that begins must know of leases."""
+        if self._leases is None or self._identity is None:
+            return []
+        count = self._identity.group_count
+        found = (record.order(groups, count) for record in self._leases.active(self._clock.wall_ms()))
+        return [order for order in found if order is not None]
 
     async def _ask_owner(self, request: dict[str, Any]) -> dict[str, Any]:
         """Have the worker that owns a vbucket do something with it."""

@@ -16,7 +16,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -104,7 +104,32 @@ class Mirroring:
 
     async def request(self, command: dict[str, Any]) -> dict[str, Any]:
         """Obey a command."""
+        if command["op"] == "lease":
+            return self._lease(command)
+        if command["op"] == "release":
+            for writer in self._writers:
+                writer.leases.release(command["id"])
+            return {}
         return await self._consumer.request(command)
+
+    def _lease(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Hold positions, or go on holding them. Raises NoSuchBoundary for one that is no longer kept."""
+        name, until_ms = command["id"], command["until_ms"]
+        for writer in self._writers:
+            if writer.leases.renew(name, until_ms):
+                continue
+            own = {vbid: (branch, seqno) for vbid, branch, seqno in command["positions"] if vbid in writer.vbids}
+            if own:
+                writer.lease(name, own, until_ms)
+        return {}
+
+    def resume_leases(self, orders: Sequence[dict[str, Any]]) -> None:
+        """Hold what was granted before this process began. Who held what is gone meanwhile hears it when reading."""
+        for order in orders:
+            try:
+                self._lease(order)
+            except StorageError as error:
+                log.warning("a lease cannot be resumed", error=str(error))
 
 
 def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> None:
@@ -171,7 +196,9 @@ async def open_stores(start: Message) -> Work:
         worker=str(start["slot"]),
         clock=clock,
     )
-    return Mirroring(consumer, writers, failures)
+    work = Mirroring(consumer, writers, failures)
+    work.resume_leases(start["leases"])
+    return work
 
 
 def die_with_parent() -> None:

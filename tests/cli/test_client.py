@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cli import client
+from mirror import client
+from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import SupervisionError
-from mirror.supervise.control import SOCKET_NAME, socket_address
 
 
 class Service:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import ConfigError, SupervisionError
 from mirror.supervise import control
-from mirror.supervise.control import SOCKET_NAME, ControlServer, socket_address
+from mirror.supervise.control import ControlServer
 
 
 async def echo(request: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ async def test_garbage_and_failures_get_a_line_each(tmp_path: Path) -> None:
     await server.start()
     answers = await ask(tmp_path, b"garbage", b"[1]", b'{"no": "op"}', b'{"op": "fail"}', b'{"op": "ok"}')
     assert [answer["ok"] for answer in answers] == [False, False, False, False, True]
-    assert answers[3] == {"ok": False, "error": "that is wrong (do it right)", "exit_code": 2}
+    assert answers[3] == {"ok": False, "error": "that is wrong (do it right)", "exit_code": 2, "retryable": False}
     await server.stop()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from mirror.client import SOCKET_NAME, socket_address
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import (
@@ -28,7 +29,6 @@ from mirror.errors import (
     MirrorError,
     SupervisionError,
 )
-from mirror.supervise.control import SOCKET_NAME, socket_address
 from mirror.supervise.supervisor import Source, Supervisor, exit_words
 from storage import directory
 from storage.model import Identity

@@ -33,9 +33,11 @@ def test_a_wall_that_is_broken_is_noticed(tmp_path: Path) -> None:
         (tmp_path / room / "__init__.py").touch()
     (tmp_path / "storage").mkdir()
     for module in (
+        "mirror/client.py",
         "mirror/config.py",
         "mirror/clock.py",
         "mirror/errors.py",
+        "mirror/lease.py",
         "storage/__init__.py",
         "storage/model.py",
     ):

@@ -1,0 +1,93 @@
+"""The line to a running service: one command to its control socket `<data>/control.sock`, one answer back.
+
+Knows the socket's place and manners (one JSON object a line); never what a command means. A service that is not there
+is None, not an error: most of what asks works without it. Paths longer than a socket address (107 bytes) go through the
+directory's descriptor. Invariant: no wait without an end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mirror.errors import ExitCode, MirrorError, SupervisionError
+
+SOCKET_NAME = "control.sock"
+TIMEOUT_S = 35.0
+"""A little more than the service itself allows a command."""
+ANSWER_LENGTH_MAX = 256 * 1024 * 1024
+"""The status of 65,536 vbuckets is a tenth of it."""
+
+
+@contextmanager
+def socket_address(directory: Path) -> Iterator[str]:
+    """An address for the socket in `directory` that always fits."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SupervisionError(f"{directory}: {error.strerror}") from error
+    try:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
+    finally:
+        os.close(descriptor)
+
+
+class ServiceSaidNo(MirrorError):
+    """The service's own words, with its exit code."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        """`answer` is the line that came back."""
+        super().__init__(str(answer.get("error") or "the service refused"))
+        self.exit_code = ExitCode(answer.get("exit_code") or ExitCode.FAILED)
+        self.retryable = bool(answer.get("retryable"))
+
+
+def ask(directory: Path, operation: str, **more: Any) -> dict[str, Any] | None:
+    """Send a command to the service of `directory`; None when no service runs there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.settimeout(TIMEOUT_S)
+        try:
+            with socket_address(directory) as address:
+                line.connect(address)
+        except PermissionError:
+            raise SupervisionError(
+                f"this user may not ask the service of {directory}", hint="ask as the user that it runs as, or as root"
+            ) from None
+        except (OSError, SupervisionError):
+            return None
+        try:
+            line.sendall(json.dumps({"op": operation, **more}).encode() + b"\n")
+            answer = _read_line(line)
+        except TimeoutError:
+            raise SupervisionError(
+                f"the service of {directory} does not answer", hint="look at its logs; `kill -9` of it loses no data"
+            ) from None
+        except OSError:
+            return None
+    if not answer.get("ok"):
+        raise ServiceSaidNo(answer)
+    return answer
+
+
+def _read_line(line: socket.socket) -> dict[str, Any]:
+    chunks: list[bytes] = []
+    length = 0
+    while chunk := line.recv(1 << 20):
+        chunks.append(chunk)
+        length += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+        if length > ANSWER_LENGTH_MAX:
+            raise SupervisionError("the service's answer has no end")
+    try:
+        answer = json.loads(b"".join(chunks))
+    except ValueError:
+        raise ConnectionResetError("the service went away in mid-answer") from None
+    if not isinstance(answer, dict):
+        raise SupervisionError("the service's answer makes no sense", hint="is it of another version?")
+    return answer

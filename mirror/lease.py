@@ -1,0 +1,101 @@
+"""Leases: a reader's position held in a mirror's history while a job of unknown length runs.
+
+Knows the control socket's commands `lease` and `release`; what a lease keeps, `storage.leases` says. The service grants
+it for a while, a thread here renews it, and it ends by itself soon after this process does. Without a service nothing
+purges, so there is nothing to ask; one that is started meanwhile is asked then. Invariants: what `hold` returned with
+is held until `release`, or `lost` says why not; nothing is held beyond the service's own limits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from mirror.client import ServiceSaidNo, ask
+from mirror.errors import MirrorError, SupervisionError
+
+SECONDS = 60.0
+"""How long a lease outlives a holder that died."""
+FIRST_TRIES = 40
+FIRST_RETRY_S = 0.25
+
+
+class Lease:
+    """Positions that are held. Use `hold`."""
+
+    def __init__(
+        self, path: str | Path, positions: Mapping[int, tuple[int, int]], *, name: str, seconds: float = SECONDS
+    ) -> None:
+        """Ask for the lease. Raises ServiceSaidNo when a position is no longer kept."""
+        self._directory = Path(path)
+        self._positions = [[vbid, branch, seqno] for vbid, (branch, seqno) in sorted(positions.items())]
+        self._name = name
+        self._seconds = seconds
+        self._ended = threading.Event()
+        self.id = uuid.uuid4().hex
+        self.lost: MirrorError | None = None
+        """Why nothing is held any more; None: all is well."""
+        self._ask_first()
+        self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._renewing.start()
+
+    def _ask(self) -> None:
+        ask(
+            self._directory,
+            "lease",
+            id=self.id,
+            name=self._name,
+            seconds=self._seconds,
+            positions=self._positions,
+        )
+
+    def _ask_first(self) -> None:
+        """A worker that was killed a moment ago is back in a second: wait for it."""
+        for _ in range(FIRST_TRIES):
+            try:
+                return self._ask()
+            except ServiceSaidNo as error:
+                if not error.retryable:
+                    raise
+            time.sleep(FIRST_RETRY_S)
+        return self._ask()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._seconds / 3):
+            try:
+                self._ask()
+            except (ServiceSaidNo, SupervisionError) as error:
+                if isinstance(error, ServiceSaidNo) and not error.retryable:
+                    self.lost = error
+                    return
+
+    def release(self) -> None:
+        """Hold no longer. Harmless when repeated, or when the service is gone."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._renewing.join()
+        try:
+            ask(self._directory, "release", id=self.id)
+        except MirrorError:  # it ends by itself
+            return
+
+
+@contextmanager
+def hold(
+    path: str | Path, positions: Mapping[int, tuple[int, int]], *, name: str, seconds: float = SECONDS
+) -> Iterator[Lease]:
+    """Keep the history of the mirror at `path` from these positions (vbid: branch, seqno) on, while the block runs.
+
+    `name` is shown by `status`; `seconds` is how long the lease outlives this process. Raises ServiceSaidNo when a
+    position is no longer kept; `lease.lost` tells when holding ended before the block did.
+    """
+    lease = Lease(path, positions, name=name, seconds=seconds)
+    try:
+        yield lease
+    finally:
+        lease.release()

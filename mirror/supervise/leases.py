@@ -1,0 +1,132 @@
+"""The book of leases: who holds which positions of the mirror's history, and until when.
+
+Knows what was granted; what it keeps from being purged, the workers' stores know. The book is written to
+`<data>/leases.json` before a grant is answered and read when the service starts, so a restart, of a worker or of the
+service, takes nothing from a job that still renews. Invariants: a lease is granted for `lease_max_s` at most and
+renewed until `lease_age_max_s` at most, so no reader keeps history for ever; a book that cannot be read is an empty
+one, which costs jobs their leases and nobody any data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from mirror.errors import ConfigError
+
+BOOK_NAME = "leases.json"
+NAME_LENGTH_MAX = 200
+SECONDS_MIN = 1.0
+
+Position = tuple[int, int, int]
+"""vbid, branch, seqno."""
+
+log = structlog.get_logger("supervisor")
+
+
+@dataclass(slots=True)
+class Record:
+    """One lease. Times in milliseconds since 1970."""
+
+    id: str
+    name: str
+    granted_ms: int
+    until_ms: int
+    positions: list[Position]
+
+    def order(self, groups: tuple[int, ...], group_count: int) -> dict[str, Any] | None:
+        """What a worker of `groups` is told; None: nothing of it is theirs."""
+        theirs = [list(position) for position in self.positions if position[0] % group_count in groups]
+        return {"op": "lease", "id": self.id, "until_ms": self.until_ms, "positions": theirs} if theirs else None
+
+
+class LeaseBook:
+    """All leases of a mirror."""
+
+    def __init__(self, directory: Path, *, seconds_max: float, age_max_s: float) -> None:
+        """Read what an earlier service granted."""
+        self._path = directory / BOOK_NAME
+        self._seconds_max = seconds_max
+        self._age_max_ms = int(age_max_s * 1000)
+        self._records: dict[str, Record] = {}
+        if not self._path.exists():
+            return
+        try:
+            for each in json.loads(self._path.read_text()):
+                positions = [(int(vbid), int(branch), int(seqno)) for vbid, branch, seqno in each.pop("positions")]
+                record = Record(**each, positions=positions)
+                self._records[record.id] = record
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            log.warning("the book of leases cannot be read; it begins anew", path=str(self._path), error=str(error))
+            self._records.clear()
+
+    def active(self, now_ms: int) -> list[Record]:
+        """Leases that hold something now, oldest first."""
+        self._records = {key: record for key, record in self._records.items() if record.until_ms > now_ms}
+        return list(self._records.values())
+
+    def wanted(self, request: dict[str, Any], vbucket_count: int, now_ms: int) -> Record:
+        """The lease that a request asks for, new or renewed; it counts once it is `enter`ed. Raises ConfigError."""
+        seconds, name, lease_id = request.get("seconds"), request.get("name"), request.get("id")
+        if not isinstance(seconds, int | float) or not SECONDS_MIN <= seconds <= self._seconds_max:
+            raise ConfigError(
+                f"a lease of {seconds!r} s", hint=f"ask for {SECONDS_MIN:g} to {self._seconds_max:g} s, and renew it"
+            )
+        if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH_MAX or not isinstance(lease_id, str):
+            raise ConfigError("a lease needs an id and a name", hint=f"a name has 1 to {NAME_LENGTH_MAX} characters")
+        positions = _positions(request.get("positions"), vbucket_count)
+        granted_ms = now_ms
+        if (known := self._records.get(lease_id)) is not None:
+            granted_ms = known.granted_ms
+        until_ms = min(now_ms + int(seconds * 1000), granted_ms + self._age_max_ms)
+        if until_ms <= now_ms:
+            raise ConfigError(
+                f"the lease {name!r} is older than lease_age_max_s allows",
+                hint="begin again from what is published now",
+            )
+        return Record(lease_id, name, granted_ms, until_ms, positions)
+
+    def known(self, record: Record) -> bool:
+        """True for a renewal: the positions are those that are held already."""
+        known = self._records.get(record.id)
+        return known is not None and known.positions == record.positions
+
+    def enter(self, record: Record) -> None:
+        """It is granted."""
+        self._records[record.id] = record
+        self._write()
+
+    def strike(self, lease_id: object) -> Record | None:
+        """It is released; None: there is no such lease."""
+        record = self._records.pop(lease_id, None) if isinstance(lease_id, str) else None
+        if record is not None:
+            self._write()
+        return record
+
+    def _write(self) -> None:
+        """Best effort: a full disk must not keep a job from reading."""
+        unfinished = self._path.with_suffix(".new")
+        try:
+            unfinished.write_text(json.dumps([asdict(record) for record in self._records.values()]))
+            os.replace(unfinished, self._path)
+        except OSError as error:
+            log.warning("the book of leases cannot be written", path=str(self._path), error=error.strerror)
+
+
+def _positions(value: object, vbucket_count: int) -> list[Position]:
+    if isinstance(value, list) and 0 < len(value) <= vbucket_count:
+        with contextlib.suppress(ValueError, TypeError):
+            found = [(vbid, branch, seqno) for vbid, branch, seqno in value]
+            numbers = all(isinstance(number, int) and 0 <= number < 2**64 for each in found for number in each)
+            if numbers and len({each[0] for each in found}) == len(found) and max(found)[0] < vbucket_count:
+                return found
+    raise ConfigError(
+        "a lease without positions",
+        hint=f"positions: [[vbid, branch, seqno], ...], each vbid below {vbucket_count} once",
+    )

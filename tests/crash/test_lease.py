@@ -1,0 +1,110 @@
+"""A lease on history is kept by the running service, through SIGKILL of a worker and of the whole, and no longer than
+it was granted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror.client import ServiceSaidNo, ask
+from mirror.lease import Lease, hold
+from mirror.sandbox import SandboxCluster, SandboxThread
+from storage.view import View, open_view
+from tests.crash.service import Service, until
+
+VBUCKETS = 4
+
+
+@pytest.fixture
+def source() -> Iterator[SandboxThread]:
+    with SandboxThread(SandboxCluster(vbuckets=VBUCKETS)) as thread:
+        yield thread
+
+
+def write(source: SandboxThread, view: View, value: int) -> None:
+    """One more version in each vbucket, published."""
+    for vbid in range(VBUCKETS):
+        seqno = source.call(source.cluster.set, f"key::{vbid}", {"v": value}, vbid=vbid).seqno
+        until(f"seqno {seqno} of vb {vbid}", lambda vbid=vbid, seqno=seqno: view.state(vbid).published_seqno >= seqno)
+
+
+def floors(view: View) -> list[int]:
+    return [int(each.floor_seqno) for each in view.published()]
+
+
+def versions(view: View, as_of: dict[int, tuple[int, int]]) -> list[bytes]:
+    return [document.value for vbid, (_, seqno) in as_of.items() for document in view.scan(vbid, as_of=seqno)]
+
+
+def test_history_stays_for_its_holder_through_kills_and_goes_after_release(
+    source: SandboxThread, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    flags = ("--groups", "2", "--workers", "2", "--set", "history_boundaries=1", "--set", "lease_max_s=5")
+    with Service(source.connection_string, data, *flags) as service:
+        service.start()
+        until("the mirror", lambda: (data / "mirror.json").exists())
+        with open_view(str(data)) as view:
+            write(source, view, 1)
+            *held_ones, free = ((int(each.branch), int(each.seqno)) for each in view.published())
+            held = dict(enumerate(held_ones))
+            with hold(data, held, name="a job", seconds=3) as lease:
+                workers = service.wait_workers(2)
+                status = service.status()
+                assert status is not None
+                assert [(row["name"], row["vbuckets"]) for row in status["leases"]] == [("a job", VBUCKETS - 1)]
+                for value in (2, 3):
+                    write(source, view, value)
+                service.kill(workers[0]["pid"])
+                write(source, view, 4)
+                service.kill_supervisor()
+                service.start()
+                write(source, view, 5)
+                write(source, view, 6)
+                newest = [int(each.seqno) for each in view.published()]
+                until("the floor of what is not held to rise", lambda: floors(view)[-1] == newest[-1] > free[1])
+                assert versions(view, held) == [b'{"v":1}'] * len(held)
+                assert floors(view)[:-1] == [seqno for _, seqno in held_ones]
+                assert lease.lost is None
+            with pytest.raises(AssertionError, match="in vain"):
+                until("a lease that was released", lambda: leases(service), limit_s=0.5)
+            until("the floor to rise", lambda: floors(view) == newest)
+            with pytest.raises(ServiceSaidNo, match="is not kept; history begins at"):
+                Lease(data, held, name="late", seconds=3)
+        assert service.terminate() == 0
+        assert not service.tracebacks()
+
+
+def leases(service: Service) -> list[object]:
+    status = service.status()
+    return list(status["leases"]) if status else []
+
+
+def test_a_holder_that_died_holds_history_for_its_time_alone(source: SandboxThread, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with Service(source.connection_string, data, "--set", "history_boundaries=1", "--workers", "1") as service:
+        service.start()
+        service.wait_workers(1)
+        with open_view(str(data)) as view:
+            write(source, view, 1)
+            positions = [[vbid, int(each.branch), int(each.seqno)] for vbid, each in enumerate(view.published())]
+            answer = ask(data, "lease", id="x", name="nobody renews it", seconds=2, positions=positions)
+            assert answer is not None
+            write(source, view, 2)
+            newest = [int(each.seqno) for each in view.published()]
+            until("the floor to rise once the lease ended", lambda: floors(view) == newest)
+            assert leases(service) == []
+        assert service.terminate() == 0
+
+
+def test_without_a_service_there_is_nobody_to_ask(source: SandboxThread, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with Service(source.connection_string, data, "--until-caught-up") as service:
+        service.start()
+        until("the service to end", lambda: service.ended() is not None)
+        assert service.ended() == 0
+    with hold(data, {0: (1, 0)}, name="alone") as lease:
+        assert lease.lost is None
