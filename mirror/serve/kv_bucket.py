@@ -17,10 +17,10 @@ import structlog
 from mirror.clock import Clock
 from mirror.serve.auth import Reader
 from mirror.wire.constants import Status
-from storage import directory
-from storage.errors import StorageError
-from storage.model import Document, Manifest, VbucketState
-from storage.view import Found, View, open_view
+from storage import directory, keys
+from storage.errors import StorageError, ViewInvalidated
+from storage.model import Document, Kind, Manifest, VbucketState
+from storage.view import Pin, View, open_view
 
 MANIFEST_FRESH_S = 0.5
 """For so long the newest manifest is believed; looking through all vbuckets for each question would cost too much."""
@@ -47,9 +47,9 @@ class KvBucket:
     def __init__(self, data: str, clock: Clock, *, stale_allowed: bool) -> None:
         """Open the mirror at `data`. Raises StorageError."""
         self._data = data
-        self._clock = clock
+        self.clock = clock
         self._stale_allowed = stale_allowed
-        self.view: View = open_view(data)
+        self.view: View = open_view(data, stale_reads=stale_allowed)
         self._files = self._file_numbers()
         identity = self.view.identity
         self.name = identity.bucket_name
@@ -71,7 +71,7 @@ class KvBucket:
         except StorageError as error:
             raise self._failed(error) from error
         if not found.collection_exists or not reader.reads_all:
-            self._check_collection(wire_key, found, reader)
+            _check_collection(_collection_of(wire_key), found.manifest, reader)
         if found.stale and not self._stale_allowed:
             raise Refused(Status.ETMPFAIL, "the vbucket is being filled anew")
         document = found.document
@@ -81,20 +81,64 @@ class KvBucket:
             return None
         return document if vbid is None or vbid == document.vbid else None
 
-    def _check_collection(self, wire_key: bytes, found: Found, reader: Reader) -> None:
-        collection_id = _collection_of(wire_key)
-        collection = found.manifest.collections.get(collection_id)
-        if collection is None:
-            raise Refused(Status.UNKNOWN_COLLECTION, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=found.manifest.uid)
-        if not reader.may_read(found.manifest.scopes.get(collection.scope_id, ""), collection.name):
-            raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read this collection")
-
     def ready(self, vbid: int) -> bool:
         """False while a vbucket holds nothing complete: its first stream was not accepted, or is still coming in."""
         state = self.state(vbid)
         return bool(
             state.published_seqno or (state.failover_log and not state.staged_seqno and state.open_snapshot is None)
         )
+
+    # -- scans
+
+    def check_collection(self, vbid: int, collection_id: int, reader: Reader) -> None:
+        """Raise Refused unless the collection exists and may be read."""
+        self.served_state(vbid)
+        try:
+            manifest = self.view.manifest(vbid)
+        except StorageError as error:
+            raise self._failed(error) from error
+        _check_collection(collection_id, manifest, reader)
+
+    def pin(self, vbid: int) -> Pin:
+        """What a vbucket serves now. Raises Refused."""
+        try:
+            return self.view.pin(vbid)
+        except StorageError as error:
+            raise self._failed(error) from error
+
+    def page(
+        self, pin: Pin, collection_id: int, start: bytes, end: bytes | None, items_max: int, bytes_max: int | None
+    ) -> tuple[list[Document], bytes]:
+        """Some documents from `start` on, and where to go on (empty: the end). Raises Refused."""
+        try:
+            return self.view.scan_page(
+                pin, collection_id, start=start, end=end, limit=items_max, bytes_max=bytes_max, raw=True
+            )
+        except ViewInvalidated as error:
+            raise Refused(Status.RANGE_SCAN_CANCELLED, str(error)) from error
+        except StorageError as error:
+            raise self._failed(error) from error
+
+    def check_fresh(self, vbid: int) -> None:
+        """Raise Refused when a scan of a vbucket must end because it is being filled anew."""
+        try:
+            stale = not self._stale_allowed and self.view.stale(vbid)
+        except StorageError as error:
+            raise self._failed(error) from error
+        if stale:
+            raise Refused(Status.RANGE_SCAN_CANCELLED, "the vbucket is being filled anew")
+
+    def holds_seqno(self, vbid: int, seqno: int) -> bool:
+        """Whether the newest version of some document has this seqno."""
+        try:
+            for row in self.view.scan_seqno(vbid, seqno - 1, seqno, raw=True):
+                if row.seqno == seqno and row.kind is not Kind.SYSTEM_EVENT:
+                    wire_key = keys.encode_collection_id(row.collection_id) + row.key
+                    document = self.view.find(wire_key, deletions=True).document
+                    return document is not None and document.seqno == seqno
+        except StorageError as error:
+            raise self._failed(error) from error
+        return False
 
     # -- vbuckets
 
@@ -119,7 +163,7 @@ class KvBucket:
 
     def manifest(self) -> Manifest:
         """The newest manifest that any vbucket has published."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if self._manifest is None or now - self._manifest[0] > MANIFEST_FRESH_S:
             try:
                 newest = max((self.view.manifest(vbid) for vbid in range(self.vbucket_count)), key=lambda m: m.uid)
@@ -158,13 +202,21 @@ class KvBucket:
             return False
         log.warning("a group was made anew; opening the mirror again")
         try:
-            fresh = open_view(self._data)
+            fresh = open_view(self._data, stale_reads=self._stale_allowed)
         except StorageError as error:
             log.error("the mirror cannot be opened again", error=str(error))
             return False
         self.view.close()
         self.view, self._files, self._manifest = fresh, now, None
         return True
+
+
+def _check_collection(collection_id: int, manifest: Manifest, reader: Reader) -> None:
+    collection = manifest.collections.get(collection_id)
+    if collection is None:
+        raise Refused(Status.UNKNOWN_COLLECTION, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
+    if not reader.may_read(manifest.scopes.get(collection.scope_id, ""), collection.name):
+        raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read this collection")
 
 
 def manifest_to_json(manifest: Manifest) -> bytes:

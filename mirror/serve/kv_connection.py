@@ -1,26 +1,30 @@
 """One KV client's connection: bytes in, answers out, in order, within limits.
 
 Knows frames, the transport and the dispatch table; what operations do, they know. Requests are answered as they are
-read, so nothing is ever under way. Invariants:
+read, but for those that take time (`Later`): their answers come when they are ready, to clients that negotiated
+unordered execution (kv_engine docs/UnorderedExecution.md); with others their further requests wait. Invariants:
 - bytes that are no request end this connection and no other; a request that its operation cannot decode is refused
   with the codec's status, and the connection stays;
 - at most one incomplete request of bounded size and one received piece are held; a larger request (a write) is refused
   from its header and its body dropped as it comes;
 - while the client does not take its answers, nothing more of it is read or answered, so what is held for it is the
-  high-water mark and one answer; after `requests_per_turn` answers the others have their turn.
+  high-water mark and one answer; after `requests_per_turn` answers the others have their turn;
+- at most `LATER_MAX` requests that take time are under way, and they end with the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
-from mirror.serve import kv_documents, kv_requests
+from mirror.serve import kv_documents, kv_requests, kv_scans
 from mirror.serve.kv_bucket import Refused
-from mirror.serve.kv_session import Operation, Reply, Session
+from mirror.serve.kv_session import Later, Operation, Reply, Session
 from mirror.serve.listener import Address
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -29,7 +33,7 @@ from mirror.wire.errors import ProtocolError, RemoteProtocolError
 from mirror.wire.frame import HEADER, Frame
 from storage.errors import StorageError
 
-OPERATIONS: dict[int, Operation] = kv_requests.OPERATIONS | kv_documents.OPERATIONS
+OPERATIONS: dict[int, Operation] = kv_requests.OPERATIONS | kv_documents.OPERATIONS | kv_scans.OPERATIONS
 
 HIGH_WATER_BYTES = 256 * 1024
 """Unsent bytes at which a client's further requests wait."""
@@ -37,12 +41,18 @@ HIGH_WATER_BYTES = 256 * 1024
 GATHER_BYTES = 64 * 1024
 """Answers are written together up to this size."""
 
+LATER_MAX = 64
+"""Requests of one client that take time; more are told `busy`."""
+
 _REQUEST, _FLEX_REQUEST = int(Magic.REQUEST), int(Magic.FLEX_REQUEST)
 _GET = int(Opcode.GET)
+_GOOD = frozenset({int(Status.SUCCESS), int(Status.RANGE_SCAN_MORE), int(Status.RANGE_SCAN_COMPLETE)})
 _JSON, _XATTR = int(Datatype.JSON), int(Datatype.XATTR)
 _NOT_PLAIN = int(Datatype.XATTR | Datatype.SNAPPY)
 _HELLO = int(Opcode.HELLO)
 _QUITQ = int(Opcode.QUITQ)
+
+T = TypeVar("T")
 
 log = structlog.get_logger("kv")
 
@@ -98,8 +108,14 @@ class KvConnection(asyncio.Protocol):
         self._skip = 0
         """Bytes of a refused request that are still to come."""
         self._paused = False
+        self._writable = asyncio.Event()
+        """Not paused, for those who wait for it."""
+        self._writable.set()
         self._waiting = False
         """The rest of the pipeline waits for its next turn."""
+        self._held = False
+        """The pipeline waits for the answer to its first request."""
+        self._later: set[asyncio.Task[None]] = set()
         self._goodbye = False
         """Hang up when what was answered is written."""
         self._ended = False
@@ -122,6 +138,8 @@ class KvConnection(asyncio.Protocol):
         """The client is gone."""
         self._ended = True
         self._pieces.clear()
+        for task in self._later:
+            task.cancel()
         self._host.closed(self)
 
     def data_received(self, data: bytes) -> None:
@@ -131,12 +149,13 @@ class KvConnection(asyncio.Protocol):
             return
         self._pieces.append(data)
         self._size += len(data)
-        if not (self._paused or self._waiting):
+        if not (self._paused or self._waiting or self._held):
             self._work()
 
     def pause_writing(self) -> None:
         """The client does not take what it asked for."""
         self._paused = True
+        self._writable.clear()
         self.paused_s = self._host.now_s
         self.unsent_seen = self.unsent_bytes
         self.transport.pause_reading()
@@ -145,8 +164,9 @@ class KvConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The client takes again."""
         self._paused = False
+        self._writable.set()
         self.paused_s = None
-        if not self._ended and not self._waiting:
+        if not (self._ended or self._waiting or self._held):
             self._work()
             self._read_on()
 
@@ -166,6 +186,11 @@ class KvConnection(asyncio.Protocol):
         """Close now."""
         self._ended = True
         self.transport.abort()
+
+    def push(self, frame: Frame) -> None:
+        """Send what the client did not ask for, but takes; one who takes nothing at all can ask for it later."""
+        if not (self._ended or self._paused):
+            self._flush([fr.encode(frame)])
 
     # -- work
 
@@ -194,19 +219,21 @@ class KvConnection(asyncio.Protocol):
         self._size = len(data) - pos
         if self._size:
             self._pieces.append(data[pos:] if pos else data)
-        if self._size >= self._wanted and not self._paused:
+        if self._held:
+            self.transport.pause_reading()
+        elif self._size >= self._wanted and not self._paused:
             self._waiting = True
             self.transport.pause_reading()
             self._loop.call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         self._waiting = False
-        if not self._paused and not self._ended:
+        if not (self._paused or self._held or self._ended):
             self._work()
             self._read_on()
 
     def _read_on(self) -> None:
-        if not (self._paused or self._waiting or self._ended):
+        if not (self._paused or self._waiting or self._held or self._ended):
             self.transport.resume_reading()
 
     def _flush(self, out: list[bytes]) -> None:
@@ -247,7 +274,7 @@ class KvConnection(asyncio.Protocol):
                 if gathered > GATHER_BYTES:
                     self._flush(out)
                     gathered = 0
-            if self._ended or self._paused or self._goodbye:
+            if self._ended or self._paused or self._goodbye or self._held:
                 break
         return pos
 
@@ -302,7 +329,7 @@ class KvConnection(asyncio.Protocol):
             reply = self._reply(Frame(magic, opcode, 0, vbucket, opaque))
         else:
             reply = self.session.refuse(Status.E2BIG, "the request is too large")
-        assert reply is not None, "refusals are never quiet"
+        assert isinstance(reply, Reply), "refusals are neither quiet nor slow"
         return self._encode(Frame(_REQUEST, opcode, 0, vbucket, opaque), reply, perf_counter())
 
     @staticmethod
@@ -324,11 +351,20 @@ class KvConnection(asyncio.Protocol):
             self._goodbye = True
             return b""
         reply = self._reply(frame)
+        if isinstance(reply, Later):
+            if len(self._later) < LATER_MAX:
+                return self._begin(frame, reply, began)
+            reply = self.session.refuse(Status.EBUSY, "too many requests are under way")
+        return self._count(frame, reply, began)
+
+    def _count(self, frame: Frame, reply: Reply | None, began: float) -> bytes:
+        """The bytes of an answer, counted."""
+        counters = self._host.counters
         if reply is None:
             counters.misses += 1
             return b""
         status = reply.status
-        if not status:
+        if status in _GOOD:
             counters.hits += 1
         elif status == Status.KEY_ENOENT:
             counters.misses += 1
@@ -339,6 +375,37 @@ class KvConnection(asyncio.Protocol):
             answer = b"".join([*(self._encode(frame, each, began) for each in reply.before), answer])
         self._goodbye = reply.hang_up
         return answer
+
+    # -- what takes time
+
+    def _begin(self, frame: Frame, later: Later, began: float) -> bytes:
+        """The answer, if the first step has it; else it comes by itself."""
+        reply = self._guarded(frame, later.step)
+        if reply is not None:
+            return self._count(frame, reply, began)
+        self._held = not self.session.unordered
+        task = self._loop.create_task(self._go_on(frame, later, began))
+        self._later.add(task)
+        task.add_done_callback(self._later_done)
+        return b""
+
+    async def _go_on(self, frame: Frame, later: Later, began: float) -> None:
+        reply = None
+        while reply is None:
+            await asyncio.sleep(later.pause_s)
+            await self._writable.wait()
+            reply = self._guarded(frame, later.step)
+        if not self._ended:
+            self._flush([self._count(frame, reply, began)])
+
+    def _later_done(self, task: asyncio.Task[None]) -> None:
+        self._later.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an answer failed", error=repr(error))
+            self.abort()
+        if self._held:
+            self._held = False
+            self._next_turn()
 
     def _encode(self, frame: Frame, reply: Reply, began: float) -> bytes:
         framing = b""
@@ -356,15 +423,20 @@ class KvConnection(asyncio.Protocol):
         )
         return fr.encode(answer)
 
-    def _reply(self, frame: Frame) -> Reply | None:
+    def _reply(self, frame: Frame) -> Reply | Later | None:
         session = self.session
         operation = OPERATIONS.get(frame.opcode)
         if session.reader is None and not (operation and operation.before_login):
             return session.refuse(Status.EACCESS, "log in first")
         if operation is None:
             return session.refuse(Status.UNKNOWN_COMMAND)
+        return self._guarded(frame, partial(operation.handle, session, frame))
+
+    def _guarded(self, frame: Frame, answer: Callable[[], T]) -> T | Reply:
+        """What `answer` returns, or the answer to what it raises."""
+        session = self.session
         try:
-            return operation.handle(session, frame)
+            return answer()
         except Refused as error:
             return session.refused(error)
         except ProtocolError as error:

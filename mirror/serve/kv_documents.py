@@ -14,7 +14,7 @@ from mirror.document import values
 from mirror.document.jsonpath import PathError
 from mirror.document.lookup import LOOKUPS, XATTR_PATH, About, Content
 from mirror.serve.kv_bucket import Refused
-from mirror.serve.kv_session import READ_ONLY, Handler, Operation, Reply, Session
+from mirror.serve.kv_session import READ_ONLY, Handler, Later, Operation, Reply, Session
 from mirror.wire import codec_kv, leb128
 from mirror.wire.codec_kv import LookupResult
 from mirror.wire.constants import Opcode, Status
@@ -152,7 +152,7 @@ def _text(path: bytes) -> str:
 def _quiet(handle: Handler) -> Handler:
     """Misses are not answered."""
 
-    def handle_quietly(session: Session, frame: Frame) -> Reply | None:
+    def handle_quietly(session: Session, frame: Frame) -> Reply | Later | None:
         try:
             return handle(session, frame)
         except Refused as error:

@@ -36,9 +36,11 @@ CAPABILITIES = (
     "subdoc.ReplaceBodyWithXattr",
     "subdoc.DocumentMacroSupport",
     "preserveExpiry",
+    "rangeScan",
+    "subdoc.ReplicaRead",
 )
-"""What the recorded server says. Clients that write get the refusal of a read-only node, which is clearer to them than
-a bucket that could do nothing. Range scans are not among them: clients then say so at once."""
+"""What the recorded server says, and what newer ones offer for reading. Clients that write get the refusal of a
+read-only node, which is clearer to them than a bucket that could do nothing."""
 
 
 @dataclass(frozen=True, slots=True)

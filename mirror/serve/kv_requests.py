@@ -45,10 +45,14 @@ GRANTED = frozenset(
         Feature.PRESERVE_TTL,
         Feature.VATTR,
         Feature.SUBDOC_CREATE_AS_DELETED,
+        Feature.SUBDOC_REPLICA_READ,
         Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
+        Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
+        Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
+        Feature.RANGE_SCAN_INCLUDE_XATTR,
     )
 )
-"""What 7.2.0 grants of what clients ask for, and the one newer feature without which maps are sent over and over."""
+"""What 7.2.0 grants of what clients ask for, and the newer ones for reading and for maps that are not sent twice."""
 
 
 def _hello(session: Session, frame: Frame) -> Reply:
@@ -128,8 +132,7 @@ def _cluster_config(session: Session, frame: Frame) -> Reply:
     known = codec_kv.decode_cluster_config_request(frame)
     if known is not None and known >= session.cluster_map.revision:
         return Reply()
-    cluster_map = session.cluster_map
-    return Reply(value=cluster_map.of_bucket if session.bucket_selected else cluster_map.of_node, datatype=JSON)
+    return Reply(value=session.map_now(), datatype=JSON)
 
 
 def _manifest(session: Session, _frame: Frame) -> Reply:

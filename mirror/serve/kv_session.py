@@ -12,6 +12,7 @@ import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mirror.feed.sasl import ScramServer
 from mirror.serve.auth import Reader, Users
@@ -19,6 +20,9 @@ from mirror.serve.kv_bucket import KvBucket, Refused
 from mirror.serve.kv_map import ClusterMap
 from mirror.wire.constants import Datatype, Feature, Status
 from mirror.wire.frame import Frame
+
+if TYPE_CHECKING:
+    from mirror.serve.kv_scans import Scan
 
 JSON = int(Datatype.JSON)
 
@@ -41,6 +45,16 @@ class Reply:
     """Close the connection when everything was sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """An answer that takes time: asked for in steps of bounded work, with other clients' requests between them."""
+
+    step: Callable[[], Reply | None]
+    """The answer, or None: not yet. Raises Refused."""
+    pause_s: float = 0.0
+    """Between steps."""
+
+
 @dataclass(slots=True)
 class Session:
     """A client."""
@@ -58,11 +72,15 @@ class Session:
     bucket_selected: bool = False
     scram: tuple[str, ScramServer] | None = None
     failed_logins: int = 0
+    scans: dict[bytes, Scan] = field(default_factory=dict, repr=False)
+    told_revision: tuple[int, int] | None = None
+    """Of the newest map that this client was sent."""
     xerror: bool = field(default=False, repr=False)
     tracing: bool = field(default=False, repr=False)
     collections: bool = field(default=False, repr=False)
     snappy: bool = field(default=False, repr=False)
     json: bool = field(default=False, repr=False)
+    unordered: bool = field(default=False, repr=False)
 
     def grant(self, features: frozenset[int]) -> None:
         """Take a client's features."""
@@ -72,6 +90,7 @@ class Session:
         self.collections = Feature.COLLECTIONS in features
         self.snappy = Feature.SNAPPY in features
         self.json = Feature.JSON in features
+        self.unordered = Feature.UNORDERED_EXECUTION in features
 
     def refuse(
         self, status: int, context: str = "", *, with_reference: bool = False, manifest_uid: int | None = None
@@ -94,11 +113,24 @@ class Session:
     def refused(self, error: Refused) -> Reply:
         """The answer to a request that was refused."""
         if error.status == Status.NOT_MY_VBUCKET:
-            return Reply(error.status, value=self.cluster_map.of_bucket, datatype=JSON)
+            return self.elsewhere()
         return self.refuse(error.status, error.context, manifest_uid=error.manifest_uid)
 
+    def map_now(self) -> bytes:
+        """The map as it stands, for this client to know from now on."""
+        self.told_revision = self.cluster_map.revision
+        return self.cluster_map.of_bucket if self.bucket_selected else self.cluster_map.of_node
 
-Handler = Callable[[Session, Frame], Reply | None]
+    def elsewhere(self) -> Reply:
+        """The vbucket is not here; with the map, unless this client has it and wants nothing twice."""
+        known = self.told_revision == self.cluster_map.revision
+        if known and Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP in self.features:
+            return Reply(Status.NOT_MY_VBUCKET)
+        self.told_revision = self.cluster_map.revision
+        return Reply(Status.NOT_MY_VBUCKET, value=self.cluster_map.of_bucket, datatype=JSON)
+
+
+Handler = Callable[[Session, Frame], Reply | Later | None]
 
 
 @dataclass(frozen=True, slots=True)

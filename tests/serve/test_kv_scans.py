@@ -1,0 +1,382 @@
+"""Range scans and samples over the wire, and with the official SDK in test_official_sdk.py."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.document import values
+from mirror.serve import kv_scans
+from mirror.serve.auth import Reader
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.codec_kv import ScanItem, ScanLimits
+from mirror.wire.constants import Feature, Opcode, Status
+from mirror.wire.frame import Frame
+from storage.model import Collection, Seqno
+from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving, users
+
+VBUUID = 77
+KEYS = [b"k%02d" % number for number in range(40)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """One vbucket with forty documents."""
+    made = Store(tmp_path, vbuckets=1)
+    made.logs(VBUUID)
+    for seqno, key in enumerate(KEYS, 1):
+        made.put(key, b"value of " + key, seqno, cas=seqno + 100, flags=7)
+    return made
+
+
+@pytest.fixture
+async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
+    async with serving(store.path) as served:
+        yield served
+    store.close()
+
+
+@pytest.fixture
+async def client(endpoint: Endpoint) -> Client:
+    return await endpoint.sdk()
+
+
+def b64(key: bytes) -> str:
+    return base64.b64encode(key).decode()
+
+
+def create(asked: object, *, datatype: int = 1, vbid: int = 0) -> Frame:
+    value = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+    return fr.request(Opcode.RANGE_SCAN_CREATE, value=value, datatype=datatype, vbucket=vbid, opaque=5)
+
+
+def between(start: bytes = b"", end: bytes = b"\xff", **more: Any) -> dict[str, Any]:
+    return {"range": {"start": b64(start), "end": b64(end)}, **more}
+
+
+def go_on(name: bytes, items: int = 0, size: int = 0, *, vbid: int = 0, opaque: int = 6) -> Frame:
+    extras = codec_kv.encode_scan_continue(ScanLimits(name, items, 0, size))
+    return fr.request(Opcode.RANGE_SCAN_CONTINUE, extras=extras, vbucket=vbid, opaque=opaque)
+
+
+def cancel(name: bytes) -> Frame:
+    return fr.request(Opcode.RANGE_SCAN_CANCEL, extras=name, opaque=8)
+
+
+async def begin(client: Client, asked: object) -> bytes:
+    answer = await client.ask(create(asked))
+    assert answer.status == Status.SUCCESS, answer.value
+    assert len(answer.value) == 16
+    return answer.value
+
+
+async def read(client: Client, name: bytes, *, items: int = 0, size: int = 0) -> tuple[list[ScanItem], int]:
+    """All items, and how many answers they came in."""
+    found: list[ScanItem] = []
+    for count in range(1, 1000):
+        answer = await client.ask(go_on(name, items, size))
+        assert answer.status in (Status.RANGE_SCAN_MORE, Status.RANGE_SCAN_COMPLETE), answer.value
+        page = codec_kv.decode_scan_items(answer.value, keys_only=answer.extras == bytes(4))
+        assert len(page) <= (items or kv_scans.PAGE_ITEMS)
+        found += page
+        if answer.status == Status.RANGE_SCAN_COMPLETE:
+            return found, count
+        assert page, "an answer before the end has something"
+    raise AssertionError("the scan never ended")
+
+
+async def keys(client: Client, asked: object) -> list[bytes]:
+    return [item.key for item in (await read(client, await begin(client, asked)))[0]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted"),
+    [
+        ({"start": b"", "end": b"\xf4\x8f\xfb\xfb"}, KEYS),
+        ({"start": b"k05", "end": b"k07"}, [b"k05", b"k06", b"k07"]),
+        ({"excl_start": b"k05", "end": b"k07"}, [b"k06", b"k07"]),
+        ({"start": b"k05", "excl_end": b"k07"}, [b"k05", b"k06"]),
+        ({"excl_start": b"k05", "excl_end": b"k07"}, [b"k06"]),
+        ({"start": b"k3", "end": b"k3\xff"}, [key for key in KEYS if key >= b"k3"]),
+    ],
+)
+async def test_a_range_is_what_its_bounds_say(client: Client, limits: dict[str, bytes], wanted: list[bytes]) -> None:
+    range_ = {name: b64(key) for name, key in limits.items()}
+    assert await keys(client, {"range": range_}) == wanted
+    assert await keys(client, {"range": range_, "key_only": True, "name": "mine"}) == wanted
+
+
+async def test_documents_come_whole_and_in_pages_of_the_size_asked_for(client: Client) -> None:
+    found, answers = await read(client, await begin(client, between()), items=7)
+    assert answers == 6
+    assert found[4] == ScanItem(b"k04", b"value of k04", 7, 0, 5, 105, 0)
+    by_size, answers = await read(client, await begin(client, between()), size=30)
+    assert by_size == found
+    assert answers == 20
+    one_by_one, answers = await read(client, await begin(client, between()), size=1)
+    assert one_by_one == found
+    assert answers == 40
+
+
+async def test_a_scan_is_of_one_moment_while_the_vbucket_is_written(store: Store, client: Client) -> None:
+    name = await begin(client, between())
+    first = await client.ask(go_on(name, 3))
+    for seqno, key in enumerate(KEYS[:20], 100):
+        store.put(key, b"later", seqno)
+    store.put(b"k99", b"later", 200)
+    store.delete(b"k30", 201)
+    rest, _ = await read(client, name, items=4)
+    found = codec_kv.decode_scan_items(first.value, keys_only=False) + rest
+    assert [(item.key, item.value) for item in found] == [(key, b"value of " + key) for key in KEYS]
+    assert await keys(client, between(b"k29", b"k99")) == [*KEYS[29:30], *KEYS[31:], b"k99"]
+
+
+async def test_a_rollback_cancels_a_scan_whose_moment_it_took_back(store: Store, client: Client) -> None:
+    name = await begin(client, between())
+    assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_MORE
+    store.writer.rollback(0, 20)
+    assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_CANCELLED
+    assert (await client.ask(go_on(name, 3))).status == Status.KEY_ENOENT
+    assert len(await keys(client, between())) == 20
+
+
+async def test_a_refill_cancels_scans_and_new_ones_wait_for_its_end(store: Store, client: Client) -> None:
+    name = await begin(client, between())
+    store.writer.begin_refill(0)
+    store.writer.commit()
+    assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_CANCELLED
+    assert (await client.ask(create(between()))).status == Status.ETMPFAIL
+
+
+async def test_an_ended_or_cancelled_scan_is_gone(client: Client) -> None:
+    ended = await begin(client, between())
+    await read(client, ended)
+    cancelled = await begin(client, between())
+    assert (await client.ask(cancel(cancelled))).status == Status.SUCCESS
+    for name in (ended, cancelled, bytes(16)):
+        assert (await client.ask(go_on(name))).status == Status.KEY_ENOENT
+        assert (await client.ask(cancel(name))).status == Status.KEY_ENOENT
+    assert (await client.ask(go_on(await begin(client, between()), vbid=1))).status == Status.KEY_ENOENT
+
+
+async def test_a_scan_lives_for_a_while_on_its_connection_alone(
+    endpoint: Endpoint, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await begin(client, between())
+    other = await endpoint.sdk()
+    assert (await other.ask(go_on(name))).status == Status.KEY_ENOENT
+    assert (await client.ask(go_on(name, 1))).status == Status.RANGE_SCAN_MORE
+    monkeypatch.setattr(kv_scans, "LIFETIME_S", 0.0)
+    short = await begin(client, between())
+    assert (await client.ask(go_on(short, 1))).status == Status.KEY_ENOENT
+
+
+async def test_a_scan_is_of_the_user_who_made_it(store: Store) -> None:
+    async with serving(store.path, readers=users()) as endpoint:
+        client = await endpoint.sdk()
+        name = await begin(client, between())
+        assert await client.login() == Status.SUCCESS
+        assert (await client.ask(go_on(name))).status == Status.EACCESS
+    store.close()
+
+
+async def test_a_connection_has_only_so_many_scans_open(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_scans, "SCANS_MAX", 3)
+    names = [await begin(client, between()) for _ in range(3)]
+    assert (await client.ask(create(between()))).status == Status.EBUSY
+    await client.ask(cancel(names[0]))
+    await begin(client, between())
+
+
+async def test_an_empty_range_is_said_so_at_once(store: Store, client: Client) -> None:
+    for asked in (
+        between(b"z"),
+        between(b"k05", b"k04"),
+        {"range": {"excl_start": b64(b"k05"), "excl_end": b64(b"k06")}},
+    ):
+        assert (await client.ask(create(asked))).status == Status.KEY_ENOENT
+    for number in range(300):
+        store.put(b"x%03d" % number, b"", 1000 + 2 * number)
+        store.delete(b"x%03d" % number, 1001 + 2 * number)
+    name = await begin(client, between(b"x"))
+    assert await read(client, name) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        (b"{", Status.EINVAL),
+        (b"[" * 5000, Status.EINVAL),
+        (b"\xff", Status.EINVAL),
+        ([], Status.EINVAL),
+        ({}, Status.EINVAL),
+        ({"range": []}, Status.EINVAL),
+        ({"range": None}, Status.EINVAL),
+        ({"range": {"start": "", "end": ""}, "sampling": {"samples": 1}}, Status.EINVAL),
+        ({"range": {"start": ""}}, Status.EINVAL),
+        ({"range": {"start": "", "excl_start": "", "end": ""}}, Status.EINVAL),
+        ({"range": {"start": "!", "end": ""}}, Status.EINVAL),
+        ({"range": {"start": b64(b"x" * 251), "end": ""}}, Status.EINVAL),
+        (between(name="n" * 51), Status.EINVAL),
+        (between(key_only=1), Status.EINVAL),
+        (between(key_only=True, include_xattrs=True), Status.EINVAL),
+        (between(collection="zz"), Status.EINVAL),
+        (between(collection="8"), Status.UNKNOWN_COLLECTION),
+        (between(collection="100000000"), Status.EINVAL),
+        ({"sampling": {}}, Status.EINVAL),
+        ({"sampling": {"samples": -1}}, Status.EINVAL),
+        ({"sampling": {"samples": True}}, Status.EINVAL),
+        ({"sampling": {"samples": 2**64}}, Status.EINVAL),
+        (between(snapshot_requirements={"seqno": 1}), Status.EINVAL),
+        (between(snapshot_requirements={"vb_uuid": 77, "seqno": 1}), Status.EINVAL),
+        (between(snapshot_requirements={"vb_uuid": "77x", "seqno": 1}), Status.EINVAL),
+        (between(snapshot_requirements={"vb_uuid": "77"}), Status.EINVAL),
+        (between(snapshot_requirements={"vb_uuid": "78", "seqno": 1}), Status.VB_UUID_NOT_EQUAL),
+        (between(snapshot_requirements={"vb_uuid": "77", "seqno": 41}), Status.ETMPFAIL),
+        (between(snapshot_requirements={"vb_uuid": "77", "seqno": 41, "timeout_ms": 30}), Status.ETMPFAIL),
+        (between(snapshot_requirements={"vb_uuid": "77", "seqno": 40, "seqno_exists": True}), Status.SUCCESS),
+    ],
+)
+async def test_what_cannot_be_is_refused_with_the_engines_status(client: Client, asked: object, status: int) -> None:
+    assert (await client.ask(create(asked))).status == status
+    assert await client.alive()
+
+
+async def test_requests_of_a_wrong_shape_are_refused(client: Client) -> None:
+    assert (await client.ask(create(between(), datatype=0))).status == Status.EINVAL
+    assert (await client.ask(create(between(), vbid=1))).status == Status.NOT_MY_VBUCKET
+    for opcode in (Opcode.RANGE_SCAN_CREATE, Opcode.RANGE_SCAN_CONTINUE, Opcode.RANGE_SCAN_CANCEL):
+        assert (await client.ask(fr.request(opcode, extras=b"short"))).status == Status.EINVAL
+
+
+async def test_a_seqno_that_must_still_be_there_is_looked_for(store: Store, client: Client) -> None:
+    store.put(KEYS[0], b"again", 50)
+    for seqno, status in ((1, Status.NOT_STORED), (2, Status.SUCCESS), (45, Status.NOT_STORED), (50, Status.SUCCESS)):
+        required = {"vb_uuid": str(VBUUID), "seqno": seqno, "seqno_exists": True}
+        assert (await client.ask(create(between(snapshot_requirements=required)))).status == status
+
+
+async def test_a_scan_waits_for_its_seqno_and_others_do_not_wait_for_it(store: Store, client: Client) -> None:
+    required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
+    await client.send(create(between(b"new", b"new", snapshot_requirements=required)))
+    assert await client.alive(), "answered before the scan that was asked for earlier"
+    store.put(b"new", b"", 41)
+    answer = await client.receive()
+    assert answer is not None
+    assert (answer.opcode, answer.status) == (Opcode.RANGE_SCAN_CREATE, Status.SUCCESS)
+    assert [item.key for item in (await read(client, answer.value))[0]] == [b"new"]
+
+
+async def test_a_client_that_wants_order_has_its_answers_in_order(store: Store, endpoint: Endpoint) -> None:
+    client = await endpoint.connect()
+    await client.hello(*(each for each in ALL_FEATURES if each not in (Feature.TRACING, Feature.UNORDERED_EXECUTION)))
+    await client.login()
+    required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
+    await client.send(create(between(snapshot_requirements=required)), codec_kv.noop(opaque=1), codec_kv.noop(opaque=2))
+    while not any(each._held for each in endpoint.server.connections):  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.001)
+    await client.send(codec_kv.noop(opaque=3))
+    await asyncio.sleep(0.02)
+    store.put(b"new", b"", 41)
+    answers = [await client.receive() for _ in range(4)]
+    assert [each and each.opaque for each in answers] == [5, 1, 2, 3]
+
+
+async def test_who_hangs_up_leaves_nothing_behind(endpoint: Endpoint, client: Client) -> None:
+    required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
+    await client.send(create(between(snapshot_requirements=required)))
+    assert await client.alive()
+    (connection,) = endpoint.server.connections
+    (task,) = connection._later
+    await client.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 20)
+
+
+async def test_only_so_many_answers_of_a_client_are_under_way(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror.serve.kv_connection.LATER_MAX", 2)
+    required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
+    waiting = create(between(snapshot_requirements=required))
+    await client.send(waiting, waiting)
+    assert (await client.ask(waiting)).status == Status.EBUSY
+
+
+async def test_samples_are_of_about_the_size_asked_for_and_the_same_for_a_seed(client: Client) -> None:
+    assert await keys(client, {"sampling": {"samples": 40}}) == KEYS
+    assert await keys(client, {"sampling": {"samples": 1000, "seed": 5}, "key_only": True}) == KEYS
+    some = await keys(client, {"sampling": {"samples": 20, "seed": 5}})
+    assert 8 <= len(some) <= 32
+    assert some == await keys(client, {"sampling": {"samples": 20, "seed": 5}})
+    assert some != await keys(client, {"sampling": {"samples": 20, "seed": 6}})
+    assert await keys(client, {"sampling": {"samples": 0}}) == []
+
+
+async def test_a_sample_is_counted_and_found_in_steps(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_scans, "COUNT_ITEMS", 3)
+    name = await begin(client, {"sampling": {"samples": 2, "seed": 1}})
+    found, _ = await read(client, name, items=1)
+    await client.send(*[go_on(await begin(client, {"sampling": {"samples": 1, "seed": 3}}), 1) for _ in "ab"])
+    statuses = {(await client.receive() or fr.request(0)).status for _ in "ab"}
+    assert statuses <= {Status.RANGE_SCAN_MORE, Status.RANGE_SCAN_COMPLETE}
+    assert {item.key for item in found} <= set(KEYS)
+
+
+async def test_a_scan_that_is_being_continued_is_busy(client: Client) -> None:
+    name = await begin(client, {"sampling": {"samples": 0}, "key_only": True})
+    await client.send(go_on(name, 1, opaque=1), go_on(name, 1, opaque=2))
+    answers = [await client.receive() for _ in "ab"]
+    assert sorted((each.opaque, each.status) for each in answers if each) == [
+        (1, Status.RANGE_SCAN_COMPLETE),
+        (2, Status.EBUSY),
+    ]
+
+
+async def test_an_empty_collection_has_no_sample(store: Store, client: Client) -> None:
+    store.collections(50, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)))
+    assert (await client.ask(create({"sampling": {"samples": 3}, "collection": "8"}))).status == Status.KEY_ENOENT
+    store.put(b"inside", b"x", 51, cid=8)
+    assert await keys(client, {"sampling": {"samples": 3}, "collection": "8"}) == [b"inside"]
+    assert await keys(client, between(collection="8")) == [b"inside"]
+
+
+async def test_who_may_not_read_a_collection_may_not_scan_it(store: Store) -> None:
+    store.collections(50, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)))
+    store.put(b"inside", b"x", 51, cid=8)
+    async with serving(store.path) as endpoint:
+        client = await endpoint.sdk()
+        (connection,) = endpoint.server.connections
+        connection.session.reader = Reader("limited", ("s.c",))
+        assert (await client.ask(create(between()))).status == Status.EACCESS
+        assert await keys(client, between(collection="8")) == [b"inside"]
+    store.close()
+
+
+async def test_values_leave_as_the_client_takes_them(store: Store, endpoint: Endpoint, client: Client) -> None:
+    body = b'{"n":"' + b"x" * 200 + b'"}'
+    joined, datatype = values.join({b"meta": b'{"k":"v"}'}, body, values.JSON)
+    packed, datatype = values.deflate(joined, datatype)
+    store.put(b"xattr", packed, 60, datatype=datatype)
+    (plain,), _ = await read(client, await begin(client, between(b"xattr", b"xattr")))
+    assert (plain.value, plain.datatype) == (body, values.JSON)
+    (whole,), _ = await read(client, await begin(client, between(b"xattr", b"xattr", include_xattrs=True)))
+    assert (whole.value, whole.datatype) == (packed, datatype)
+    old = await endpoint.connect()
+    await old.hello(Feature.JSON, Feature.XATTR, Feature.COLLECTIONS)
+    await old.login()
+    (whole,), _ = await read(old, await begin(old, between(b"xattr", b"xattr", include_xattrs=True)))
+    assert (whole.value, whole.datatype) == (joined, datatype & ~values.SNAPPY)
+    await old.hello(Feature.JSON)
+    refused = await old.ask(create(between(include_xattrs=True)))
+    assert refused.status == Status.NOT_SUPPORTED
+
+
+async def test_expired_documents_are_not_scanned(store: Store, client: Client) -> None:
+    store.put(b"old", b"x", 70, expiry=1)
+    assert (await client.ask(create(between(b"old", b"old")))).status == Status.KEY_ENOENT
