@@ -118,6 +118,14 @@ def test_what_a_rollback_retracts_stays_for_whoever_holds_it(writer: GroupWriter
         writer.lease("late", {0: (1, 3)}, clock.now + HOUR_MS)
 
 
+def test_at_seqno_0_there_is_nothing_to_hold(writer: GroupWriter, view: View, clock: Clock) -> None:
+    for seqno in range(1, 4):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+    writer.lease("job", {0: (1, 0)}, clock.now + HOUR_MS)
+    purge(writer, Window(boundaries=1))
+    assert writer.state(0).history_floor_seqno == 3
+
+
 def test_what_is_below_the_floor_or_of_no_known_branch_is_refused_and_nothing_is_held(
     writer: GroupWriter, view: View, clock: Clock
 ) -> None:

@@ -279,7 +279,8 @@ class Store(RuleBasedStateMachine):
         try:
             self.writer.lease(str(token), {int(token.vbid): (int(token.branch), int(token.seqno))}, until_ms)
         except NoSuchBoundary:
-            assert self.purged(token.vbid) or self.was_filled_anew(token)
+            below_floor = token.seqno < self.writer.state(token.vbid).history_floor_seqno
+            assert below_floor or self.purged(token.vbid) or self.was_filled_anew(token)
         else:
             self.held[token] = until_ms
 
