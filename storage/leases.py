@@ -68,11 +68,8 @@ class Leases:
 
     def of(self, vbid: int, now_ms: int) -> list[Position]:
         """What is held of a vbucket."""
-        return [
-            lease.positions[vbid]
-            for lease in self._held.values()
-            if lease.until_ms > now_ms and vbid in lease.positions
-        ]
+        active = (lease.positions for lease in self._held.values() if lease.until_ms > now_ms)
+        return [positions[vbid] for positions in active if vbid in positions and positions[vbid][1]]
 
     def floor_max(self, environment: Environment, txn: Any, vbid: Vbid, served: chain.Chain, now_ms: int) -> int | None:
         """The seqno that the floor of the served chain may not pass; None: any."""
