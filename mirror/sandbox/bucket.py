@@ -14,11 +14,13 @@ from zlib import crc32
 
 from mirror.clock import Clock
 from mirror.document import values
-from mirror.sandbox.clustermap import NOWHERE, ClusterMap
+from mirror.sandbox.clustermap import BUCKET_CAPABILITIES, NOWHERE, ClusterMap
 from mirror.sandbox.dcp import Sent
 from mirror.sandbox.documents import Documents
 from mirror.sandbox.item import Item
 from mirror.sandbox.manifest import BucketManifest, Change, ManifestError
+from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES, Profile
+from mirror.sandbox.stream_faults import StreamFaults
 from mirror.sandbox.users import Users
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import leb128
@@ -47,9 +49,11 @@ class Bucket:
         replicas: int = 0,
         checkpoint_items_max: int,
         checkpoints_kept: int,
+        profile: Profile = PROFILES[DEFAULT_PROFILE],
     ) -> None:
-        """An empty bucket without nodes."""
+        """An empty bucket without nodes, as a server of that profile has it."""
         self.name = name
+        self.profile = profile
         self.rng = rng
         self.clock = clock
         self.users = Users()
@@ -63,12 +67,14 @@ class Bucket:
             [NOWHERE] * vbuckets,
             [[NOWHERE] * replicas for _ in range(vbuckets)],
             replica_count=replicas,
+            capabilities=[name for name in BUCKET_CAPABILITIES if profile.has_capability(name)],
         )
         self.states: dict[int, VbucketState] = {}
         """States set by hand on the vbucket's own node: dead, replica, pending."""
         self.persistence_holds: dict[tuple[int, int], int] = {}
         """(vbid, node number) -> seqno above which that copy has nothing on its disk, for as long as it stands here."""
         self.sent = [Sent() for _ in range(vbuckets)]
+        self.stream_faults = StreamFaults()
         self.on_map_change: list[Callable[[], None]] = []
         self.on_state_change: list[Callable[[int], None]] = []
 
@@ -199,7 +205,7 @@ class Bucket:
 
     def create_scope(self, name: str) -> int:
         """A new scope; returns its id."""
-        changes = self.manifest.create_scope(name)
+        changes = self._manifest_to_change().create_scope(name)
         self._apply(changes)
         return changes[0].scope_id
 
@@ -207,21 +213,28 @@ class Bucket:
         self, scope: str, name: str, *, max_ttl: int | None = None, collection_id: int | None = None
     ) -> int:
         """A new collection; returns its id."""
-        changes = self.manifest.create_collection(scope, name, max_ttl=max_ttl, collection_id=collection_id)
+        changes = self._manifest_to_change().create_collection(
+            scope, name, max_ttl=max_ttl, collection_id=collection_id
+        )
         self._apply(changes)
         return changes[0].collection_id
 
     def drop_collection(self, path: str) -> None:
         """Drop `scope.collection`."""
-        self._apply(self.manifest.drop_collection(path))
+        self._apply(self._manifest_to_change().drop_collection(path))
 
     def flush_collection(self, path: str) -> None:
         """Empty `scope.collection`."""
-        self._apply(self.manifest.flush_collection(path))
+        self._apply(self._manifest_to_change().flush_collection(path))
 
     def drop_scope(self, name: str) -> None:
         """Drop a scope with its collections."""
-        self._apply(self.manifest.drop_scope(name))
+        self._apply(self._manifest_to_change().drop_scope(name))
+
+    def _manifest_to_change(self) -> BucketManifest:
+        if not self.profile.collections:
+            raise ManifestError(f"a server of {self.profile.name} has no collections")
+        return self.manifest
 
     def _apply(self, changes: list[Change]) -> None:
         for vbucket in self.vbuckets:

@@ -21,6 +21,7 @@ from mirror.sandbox.dcp import Sent
 from mirror.sandbox.faults import Faults
 from mirror.sandbox.item import Item
 from mirror.sandbox.node import SandboxNode
+from mirror.sandbox.profile import DEFAULT_PROFILE, profile_named
 from mirror.sandbox.stream import LIVE_SNAPSHOT_ITEMS
 from mirror.sandbox.users import ALL_PRIVILEGES, User
 from mirror.sandbox.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
@@ -50,8 +51,12 @@ class SandboxCluster:
         checkpoints_kept: int = CHECKPOINTS_KEPT,
         live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS,
         expiry_pager_seconds: float = EXPIRY_PAGER_SECONDS,
+        profile: str = DEFAULT_PROFILE,
     ) -> None:
-        """Nothing listens before `start`. `port` is the first node's; the others take free ones."""
+        """Nothing listens before `start`. `port` is the first node's; the others take free ones.
+
+        `profile` is the server's release, by a name of `profile.PROFILES`. Raises ConfigError for another.
+        """
         assert nodes > 0
         assert 0 < vbuckets <= 1024
         self.bucket = Bucket(
@@ -62,10 +67,11 @@ class SandboxCluster:
             replicas=min(replicas, nodes - 1),
             checkpoint_items_max=checkpoint_items_max,
             checkpoints_kept=checkpoints_kept,
+            profile=profile_named(profile),
         )
         self.user = self.bucket.users.add(user, password)
         self.host = host
-        self.faults = Faults(self._select)
+        self.faults = Faults(self._select, self.bucket.stream_faults)
         self.nodes: list[SandboxNode] = []
         self._tls = tls
         self._first_port = port

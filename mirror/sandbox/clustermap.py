@@ -8,6 +8,7 @@ epoch; a vbucket without a node is -1; `thisNode` is true for the node that answ
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 BUCKET_CAPABILITIES = [
@@ -51,6 +52,8 @@ class ClusterMap:
     rev: int = 1
     epoch: int = 1
     replica_count: int = 0
+    capabilities: Sequence[str] = tuple(BUCKET_CAPABILITIES)
+    """What the bucket is said to be able to do."""
     ephemeral: bool = False
     """The bucket is said to live in memory alone: it has no views."""
     _cache: dict[tuple[int, bool], bytes] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class ClusterMap:
             "name": self.bucket,
             "nodeLocator": "vbucket",
             "uuid": self.bucket_uuid,
-            "bucketCapabilities": [name for name in BUCKET_CAPABILITIES if name != "couchapi" or not self.ephemeral],
+            "bucketCapabilities": [name for name in self.capabilities if name != "couchapi" or not self.ephemeral],
             **capabilities,
             "nodes": [{"hostname": f"$HOST:{MGMT_PORT}", "ports": {"direct": node.port}} for node in self.nodes],
             "nodesExt": nodes_ext,

@@ -1,8 +1,8 @@
 """What DCP_CONTROL sets: names, values, and what they turn on.
 
-Knows the names and values of protocol facts 2.3 and what recorded engines answered (captures, points 8 to 10); must
-never know streams or tasks. Invariants: an unknown name or value is EINVAL and changes nothing; what turns on a shape
-of messages is noted in the client's features, the rest here.
+Knows the values of protocol facts 2.3 and what recorded engines answered (captures, points 8 to 10); which names there
+are is the profile's. Must never know streams or tasks. Invariants: an unknown name or value is EINVAL and changes
+nothing; what turns on a shape of messages is noted in the client's features, the rest here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mirror.sandbox.encoder import ClientFeatures
+from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES, Profile
 from mirror.wire.constants import ControlKey, DcpOpenFlag, Status
 
 NOOP_INTERVAL_DEFAULT = 180.0
@@ -30,11 +31,17 @@ class Controls:
     oso_with_seqno_advanced: bool = False
     consumer_name: bool = False
     marker_v2_2: bool = False
+    change_streams: bool = False
+    v7_status_codes: bool = False
+    profile: Profile = PROFILES[DEFAULT_PROFILE]
+    keeps_history: bool = False
+    """The bucket's storage can tell of every version."""
 
     def set(self, name: bytes, value: bytes) -> Status:
         """Set one; the status is the answer."""
         handler = _CONTROLS.get(name)
-        return Status.EINVAL if handler is None else handler(self, value)
+        known = handler is not None and self.profile.has_control(name)
+        return handler(self, value) if known and handler is not None else Status.EINVAL
 
     def _set_noop(self, value: bytes) -> Status:
         if value not in (b"true", b"false"):
@@ -47,7 +54,8 @@ class Controls:
             seconds = float(value)
         except ValueError:
             return Status.EINVAL
-        if not 0.1 <= seconds <= 10_800:
+        least = 0.1 if self.profile.fractional_noops else 1
+        if not least <= seconds <= 10_800 or (not self.profile.fractional_noops and not value.isdigit()):
             return Status.EINVAL
         self.noop_interval = seconds
         return Status.SUCCESS
@@ -104,10 +112,26 @@ class Controls:
         return Status.SUCCESS if value == b"true" and took else Status.EINVAL
 
     def _set_oso(self, value: bytes) -> Status:
-        if value not in (b"true", b"true_with_seqno_advanced"):
+        takes_seqno = self.profile.since(7, 1)
+        if value != b"true" and not (takes_seqno and value == b"true_with_seqno_advanced"):
             return Status.EINVAL
         self.oso = True
         self.oso_with_seqno_advanced = value != b"true"
+        return Status.SUCCESS
+
+    def _set_change_streams(self, value: bytes) -> Status:
+        """Only where the storage keeps history; nobody turns it off again (protocol facts 2.3)."""
+        if value != b"true":
+            return Status.EINVAL
+        if not self.keeps_history:
+            return Status.NOT_SUPPORTED
+        self.change_streams = True
+        return Status.SUCCESS
+
+    def _set_v7_status_codes(self, value: bytes) -> Status:
+        if value != b"true":
+            return Status.EINVAL
+        self.v7_status_codes = True
         return Status.SUCCESS
 
     def _set_flat_events(self, value: bytes) -> Status:
@@ -151,9 +175,12 @@ _CONTROLS: dict[bytes, Callable[[Controls, bytes], Status]] = {
     ControlKey.BACKFILL_ORDER: Controls._set_order,
     ControlKey.INCLUDE_DELETED_USER_XATTRS: Controls._set_deleted_user_xattrs,
     ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS: Controls._set_oso,
-    ControlKey.V7_DCP_STATUS_CODES: Controls._set_flag,
-    ControlKey.CHANGE_STREAMS: Controls._not_supported,
+    ControlKey.V7_DCP_STATUS_CODES: Controls._set_v7_status_codes,
+    ControlKey.CHANGE_STREAMS: Controls._set_change_streams,
     ControlKey.FLATBUFFERS_SYSTEM_EVENTS: Controls._set_flat_events,
     ControlKey.MAX_MARKER_VERSION: Controls._set_marker_version,
     b"stream_buffer_size": Controls._not_supported,
+    b"enable_ext_metadata": Controls._set_flag,
+    b"enable_value_compression": Controls._set_flag,
+    ControlKey.SUPPORTS_CURSOR_DROPPING: Controls._set_flag,
 }

@@ -9,7 +9,7 @@ message; streams take turns; everything about a vbucket is asked of the bucket, 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
@@ -17,12 +17,15 @@ from mirror.ingest.rollback import OutOfRange, Rollback, producer_answer
 from mirror.sandbox import filter as filters
 from mirror.sandbox.controls import Controls
 from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
+from mirror.sandbox.filter import StreamFilter
 from mirror.sandbox.manifest import BucketManifest
-from mirror.sandbox.stream import ProducerStream, StreamOptions
+from mirror.sandbox.profile import Profile
+from mirror.sandbox.stream import DISK, ProducerStream, StreamOptions
+from mirror.sandbox.stream_faults import Refused, StreamFaults
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_dcp
 from mirror.wire.constants import (
-    DcpOpenFlag,
+    SnapshotFlag,
     Status,
     StreamEndReason,
     StreamRequestFlag,
@@ -31,14 +34,6 @@ from mirror.wire.constants import (
 from mirror.wire.events import DcpNoop, StreamRequest
 from mirror.wire.flow_control import ProducerWindow
 
-OPEN_FLAGS = int(
-    DcpOpenFlag.PRODUCER
-    | DcpOpenFlag.INCLUDE_XATTRS
-    | DcpOpenFlag.NO_VALUE
-    | DcpOpenFlag.INCLUDE_DELETE_TIMES
-    | DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE
-    | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
-)
 NOOP_OPAQUE_FIRST = 10_000_000
 IDLE_TIMEOUT_DEFAULT = 360.0
 
@@ -88,14 +83,29 @@ class ProducerPort(Protocol):
         """Counters of a vbucket."""
 
     def may_stream(self) -> bool:
-        """Whether the user has the privilege DcpStream."""
+        """Whether the user has the privilege that streams need."""
+
+    def sees_system(self) -> bool:
+        """Whether the system's collections exist for the user."""
 
     def piece_bytes(self, stream: ProducerStream) -> int:
         """How much to send of a stream at once; 0 when it must wait."""
 
     @property
+    def node_number(self) -> int:
+        """The node's number in the cluster."""
+
+    @property
     def manifest(self) -> BucketManifest:
         """The manifest."""
+
+    @property
+    def profile(self) -> Profile:
+        """What the server speaks."""
+
+    @property
+    def stream_faults(self) -> StreamFaults:
+        """What is to go wrong."""
 
 
 @dataclass(slots=True)
@@ -106,6 +116,8 @@ class Refusal:
     value: bytes = b""
     context: bool = False
     """The answer carries the error context of an unknown collection."""
+    exact: bool = False
+    """The value is all there is to say: a fault wants it so."""
 
 
 class DcpProducer:
@@ -119,7 +131,7 @@ class DcpProducer:
         self.features = features
         self.streams: dict[tuple[int, int | None], ProducerStream] = {}
         self.window = ProducerWindow()
-        self.controls = Controls(features)
+        self.controls = Controls(features, profile=port.profile)
         self.idle_timeout = IDLE_TIMEOUT_DEFAULT
         self.ack_markers = False
         """Set by tests: memory and disk markers ask for an answer."""
@@ -136,10 +148,13 @@ class DcpProducer:
 
     def start(self) -> None:
         """Begin to send."""
+        self._port.stream_faults.on_change.append(self.wake)
         self._pumping = asyncio.create_task(self._pump())
 
     def stop(self) -> None:
         """The connection is gone."""
+        if self.wake in self._port.stream_faults.on_change:
+            self._port.stream_faults.on_change.remove(self.wake)
         for task in (self._pumping, self._noop_task):
             if task is not None:
                 task.cancel()
@@ -193,7 +208,7 @@ class DcpProducer:
             return Status.DCP_STREAM_ID_INVALID, b""
         stream = self.streams.pop((vbid, stream_id), None)
         if stream is None:
-            return Status.KEY_ENOENT, b""
+            return Status.DCP_STREAM_NOT_FOUND if self.controls.v7_status_codes else Status.KEY_ENOENT, b""
         self._forget(stream)
         end = stream.end(StreamEndReason.CLOSED)
         return Status.SUCCESS, end if self.controls.end_on_close else b""
@@ -209,12 +224,14 @@ class DcpProducer:
         self.window.acked(count)
         self.wake()
 
-    def end_streams(self, vbid: int, reason: StreamEndReason) -> None:
-        """The vbucket's streams are over."""
-        for key in [key for key in self.streams if key[0] == vbid]:
+    def end_streams(self, vbid: int, reason: StreamEndReason) -> int:
+        """The vbucket's streams are over. Returns how many there were."""
+        keys = [key for key in self.streams if key[0] == vbid]
+        for key in keys:
             stream = self.streams.pop(key)
             self._forget(stream)
             self.send_counted(stream.end(reason))
+        return len(keys)
 
     def _forget(self, stream: ProducerStream) -> None:
         if not any(other.vbucket is stream.vbucket for other in self.streams.values()):
@@ -223,6 +240,10 @@ class DcpProducer:
     # --- the rules of a stream request
 
     def _judge(self, request: StreamRequest) -> tuple[Refusal | None, ProducerStream | None]:
+        fault = self._port.stream_faults.refusal(request.vbid)
+        if fault is not None:
+            return _refused(fault), None
+        request = replace(request, flags=request.flags & self._port.profile.stream_flags)
         state = self._port.state_of(request.vbid)
         active_only = bool(request.flags & StreamRequestFlag.ACTIVE_VB_ONLY)
         if state not in (VbucketState.ACTIVE, VbucketState.REPLICA):
@@ -239,11 +260,13 @@ class DcpProducer:
                 self._port.manifest,
                 has_collections=self.features.collections,
                 has_stream_ids=self.controls.stream_ids,
+                known=self._port.profile.stream_keys,
+                sees_system=self._port.sees_system(),
             )
         except filters.FilterError as error:
             unknown = error.status in (Status.UNKNOWN_COLLECTION, Status.UNKNOWN_SCOPE)
             return Refusal(error.status, context=unknown), None
-        if self.features.sync_writes and self.features.collections and not stream_filter.all:
+        if self.features.sync_writes and self.features.collections and stream_filter.collections is not None:
             return Refusal(Status.NOT_SUPPORTED), None
         if (request.vbid, stream_filter.stream_id) in self.streams:
             return Refusal(Status.KEY_EEXISTS), None
@@ -260,6 +283,7 @@ class DcpProducer:
             strict_vbuuid=bool(request.flags & StreamRequestFlag.STRICT_VBUUID),
             ignore_purged_tombstones=bool(request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES),
             client_purge_seqno=stream_filter.purge_seqno,
+            holds_whole_filter=_holds_all(stream_filter, vbucket, request.start_seqno),
         )
         if isinstance(answer, OutOfRange):
             return Refusal(Status.ERANGE), None
@@ -271,6 +295,7 @@ class DcpProducer:
             oso=self.controls.oso,
             oso_with_seqno_advanced=self.controls.oso_with_seqno_advanced,
             seqno_advanced=self.features.collections,
+            disk_flags=DISK if self._port.profile.checkpoint_in_disk_markers else int(SnapshotFlag.DISK),
             ack_markers=self.ack_markers,
             live_snapshot_items=self._live_snapshot_items,
             announced_ends=self._port.sent(request.vbid).snapshot_ends,
@@ -297,6 +322,13 @@ class DcpProducer:
         for key, stream in list(self.streams.items()):
             if self.streams.get(key) is not stream or not stream.has_more:
                 continue
+            if self._port.stream_faults.muted(stream.vbucket.vbid, self._port.node_number):
+                continue
+            if not self._may_go_on(stream):
+                del self.streams[key]
+                self._forget(stream)
+                self.send_counted(stream.end(StreamEndReason.LOST_PRIVILEGES))
+                continue
             if not self.window.is_open:
                 return False
             room = self._port.piece_bytes(stream)
@@ -321,6 +353,10 @@ class DcpProducer:
                 await asyncio.sleep(0)
         return busy
 
+    def _may_go_on(self, stream: ProducerStream) -> bool:
+        """Privileges are looked at with each change that is to be sent, not only when the stream begins."""
+        return self._port.may_stream() and (self._port.sees_system() or not stream.sees_system)
+
     async def _noops(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -328,6 +364,23 @@ class DcpProducer:
             if loop.time() - self._heard > self.idle_timeout:
                 self._port.close()
                 return
-            if self.streams:
+            if self.streams and not self._port.stream_faults.noops_withheld:
                 self._noop_opaque += 1
                 self._port.send(codec_dcp.encode(DcpNoop(opaque=self._noop_opaque)))
+
+
+def _refused(fault: Refused) -> Refusal:
+    """The answer that a fault asks for; a rollback without a seqno goes to the very beginning."""
+    if fault.value is not None:
+        return Refusal(fault.status, fault.value, exact=True)
+    if fault.status == Status.ROLLBACK:
+        return Refusal(fault.status, codec_dcp.encode_rollback_seqno(0))
+    return Refusal(fault.status, context=fault.status in (Status.UNKNOWN_COLLECTION, Status.UNKNOWN_SCOPE))
+
+
+def _holds_all(stream_filter: StreamFilter, vbucket: Vbucket, start_seqno: int) -> bool:
+    """Whether nothing that the filter shows is above the start (then purging has taken nothing from the client)."""
+    if stream_filter.collections is None or stream_filter.legacy:
+        return False
+    newest = (vbucket.collection_high_seqno.get(id_, 0) for id_ in stream_filter.collections)
+    return start_seqno >= max(newest, default=0)

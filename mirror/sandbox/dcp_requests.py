@@ -7,7 +7,6 @@ accepted on a connection that is not DCP's, and that only once.
 
 from __future__ import annotations
 
-from mirror.sandbox.dcp import OPEN_FLAGS
 from mirror.sandbox.session import Operation, Reply, Session
 from mirror.sandbox.session_requests import failover_log, not_my_vbucket
 from mirror.sandbox.users import DCP_PRODUCER
@@ -18,21 +17,21 @@ from mirror.wire.events import BufferAck, CloseStream, DcpControl, DcpOpen, Stre
 from mirror.wire.frame import Frame
 
 
-def _open(session: Session, frame: Frame) -> Reply:
+def _open(session: Session, frame: Frame) -> Reply | None:
     if not session.may(DCP_PRODUCER):
         context = "Authorization failure: can't execute DCP_OPEN operation without the DcpProducer privilege"
         return session.refuse(Status.EACCESS, context, with_reference=True)
     if session.producer is not None:
-        return session.refuse(Status.EINVAL, "The connection is already opened as a DCP connection")
+        return _out_of_place(session, "The connection is already opened as a DCP connection")
     event = codec_dcp.decode(frame)
     assert isinstance(event, DcpOpen)
-    if event.flags & ~OPEN_FLAGS or not event.flags & DcpOpenFlag.PRODUCER:
-        return session.refuse(Status.EINVAL, "Request contains invalid flags")
+    if event.flags & ~session.bucket.profile.open_flags or not event.flags & DcpOpenFlag.PRODUCER:
+        return _invalid(session, "Request contains invalid flags")
     session.port.open_producer(event.name.decode(errors="replace"), event.flags)
     return Reply()
 
 
-def _control(session: Session, frame: Frame) -> Reply:
+def _control(session: Session, frame: Frame) -> Reply | None:
     producer = session.producer
     if producer is None:
         return _not_dcp(session)
@@ -41,25 +40,25 @@ def _control(session: Session, frame: Frame) -> Reply:
     return Reply(producer.control(event.name, event.value))
 
 
-def _stream_request(session: Session, frame: Frame) -> Reply:
+def _stream_request(session: Session, frame: Frame) -> Reply | None:
     producer = session.producer
     if producer is None:
         return _not_dcp(session)
     if len(frame.extras) != 48:
-        return session.refuse(Status.EINVAL, "Request must include extras of length 48")
+        return _invalid(session, "Request must include extras of length 48")
     event = codec_dcp.decode(frame)
     assert isinstance(event, StreamRequest)
     refusal, log = producer.request_stream(event)
     if refusal is None:
         return Reply(value=log, then=producer.wake)
-    if refusal.status == Status.NOT_MY_VBUCKET:
+    if refusal.status == Status.NOT_MY_VBUCKET and not refusal.exact:
         return not_my_vbucket(session)
     if refusal.context:
         return session.refuse_collection(refusal.status)
     return Reply(refusal.status, value=refusal.value)
 
 
-def _close_stream(session: Session, frame: Frame) -> Reply:
+def _close_stream(session: Session, frame: Frame) -> Reply | None:
     producer = session.producer
     if producer is None:
         return _not_dcp(session)
@@ -69,7 +68,7 @@ def _close_stream(session: Session, frame: Frame) -> Reply:
     return Reply(status, then=lambda: producer.send_counted(end))
 
 
-def _failover_log(session: Session, frame: Frame) -> Reply:
+def _failover_log(session: Session, frame: Frame) -> Reply | None:
     return failover_log(session, frame) if session.producer is not None else _not_dcp(session)
 
 
@@ -83,7 +82,7 @@ def _buffer_ack(session: Session, frame: Frame) -> Reply | None:
     return None
 
 
-def _noop(session: Session, _frame: Frame) -> Reply:
+def _noop(session: Session, _frame: Frame) -> Reply | None:
     return Reply() if session.producer is not None else _not_dcp(session)
 
 
@@ -95,8 +94,23 @@ def heard_answer(session: Session, frame: Frame) -> None:
         session.producer.markers_answered.append(frame.opaque)
 
 
-def _not_dcp(session: Session) -> Reply:
-    return session.refuse(Status.EINVAL, "The command can only be sent on a DCP connection")
+def _not_dcp(session: Session) -> Reply | None:
+    return _out_of_place(session, "The command can only be sent on a DCP connection")
+
+
+def _invalid(session: Session, context: str) -> Reply:
+    """The answer to what no client may ask; some servers then hang up, and none of those says why."""
+    if session.bucket.profile.hangs_up:
+        return Reply(Status.EINVAL, then=session.port.close)
+    return session.refuse(Status.EINVAL, context)
+
+
+def _out_of_place(session: Session, context: str) -> Reply | None:
+    """The same for what is asked at the wrong time: some servers hang up without an answer."""
+    if session.bucket.profile.hangs_up:
+        session.port.close()
+        return None
+    return session.refuse(Status.EINVAL, context)
 
 
 OPERATIONS: dict[int, Operation] = {

@@ -1,16 +1,18 @@
-"""Faults on request: which connections they are for, and what happens to them.
+"""Faults on request: which connections or streams they are for, and what happens to them.
 
-Knows nodes, their connections and what a link can suffer; must never know data. Invariants: a fault hits connections
-that are open now, or with `future` also those that are opened later until `clear`; without a filter it hits DCP
-connections only, for it is they who must survive.
+Knows nodes, their connections, what a link can suffer and how streams can end; must never know data. Invariants: a
+fault hits connections that are open now, or with `future` also those that are opened later until `clear`; without a
+filter it hits DCP connections only, for it is they who must survive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypedDict, Unpack
 
 from mirror.sandbox.node import NodeConnection, SandboxNode
+from mirror.sandbox.stream_faults import StreamFaults
+from mirror.wire.constants import Status, StreamEndReason
 
 Rule = Callable[[NodeConnection], None]
 
@@ -27,9 +29,10 @@ class Where(TypedDict, total=False):
 class Faults:
     """What can go wrong between the source and its clients."""
 
-    def __init__(self, select: Callable[[int | None], list[SandboxNode]]) -> None:
-        """`select` gives the node of a number, or all."""
+    def __init__(self, select: Callable[[int | None], list[SandboxNode]], streams: StreamFaults) -> None:
+        """`select` gives the node of a number, or all; `streams` is what producers ask."""
         self._select = select
+        self._streams = streams
 
     def connections(
         self, *, node: int | None = None, name: str | None = None, dcp_only: bool = True
@@ -70,8 +73,48 @@ class Faults:
 
         return self._apply(arm, **where)
 
+    # --- streams
+
+    def refuse_streams(
+        self,
+        status: Status,
+        vbids: Iterable[int] | None = None,
+        *,
+        times: int | None = None,
+        value: bytes | None = None,
+    ) -> None:
+        """Answer stream requests for these vbuckets (all) with a status, so many times or until `clear`.
+
+        `value` is the body of the answer, for instance 8 bytes of a seqno with ROLLBACK; without it the answer says
+        what a server says with that status.
+        """
+        self._streams.refuse(status, vbids, times=times, value=value)
+
+    def end_streams(
+        self, reason: StreamEndReason, vbids: Iterable[int] | None = None, *, node: int | None = None
+    ) -> int:
+        """End open streams with any reason. Returns how many."""
+        wanted = None if vbids is None else set(vbids)
+        count = 0
+        for connection in self.connections(node=node):
+            producer = connection.session.producer
+            assert producer is not None
+            for vbid in sorted({vbid for vbid, _ in producer.streams}):
+                if wanted is None or vbid in wanted:
+                    count += producer.end_streams(vbid, reason)
+        return count
+
+    def mute_streams(self, vbids: Iterable[int] | None = None, *, node: int | None = None) -> None:
+        """Streams of these vbuckets (on a node) fall silent, open ones and those accepted later, until `clear`."""
+        self._streams.mute(vbids, node=node)
+
+    def withhold_noops(self) -> None:
+        """No node sends noops any more."""
+        self._streams.noops_withheld = True
+
     def clear(self) -> None:
-        """Connections that are opened from now on are sound."""
+        """Connections that are opened from now on are sound, and so are all streams."""
+        self._streams.clear()
         for node in self._select(None):
             node.on_dcp_open.clear()
             node.on_connect.clear()

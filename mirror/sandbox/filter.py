@@ -18,7 +18,7 @@ from mirror.wire.constants import Status, SystemEventId
 
 _HEX = re.compile(r"[0-9a-fA-F]{1,16}")
 _DECIMAL = re.compile(r"[0-9]{1,20}")
-_KNOWN = {"uid", "collections", "scope", "sid", "purge_seqno"}
+_KNOWN = frozenset(("uid", "collections", "scope", "sid", "purge_seqno"))
 
 
 class FilterError(Exception):
@@ -41,18 +41,25 @@ class StreamFilter:
         legacy: bool = False,
         stream_id: int | None = None,
         purge_seqno: int | None = None,
+        hidden: BucketManifest | None = None,
     ) -> None:
-        """Without collections everything passes."""
+        """Without collections everything passes; but what is the system's in the manifest `hidden`."""
         self.collections = collections
         self.scope_id = scope_id
         self.legacy = legacy
         self.stream_id = stream_id
         self.purge_seqno = purge_seqno
+        self._hidden = hidden
 
     @property
     def all(self) -> bool:
         """True when nothing is held back."""
-        return self.collections is None
+        return self.collections is None and self._hidden is None
+
+    @property
+    def sees_system(self) -> bool:
+        """True unless the system's collections are held back."""
+        return self._hidden is None
 
     @property
     def empty(self) -> bool:
@@ -63,6 +70,8 @@ class StreamFilter:
         """Whether the stream shows a change. To be asked in the order of seqnos, once each: system events that pass
         change what follows (a scope's new collections join, ended ones leave).
         """
+        if self._hidden is not None and _is_system(item, self._hidden):
+            return False
         if self.collections is None:
             return True
         if item.kind != SYSTEM_EVENT:
@@ -85,20 +94,40 @@ class StreamFilter:
         return shown
 
 
+def _is_system(item: Item, manifest: BucketManifest) -> bool:
+    if item.kind == SYSTEM_EVENT and item.event in (SystemEventId.SCOPE_CREATE, SystemEventId.SCOPE_DROP):
+        return system_id(item) in manifest.system_scopes
+    return (system_id(item) if item.kind == SYSTEM_EVENT else item.collection_id) in manifest.system_collections
+
+
 def _scope_of(item: Item) -> int:
     body = item.value
     return int.from_bytes(body[8:12])
 
 
-def parse(value: bytes, manifest: BucketManifest, *, has_collections: bool, has_stream_ids: bool) -> StreamFilter:
-    """The filter that a stream request asks for, or a FilterError."""
+def parse(
+    value: bytes,
+    manifest: BucketManifest,
+    *,
+    has_collections: bool,
+    has_stream_ids: bool,
+    known: frozenset[str] = _KNOWN,
+    sees_system: bool = True,
+) -> StreamFilter:
+    """The filter that a stream request asks for, or a FilterError.
+
+    `known` are the keys that the server reads. Who may not see the system's collections is not told that they are left
+    out, and that they exist only as far as by the seqnos that are missing (protocol facts 2.2).
+    """
     if not has_collections:
         if value:
             raise FilterError(Status.EINVAL)
         return StreamFilter(collections={0}, legacy=True)
     asked = _object(value) if value else {}
-    if value and not _KNOWN & asked.keys():
+    asked = {key: content for key, content in asked.items() if key in known}
+    if value and not asked:
         raise FilterError(Status.EINVAL)
+    hidden = None if sees_system else manifest
     stream_id = asked.get("sid")
     if (stream_id is not None) != has_stream_ids:
         raise FilterError(Status.DCP_STREAM_ID_INVALID)
@@ -106,12 +135,12 @@ def parse(value: bytes, manifest: BucketManifest, *, has_collections: bool, has_
         raise FilterError(Status.DCP_STREAM_ID_INVALID)
     if "uid" in asked:
         _hex(asked["uid"])
-    result = StreamFilter(stream_id=stream_id, purge_seqno=_purge_seqno(asked.get("purge_seqno")))
+    result = StreamFilter(stream_id=stream_id, purge_seqno=_purge_seqno(asked.get("purge_seqno")), hidden=hidden)
     if "scope" in asked and "collections" in asked:
         raise FilterError(Status.EINVAL)
     if "scope" in asked:
         result.scope_id = _hex(asked["scope"])
-        if result.scope_id not in manifest.scopes:
+        if result.scope_id not in manifest.scopes or (hidden and result.scope_id in hidden.system_scopes):
             raise FilterError(Status.UNKNOWN_SCOPE)
         result.collections = {
             entry.collection_id for entry in manifest.collections.values() if entry.scope_id == result.scope_id
@@ -121,7 +150,7 @@ def parse(value: bytes, manifest: BucketManifest, *, has_collections: bool, has_
         if not isinstance(names, list) or not names:
             raise FilterError(Status.EINVAL)
         result.collections = {_hex(name) for name in names}
-        if not result.collections <= manifest.collections.keys():
+        if not result.collections <= manifest.collections.keys() - (hidden.system_collections if hidden else set()):
             raise FilterError(Status.UNKNOWN_COLLECTION)
     return result
 

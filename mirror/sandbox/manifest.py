@@ -119,6 +119,10 @@ def flat_table(fields: list[tuple[str, int | str]]) -> bytes:
     return out.ljust(-(-len(out) // 4) * 4, b"\0")
 
 
+def _is_system(name: str) -> bool:
+    return name.startswith("_") and name != DEFAULT
+
+
 class ManifestError(ValueError):
     """A change that cannot be made: the name is taken, or there is no such scope or collection."""
 
@@ -130,6 +134,9 @@ class BucketManifest:
     uid: int = 0
     scopes: dict[int, str] = field(default_factory=lambda: {0: DEFAULT})
     collections: dict[int, CollectionEntry] = field(default_factory=lambda: {0: CollectionEntry(0, 0, DEFAULT)})
+    system_scopes: set[int] = field(default_factory=set)
+    system_collections: set[int] = field(default_factory=set)
+    """Ids of what was ever the system's own: names that begin with an underscore, the default's aside."""
     _next_scope_id: int = FIRST_ID
     _next_collection_id: int = FIRST_ID
 
@@ -155,6 +162,8 @@ class BucketManifest:
         self.uid += 1
         scope_id, self._next_scope_id = self._next_scope_id, self._next_scope_id + 1
         self.scopes[scope_id] = name
+        if _is_system(name):
+            self.system_scopes.add(scope_id)
         return [Change(SystemEventId.SCOPE_CREATE, self.uid, scope_id, name=name)]
 
     def create_collection(
@@ -171,6 +180,8 @@ class BucketManifest:
         self._next_collection_id = max(self._next_collection_id, collection_id + 1)
         self.uid += 1
         self.collections[collection_id] = CollectionEntry(collection_id, scope_id, name, max_ttl)
+        if _is_system(name) or scope_id in self.system_scopes:
+            self.system_collections.add(collection_id)
         return [Change(SystemEventId.COLLECTION_BEGIN, self.uid, scope_id, collection_id, name, max_ttl)]
 
     def drop_collection(self, path: str) -> list[Change]:
@@ -215,13 +226,15 @@ class BucketManifest:
             raise ManifestError(f"no collection {path}")
         return entry
 
-    def to_json(self) -> bytes:
+    def to_json(self, *, with_system: bool = True) -> bytes:
         """The manifest as GET_COLLECTIONS_MANIFEST answers it."""
         scopes = []
         for scope_id, scope_name in sorted(self.scopes.items()):
+            if not with_system and scope_id in self.system_scopes:
+                continue
             inside: list[dict[str, object]] = []
             for entry in sorted(self.collections.values(), key=lambda entry: entry.collection_id):
-                if entry.scope_id == scope_id:
+                if entry.scope_id == scope_id and (with_system or entry.collection_id not in self.system_collections):
                     described: dict[str, object] = {"name": entry.name, "uid": f"{entry.collection_id:x}"}
                     if entry.max_ttl is not None:
                         described["maxTTL"] = entry.max_ttl

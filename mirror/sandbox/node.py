@@ -18,9 +18,11 @@ from mirror.sandbox.documents import DocumentError
 from mirror.sandbox.encoder import ClientFeatures
 from mirror.sandbox.link import Link
 from mirror.sandbox.manifest import BucketManifest
+from mirror.sandbox.profile import Profile
 from mirror.sandbox.session import Operation, Reply, Session
 from mirror.sandbox.session_requests import not_my_vbucket
 from mirror.sandbox.stream import ProducerStream
+from mirror.sandbox.stream_faults import StreamFaults
 from mirror.sandbox.users import DCP_STREAM
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_kv
@@ -108,6 +110,16 @@ class NodeConnection(asyncio.Protocol):
         return self.node.bucket.manifest
 
     @property
+    def profile(self) -> Profile:
+        """What the server speaks."""
+        return self.node.bucket.profile
+
+    @property
+    def stream_faults(self) -> StreamFaults:
+        """What is to go wrong with streams."""
+        return self.node.bucket.stream_faults
+
+    @property
     def node_number(self) -> int:
         """The node's number in the cluster."""
         return self.node.number
@@ -155,8 +167,12 @@ class NodeConnection(asyncio.Protocol):
         return self.bucket.sent[vbid]
 
     def may_stream(self) -> bool:
-        """Whether the user has the privilege DcpStream."""
-        return self.session.may(DCP_STREAM)
+        """Whether the user has the privilege that streams need."""
+        return not self.profile.needs_dcp_stream or self.session.may(DCP_STREAM)
+
+    def sees_system(self) -> bool:
+        """Whether the system's collections exist for the user."""
+        return self.session.sees_system
 
     def piece_bytes(self, stream: ProducerStream) -> int:
         """How much to send of a stream at once; 0 where a fault has just silenced the connection."""

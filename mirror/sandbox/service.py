@@ -17,6 +17,7 @@ from pathlib import Path
 from mirror.errors import ConfigError
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.control import ControlServer, default_path
+from mirror.sandbox.profile import DEFAULT_PROFILE
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
 USER_VARIABLE = "DCP_MIRROR_USER"
@@ -42,6 +43,8 @@ class ServeOptions:
     replicas: int = 0
     seed: int = 0
     host: str = "127.0.0.1"
+    profile: str = DEFAULT_PROFILE
+    """Which server's release it is like: a name of `profile.PROFILES`."""
     control: Path | None = None
     """The control socket; by default one named after the port, in the runtime folder."""
 
@@ -69,6 +72,7 @@ async def _serve(options: ServeOptions) -> None:
         host=options.host,
         port=options.port,
         replicas=options.replicas,
+        profile=options.profile,
     )
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ from typing import Protocol
 from mirror.feed.sasl import ScramServer
 from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.dcp import DcpProducer
-from mirror.sandbox.users import User
+from mirror.sandbox.users import SYSTEM_COLLECTIONS, User
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Status
 from mirror.wire.frame import Frame
@@ -88,6 +88,11 @@ class Session:
     def may(self, privilege: str) -> bool:
         """Whether the user has a privilege now."""
         return self.user is not None and privilege in self.user.privileges
+
+    @property
+    def sees_system(self) -> bool:
+        """Whether the system's collections exist for the user."""
+        return not self.bucket.profile.system_collections or self.may(SYSTEM_COLLECTIONS)
 
     def respond(self, to: Frame, reply: Reply) -> None:
         """Send an answer."""

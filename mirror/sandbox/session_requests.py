@@ -1,7 +1,7 @@
 """Answers to what a client asks before and beside documents: HELLO, login, map, collections, statistics, seqnos.
 
 Knows these operations as kv_engine answers them (docs/BinaryProtocol.md, captures/sdk_72_*, 72_i*); must never know
-sockets or documents. Invariants: features are granted only from the list that the recorded server grants, in its order;
+sockets or documents. Invariants: features are granted only as the profile has them, in ascending order;
 nothing but HELLO and login is answered before login.
 """
 
@@ -16,32 +16,6 @@ from mirror.wire.constants import Feature, Opcode, Status, VbucketState
 from mirror.wire.errormap import error_map
 from mirror.wire.frame import Frame
 
-VERSION = b"7.2.0"
-
-GRANTED = frozenset(
-    (
-        Feature.TCP_NODELAY,
-        Feature.MUTATION_SEQNO,
-        Feature.XATTR,
-        Feature.XERROR,
-        Feature.SELECT_BUCKET,
-        Feature.SNAPPY,
-        Feature.JSON,
-        Feature.DUPLEX,
-        Feature.CLUSTERMAP_CHANGE_NOTIFICATION,
-        Feature.UNORDERED_EXECUTION,
-        Feature.TRACING,
-        Feature.ALT_REQUEST,
-        Feature.SYNC_REPLICATION,
-        Feature.COLLECTIONS,
-        Feature.PRESERVE_TTL,
-        Feature.VATTR,
-        Feature.SUBDOC_CREATE_AS_DELETED,
-        Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
-    )
-)
-"""What 7.2.0 grants of what clients ask for, and the one newer feature without which maps are sent over and over."""
-
 _ID = struct.Struct(">QI")
 _U64 = struct.Struct(">Q")
 
@@ -49,7 +23,7 @@ _U64 = struct.Struct(">Q")
 def _hello(session: Session, frame: Frame) -> Reply:
     agent, asked = codec_kv.decode_hello(frame)
     session.agent = agent.decode(errors="replace")
-    granted = sorted(GRANTED.intersection(asked))
+    granted = sorted(session.bucket.profile.features.intersection(asked))
     session.features = set(granted)
     return Reply(value=codec_kv.encode_features(granted))
 
@@ -115,11 +89,20 @@ def _cluster_config(session: Session, frame: Frame) -> Reply:
     return Reply(value=config, datatype=JSON)
 
 
+def _no_collections(session: Session) -> Reply:
+    """The answer of servers that have none: those of 6.5 and 6.6 know the request at least."""
+    return session.refuse(Status.NOT_SUPPORTED if session.bucket.profile.since(6, 5) else Status.UNKNOWN_COMMAND)
+
+
 def _manifest(session: Session, _frame: Frame) -> Reply:
-    return Reply(value=session.bucket.manifest.to_json(), datatype=JSON)
+    if not session.bucket.profile.collections:
+        return _no_collections(session)
+    return Reply(value=session.bucket.manifest.to_json(with_system=session.sees_system), datatype=JSON)
 
 
 def _collection_id(session: Session, frame: Frame) -> Reply:
+    if not session.bucket.profile.collections:
+        return _no_collections(session)
     path = (frame.value or frame.key).decode(errors="replace")
     manifest = session.bucket.manifest
     scope, _, _ = path.rpartition(".")
@@ -128,16 +111,18 @@ def _collection_id(session: Session, frame: Frame) -> Reply:
     if manifest.scope_id(scope) is None:
         return session.refuse_collection(Status.UNKNOWN_COLLECTION if scope else Status.UNKNOWN_SCOPE)
     entry = manifest.collection(path)
-    if entry is None:
+    if entry is None or (entry.collection_id in manifest.system_collections and not session.sees_system):
         return session.refuse_collection()
     return Reply(extras=_ID.pack(manifest.uid, entry.collection_id))
 
 
 def _scope_id(session: Session, frame: Frame) -> Reply:
+    if not session.bucket.profile.collections:
+        return _no_collections(session)
     name = (frame.value or frame.key).decode(errors="replace").split(".")[0]
     manifest = session.bucket.manifest
     scope_id = manifest.scope_id(name)
-    if scope_id is None:
+    if scope_id is None or (scope_id in manifest.system_scopes and not session.sees_system):
         return session.refuse_collection(Status.UNKNOWN_SCOPE)
     return Reply(extras=_ID.pack(manifest.uid, scope_id))
 
@@ -154,8 +139,8 @@ def _quit_quietly(session: Session, _frame: Frame) -> None:
     session.port.close()
 
 
-def _version(_session: Session, _frame: Frame) -> Reply:
-    return Reply(value=VERSION)
+def _version(session: Session, _frame: Frame) -> Reply:
+    return Reply(value=session.bucket.profile.version)
 
 
 def _all_vb_seqnos(session: Session, frame: Frame) -> Reply:
@@ -237,7 +222,7 @@ def _stat(session: Session, frame: Frame) -> Reply:
 def _stat_general(session: Session, _vbid: int, _state: VbucketState) -> dict[str, str]:
     return {
         "curr_items": str(session.bucket.document_count),
-        "version": VERSION.decode(),
+        "version": session.bucket.profile.version.decode(),
         "ep_bucket_type": "ephemeral",
     }
 

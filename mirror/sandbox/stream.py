@@ -53,6 +53,7 @@ class StreamOptions:
     oso_with_seqno_advanced: bool = False
     seqno_advanced: bool = True
     """Off for clients without collections."""
+    disk_flags: int = DISK
     ack_markers: bool = False
     live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS
     announced_ends: set[int] = field(default_factory=set)
@@ -108,6 +109,11 @@ class ProducerStream:
     def ended(self) -> bool:
         """True when the stream is over."""
         return self.phase is Phase.ENDED
+
+    @property
+    def sees_system(self) -> bool:
+        """True unless the system's collections are held back from it."""
+        return self._filter.sees_system
 
     @property
     def has_more(self) -> bool:
@@ -172,7 +178,7 @@ class ProducerStream:
         if not self._first_marker_sent:
             start = min(start, self._request.snap_start_seqno)
         self._visible_seqno = high
-        self._marker(out, start, high, DISK)
+        self._marker(out, start, high, self._options.disk_flags)
         self._open(self._on_disk(self.seqno + 1, high), high, from_disk=True)
         return True
 

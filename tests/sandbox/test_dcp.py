@@ -159,3 +159,72 @@ async def test_values_need_noops() -> None:
         client = await Client.dcp(cluster)
         await client.control("enable_noop", "false")
         assert (await client.stream(0, value=b'{"uid":"0"}')).status == Status.NOT_SUPPORTED
+
+
+async def test_a_privilege_that_is_lost_ends_the_stream_with_its_next_change() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        user = cluster.add_user("u", "pw")
+        client = await Client.dcp(cluster, user="u", password="pw")
+        await client.stream(0)
+        user.privileges -= {"DcpStream"}
+        cluster.set("k", {})
+        await client.until(lambda: client.of(ev.StreamEnd))
+        assert [e.reason for e in client.of(ev.StreamEnd)] == [StreamEndReason.LOST_PRIVILEGES]
+        assert not client.of(*DATA)
+        assert (await client.stream(0)).status == Status.EACCESS
+
+
+async def test_who_may_not_look_up_system_collections_gets_a_stream_without_them_and_without_a_word() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        bucket = cluster.bucket
+        bucket.create_scope("_system")
+        hidden = bucket.create_collection("_system", "_mobile")
+        bucket.create_scope("s")
+        bucket.create_collection("s", "c")
+        cluster.set("mine", {}, collection="s.c")
+        cluster.set("theirs", {}, collection="_system._mobile")
+        bucket.to_disk()
+        user = cluster.add_user("u", "pw", cluster.user.privileges - {"SystemCollectionLookup"})
+        client = await Client.dcp(cluster, user="u", password="pw")
+        refused = await client.stream(0, value=b'{"collections":["%x"]}' % hidden)
+        assert refused.status == Status.UNKNOWN_COLLECTION
+        assert (await client.stream(0, value=b'{"scope":"8"}')).status == Status.UNKNOWN_SCOPE
+        assert (await client.stream(0)).status == 0
+        await client.until_seqno(0, 6)
+        seen = [(type(e).__name__, e.seqno) for e in client.events if not isinstance(e, ev.SnapshotMarker)]
+        assert seen == [("SystemEvent", 3), ("SystemEvent", 4), ("Mutation", 5), ("SeqnoAdvanced", 6)]
+        bucket.drop_scope("_system")
+        cluster.set("more", {}, collection="s.c")
+        await client.until_seqno(0, 9)
+        assert [e.event for e in client.of(ev.SystemEvent)] == [3, 0]
+        whole = await Client.dcp(cluster, name="whole")
+        await whole.stream(0)
+        await whole.until_seqno(0, 9)
+        cluster.user.privileges = user.privileges
+        cluster.set("again", {}, collection="s.c")
+        await whole.until(lambda: whole.of(ev.StreamEnd))
+        assert whole.of(ev.StreamEnd)[0].reason == StreamEndReason.LOST_PRIVILEGES
+        await client.until_seqno(0, 10)
+
+
+async def test_an_unknown_stream_has_another_status_for_who_asked_for_the_newer_ones() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        closing = codec_dcp.to_frame(ev.CloseStream(0))
+        client = await Client.dcp(cluster, v7_dcp_status_codes="true")
+        assert (await client.ask(closing)).status == Status.DCP_STREAM_NOT_FOUND
+
+
+async def test_a_filtered_stream_that_has_all_of_its_collection_does_not_mind_a_purge_elsewhere() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        cluster.set("mine", {}, collection="s.c")
+        cluster.set("gone", {})
+        cluster.delete("gone")
+        cluster.set("last", {})
+        cluster.bucket.purge()
+        uuid = cluster.vbucket(0).vbuuid
+        client = await Client.dcp(cluster)
+        assert (await client.stream(0, start=3, uuid=uuid)).status == Status.ROLLBACK
+        assert (await client.stream(0, start=2, uuid=uuid, value=b'{"collections":["8"]}')).status == Status.ROLLBACK
+        assert (await client.stream(0, start=3, uuid=uuid, value=b'{"collections":["8"]}')).status == 0

@@ -22,8 +22,9 @@ from .recorded import STREAM, answers, fill, frames, seqno_of, stream_of
 PASSWORDS = {"@admin": "password", "mirror": "mirror", "reader": "readerpw"}
 
 
-async def cluster_like_the_recorded(recording: list[tuple[str, Frame]], vbuckets: int = 16) -> SandboxCluster:
-    cluster = SandboxCluster(vbuckets=vbuckets, bucket="default", user="@admin", password="password")
+async def cluster_like_the_recorded(name: str, recording: list[tuple[str, Frame]]) -> SandboxCluster:
+    profile = {"605": "6.0", "72": "7.2"}[name.split("_")[0]]
+    cluster = SandboxCluster(vbuckets=16, bucket="default", user="@admin", password="password", profile=profile)
     cluster.add_user("reader", "readerpw", frozenset({"Read"}))
     logs = {}
     for request, answer in answers(recording):
@@ -53,46 +54,59 @@ def told(frame: Frame, request: Frame) -> dict[str, object]:
 
 
 REFUSALS = [
-    "i1_bad_stream_requests",
-    "i2_bad_extras_len",
-    "i3_stream_req_without_open",
-    "i4_open_without_bucket",
-    "i5_open_twice",
-    "i8_open_bad_flags",
-    "i9_bad_auth",
-    "i10_no_privilege",
-    "k7_err_unknown_collection",
-    "k8_err_dropped_collection",
-    "k9_err_unknown_scope",
-    "k10_err_manifest_ahead",
-    "k11_err_bad_json",
-    "k12_err_scope_and_collections",
-    "k19_two_stream_ids",
-    "d2_rollback_after_crash",
-    "d3_rollback_unknown_vbuuid",
-    "d5_rollback_beyond_high",
-    "l3_resume_above_purge",
-    "h3_include_xattrs",
-    "h5_snappy_force_compression",
-    "h9_expiry_opcode",
-    "h12_delete_times_expiry_opcode",
-    "g3_close_stream",
-    "k14_oso_collection",
-    "k17_flatbuffers_system_events",
-    "k22_marker_v2_replica",
+    "72_i1_bad_stream_requests",
+    "72_i2_bad_extras_len",
+    "72_i3_stream_req_without_open",
+    "72_i4_open_without_bucket",
+    "72_i5_open_twice",
+    "72_i8_open_bad_flags",
+    "72_i9_bad_auth",
+    "72_i10_no_privilege",
+    "72_k7_err_unknown_collection",
+    "72_k8_err_dropped_collection",
+    "72_k9_err_unknown_scope",
+    "72_k10_err_manifest_ahead",
+    "72_k11_err_bad_json",
+    "72_k12_err_scope_and_collections",
+    "72_k19_two_stream_ids",
+    "72_d2_rollback_after_crash",
+    "72_d3_rollback_unknown_vbuuid",
+    "72_d5_rollback_beyond_high",
+    "72_l3_resume_above_purge",
+    "72_h3_include_xattrs",
+    "72_h5_snappy_force_compression",
+    "72_h9_expiry_opcode",
+    "72_h12_delete_times_expiry_opcode",
+    "72_g3_close_stream",
+    "72_k14_oso_collection",
+    "72_k17_flatbuffers_system_events",
+    "72_k22_marker_v2_replica",
+    "605_i4_open_without_bucket",
+    "605_i10_no_privilege",
+    "605_d2_rollback_after_crash",
+    "605_d3_rollback_unknown_vbuuid",
+    "605_d5_rollback_beyond_high",
+    "605_l2_rollback_after_purge",
+    "605_l3_resume_above_purge",
+    "605_h3_include_xattrs",
+    "605_h5_snappy_force_compression",
+    "605_h9_expiry_opcode",
+    "605_g3_close_stream",
 ]
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 async def test_requests_are_answered_as_recorded(captures: Path, name: str) -> None:
-    recording = frames(captures / f"72_{name}.jsonl")
-    cluster = await cluster_like_the_recorded(recording)
-    high = {1: 206, 2: 209, 9: 155 if name.startswith("d5") else 135 if name.startswith("d3") else 100, 7: 216}
+    recording = frames(captures / f"{name}.jsonl")
+    cluster = await cluster_like_the_recorded(name, recording)
+    high = {1: 206, 2: 209, 9: 155 if "_d5" in name else 135 if "_d3" in name else 100, 7: 216}
     for vbid in range(16):
         fill(cluster.vbucket(vbid), {}, high.get(vbid, 206))
+    if name.startswith("605_l"):
+        cluster.vbucket(7).purge_seqno = 170
     cluster.bucket.states[15] = VbucketState.REPLICA
     cluster.bucket.states[14] = VbucketState.DEAD
-    if "_k" in f"_{name}":
+    if "_k" in name:
         cluster.bucket.create_scope("inventory")
         cluster.bucket.create_collection("inventory", "hotel")
         cluster.bucket.manifest.uid = 4
@@ -108,6 +122,24 @@ async def test_requests_are_answered_as_recorded(captures: Path, name: str) -> N
     assert asked >= 3
 
 
+HANGING_UP = ["605_i2_bad_extras_len", "605_i3_stream_req_without_open", "605_i5_open_twice", "605_i8_open_bad_flags"]
+
+
+@pytest.mark.parametrize("name", HANGING_UP)
+async def test_an_old_server_hangs_up_as_recorded(captures: Path, name: str) -> None:
+    recording = frames(captures / f"{name}.jsonl")
+    answered = {request.opaque: answer for request, answer in answers(recording)}
+    client = await Client.connect(await cluster_like_the_recorded(name, recording))
+    for direction, request in recording:
+        if direction == "c2s":
+            opaque = client.send(request)
+            if request.opaque in answered:
+                await client.until(lambda: opaque in client.answers)  # noqa: B023
+                assert told(client.answers[opaque], request) == told(answered[request.opaque], request)
+    await client.until_closed()
+    assert client.answers.keys() == answered.keys()
+
+
 def contents(captures: Path, names: list[str], vbid: int) -> dict[int, Frame]:
     """Seqno -> the message, as the most capable of the recorded clients got it."""
     by_seqno: dict[int, Frame] = {}
@@ -119,17 +151,17 @@ def contents(captures: Path, names: list[str], vbid: int) -> dict[int, Frame]:
 
 
 FEATURE_SETS = [
-    "h1_no_features",
-    "h2_xattr_hello_only",
-    "h3_include_xattrs",
-    "h5_snappy_force_compression",
-    "h6_delete_times",
-    "h7_no_value",
-    "h8_no_value_xattrs",
-    "h9_expiry_opcode",
-    "h10_deleted_user_xattrs",
-    "h11_no_value_underlying_dt",
-    "h12_delete_times_expiry_opcode",
+    "72_h1_no_features",
+    "72_h2_xattr_hello_only",
+    "72_h3_include_xattrs",
+    "72_h5_snappy_force_compression",
+    "72_h6_delete_times",
+    "72_h7_no_value",
+    "72_h8_no_value_xattrs",
+    "72_h9_expiry_opcode",
+    "72_h10_deleted_user_xattrs",
+    "72_h11_no_value_underlying_dt",
+    "72_h12_delete_times_expiry_opcode",
 ]
 
 
@@ -146,17 +178,19 @@ async def test_a_client_gets_each_document_in_the_shape_it_negotiated(captures: 
             by_seqno[seqno_of(frame)] = packed
     for seqno, frame in list(by_seqno.items()):  # the sandbox keeps keys with their collection
         by_seqno[seqno] = replace(frame, key=b"\0" + frame.key)
-    recording = frames(captures / f"72_{name}.jsonl")
-    cluster = await cluster_like_the_recorded(recording)
+    recording = frames(captures / f"{name}.jsonl")
+    cluster = await cluster_like_the_recorded(name, recording)
     fill(cluster.vbucket(11), by_seqno, 56)
     client = await Client.connect(cluster)
     for request, recorded in answers(recording):
         assert (await client.ask(request)).status == recorded.status
     wanted = stream_of(recording, 11)
     await client.until(lambda: len(client.frames) >= len(wanted))
-    if name.startswith("h11"):  # deleted documents: whether their xattrs were kept compressed cannot be told from here
+    if name.startswith(
+        "72_h11"
+    ):  # deleted documents: whether their xattrs were kept compressed cannot be told from here
         wanted = [replace(f, datatype=f.datatype & ~2) if f.opcode == Opcode.DCP_DELETION else f for f in wanted]
-    if name.startswith("h5"):  # what compresses to which bytes is snappy's affair
+    if name.startswith("72_h5"):  # what compresses to which bytes is snappy's affair
         assert [(f.opcode, f.extras, f.key, f.datatype) for f in client.frames] == [
             (f.opcode, f.extras, f.key, f.datatype) for f in wanted
         ]
@@ -165,24 +199,24 @@ async def test_a_client_gets_each_document_in_the_shape_it_negotiated(captures: 
 
 
 COLLECTION_STREAMS = [
-    ("k3_filter_collection", 0x9C),
-    ("k4_filter_scope", 0xA7),
-    ("k5_filter_default_coll", 0xB2),
-    ("k6_uid", None),
-    ("k10_err_manifest_ahead", None),
-    ("k13_legacy_client", 0xD3),
-    ("k14_oso_collection", None),
-    ("k16_oso_no_filter", 0xF4),
-    ("k17_flatbuffers_system_events", 0xFF),
-    ("k18_stream_id", None),
-    ("k19_two_stream_ids", 0x115),
+    ("72_k3_filter_collection", 0x9C),
+    ("72_k4_filter_scope", 0xA7),
+    ("72_k5_filter_default_coll", 0xB2),
+    ("72_k6_uid", None),
+    ("72_k10_err_manifest_ahead", None),
+    ("72_k13_legacy_client", 0xD3),
+    ("72_k14_oso_collection", None),
+    ("72_k16_oso_no_filter", 0xF4),
+    ("72_k17_flatbuffers_system_events", 0xFF),
+    ("72_k18_stream_id", None),
+    ("72_k19_two_stream_ids", 0x115),
 ]
 
 
 @pytest.mark.parametrize(("name", "high"), COLLECTION_STREAMS)
 async def test_a_backfill_with_collections_is_the_recorded_one(captures: Path, name: str, high: int | None) -> None:
     """The same vbucket as of each recording: the documents that its filter shows, and the events in their shape."""
-    recording = frames(captures / f"72_{name}.jsonl")
+    recording = frames(captures / f"{name}.jsonl")
     wanted: list[Frame] = []
     ended = False
     for frame in stream_of(recording, 13):
@@ -206,10 +240,10 @@ async def test_a_backfill_with_collections_is_the_recorded_one(captures: Path, n
     for frame in wanted:  # what this recording alone knows: written after the others ended
         if frame.opcode in STREAM[:3]:
             plain = replace(
-                frame, magic=0x80, framing=b"", key=b"\0" + frame.key if name.startswith("k13") else frame.key
+                frame, magic=0x80, framing=b"", key=b"\0" + frame.key if name.startswith("72_k13") else frame.key
             )
             by_seqno.setdefault(seqno_of(frame), plain)
-    cluster = await cluster_like_the_recorded(recording)
+    cluster = await cluster_like_the_recorded(name, recording)
     bucket = cluster.bucket
     bucket.create_scope("inventory")
     bucket.create_collection("inventory", "hotel")
@@ -222,12 +256,12 @@ async def test_a_backfill_with_collections_is_the_recorded_one(captures: Path, n
     await client.until(lambda: len(client.frames) >= len(wanted))
     await asyncio.sleep(0)
     got, want = client.frames, wanted
-    if name.startswith("k17"):  # the shape of these events is checked in test_manifest; here: which and where
+    if name.startswith("72_k17"):  # the shape of these events is checked in test_manifest; here: which and where
         got, want = ([(f.opcode, f.extras[:12], f.key) for f in side] for side in (got, want))
-    if name.startswith("k14"):
+    if name.startswith("72_k14"):
         assert sorted(got, key=lambda f: f.extras) == sorted(want, key=lambda f: f.extras)
         assert (got[0], got[-1]) == (want[0], want[-1])
-    elif name.startswith("k19"):
+    elif name.startswith("72_k19"):
         for stream_id in (5, 6):
             assert [f for f in got if f.stream_id == stream_id] == [f for f in want if f.stream_id == stream_id]
     else:
@@ -270,13 +304,11 @@ async def test_a_backfill_is_the_recorded_one_byte_for_byte(captures: Path, name
     for frame in stream_of(recording):
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER and int.from_bytes(frame.extras[-4:]) & 1:
             break
-        # 6.0.5 leaves the checkpoint flag out of disk markers
-        flags = 6 if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER else None
-        wanted.append(frame if flags is None else replace(frame, extras=frame.extras[:16] + flags.to_bytes(4)))
+        wanted.append(frame)
     vbid = wanted[0].vbucket
     high = int.from_bytes(wanted[0].extras[8:16])
     documents = {seqno_of(f): replace(f, key=b"\0" + f.key) for f in wanted if f.opcode in STREAM[:3]}
-    cluster = await cluster_like_the_recorded(recording)
+    cluster = await cluster_like_the_recorded(name, recording)
     start = next(f for d, f in recording if d == "c2s" and f.opcode == Opcode.DCP_STREAM_REQ)
     first = int.from_bytes(start.extras[8:16])
     fill(cluster.vbucket(vbid), documents, high)

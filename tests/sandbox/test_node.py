@@ -58,7 +58,7 @@ async def test_a_length_that_cannot_be_true_ends_the_connection_at_once() -> Non
 
 
 async def test_before_login_only_login_is_answered() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
+    async with SandboxCluster(vbuckets=1, profile="7.2") as cluster:
         client = await Client.connect(cluster)
         assert (await client.ask(codec_kv.noop())).status == 0
         assert (await client.ask(fr.request(Opcode.VERSION))).value == b"7.2.0"

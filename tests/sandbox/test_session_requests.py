@@ -51,7 +51,7 @@ def looked_up(result: codec_kv.LookupResult) -> object:
 
 
 async def sandbox_for_the_sdk() -> SandboxCluster:
-    cluster = SandboxCluster(vbuckets=16, bucket="orders")
+    cluster = SandboxCluster(vbuckets=16, bucket="orders", profile="7.2")
     await cluster.start()
     Client.clusters.append(cluster)
     cluster.bucket.create_scope("inventory")

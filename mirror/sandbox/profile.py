@@ -1,0 +1,205 @@
+"""What a server of a given age grants and speaks: the differences between releases as tables.
+
+Knows names of features, settings and flags, and the release that each came with (and left with), as far as this source
+does them at all: protocol facts 2.2 to 2.11, and where the recordings of 6.0.5 and 7.2.0 say otherwise, they. Must
+never know connections or data. Invariants: whatever a profile does not name, its server refuses as one that never
+heard of it; with the profiles "6.0" and "7.2" the recorded requests are answered as recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mirror.errors import ConfigError
+from mirror.wire.constants import ControlKey, DcpOpenFlag, Feature, StreamRequestFlag
+
+Release = tuple[int, int]
+T = TypeVar("T")
+
+_OLDEST: Release = (5, 0)
+
+FEATURES: dict[int, Release] = {
+    Feature.TCP_NODELAY: _OLDEST,
+    Feature.MUTATION_SEQNO: _OLDEST,
+    Feature.XATTR: _OLDEST,
+    Feature.XERROR: _OLDEST,
+    Feature.SELECT_BUCKET: _OLDEST,
+    Feature.SNAPPY: (5, 5),
+    Feature.JSON: (5, 5),
+    Feature.DUPLEX: (5, 5),
+    Feature.CLUSTERMAP_CHANGE_NOTIFICATION: (5, 5),
+    Feature.UNORDERED_EXECUTION: (5, 5),
+    Feature.TRACING: (5, 5),
+    Feature.ALT_REQUEST: (6, 5),
+    Feature.SYNC_REPLICATION: (6, 5),
+    Feature.VATTR: (6, 5),
+    Feature.SUBDOC_CREATE_AS_DELETED: (6, 6),
+    Feature.COLLECTIONS: (7, 0),
+    Feature.PRESERVE_TTL: (7, 0),
+    Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION: (7, 6),
+}
+"""HELLO: feature -> since. Collections were a preview before 7.0, which no server granted unasked."""
+
+CONTROLS: dict[bytes, tuple[Release, Release | None]] = {
+    ControlKey.ENABLE_NOOP: (_OLDEST, None),
+    ControlKey.SET_NOOP_INTERVAL: (_OLDEST, None),
+    ControlKey.CONNECTION_BUFFER_SIZE: (_OLDEST, None),
+    ControlKey.SET_PRIORITY: (_OLDEST, None),
+    b"enable_ext_metadata": (_OLDEST, (7, 0)),
+    b"enable_value_compression": (_OLDEST, (5, 5)),
+    ControlKey.SUPPORTS_CURSOR_DROPPING: (_OLDEST, (5, 5)),
+    ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN: ((5, 5), None),
+    ControlKey.SUPPORTS_HIFI_MFU: ((5, 5), None),
+    ControlKey.FORCE_VALUE_COMPRESSION: ((5, 5), None),
+    ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM: ((5, 5), None),
+    ControlKey.ENABLE_EXPIRY_OPCODE: ((6, 5), None),
+    ControlKey.ENABLE_STREAM_ID: ((6, 5), None),
+    ControlKey.ENABLE_SYNC_WRITES: ((6, 5), None),
+    ControlKey.CONSUMER_NAME: ((6, 5), None),
+    ControlKey.BACKFILL_ORDER: ((6, 6), None),
+    ControlKey.INCLUDE_DELETED_USER_XATTRS: ((6, 6), None),
+    ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS: ((7, 0), None),
+    ControlKey.V7_DCP_STATUS_CODES: ((7, 0), None),
+    ControlKey.CHANGE_STREAMS: ((7, 2), None),
+    ControlKey.FLATBUFFERS_SYSTEM_EVENTS: ((7, 2), None),
+    ControlKey.MAX_MARKER_VERSION: ((8, 0), None),
+    b"stream_buffer_size": (_OLDEST, None),
+}
+"""DCP_CONTROL: name -> since, and the release that no longer has it. What is not there is EINVAL."""
+
+OPEN_FLAGS: dict[int, Release] = {
+    DcpOpenFlag.PRODUCER: _OLDEST,
+    DcpOpenFlag.INCLUDE_XATTRS: _OLDEST,
+    DcpOpenFlag.NO_VALUE: _OLDEST,
+    DcpOpenFlag.INCLUDE_DELETE_TIMES: (5, 5),
+    DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE: (5, 5),
+    DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS: (6, 6),
+}
+"""DCP_OPEN: flag -> since."""
+
+STREAM_FLAGS: dict[int, Release] = {
+    StreamRequestFlag.TO_LATEST: _OLDEST,
+    StreamRequestFlag.DISK_ONLY: _OLDEST,
+    StreamRequestFlag.ACTIVE_VB_ONLY: _OLDEST,
+    StreamRequestFlag.STRICT_VBUUID: (5, 5),
+    StreamRequestFlag.IGNORE_PURGED_TOMBSTONES: (7, 2),
+}
+"""DCP_STREAM_REQ: flag -> since; older servers take the others without a word, and without effect."""
+
+STREAM_KEYS: dict[str, Release] = {
+    "uid": (7, 0),
+    "collections": (7, 0),
+    "scope": (7, 0),
+    "sid": (7, 0),
+    "purge_seqno": (8, 0),
+}
+"""Keys of the JSON value of a stream request -> since; others are not looked at."""
+
+CAPABILITIES: dict[str, Release] = {
+    "durableWrite": (6, 5),
+    "tombstonedUserXAttrs": (6, 6),
+    "collections": (7, 0),
+    "preserveExpiry": (7, 0),
+    "subdoc.ReplaceBodyWithXattr": (7, 0),
+    "subdoc.DocumentMacroSupport": (7, 0),
+}
+"""What the cluster map says that the bucket can do -> since; others are as old as any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A server's release, and what follows from it."""
+
+    name: str
+    release: Release
+
+    def since(self, major: int, minor: int) -> bool:
+        """Whether the server is of this release or newer."""
+        return self.release >= (major, minor)
+
+    @property
+    def version(self) -> bytes:
+        """What it answers when asked for its version."""
+        return b"%d.%d.0" % self.release
+
+    @property
+    def features(self) -> frozenset[int]:
+        """What it grants in HELLO."""
+        return frozenset(self._known(FEATURES))
+
+    @property
+    def open_flags(self) -> int:
+        """What it takes in DCP_OPEN."""
+        return sum(self._known(OPEN_FLAGS))
+
+    @property
+    def stream_flags(self) -> int:
+        """What a stream request's flags can change."""
+        return sum(self._known(STREAM_FLAGS))
+
+    @property
+    def stream_keys(self) -> frozenset[str]:
+        """What it reads in a stream request's value."""
+        return frozenset(self._known(STREAM_KEYS))
+
+    def has_control(self, name: bytes) -> bool:
+        """Whether it knows a DCP_CONTROL by this name."""
+        since, until = CONTROLS.get(name, (self.release, self.release))
+        return since <= self.release and (until is None or self.release < until)
+
+    def has_capability(self, name: str) -> bool:
+        """Whether the cluster map names this ability of the bucket."""
+        return CAPABILITIES.get(name, _OLDEST) <= self.release
+
+    @property
+    def collections(self) -> bool:
+        """Whether there are scopes and collections."""
+        return self.since(7, 0)
+
+    @property
+    def hangs_up(self) -> bool:
+        """Whether a request out of place ends the connection (captures, point 13)."""
+        return not self.since(6, 5)
+
+    @property
+    def checkpoint_in_disk_markers(self) -> bool:
+        """Whether disk snapshots open a checkpoint by their flag; 6.0.5 was recorded without."""
+        return self.since(6, 5)
+
+    @property
+    def needs_dcp_stream(self) -> bool:
+        """Whether streams need a privilege of their own (captures, point 12)."""
+        return self.since(7, 0)
+
+    @property
+    def fractional_noops(self) -> bool:
+        """Whether the interval of noops may be a fraction of a second."""
+        return self.since(7, 6)
+
+    @property
+    def system_collections(self) -> bool:
+        """Whether collections with an underscore first are the system's, hidden from who may not look them up."""
+        return self.since(7, 6)
+
+    def _known(self, table: dict[T, Release]) -> list[T]:
+        return [entry for entry, since in table.items() if since <= self.release]
+
+
+_RELEASES: tuple[Release, ...] = ((5, 0), (5, 5), (6, 0), (6, 5), (6, 6), (7, 0), (7, 1), (7, 2), (7, 6), (8, 0))
+
+PROFILES: dict[str, Profile] = {
+    f"{major}.{minor}": Profile(f"{major}.{minor}", (major, minor)) for major, minor in _RELEASES
+}
+PROFILES |= {f"{major}.x": profile for (major, _), profile in zip(_RELEASES, PROFILES.values(), strict=True)}
+"""By name; `7.x` is the newest of its kind."""
+
+DEFAULT_PROFILE = "8.x"
+
+
+def profile_named(name: str) -> Profile:
+    """The profile, or a ConfigError that tells which there are."""
+    profile = PROFILES.get(name)
+    if profile is None:
+        raise ConfigError(f"no server profile {name!r}", hint=f"take {', '.join(PROFILES)}", setting="profile")
+    return profile
