@@ -19,13 +19,14 @@ from zlib import crc32
 
 import lmdb
 
-from storage import branches, chain, directory, history, index, keys, records, wait
+from storage import branches, chain, directory, history, index, keys, leases, records, wait
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import (
     AnswerTooLarge,
     Closed,
     CorruptedError,
     NoSuchBoundary,
+    NotHeld,
     StorageError,
     Unavailable,
     UnknownCollection,
@@ -174,6 +175,8 @@ class Served:
     stale: bool
     links: chain.Chain
     unavailable: bool = False
+    anywhere: bool = False
+    """Good for as long as all of it is kept, also when a rollback or refill has left its chain."""
 
 
 class Opened(NamedTuple):
@@ -223,6 +226,8 @@ class View:
         self._manifests: dict[tuple[int, int, int], Manifest] = {}
         self._groups = self.identity.group_count
         self._count = self.identity.vbucket_count
+        self.vbids = self.identity.vbids
+        """The vbuckets that this mirror holds: all of the bucket's, unless several mirrors share them."""
         self._closed: str | None = None
         self._opened: dict[int, Opened] = {}
         _views.add(self)
@@ -258,8 +263,14 @@ class View:
     def _environment(self, vbid: int) -> Environment:
         if self._closed:
             raise Closed(self._closed, path=self.path)
-        if not 0 <= vbid < self._count:
-            raise StorageError(f"there is no vbucket {vbid}; this bucket has {self._count}", path=self.path)
+        if vbid not in self.vbids:
+            if not 0 <= vbid < self._count:
+                raise StorageError(f"there is no vbucket {vbid}; this bucket has {self._count}", path=self.path)
+            raise NotHeld(
+                f"this mirror holds vbuckets {self.vbids[0]} to {self.vbids[-1]}",
+                vbid=vbid,
+                hint="ask the mirror that holds it",
+            )
         group = vbid % self._groups
         environment = self._environments.get(group)
         if environment is None:
@@ -344,8 +355,9 @@ class View:
 
     # -- collections ----------------------------------------------------------------------------------------------
 
-    def manifest(self, vbid: int = 0) -> Manifest:
-        """Scopes and collections as one vbucket knows them now."""
+    def manifest(self, vbid: int | None = None) -> Manifest:
+        """Scopes and collections as one vbucket (the first, unless told) knows them now."""
+        vbid = self.vbids[0] if vbid is None else vbid
         environment = self._environment(vbid)
         with environment.read() as txn:
             return self._manifest(environment, txn, vbid, self._served(environment, txn, vbid).manifest_key)
@@ -589,7 +601,7 @@ class View:
         prefix, start = (text.encode() if isinstance(text, str) else text for text in (prefix, start))
         stop = end.encode() if isinstance(end, str) else end
         left = limit if limit is not None else -1
-        for each in range(self._count) if vbid is None else (vbid,):
+        for each in self.vbids if vbid is None else (vbid,):
             if left == 0:
                 return
             for document in self._scan_vbucket(each, prefix, start, stop, collection, as_of, now, deletions, raw):
@@ -755,6 +767,8 @@ class View:
         """Raise ViewInvalidated unless everything that `pinned` sees is still on the served chain and kept."""
         data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
         branch, seqno, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
+        if pinned.anywhere:
+            return self._check_kept(environment, txn, vbid, pinned, branch, seqno, floor)
         tip = pinned.links[0]
         if branch != tip.branch or seqno < pinned.seqno:
             links = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
@@ -764,6 +778,44 @@ class View:
                 )
         if floor > pinned.seqno:
             raise ViewInvalidated(f"history before seqno {floor} is gone", vbid=vbid, hint="start the read again")
+        return None
+
+    def _check_kept(
+        self, environment: Environment, txn: Any, vbid: int, pinned: Served, branch: int, seqno: int, floor: int
+    ) -> None:
+        """Raise ViewInvalidated unless everything that `pinned` sees is there, on whatever chain."""
+        served = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
+        common = leases.common_seqno(served, pinned.links)
+        if common is not None and floor > common:
+            raise ViewInvalidated(f"history before seqno {floor} is gone", vbid=vbid, hint="start the read again")
+        for link in pinned.links:
+            kept_seqno = branches.get_branch(environment, txn, vbid, link.branch).kept_seqno
+            if kept_seqno < link.cut and (common is None or common < link.cut):
+                raise ViewInvalidated(
+                    "what was rolled back is gone from history", vbid=vbid, hint="start the read again"
+                )
+
+    def standing(self, pin: Pin) -> Served:
+        """What `pin` sees, for as long as all of it is kept: a rollback does not end it, the purger does.
+
+        Raises ViewInvalidated when it is not kept any more.
+        """
+        opened = self._open(pin.vbid)
+        with opened.environment.read() as txn:
+            return self._standing(opened, txn, pin.vbid, pin.branch, pin.seqno)
+
+    def _standing(self, opened: Opened, txn: Any, vbid: int, branch: int, seqno: int) -> Served:
+        try:
+            whole = self._whole_chain(opened.environment, txn, vbid, branch)
+        except CorruptedError as error:
+            raise ViewInvalidated(
+                f"this mirror knows no branch {branch}", vbid=vbid, hint="start the read again"
+            ) from error
+        links = chain.recut(whole, seqno)
+        manifest_key = branches.manifest_key_on(opened.environment, txn, vbid, links)
+        pinned = Served(branch, seqno, 0, manifest_key, False, links, anywhere=True)
+        self._revalidate(opened.environment, txn, vbid, pinned)
+        return pinned
 
     def scan_seqno(
         self, vbid: int, after_seqno: int = 0, to_seqno: int = SEQNO_MAX, *, raw: bool = False
@@ -826,11 +878,11 @@ class View:
 
     def states(self) -> list[VbucketState]:
         """The stored states of all vbuckets, in rising vbid."""
-        return [self.state(vbid) for vbid in range(self._count)]
+        return [self.state(vbid) for vbid in self.vbids]
 
-    def published(self) -> list[Published]:
-        """What every vbucket serves now, in rising vbid: the cheapest way to see that something moved."""
-        found: list[Any] = [None] * self._count
+    def published(self) -> dict[int, Published]:
+        """What every vbucket serves now: the cheapest way to see that something moved."""
+        found = {}
         for group in range(min(self._groups, self._count)):
             environment = self._environment(group)
             with environment.read() as txn:
@@ -911,14 +963,26 @@ class View:
         new history. Raises ViewInvalidated when the history the token stood on was replaced whole (a refill) or is no
         longer kept, or when a rollback happens while the generator runs.
         """
-        for each in range(self._count) if vbid is None else (vbid,):
+        for each in self.vbids if vbid is None else (vbid,):
             token = since if since is not None and since.vbid == each else None
             yield from self._changes_of(each, token, raw)
 
-    def _changes_of(self, vbid: int, token: Token | None, raw: bool) -> Iterator[Change]:
+    def changes_between(self, start: Token | None, end: Token, *, raw: bool = False) -> Iterator[Change]:
+        """What leads from one published position (None: the beginning) to a later one: whenever it is asked, the same.
+
+        `end` need not be on the history that is served now: rows and branches never change, so the two positions alone
+        decide what is between them, as long as all of it is kept. Raises ViewInvalidated when it is not, or when a
+        refill lies between.
+        """
+        return self._changes_of(end.vbid, start, raw, end)
+
+    def _changes_of(self, vbid: int, token: Token | None, raw: bool, end: Token | None = None) -> Iterator[Change]:
         opened = self._open(vbid)
         with opened.environment.read() as txn:
-            served = self._readable(opened.environment, txn, vbid)
+            if end is None:
+                served = self._readable(opened.environment, txn, vbid)
+            else:
+                served = self._standing(opened, txn, vbid, end.branch, end.seqno)
             lost: chain.Chain = ()
             after = token.seqno if token else Seqno(0)
             if token is not None:

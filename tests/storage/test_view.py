@@ -10,6 +10,7 @@ import pytest
 from storage import directory, records
 from storage.errors import AnswerTooLarge, NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Branch, Collection, Manifest, ManifestUid, Seqno, Vbid
+from storage.purge import Window
 from storage.view import CHUNK_BYTES, Pin, Time, Token, View, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, span
@@ -390,3 +391,41 @@ def test_the_rollback_that_is_told_is_the_one_that_took_place(writer: GroupWrite
     token = Token(Vbid(0), writer.state(0).branch, Seqno(3))
     writer.rollback(0, 2)
     assert next(view.changes(0, since=token)).rollback == view.rollbacks(0)[0]
+
+
+def test_two_positions_have_the_same_between_them_also_after_a_rollback_left_the_later_one(
+    writer: GroupWriter, view: View
+) -> None:
+    publish(writer, 0, [(A, b"a1", 1), (B, b"b1", 2)])
+    publish(writer, 0, [(A, b"a2", 3), (B, None, 4)])
+    publish(writer, 0, [(C, b"c1", 5)])
+    start, end = (Token(Vbid(0), Branch(1), Seqno(seqno)) for seqno in (2, 4))
+    before = list(view.changes_between(start, end))
+    assert [(each.kind, each.document and each.document.seqno) for each in before] == [("mutation", 3), ("deletion", 4)]
+    writer.rollback(0, 2)
+    publish(writer, 0, [(D, b"d1", 3)])
+    assert list(view.changes_between(start, end)) == before
+    assert list(view.changes_between(None, start)) == list(view.changes_between(None, end))[:2]
+    told = [each.kind for each in view.changes_between(end, Token(Vbid(0), Branch(2), Seqno(3)))]
+    assert told == ["rollback", "retraction", "restoration", "retraction", "restoration", "mutation"]
+    again = list(view.changes_between(end, Token(Vbid(0), Branch(2), Seqno(3))))
+    writer.rollback(0, 2)
+    assert list(view.changes_between(end, Token(Vbid(0), Branch(2), Seqno(3)))) == again
+
+
+def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    for seqno in range(1, 5):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+    end = Token(Vbid(0), Branch(1), Seqno(4))
+    writer.rollback(0, 2)
+    publish(writer, 0, [(B, b"b", 3)])
+    assert [each.token.seqno for each in view.changes_between(None, end)] == [1, 2, 3, 4]
+    writer._purger.window = Window(boundaries=1)
+    while (vbid := writer._purger.plan(clock.now)) is not None:
+        writer._purge(vbid, clock.now)
+    with pytest.raises(ViewInvalidated, match="gone"):
+        list(view.changes_between(None, end))
+    with pytest.raises(ViewInvalidated, match="no branch 9"):
+        list(view.changes_between(None, Token(Vbid(0), Branch(9), Seqno(4))))
