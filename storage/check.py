@@ -14,7 +14,7 @@ from typing import Any
 
 import lmdb
 
-from storage import branches, chain, directory, keys, records
+from storage import branches, chain, directory, keys, prepares, records
 from storage.environment import DATA_FILE, MAP_SIZE, SHARED, Environment
 from storage.errors import CorruptedError, StorageError
 from storage.model import SEQNO_MAX, BranchReason, Identity, Kind, Vbid
@@ -88,7 +88,7 @@ def _check_group(
                 report.add(f"vbucket {vbid}", str(error))
             report.vbuckets += 1
             if progress is not None:
-                progress(report.vbuckets, identity.vbucket_count)
+                progress(report.vbuckets, len(identity.vbids))
     finally:
         SHARED.release(environment)
 
@@ -108,7 +108,9 @@ def _check_pages(folder: str, group: int, report: Report) -> bool:
 
 def _check_strays(environment: Environment, txn: Any, vbids: set[int], group: int, report: Report) -> None:
     """Rows of shared trees that speak of vbuckets of other groups."""
-    for name in (keys.DB_BRANCH, keys.DB_PUB, keys.DB_STATE, keys.DB_MANIFEST, keys.DB_ROLLBACK, keys.DB_SPAN):
+    for name in keys.SHARED_DBS:
+        if name in (keys.DB_META, keys.DB_PURGE) or not environment.has(name):
+            continue
         for key, _ in txn.cursor(environment.db(name)).iternext():
             vbid = int.from_bytes(key[:2], "big")
             if vbid not in vbids:
@@ -138,6 +140,8 @@ class _Walk:
         references = self._check_rows(known)
         self._check_keys(references)
         self._check_manifests()
+        if self.environment.has(keys.DB_PREPARE):
+            self._check_prepares(known)
 
     def _check_state(self) -> None:
         state = self.state
@@ -306,6 +310,29 @@ class _Walk:
             references.pop(dup[:12], None)
         for position in references:
             self._add(f"row {_show(position)} has no key row")
+
+    def _check_prepares(self, known: set[int]) -> None:
+        """Every prepare is whole, lies where its branch may have it, and is the only open one of its key."""
+        state = self.state
+        links = chain.load(self.environment, self.txn, self.vbid, state.staging_branch, state.staged_seqno)
+        cuts = {link.branch: link.cut for link in links}
+        found: set[bytes] = set()
+        for at, settled, frame in prepares.rows(self.environment, self.txn, self.vbid):
+            where = f"prepare {at[0]}:{at[1]}"
+            if at[0] not in known:
+                self._add(f"{where} is of an unknown branch")
+            try:
+                prepares.check_frame(frame, at[1])
+            except CorruptedError as error:
+                self._add(f"{where}: {error.message}")
+                continue
+            if settled != (0, 0) and (settled[0] not in known or settled <= at):
+                self._add(f"{where} is settled at {settled[0]}:{settled[1]}, which cannot be")
+            if at[1] <= cuts.get(at[0], -1) and not 0 < settled[1] <= cuts.get(settled[0], -1):
+                key = prepares.key_of(frame)
+                if key in found:
+                    self._add(f"{where} is not the only open one of key {key!r}")
+                found.add(key)
 
     def _check_manifests(self) -> None:
         cursor = self.txn.cursor(self.environment.db(keys.DB_MANIFEST))

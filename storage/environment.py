@@ -65,6 +65,10 @@ def storage_error(error: Exception, path: str) -> StorageError:
     return StorageError(f"{type(error).__name__}: {error}", path=path)
 
 
+READER_TRIES = 3
+"""Walks of a file that seems cut short before a reader believes it."""
+
+
 class Environment:
     """One LMDB environment of a vbucket group, for one writer or for any number of reading threads."""
 
@@ -103,12 +107,12 @@ class Environment:
             )
         except lmdb.Error as error:
             raise storage_error(error, path) from error
+        try:
+            self._refuse_cut_short(tries=1 if writable else READER_TRIES)
+        except BaseException:
+            self.env.close()
+            raise
         if writable:
-            try:
-                self._refuse_cut_short()
-            except BaseException:
-                self.env.close()
-                raise
             self.env.reader_check()
 
     def missing_bytes(self) -> int:
@@ -120,14 +124,17 @@ class Environment:
         pages = int(self.env.info()["last_pgno"]) + 1
         return max(0, pages * int(self.env.stat()["psize"]) - self.file_bytes())
 
-    def _refuse_cut_short(self) -> None:
-        """Follow every reference where pages are missing. For a writer alone: nobody changes the file meanwhile."""
+    def _refuse_cut_short(self, tries: int) -> None:
+        """Follow every reference where pages are missing. Beside a writer that changes the file meanwhile a walk may
+        find what is none, so a reader looks `tries` times.
+        """
         missing = self.missing_bytes()
         if not missing:
             return
         from lmdb import verify
 
-        if verify.verify(os.path.join(self.path, DATA_FILE)):  # type: ignore[no-untyped-call]
+        file = os.path.join(self.path, DATA_FILE)
+        if all(verify.verify(file) for _ in range(tries)):  # type: ignore[no-untyped-call]
             raise CorruptedError(
                 f"the LMDB file is damaged: it is cut short by {missing} bytes",
                 path=self.path,
@@ -151,11 +158,22 @@ class Environment:
                 else:
                     # Not in a transaction of ours: py-lmdb resets a read transaction for later use instead of
                     # committing it, and LMDB then forgets the handles that were opened in it.
-                    self._handles = {name: self._open_db(name, create=False) for name in names}
+                    self._handles = {name: self._open_db(name, create=False) for name in names if self._exists(name)}
             except lmdb.NotFoundError as error:
                 raise CorruptedError("a tree is missing", path=self.path, hint="run `dcp-mirror check`") from error
             except lmdb.Error as error:
                 raise storage_error(error, self.path) from error
+
+    def has(self, name: bytes) -> bool:
+        """True when a tree was opened."""
+        return name in self._handles
+
+    def _exists(self, name: bytes) -> bool:
+        """False for a tree that a mirror made before it was thought of gets when a writer opens it."""
+        if name not in keys.LATER_DBS:
+            return True
+        with self.env.begin() as txn:
+            return txn.get(name) is not None
 
     def _open_db(self, name: bytes, **options: Any) -> Any:
         dups = name[:1] == b"k" and name[1:].isdigit()

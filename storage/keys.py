@@ -26,6 +26,8 @@ PURGE = struct.Struct(">QQ")
 """purged seqno u64 (rows up to it were looked at), local_purge_seqno u64."""
 SPAN_KEY = struct.Struct(">HIQ")
 """vbid u16, branch u32, end seqno u64: key of a row of `span`."""
+PREPARE_KEY = struct.Struct(">HIQ")
+"""vbid u16, branch u32, seqno u64: key of a row of `prepare`."""
 SEQNO = struct.Struct(">Q")
 BOUNDARY = struct.Struct(">QQQ")
 """snap_start_seqno u64, vbuuid u64, time_ms u64: value of a boundary row."""
@@ -45,8 +47,11 @@ DB_MANIFEST = b"manifest"
 DB_ROLLBACK = b"rollback"
 DB_PURGE = b"purge"
 DB_SPAN = b"span"
+DB_PREPARE = b"prepare"
 DB_META = b"meta"
-SHARED_DBS = (DB_BRANCH, DB_PUB, DB_STATE, DB_MANIFEST, DB_ROLLBACK, DB_PURGE, DB_SPAN, DB_META)
+SHARED_DBS = (DB_BRANCH, DB_PUB, DB_STATE, DB_MANIFEST, DB_ROLLBACK, DB_PURGE, DB_SPAN, DB_PREPARE, DB_META)
+LATER_DBS = (DB_PREPARE,)
+"""Trees that a mirror of an earlier version of this program lacks until a writer opens it."""
 
 
 def rows_db(vbid: int) -> bytes:

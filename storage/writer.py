@@ -36,6 +36,7 @@ from storage.model import (
     Vbid,
     VbucketState,
 )
+from storage.prepares import Prepares, committed_row
 from storage.purge import Purger, Window
 
 INLINE_INDEX_ROWS = 20_000
@@ -88,15 +89,18 @@ class Vbucket:
         "open_snapshot",
         "pending_bytes",
         "prefix",
+        "prepares",
         "rows",
         "staged_seqno",
         "unindexed_count",
         "unordered",
     )
 
-    def __init__(self, state: VbucketState, indexed_seqno: int, manifest_key: tuple[int, int]) -> None:
+    def __init__(self, loaded: branches.Loaded, prepares: Prepares) -> None:
         """Nothing is pending yet."""
+        state = loaded.state
         self.base = state
+        self.prepares = prepares
         self.staged_seqno: int = state.staged_seqno
         self.open_snapshot = state.open_snapshot
         self.prefix = keys.PREFIX.pack(state.staging_branch)
@@ -106,10 +110,10 @@ class Vbucket:
         self.complete_seqno: int | None = None  # newest complete end that is not published yet
         self.complete_start = 0
         self.flushed_seqno: int = state.staged_seqno
-        self.indexed_seqno = indexed_seqno
-        self.unindexed_count: int | None = 0 if indexed_seqno >= self.flushed_seqno else None  # None: not counted
-        self.manifest_key = manifest_key  # (branch, seqno) of the newest manifest row at or below what is published
-        self.manifests: list[tuple[int, int, Manifest]] = []  # (branch, seqno, manifest) above it, rising
+        self.indexed_seqno = loaded.indexed_seqno
+        self.unindexed_count: int | None = 0 if self.indexed_seqno >= self.flushed_seqno else None  # None: not counted
+        self.manifest_key = loaded.manifest_key  # of the newest manifest row at or below what is published
+        self.manifests = loaded.manifests  # (branch, seqno, manifest) above it, rising
         self.job: index.IndexJob | None = None
         self.dirty = False
         self.unordered = False
@@ -249,13 +253,13 @@ class GroupWriter:
         self._vbuckets: dict[int, Vbucket] = {}
         with self.environment.read() as txn:
             for vbid in self.vbids:
-                loaded = branches.load(self.environment, txn, vbid)
-                vbucket = Vbucket(loaded.state, loaded.indexed_seqno, loaded.manifest_key)
-                vbucket.manifests = loaded.manifests
-                self._vbuckets[vbid] = vbucket
+                self._vbuckets[vbid] = self._read_vbucket(txn, vbid)
         for vbid in self.vbids:
-            self._leave_broken_oso(vbid)
             self._finish_complete(vbid)
+
+    def _read_vbucket(self, txn: Any, vbid: Vbid) -> Vbucket:
+        loaded = branches.load(self.environment, txn, vbid)
+        return Vbucket(loaded, Prepares.load(self.environment, txn, loaded.state))
 
     def _finish_complete(self, vbid: Vbid) -> None:
         """A snapshot that was complete on disk when the last writer ended lacks its key rows alone: make them now.
@@ -268,15 +272,6 @@ class GroupWriter:
             vbucket.complete_seqno = state.staged_seqno
             vbucket.complete_start = state.staging_published_seqno
             self._begin_job(vbucket)
-
-    def _leave_broken_oso(self, vbid: Vbid) -> None:
-        """An OSO snapshot is unordered, so a break cannot be resumed: its rows are left behind on their branch."""
-        state = self._vbuckets[vbid].state
-        if state.staging_branch != state.branch and state.staged_seqno > state.staging_published_seqno:
-            with self.environment.read() as txn:
-                reason = branches.staging_reason(self.environment, txn, state)
-            if reason is BranchReason.OSO:
-                self.abandon(vbid)
 
     def _reload(self) -> None:
         """After a failed commit: open the environment again and forget what was pending."""
@@ -358,6 +353,7 @@ class GroupWriter:
                 path=self.path,
                 vbid=vbid,
             )
+        vbucket.prepares.settled_by_rows(rows)
         vbucket.rows += rows
         vbucket.pending_bytes += byte_count
         self.pending_bytes += byte_count
@@ -380,14 +376,66 @@ class GroupWriter:
         vbucket.dirty = True
 
     def system_event(
-        self, vbid: int, seqno: int, row_value: bytes, manifest: Manifest, open_snapshot: SnapshotRange
+        self,
+        vbid: int,
+        seqno: int,
+        row_value: bytes,
+        manifest: Manifest,
+        open_snapshot: SnapshotRange,
+        unordered: bool = False,
     ) -> None:
-        """Accept a system event: its row, and the manifest that holds from its seqno on."""
+        """Accept a system event: its row, and the manifest that holds from its seqno on.
+
+        Inside an OSO snapshot (`unordered`) each manifest holds from the largest seqno so far: no boundary lies within.
+        """
         vbucket = self._vbuckets[vbid]
         branch = vbucket.base.staging_branch
-        self.stage(vbid, [(keys.ROW.pack(branch, seqno), row_value)], len(row_value), open_snapshot)
+        self.stage(vbid, [(keys.ROW.pack(branch, seqno), row_value)], len(row_value), open_snapshot, unordered)
+        if unordered and vbucket.manifests:
+            seqno = max(seqno, vbucket.manifests[-1][1])
         vbucket.manifests.append((branch, seqno, manifest))
         vbucket.change(manifest=manifest)
+
+    def prepare(self, vbid: int, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
+        """Accept the first half of a sync write: the PREPARE message in stored form. Raises SeqnoOrder."""
+        vbucket = self._vbuckets[vbid]
+        self._check_rises(vbucket, seqno)
+        self.pending_bytes += vbucket.prepares.prepared((vbucket.base.staging_branch, seqno), frame)
+        vbucket.staged_seqno = seqno
+        vbucket.open_snapshot = open_snapshot
+        vbucket.dirty = True
+
+    def commit_prepare(self, vbid: int, seqno: int, key: bytes, open_snapshot: SnapshotRange) -> bool:
+        """Accept the commit of a sync write: a row with what was prepared. False: nothing is prepared of that key.
+
+        Raises SeqnoOrder.
+        """
+        vbucket = self._vbuckets[vbid]
+        frame = vbucket.prepares.frame(self.environment, vbid, key)
+        if frame is None:
+            return False
+        row = committed_row(frame, seqno)
+        self.stage(vbid, [(keys.ROW.pack(vbucket.base.staging_branch, seqno), row)], len(row), open_snapshot)
+        return True
+
+    def abort_prepare(self, vbid: int, seqno: int, key: bytes, open_snapshot: SnapshotRange) -> None:
+        """Accept the abort of a sync write; without its prepare it only takes its seqno. Raises SeqnoOrder."""
+        vbucket = self._vbuckets[vbid]
+        self._check_rises(vbucket, seqno)
+        vbucket.prepares.settled(key, (vbucket.base.staging_branch, seqno))
+        vbucket.staged_seqno = seqno
+        vbucket.open_snapshot = open_snapshot
+        vbucket.dirty = True
+
+    def _check_rises(self, vbucket: Vbucket, seqno: int) -> None:
+        if seqno <= vbucket.staged_seqno:
+            raise SeqnoOrder(
+                f"seqno {seqno} does not rise above {vbucket.staged_seqno}", path=self.path, vbid=vbucket.base.vbid
+            )
+
+    def open_prepares(self, vbid: int) -> dict[bytes, int]:
+        """Sync writes that are neither committed nor aborted as of what is staged: prefixed key -> seqno."""
+        return {key: at[1] for key, at in self._vbuckets[vbid].prepares.open.items()}
 
     def publish(
         self, vbid: int, boundary_seqno: int, snap_start_seqno: int, source_purge_seqno: int | None = None
@@ -479,8 +527,8 @@ class GroupWriter:
         self._reload()
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
-    def _put_vbucket(self, txn: Any, vbucket: Vbucket, flush_open: bool) -> tuple[int, bool]:
-        """Write one vbucket's part; returns (rows written, published?). Changes nothing in memory."""
+    def _put_vbucket(self, txn: Any, vbucket: Vbucket, flush_open: bool) -> tuple[int, bool, int]:
+        """Write one vbucket's part; returns (rows written, published?, staged seqno). Changes nothing in memory."""
         environment = self.environment
         state = vbucket.state
         vbid = state.vbid
@@ -517,8 +565,9 @@ class GroupWriter:
                 txn.put(key, records.encode_manifest(manifest), db=environment.db(keys.DB_MANIFEST))
         if publish:
             self._put_publish(txn, vbucket, now)
-        self._put_state(txn, vbucket, rows, publish)
-        return len(rows), publish
+        staged_seqno = self._put_state(txn, vbucket, rows, publish)
+        vbucket.prepares.put(environment, txn, state, staged_seqno, vbucket.complete_seqno if publish else None)
+        return len(rows), publish, staged_seqno
 
     def _put_publish(self, txn: Any, vbucket: Vbucket, now_ms: int) -> None:
         state = vbucket.state
@@ -539,8 +588,10 @@ class GroupWriter:
         keys_below = [(branch, at) for branch, at, _ in vbucket.manifests if at <= seqno]
         return keys_below[-1] if keys_below else vbucket.manifest_key
 
-    def _put_state(self, txn: Any, vbucket: Vbucket, rows: list[tuple[bytes, bytes]], publish: bool) -> None:
-        """The `state` row. What stays in memory (rows of an open snapshot) must not be counted as staged."""
+    def _put_state(self, txn: Any, vbucket: Vbucket, rows: list[tuple[bytes, bytes]], publish: bool) -> int:
+        """The `state` row; returns the staged seqno that it says. What stays in memory (rows of an open snapshot) must
+        not be counted as staged.
+        """
         state = vbucket.state
         staged = state.staged_seqno
         open_snapshot = state.open_snapshot
@@ -571,10 +622,12 @@ class GroupWriter:
             ),
             db=self.environment.db(keys.DB_STATE),
         )
+        return staged
 
-    def _settle(self, vbucket: Vbucket, plan: tuple[int, bool]) -> bool:
+    def _settle(self, vbucket: Vbucket, plan: tuple[int, bool, int]) -> bool:
         """Bring memory up to date after the commit. True when the vbucket was published."""
-        count, published = plan
+        count, published, staged_seqno = plan
+        self.pending_bytes -= vbucket.prepares.written(staged_seqno)
         if count == len(vbucket.rows):
             flushed = vbucket.staged_seqno
             dropped = vbucket.pending_bytes
@@ -774,6 +827,8 @@ class GroupWriter:
             vbucket.staged_seqno, vbucket.open_snapshot = state.staging_published_seqno, None
             vbucket.dirty = True
             self._forget_manifests(vbucket)
+            with self.environment.read() as txn:
+                vbucket.prepares = Prepares.load(self.environment, txn, vbucket.state)
             return
         now = self.clock_ms()
         self._write(lambda txn: branches.abandon(self.environment, txn, state, vbucket.manifest_key, now))
@@ -803,7 +858,7 @@ class GroupWriter:
     def _discard_pending(self, vbucket: Vbucket) -> None:
         """Forget rows in memory; what is on disk above the newest complete end stays hidden."""
         self._cancel_job(vbucket)
-        self.pending_bytes -= vbucket.pending_bytes
+        self.pending_bytes -= vbucket.pending_bytes + vbucket.prepares.pending_bytes
         vbucket.rows = []
         vbucket.pending_bytes = 0
         vbucket.complete_count = 0
@@ -812,10 +867,7 @@ class GroupWriter:
 
     def _reread(self, vbid: int) -> None:
         with self.environment.read() as txn:
-            loaded = branches.load(self.environment, txn, Vbid(vbid))
-        vbucket = Vbucket(loaded.state, loaded.indexed_seqno, loaded.manifest_key)
-        vbucket.manifests = loaded.manifests
-        self._vbuckets[vbid] = vbucket
+            self._vbuckets[vbid] = self._read_vbucket(txn, Vbid(vbid))
 
     # -- end ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,233 @@
+"""Open sync writes: prepared, and neither committed nor aborted yet. No reader sees them.
+
+Knows the tree `prepare` and the layout of a PREPARE message; never what makes a write durable. A prepare is a row of
+its own, (branch, seqno) like any other, that names what settled it. Whether it is open follows from the chain: its row
+is visible and what settled it is not. So a rollback or an abandoned snapshot opens it again without a write. Whatever
+comes of its key settles it: the commit or the abort, a later prepare, or a plain row (in a disk snapshot the source
+sends a commit as a mutation). Invariants: at most one prepare of a key is open; nothing above the seqno that `state`
+says is staged is written; a settled prepare stays for as long as a kept boundary may lie between it and what settled
+it; memory holds keys and positions of the open ones, and the messages that no commit has written yet.
+Source: protocol facts 2.6 and 2.11; kv_engine docs/dcp/documentation/commands/{prepare,commit,abort}.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+from storage import chain, keys, records
+from storage.environment import Environment
+from storage.errors import CorruptedError, SeqnoOrder
+from storage.model import SEQNO_MAX, VbucketState
+
+OPEN_MAX = 65_536
+"""Open prepares of one vbucket. Writers wait for each durable write: so many mean aborts that never came."""
+FORGET_LOOKS = 200
+"""Rows looked at in one commit for those that nothing can need any more."""
+
+Position = tuple[int, int]
+"""Branch and seqno."""
+
+_SETTLED = keys.ROW
+_EXTRAS = struct.Struct(">QQIIIBBB")
+"""seqno, rev_seqno, flags, expiry, lock time, nru, deleted, durability level."""
+_MUTATION_EXTRAS = struct.Struct(">QQIIIHB")
+_DELETION_EXTRAS = struct.Struct(">QQIB")
+_FRAME_MIN = records.HEADER.size + _EXTRAS.size
+_NOT_SETTLED: Position = (0, 0)
+
+
+def key_of(frame: bytes) -> bytes:
+    """The prefixed key of a message in stored form."""
+    start = 24 + frame[4]
+    return frame[start : start + (frame[2] << 8 | frame[3])]
+
+
+def committed_row(frame: bytes, seqno: int) -> bytes:
+    """What the committed write would have been without sync writes: a mutation or a deletion, in stored form."""
+    _, _, key_length, _, datatype, vbid, body_length, opaque, cas = records.HEADER.unpack_from(frame)
+    _, rev_seqno, flags, expiry, lock_time, nru, deleted, _ = _EXTRAS.unpack_from(frame, records.HEADER.size)
+    if deleted:
+        opcode, extras = 0x58, _DELETION_EXTRAS.pack(seqno, rev_seqno, 0, 0)
+    else:
+        opcode, extras = 0x57, _MUTATION_EXTRAS.pack(seqno, rev_seqno, flags, expiry, lock_time, 0, nru)
+    body_length += len(extras) - _EXTRAS.size
+    head = records.HEADER.pack(records.MAGIC, opcode, key_length, len(extras), datatype, vbid, body_length, opaque, cas)
+    return head + extras + frame[_FRAME_MIN:]
+
+
+def check_frame(frame: bytes, seqno: int) -> None:
+    """Raise CorruptedError unless `frame` is a whole PREPARE message of that seqno."""
+    if (
+        len(frame) < _FRAME_MIN
+        or (frame[0], frame[1], frame[4]) != (records.MAGIC, 0x60, _EXTRAS.size)
+        or len(frame) != 24 + int.from_bytes(frame[8:12])
+        or not 0 < (frame[2] << 8 | frame[3]) <= len(frame) - _FRAME_MIN
+    ):
+        raise CorruptedError("a prepare cannot be read")
+    if int.from_bytes(frame[24:32]) != seqno:
+        raise CorruptedError(f"it holds the prepare of seqno {int.from_bytes(frame[24:32])}")
+
+
+def rows(environment: Environment, txn: Any, vbid: int) -> Iterable[tuple[Position, Position, bytes]]:
+    """Generate the rows of a vbucket, rising: where it was prepared, where it was settled ((0, 0): nowhere), frame."""
+    cursor = txn.cursor(environment.db(keys.DB_PREPARE))
+    if cursor.set_range(keys.VBID_KEY.pack(vbid)):
+        for key, value in cursor.iternext():
+            if key[:2] != keys.VBID_KEY.pack(vbid):
+                break
+            if len(key) != keys.PREPARE_KEY.size or len(value) < _SETTLED.size + _FRAME_MIN:
+                raise CorruptedError("a row of the prepares is damaged", path=environment.path, vbid=vbid)
+            _, branch, seqno = keys.PREPARE_KEY.unpack(key)
+            yield (branch, seqno), _SETTLED.unpack_from(value), value[_SETTLED.size :]
+
+
+def open_at(environment: Environment, txn: Any, vbid: int, links: chain.Chain) -> dict[bytes, Position]:
+    """The prepares that are open at the tip of a chain: prefixed key -> where it was prepared."""
+    cuts = {link.branch: link.cut for link in links}
+    found: dict[bytes, Position] = {}
+    for at, settled, frame in rows(environment, txn, vbid):
+        if at[1] <= cuts.get(at[0], -1) and not (settled != _NOT_SETTLED and settled[1] <= cuts.get(settled[0], -1)):
+            found[key_of(frame)] = at
+    return found
+
+
+class Prepares:
+    """The writer's memory of one vbucket's open prepares, and what of it no commit has written yet."""
+
+    __slots__ = ("_any_stored", "_new", "_settled", "open", "pending_bytes")
+
+    def __init__(self) -> None:
+        """Without any."""
+        self.open: dict[bytes, Position] = {}
+        self.pending_bytes = 0
+        self._any_stored = False
+        self._new: dict[Position, bytes] = {}
+        self._settled: dict[Position, Position] = {}
+
+    @staticmethod
+    def load(environment: Environment, txn: Any, state: VbucketState) -> Prepares:
+        """As they stand at what is staged."""
+        loaded = Prepares()
+        cursor = txn.cursor(environment.db(keys.DB_PREPARE))
+        prefix = keys.VBID_KEY.pack(state.vbid)
+        if cursor.set_range(prefix) and cursor.key()[:2] == prefix:
+            loaded._any_stored = True
+            links = chain.load(environment, txn, state.vbid, state.staging_branch, state.staged_seqno)
+            loaded.open = open_at(environment, txn, state.vbid, links)
+        return loaded
+
+    # -- accepting ------------------------------------------------------------------------------------------------
+
+    def prepared(self, at: Position, frame: bytes) -> int:
+        """Take a prepare in; one of its key that is still open is settled by it. Returns the bytes that it costs."""
+        key = key_of(frame)
+        self.settled(key, at)
+        if len(self.open) >= OPEN_MAX:
+            raise SeqnoOrder(f"more than {OPEN_MAX} durable writes are open at once")
+        self.open[key] = at
+        self._new[at] = frame
+        self.pending_bytes += len(frame)
+        return len(frame)
+
+    def settled(self, key: bytes, by: Position) -> None:
+        """Something came of a key: its prepare, if one is open, is not any more."""
+        at = self.open.pop(key, None)
+        if at is not None:
+            self._settled[at] = by
+
+    def settled_by_rows(self, rows: list[tuple[bytes, bytes]]) -> None:
+        """The same for rows. Costs nothing while no prepare is open."""
+        if self.open:
+            for row_key, frame in rows:
+                if frame[1] != 0x5F:
+                    self.settled(key_of(frame), keys.ROW.unpack(row_key))
+
+    def frame(self, environment: Environment, vbid: int, key: bytes) -> bytes | None:
+        """The message of the open prepare of a key; None when none is open."""
+        at = self.open.get(key)
+        if at is None:
+            return None
+        if at in self._new:
+            return self._new[at]
+        with environment.read() as txn:
+            value = txn.get(keys.PREPARE_KEY.pack(vbid, *at), db=environment.db(keys.DB_PREPARE))
+        if value is None:
+            raise CorruptedError(f"the prepare {at[0]}:{at[1]} is missing", path=environment.path, vbid=vbid)
+        return bytes(value[_SETTLED.size :])
+
+    # -- committing -----------------------------------------------------------------------------------------------
+
+    def put(
+        self, environment: Environment, txn: Any, state: VbucketState, staged_seqno: int, publish_seqno: int | None
+    ) -> None:
+        """Write what belongs to the commit that says `staged_seqno`. Changes nothing in memory.
+
+        With `publish_seqno` the commit publishes: whatever was prepared and settled since the boundary before it can
+        never be open again.
+        """
+        if not (self._any_stored or self._new):
+            return
+        vbid = state.vbid
+        tree = environment.db(keys.DB_PREPARE)
+        for at, frame in self._new.items():
+            by = self._settled.get(at, _NOT_SETTLED)
+            if at[1] > staged_seqno or self._is_over(at, by, state, publish_seqno):
+                continue
+            if by[1] > staged_seqno:
+                by = _NOT_SETTLED
+            txn.put(keys.PREPARE_KEY.pack(vbid, *at), _SETTLED.pack(*by) + frame, db=tree)
+        for at, by in self._settled.items():
+            if by[1] > staged_seqno or at in self._new:
+                continue
+            row_key = keys.PREPARE_KEY.pack(vbid, *at)
+            if self._is_over(at, by, state, publish_seqno):
+                txn.delete(row_key, db=tree)
+                continue
+            value = txn.get(row_key, db=tree)
+            if value is None:
+                raise CorruptedError(f"the prepare {at[0]}:{at[1]} is missing", path=environment.path, vbid=vbid)
+            txn.put(row_key, _SETTLED.pack(*by) + value[_SETTLED.size :], db=tree)
+        if publish_seqno is not None and self._any_stored:
+            _forget(environment, txn, state, publish_seqno)
+
+    @staticmethod
+    def _is_over(at: Position, by: Position, state: VbucketState, publish_seqno: int | None) -> bool:
+        return (
+            publish_seqno is not None
+            and at[0] == state.staging_branch
+            and at[1] > state.staging_published_seqno
+            and by != _NOT_SETTLED
+            and by[1] <= publish_seqno
+        )
+
+    def written(self, staged_seqno: int) -> int:
+        """The commit succeeded: forget what it wrote. Returns the bytes that it freed."""
+        if not (self._new or self._settled):
+            return 0
+        done = [at for at in self._new if at[1] <= staged_seqno]
+        freed = sum(len(self._new.pop(at)) for at in done)
+        self._any_stored = self._any_stored or bool(done)
+        self._settled = {at: by for at, by in self._settled.items() if by[1] > staged_seqno}
+        self.pending_bytes -= freed
+        return freed
+
+
+def _forget(environment: Environment, txn: Any, state: VbucketState, publish_seqno: int) -> None:
+    """Remove a few rows that can never be open again: dead ones, and those settled at or below the floor."""
+    floor = state.history_floor_seqno if state.staging_published_seqno else publish_seqno
+    cuts = {link.branch: link.cut for link in chain.load(environment, txn, state.vbid, state.staging_branch, SEQNO_MAX)}
+    cursor = txn.cursor(environment.db(keys.DB_PREPARE))
+    there = cursor.set_range(keys.VBID_KEY.pack(state.vbid))
+    for _ in range(FORGET_LOOKS):
+        if not there or cursor.key()[:2] != keys.VBID_KEY.pack(state.vbid):
+            return
+        _, branch, seqno = keys.PREPARE_KEY.unpack(cursor.key())
+        by_branch, by_seqno = _SETTLED.unpack_from(cursor.value())
+        if seqno > cuts.get(branch, -1) or (by_branch in cuts and 0 < by_seqno <= min(floor, cuts[by_branch])):
+            there = cursor.delete()
+        elif seqno > floor:  # the rest of this branch is younger
+            there = cursor.set_range(keys.PREPARE_KEY.pack(state.vbid, branch + 1, 0))
+        else:
+            there = cursor.next()
