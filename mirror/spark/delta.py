@@ -1,0 +1,146 @@
+"""Delta tables that are written from many places and committed from one, each commit once.
+
+Knows the log of a table through delta-rs, and marks: Delta's transaction actions, pairs of application and version.
+Must never know what the rows mean. delta-rs records marks but does not enforce them, so this is how a commit happens at
+most once: it is built upon the version of the table in which the mark was looked up, and it may only become the very
+next version (no retries). Whoever else committed meanwhile, another process with the same mark included, makes it fail
+as `CommitConflict`; nothing is half done then. Invariants: files are part of a table once a commit names them, and only
+then; a file that no commit names (its writer was killed) is an orphan, and is removed by the next run, which holds the
+folder's lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction
+from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.spark.parts import Part, folder_error, run_of
+
+LOCK_FILE = "_dcp_mirror.lock"
+RUN = "dcp_mirror_run"
+"""Name in a commit's metadata of the run whose files it names."""
+
+
+class CommitConflict(MirrorError):
+    """Somebody else committed meanwhile; nothing was changed."""
+
+    retryable = True
+
+
+class FolderLock:
+    """One writer of a folder at a time; the kernel gives the lock up when the process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder where it is missing, and take the lock at once or raise MirrorError."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise folder_error(folder, error) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise MirrorError(
+                f"{folder}: another pipeline is writing here", hint="wait for it, or give another folder"
+            ) from error
+
+    def __enter__(self) -> Self:
+        """It is held already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give it up."""
+        os.close(self._descriptor)
+
+
+def open_table(folder: Path) -> DeltaTable | None:
+    """The table in a folder, as it is now; None: there is none. Raises MirrorError."""
+    if not (folder / "_delta_log").is_dir():
+        return None
+    try:
+        return DeltaTable(str(folder)) if DeltaTable.is_deltatable(str(folder)) else None
+    except DeltaError as error:
+        raise MirrorError(f"{folder}: cannot be read as a Delta table: {error}") from error
+
+
+def only_next(marks: Sequence[Transaction] = (), metadata: dict[str, Any] | None = None) -> CommitProperties:
+    """Of a commit that may only become the very next version."""
+    return CommitProperties(
+        custom_metadata=metadata, max_commit_retries=0, app_transactions=list(marks) if marks else None
+    )
+
+
+def commit_parts(
+    folder: Path,
+    table: DeltaTable | None,
+    parts: Iterable[Part],
+    schema: pa.Schema,
+    *,
+    overwrite: bool = False,
+    marks: Sequence[Transaction] = (),
+    metadata: dict[str, Any] | None = None,
+) -> None:
+    """Make `parts`, which lie in `folder`, the table's (`overwrite`) or add them to it, as the next version after
+    `table` (None: as the first). Raises CommitConflict when that version is somebody else's.
+    """
+    actions: list[AddAction | RemoveAction] = [part.add_action() for part in parts]
+    wanted = Schema.from_arrow(schema)
+    how = only_next(marks, metadata)
+    try:
+        if table is None:
+            create_table_with_add_actions(str(folder), wanted, actions, mode="error", commit_properties=how)  # type: ignore[arg-type]
+        else:
+            mode: Literal["overwrite", "append"] = "overwrite" if overwrite else "append"
+            table.create_write_transaction(actions, mode, wanted, [], commit_properties=how)
+    except (CommitFailedError, DeltaError) as error:
+        raise conflict_or(folder, table, error) from error
+
+
+def conflict_or(folder: Path, table: DeltaTable | None, error: Exception) -> MirrorError:
+    """What a failed commit means."""
+    now = open_table(folder)
+    if isinstance(error, CommitFailedError) or (now is None) != (table is None):
+        return CommitConflict(f"{folder}: another writer has committed to this table", hint="run it again")
+    return MirrorError(f"{folder}: the commit failed: {error}")
+
+
+def remove_orphans(folder: Path, table: DeltaTable | None) -> list[str]:
+    """Remove parts that no version of the table which can still be read names; returns their names.
+
+    Whoever calls this holds the folder's lock: an unfinished run of somebody else would lose its files. Parts are
+    matched by their run, as a run's files are named by one commit (which says so: RUN) or by none.
+    """
+    named: set[str] = set()
+    if table is not None:
+        named |= {run for uri in table.file_uris() if (run := run_of(uri.rsplit("/", 1)[-1])) is not None}
+        named |= {str(entry[RUN]) for entry in table.history() if RUN in entry}
+    removed = []
+    for path in folder.glob("part-*.parquet"):
+        if (run := run_of(path.name)) is not None and run not in named:
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return sorted(removed)
+
+
+def require_absent_or_table(folder: Path) -> None:
+    """Refuse a folder with something else in it. Raises ConfigError."""
+    if folder.is_dir() and not (folder / "_delta_log").is_dir():
+        strangers = [each.name for each in folder.iterdir() if each.name != LOCK_FILE and run_of(each.name) is None]
+        if strangers:
+            raise ConfigError(
+                f"{folder}: not empty, and no Delta table ({', '.join(sorted(strangers)[:3])})",
+                hint="give an empty or new folder",
+            )

@@ -1,0 +1,85 @@
+"""From events to the state that they leave: which rows of a table a batch of changes replaces, and which it voids.
+
+Knows the columns of `changes` (columns.py) and their order; never a table, a file or Spark. A batch holds the events of
+a vbucket in their order. Of each key only its last event counts: a mutation or restoration puts the row, everything
+else takes it away. An event about many documents (a dropped or flushed collection, a resync) takes away what stood
+before it, in the batch as in the table. Invariants: a key comes out at most once; rows are kept in Arrow, so that a
+fold costs the memory of the batch's keys and not of its values a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mirror.spark.columns import CHANGES, DOCUMENTS
+
+PUTS = frozenset({"mutation", "restoration"})
+"""Kinds after which the document is there."""
+
+RESYNC = "resync"
+
+STATE = pa.schema([*DOCUMENTS, CHANGES.field("vbuuid"), CHANGES.field("at_branch"), CHANGES.field("at_seqno")])
+"""Columns of a table of current state: a document, and where the event stands that put it there."""
+
+FOLDED = pa.schema([*STATE, pa.field("live", pa.bool_())])
+"""A key's last event in a batch; `live` false: the row is to go."""
+
+
+@dataclass(frozen=True)
+class Voids:
+    """What a batch takes away as a whole, of what stood in the table before it."""
+
+    vbuckets: set[int] = field(default_factory=set)
+    """All rows of these."""
+    collections: set[tuple[int, str]] = field(default_factory=set)
+    """All rows of these collections in these vbuckets."""
+
+    def add(self, other: Voids) -> None:
+        """Take away that, too."""
+        self.vbuckets.update(other.vbuckets)
+        self.collections.update(other.collections)
+
+
+def fold(events: pa.Table) -> tuple[pa.Table, Voids]:
+    """The last event of each key in `events` (with the columns of CHANGES at least; a vbucket's in their order), and
+    what they void.
+    """
+    voids = Voids()
+    last: dict[tuple[str, bytes], int] = {}
+    kinds = events.column("kind").to_pylist()
+    names = events.column("collection").to_pylist()
+    vbids = events.column("vbid").to_pylist()
+    document_keys = _bytes_of(events.column("key"))
+    for row, (kind, name, vbid, key) in enumerate(zip(kinds, names, vbids, document_keys, strict=True)):
+        if key is not None:
+            last[name, key] = row
+        elif kind == RESYNC:
+            voids.vbuckets.add(vbid)
+            last = {each: at for each, at in last.items() if vbids[at] != vbid}
+        else:
+            voids.collections.add((vbid, name))
+            last = {each: at for each, at in last.items() if vbids[at] != vbid or each[0] != name}
+    rows = pa.array(sorted(last.values()), pa.int64())
+    taken = events.select(STATE.names).take(rows)
+    live = pc.is_in(events.column("kind").take(rows), pa.array(sorted(PUTS)))
+    return taken.append_column("live", live).cast(FOLDED), voids
+
+
+def fold_files(tables: Iterable[pa.Table]) -> Iterator[tuple[pa.Table, Voids]]:
+    """Fold files that share no vbucket, one after another."""
+    seen: set[int] = set()
+    for table in tables:
+        vbids = set(pc.unique(table.column("vbid")).to_pylist())
+        assert not vbids & seen, "a vbucket's events of one batch are in one file, in their order"
+        seen |= vbids
+        yield fold(table)
+
+
+def _bytes_of(column: pa.ChunkedArray) -> list[bytes | None]:
+    """Keys as bytes: they need not be UTF-8."""
+    found: list[bytes | None] = column.cast(pa.binary()).to_pylist()
+    return found

@@ -1,0 +1,286 @@
+"""Two Delta tables kept from a stream of batches: `changes`, every event once, and `documents`, what is current.
+
+Knows the two tables, and batches as files of events that somebody has written into the folder of `changes`; never
+where events come from, nor Spark. Delta has no transaction over two tables, so exactly-once rests on this argument:
+
+1. `changes` is the truth. A batch's files become part of it in ONE commit, which carries the batch's number as a mark.
+   The commit is built upon the version in which the mark was looked up and may only become the next version
+   (delta.py); so of any number of attempts at a batch (a replay after a crash, an executor's second try, a process that
+   was thought dead) one is committed and all others are not. Files of the others are orphans that no reader sees.
+2. `documents` is a function of `changes`: the fold of its batches in their order. A batch is folded from the committed
+   files, not from a second reading of the source, which may have forgotten superseded versions or have rolled back
+   meanwhile; its merge is one commit with the same kind of mark.
+3. A batch is begun only when the one before is in both tables. So after a crash the marks say one of three things:
+   neither has the batch (do both), `changes` has it (fold its files), both have it (nothing to do). `documents` is
+   never ahead, and at most one batch behind.
+4. The second guard: a merge changes a row only by an event that stands later in (at_branch, at_seqno), which rises for
+   each key also across rollbacks, where seqno falls. So even a batch that was folded twice would change nothing.
+   Where a whole vbucket is void (a resync) this does not apply: positions may begin anew there.
+5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint, or one
+   that was set back so that a number means other offsets, would skip or repeat events: it is refused.
+
+Invariants: rows of `documents` are live documents alone; both tables are readable by anyone at any moment, at the end
+of some batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake import DeltaTable, Schema, Transaction
+from deltalake.exceptions import CommitFailedError, DeltaError
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.spark.columns import CHANGES
+from mirror.spark.delta import FolderLock, commit_parts, conflict_or, only_next, open_table
+from mirror.spark.fold import FOLDED, RESYNC, STATE, Voids, fold_files
+from mirror.spark.parts import Part, run_name
+
+CHANGES_FOLDER, DOCUMENTS_FOLDER = "changes", "documents"
+
+BATCH_MARK = "dcp-mirror"
+CHECKPOINT_MARK = "dcp-mirror/checkpoint"
+OFFSETS_MARK = "dcp-mirror/offsets"
+
+CONFIGURATION = {"delta.logRetentionDuration": "interval 7 days", "delta.checkpointInterval": "50"}
+"""A commit for each batch: the log is summed up often, and its old entries go after a week."""
+
+LATER = "(s.at_branch > t.at_branch OR (s.at_branch = t.at_branch AND s.at_seqno > t.at_seqno))"
+
+
+class Batch(NamedTuple):
+    """Which batch of which checkpoint, and what it covers."""
+
+    number: int
+    checkpoint: str
+    offsets: str
+    """The batch's offsets as text, compared and never understood."""
+
+    def marks(self) -> list[Transaction]:
+        """What both tables say once they have it."""
+        return [
+            Transaction(BATCH_MARK, self.number),
+            Transaction(CHECKPOINT_MARK, fingerprint(self.checkpoint)),
+            Transaction(OFFSETS_MARK, fingerprint(self.offsets)),
+        ]
+
+
+class Applied(NamedTuple):
+    """What a batch did. Zeros where it had been done before."""
+
+    events: int
+    inserted: int
+    updated: int
+    deleted: int
+
+
+def fingerprint(text: str) -> int:
+    """A text as a number that fits a mark."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+class Lake:
+    """The two tables in one folder. Use it as a context manager: it holds the folder's lock."""
+
+    def __init__(self, folder: Path, checkpoint: str | None) -> None:
+        """Make the tables where they are missing. `checkpoint` is the name of the one that the stream will run from;
+        None: it is about to be made. Raises ConfigError when the tables come from another one.
+        """
+        self.folder = folder
+        self.changes_folder = folder / CHANGES_FOLDER
+        self.documents_folder = folder / DOCUMENTS_FOLDER
+        self._lock = FolderLock(folder)
+        try:
+            self.changes = self._open_or_make(self.changes_folder, CHANGES)
+            self.documents = self._open_or_make(self.documents_folder, STATE)
+            self._check(checkpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Lake:
+        """It is open already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the folder up."""
+        self._lock.__exit__(None, None, None)
+
+    @staticmethod
+    def _open_or_make(folder: Path, schema: pa.Schema) -> DeltaTable:
+        table = open_table(folder)
+        if table is None:
+            return DeltaTable.create(str(folder), Schema.from_arrow(schema), configuration=CONFIGURATION)
+        names = [field.name for field in table.schema().fields]
+        if names != schema.names:
+            raise ConfigError(f"{folder}: a table with other columns ({', '.join(names)})", hint="give another folder")
+        return table
+
+    def _check(self, checkpoint: str | None) -> None:
+        marked = self.changes.transaction_version(CHECKPOINT_MARK)
+        if marked is not None and (checkpoint is None or fingerprint(checkpoint) != marked):
+            raise ConfigError(
+                f"{self.folder}: its tables were written from another checkpoint than this one",
+                hint="bring that checkpoint back, or write to a new folder",
+            )
+        ahead = self.documents.transaction_version(BATCH_MARK)
+        if ahead is not None and (done := self.done_batch) is not None and ahead > done:
+            raise ConfigError(f"{self.documents_folder}: is ahead of {self.changes_folder}: one of them was set back")
+
+    @property
+    def done_batch(self) -> int | None:
+        """The newest batch that `changes` has."""
+        return self.changes.transaction_version(BATCH_MARK)
+
+    @staticmethod
+    def prefix(batch_number: int) -> str:
+        """How the files of an attempt at a batch are to be named (PartWriter's `prefix`)."""
+        return f"part-{run_name()}-b{batch_number}"
+
+    def has_changes(self, batch: Batch) -> bool:
+        """True when `changes` has the batch, so that no files need be written. Raises ConfigError when the checkpoint
+        does not go with the tables.
+        """
+        self.changes.update_incremental()
+        self.documents.update_incremental()
+        self._check(batch.checkpoint)
+        done = self.done_batch
+        if done is None or batch.number > done:
+            return False
+        if batch.number < done or self.changes.transaction_version(OFFSETS_MARK) != fingerprint(batch.offsets):
+            raise ConfigError(
+                f"the checkpoint stands at batch {batch.number}, but {self.folder} has batch {done} with other offsets",
+                hint="the checkpoint was set back: bring the newer one back, or write to a new folder",
+            )
+        return True
+
+    def add_changes(self, batch: Batch, parts: Iterable[Part]) -> int:
+        """Make an attempt's files part of `changes`: its events, once. Raises CommitConflict."""
+        held = list(parts)
+        metadata = {"batch": str(batch.number)}
+        commit_parts(self.changes_folder, self.changes, held, CHANGES, marks=batch.marks(), metadata=metadata)
+        self.changes.update_incremental()
+        return sum(part.rows for part in held)
+
+    def update_documents(self, batch: Batch) -> Applied:
+        """Fold a batch that `changes` has into `documents`, once. Raises CommitConflict."""
+        self.documents.update_incremental()
+        if self.documents.transaction_version(BATCH_MARK) == batch.number:
+            return Applied(0, 0, 0, 0)
+        files = self._files_of(batch.number)
+        voids = voids_of(files)
+        source = pa.RecordBatchReader.from_batches(FOLDED, _folded(files))
+        columns = {name: f"s.{name}" for name in STATE.names}
+        merge = (
+            self.documents.merge(
+                source,
+                "t.collection = s.collection AND t.key = s.key",
+                source_alias="s",
+                target_alias="t",
+                streamed_exec=True,
+                commit_properties=only_next(batch.marks(), {"batch": str(batch.number)}),
+            )
+            .when_matched_update(columns, f"s.live AND {later(voids)}")
+            .when_matched_delete(f"NOT s.live AND {later(voids)}")
+            .when_not_matched_insert(columns, "s.live")
+        )
+        if (gone := void_rows(voids)) is not None:
+            merge = merge.when_not_matched_by_source_delete(gone)
+        try:
+            done = merge.execute()
+        except (CommitFailedError, DeltaError) as error:
+            raise conflict_or(self.documents_folder, self.documents, error) from error
+        return Applied(
+            sum(pq.read_metadata(file).num_rows for file in files),
+            int(done["num_target_rows_inserted"]),
+            int(done["num_target_rows_updated"]),
+            int(done["num_target_rows_deleted"]),
+        )
+
+    def _files_of(self, batch_number: int) -> list[Path]:
+        """The files of a batch in `changes`; they keep their names until the batch is in both tables."""
+        wanted = f"-b{batch_number}-"
+        names = (uri.rsplit("/", 1)[-1] for uri in self.changes.file_uris())
+        return sorted(self.changes_folder / name for name in names if wanted in name)
+
+    def remove_unfinished(self) -> list[str]:
+        """Remove the files of attempts at batches that were not committed; returns their names."""
+        done = self.done_batch
+        removed = []
+        for path in self.changes_folder.glob("part-*-b*-*.parquet"):
+            number = path.name.split("-")[2][1:]
+            if number.isdigit() and int(number) > (-1 if done is None else done):
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
+        return sorted(removed)
+
+    def tidy(self, keep_hours: int) -> None:
+        """Fewer and larger files in `changes`; files that no version of the last `keep_hours` needs are removed.
+
+        Only between batches: a batch's files must not be moved before they are folded.
+        """
+        assert self.done_batch == self.documents.transaction_version(BATCH_MARK), "not within a batch"
+        try:
+            self.changes.optimize.compact()
+            for table in (self.changes, self.documents):
+                table.update_incremental()
+                table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
+        except DeltaError as error:
+            raise MirrorError(f"{self.folder}: could not be tidied: {error}") from error
+
+
+def _read(file: Path, columns: list[str] | None = None) -> pa.Table:
+    try:
+        return pq.ParquetFile(file).read(columns)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise MirrorError(f"{file}: cannot be read: {error}", hint="the table `changes` is damaged") from error
+
+
+def _folded(files: list[Path]) -> Iterator[pa.RecordBatch]:
+    for table, _ in fold_files(_read(file) for file in files):
+        yield from table.to_batches(max_chunksize=8192)
+
+
+def voids_of(files: Iterable[Path]) -> Voids:
+    """What the events of a batch void, without reading their values."""
+    voids = Voids()
+    for file in files:
+        events = _read(file, ["kind", "collection", "vbid"])
+        for kind in events.column("kind").unique().to_pylist():
+            if kind in (RESYNC, "collection_dropped", "collection_flushed"):
+                rows = events.filter(pa.compute.equal(events.column("kind"), kind))
+                vbids, names = rows.column("vbid").to_pylist(), rows.column("collection").to_pylist()
+                if kind == RESYNC:
+                    voids.vbuckets.update(vbids)
+                else:
+                    voids.collections.update(zip(vbids, names, strict=True))
+    return voids
+
+
+def later(voids: Voids) -> str:
+    """SQL: whether an event may change the row it meets."""
+    if not voids.vbuckets:
+        return LATER
+    return f"({LATER} OR t.vbid IN ({', '.join(map(str, sorted(voids.vbuckets)))}))"
+
+
+def void_rows(voids: Voids) -> str | None:
+    """SQL: which rows that no event of the batch speaks of are gone all the same; None: none."""
+    parts = []
+    if voids.vbuckets:
+        parts.append(f"t.vbid IN ({', '.join(map(str, sorted(voids.vbuckets)))})")
+    names = sorted({name for _, name in voids.collections})
+    for name in names:
+        vbids = ", ".join(str(vbid) for vbid, of in sorted(voids.collections) if of == name)
+        quoted = name.replace("'", "''")
+        parts.append(f"(t.collection = '{quoted}' AND t.vbid IN ({vbids}))")
+    return " OR ".join(parts) or None

@@ -1,0 +1,181 @@
+"""Parquet files as parts of a table: written where the data is read, told of in a few hundred bytes.
+
+Knows Arrow batches, one folder and how a file is finished; never what a table is, who commits the parts, or Spark.
+Invariants: a part that was told of is complete and synced; an unfinished one is never told of, and its file is removed
+where the process lives on (a killed process leaves it: an orphan, which the name gives away). Memory is bounded by one
+row group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake.transaction import AddAction
+
+from mirror.errors import MirrorError
+
+ROW_GROUP_ROWS = 128 * 1024
+ROW_GROUP_BYTES = 64 * 1024 * 1024
+"""A row group is written once it has so many rows or bytes: large enough to be read fast, small enough to be held."""
+
+PART_BYTES_MAX = 512 * 1024 * 1024
+"""A part that has grown so large is finished, and the next one begun."""
+
+NAME = re.compile(r"part-([0-9a-f]{16})-.+\.parquet")
+
+
+class Part(NamedTuple):
+    """A finished file."""
+
+    name: str
+    size: int
+    rows: int
+    stats: str
+    """Delta's statistics: JSON."""
+    time_ms: int
+
+    def add_action(self) -> AddAction:
+        """The same in Delta's words."""
+        return AddAction(self.name, self.size, {}, self.time_ms, True, self.stats)
+
+
+def run_name() -> str:
+    """A name for one run of a pipeline, part of the names of all its files."""
+    return uuid.uuid4().hex[:16]
+
+
+def run_of(name: str) -> str | None:
+    """The run that wrote a file of that name; None: it is no part."""
+    found = NAME.fullmatch(name)
+    return found[1] if found else None
+
+
+class PartWriter:
+    """Arrow batches in, parts out: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`."""
+
+    def __init__(self, folder: str, prefix: str, schema: pa.Schema, *, part_bytes_max: int = PART_BYTES_MAX) -> None:
+        """Files are `<prefix>-<unique>.parquet` in `folder`, which must exist; `prefix` begins with `part-<run>`."""
+        assert run_of(f"{prefix}-x.parquet"), "the prefix names the run"
+        self.finished: list[Part] = []
+        self._folder = Path(folder)
+        self._prefix = prefix
+        self._schema = schema
+        self._bytes_max = part_bytes_max
+        self._held: list[pa.RecordBatch] = []
+        self._held_rows = self._held_bytes = 0
+        self._path: Path | None = None
+        self._file: Any = None
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> Self:
+        """No file is made before the first row."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Finish the part that is open; after an error remove it and all that were finished."""
+        if kind is None:
+            self._finish()
+        else:
+            self._discard()
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Take rows in. Raises MirrorError when the folder cannot be written."""
+        if not batch.num_rows:
+            return
+        self._held.append(batch)
+        self._held_rows += batch.num_rows
+        self._held_bytes += batch.nbytes
+        if self._held_rows >= ROW_GROUP_ROWS or self._held_bytes >= ROW_GROUP_BYTES:
+            self._write_group()
+            if self._file.tell() >= self._bytes_max:
+                self._finish()
+
+    def _write_group(self) -> None:
+        try:
+            if self._writer is None:
+                self._path = self._folder / f"{self._prefix}-{uuid.uuid4().hex}.parquet"
+                self._file = self._path.open("xb")
+                self._writer = pq.ParquetWriter(self._file, self._schema, compression="zstd")
+            self._writer.write_table(pa.Table.from_batches(self._held, self._schema))
+        except OSError as error:
+            raise folder_error(self._folder, error) from error
+        self._held.clear()
+        self._held_rows = self._held_bytes = 0
+
+    def _finish(self) -> None:
+        if self._held:
+            self._write_group()
+        if self._writer is None or self._path is None:
+            return
+        try:
+            self._writer.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            size = self._path.stat().st_size
+        except OSError as error:
+            raise folder_error(self._folder, error) from error
+        metadata = pq.read_metadata(self._path)
+        self.finished.append(
+            Part(self._path.name, size, metadata.num_rows, statistics_of(metadata), time.time_ns() // 1_000_000)
+        )
+        self._writer = self._file = self._path = None
+
+    def _discard(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._writer is not None:
+                self._writer.close()
+            if self._file is not None:
+                self._file.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        for part in self.finished:
+            (self._folder / part.name).unlink(missing_ok=True)
+        self.finished.clear()
+
+
+def statistics_of(metadata: pq.FileMetaData) -> str:
+    """What Delta readers skip files by: rows, and the bounds and nulls of top-level integer columns."""
+    least: dict[str, int] = {}
+    most: dict[str, int] = {}
+    nulls: dict[str, int] = {}
+    known: Mapping[str, dict[str, int]] = {"minValues": least, "maxValues": most, "nullCount": nulls}
+    for column in range(metadata.num_columns):
+        described = metadata.schema.column(column)
+        name = described.path
+        plain = described.logical_type.type in ("NONE", "INT")  # a date or time would need another notation
+        if described.physical_type not in ("INT32", "INT64") or "." in name or not plain:
+            continue
+        for group in range(metadata.num_row_groups):
+            found = metadata.row_group(group).column(column).statistics
+            if found is None or not found.has_null_count:
+                break
+            nulls[name] = nulls.get(name, 0) + found.null_count
+            if found.has_min_max:
+                least[name] = min(least.get(name, found.min), found.min)
+                most[name] = max(most.get(name, found.max), found.max)
+            elif found.null_count != metadata.row_group(group).num_rows:
+                break
+        else:
+            continue
+        for bounds in known.values():  # not known of every row group: not known
+            bounds.pop(name, None)
+    return json.dumps({"numRecords": metadata.num_rows, **known})
+
+
+def folder_error(folder: Path, error: OSError) -> MirrorError:
+    """A folder that cannot be written, on the machine that found out."""
+    return MirrorError(
+        f"{folder}: cannot be written on {os.uname().nodename}: {error.strerror or error}",
+        hint="give a folder that every machine of the job can write and that has room",
+    )

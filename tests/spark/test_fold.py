@@ -1,0 +1,91 @@
+"""What a batch leaves: the last word on each key, and what is void as a whole."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from mirror.spark.fold import fold, fold_files
+from tests.spark.events import History, event, table_of
+
+
+def words(table: pa.Table) -> dict[str, tuple[bool, int]]:
+    return {row["key"]: (row["live"], row["seqno"]) for row in table.to_pylist()}
+
+
+def test_the_last_event_of_a_key_counts() -> None:
+    events = [
+        event("mutation", "a", (1, 1), value=b"1"),
+        event("mutation", "b", (1, 2), value=b"2"),
+        event("deletion", "a", (1, 3)),
+        event("mutation", "c", (1, 4), value=b"4"),
+        event("expiration", "c", (1, 5)),
+        event("mutation", "b", (1, 6), value=b"6"),
+    ]
+    folded, voids = fold(table_of(events))
+    assert words(folded) == {"a": (False, 3), "c": (False, 5), "b": (True, 6)}
+    assert folded.column("value").to_pylist() == [None, None, b"6"]
+    assert not voids.vbuckets
+    assert not voids.collections
+
+
+def test_a_restoration_has_the_last_word_over_its_retraction_though_its_seqno_is_lower() -> None:
+    events = [
+        event("mutation", "a", (1, 9)),
+        event("retraction", "a", (2, 5), seqno=9),
+        event("restoration", "a", (2, 5), seqno=3, value=b"old"),
+        event("retraction", "gone", (2, 5), seqno=8),
+    ]
+    folded, _ = fold(table_of(events))
+    assert words(folded) == {"a": (True, 3), "gone": (False, 8)}
+
+
+def test_the_same_key_in_two_collections_is_two_documents() -> None:
+    events = [event("mutation", "a", (1, 1)), event("deletion", "a", (1, 2), collection="s.c")]
+    folded, _ = fold(table_of(events))
+    assert sorted((row["collection"], row["live"]) for row in folded.to_pylist()) == [
+        ("_default._default", True),
+        ("s.c", False),
+    ]
+
+
+def test_a_dropped_collection_takes_what_came_before_it_and_leaves_what_comes_after() -> None:
+    history = History()
+    history.write("early", b"", "s.c")
+    history.write("other", b"")
+    history.drop("s.c")
+    history.write("late", b"", "s.c")
+    folded, voids = fold(table_of(history.log))
+    assert set(words(folded)) == {"other", "late"}
+    assert voids.collections == {(0, "s.c")}
+
+
+def test_a_resync_takes_the_whole_vbucket_and_no_other() -> None:
+    events = [
+        event("mutation", "elsewhere", (1, 1), vbid=1),
+        event("mutation", "before", (1, 1)),
+        event("resync", None, (2, 0), collection=None),
+        event("mutation", "after", (2, 1)),
+    ]
+    folded, voids = fold(table_of(events))
+    assert set(words(folded)) == {"elsewhere", "after"}
+    assert voids.vbuckets == {0}
+
+
+def test_keys_that_are_no_text_are_told_apart() -> None:
+    strange = [b"\xff\x00", b"\xfe", b"\xff\x00"]
+    rows = table_of([event("mutation", "x", (1, number)) for number in (1, 2, 3)])
+    column = pa.Array.from_buffers(pa.string(), 3, pa.array(strange, pa.binary()).buffers())
+    folded, _ = fold(rows.set_column(0, "key", column))
+    assert folded.column("seqno").to_pylist() == [2, 3]
+
+
+def test_an_empty_batch_folds_to_nothing() -> None:
+    folded, _ = fold(table_of([]))
+    assert folded.num_rows == 0
+
+
+def test_files_that_share_a_vbucket_are_refused_as_their_order_is_not_known() -> None:
+    one = table_of([event("mutation", "a", (1, 1))])
+    with pytest.raises(AssertionError, match="in one file"):
+        list(fold_files([one, one]))

@@ -1,0 +1,213 @@
+"""The two tables against a model: whatever breaks off, and however often it is tried again, each event once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.spark.columns import CHANGES
+from mirror.spark.delta import CommitConflict
+from mirror.spark.lake import Applied, Batch, Lake
+from mirror.spark.parts import PartWriter
+from tests.spark.events import Event, History, Name, event, table_of
+
+IDENTITY = ("kind", "vbid", "collection", "key", "seqno", "branch", "at_branch", "at_seqno")
+
+
+class Crash(Exception):
+    """The process would be gone here."""
+
+
+def write_files(lake: Lake, batch: Batch, files: list[list[Event]]) -> list[Any]:
+    written = []
+    for events in files:
+        with PartWriter(str(lake.changes_folder), lake.prefix(batch.number), CHANGES) as parts:
+            for rows in table_of(events).to_batches():
+                parts.write(rows)
+        written += parts.finished
+    return written
+
+
+def apply(lake: Lake, batch: Batch, files: list[list[Event]], crash_at: str = "") -> Applied | None:
+    """What the stream does with a batch, broken off where a test wants it."""
+    if not lake.has_changes(batch):
+        written = write_files(lake, batch, files)
+        if crash_at == "before changes":
+            raise Crash
+        lake.add_changes(batch, written)
+    if crash_at == "between":
+        raise Crash
+    done = lake.update_documents(batch)
+    if crash_at == "after":
+        raise Crash
+    return done
+
+
+def batch(number: int, offsets: str = "") -> Batch:
+    return Batch(number, "the checkpoint", offsets or f"up to {number}")
+
+
+def told(lake: Lake) -> Counter[tuple[Any, ...]]:
+    lake.changes.update_incremental()
+    rows = lake.changes.to_pyarrow_table(columns=list(IDENTITY)).to_pylist()
+    return Counter(tuple(row[name] for name in IDENTITY) for row in rows)
+
+
+def current(lake: Lake) -> dict[Name, tuple[Any, ...]]:
+    lake.documents.update_incremental()
+    rows = lake.documents.to_pyarrow_table().to_pylist()
+    found = {(row["collection"], row["key"]): (row["seqno"], row["value"]) for row in rows}
+    assert len(found) == len(rows), "a document stands twice"
+    return found
+
+
+def expected(histories: list[History]) -> dict[Name, tuple[Any, ...]]:
+    return {name: (e["seqno"], e["value"]) for h in histories for name, e in h.state.items()}
+
+
+def identities(events: list[Event]) -> Counter[tuple[Any, ...]]:
+    return Counter(tuple(each[name] for name in IDENTITY) for each in events)
+
+
+def act(history: History, chance: random.Random) -> None:
+    """Something happens at the source. Keys are the vbucket's own, as a key lies in one."""
+    key = f"v{history.vbid}-{chance.randrange(6)}"
+    collection = chance.choice(["_default._default", "s.it's"])
+    choice = chance.random()
+    if choice < 0.55:
+        history.write(key, chance.randbytes(3), collection)
+    elif choice < 0.75:
+        history.delete(key, collection, chance.choice(["deletion", "expiration"]))
+    elif choice < 0.8:
+        history.drop("s.it's", chance.choice(["collection_dropped", "collection_flushed"]))
+    elif choice < 0.95:
+        history.roll_back(chance.choice(sorted(history.states)))
+    else:
+        history.resync()
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_sources(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    """Batches cut anywhere, even within a rollback; every step may be the last before a restart that replays it."""
+    chance = random.Random(seed)
+    folder = tmp_path_factory.mktemp("lake")
+    histories = [History(vbid) for vbid in range(3)]
+    sent = [0] * 3
+    lake = Lake(folder, None)
+    for number in range(8):
+        for history in histories:
+            for _ in range(chance.randrange(6)):
+                act(history, chance)
+        cuts = [chance.randint(sent[each.vbid], len(each.log)) for each in histories]
+        if number == 7:
+            cuts = [len(each.log) for each in histories]
+        pieces = [history.log[sent[each] : cuts[each]] for each, history in enumerate(histories)]
+        files = [pieces[0] + pieces[1], pieces[2]]
+        sent = cuts
+        for crash_at in chance.sample(["before changes", "between", "after"], chance.randrange(4)):
+            try:
+                apply(lake, batch(number), files, crash_at)
+            except Crash:
+                lake.close()
+                lake = Lake(folder, "the checkpoint" if lake.done_batch is not None else None)
+                lake.remove_unfinished()
+        apply(lake, batch(number), files)
+        if chance.random() < 0.2:
+            lake.tidy(0)
+        assert told(lake) == identities([e for each, h in enumerate(histories) for e in h.log[: sent[each]]])
+    assert current(lake) == expected(histories)
+    lake.close()
+
+
+def test_a_process_that_was_thought_dead_cannot_commit_what_another_did(tmp_path: Path) -> None:
+    events = [[event("mutation", "a", (1, 1), value=b"1")]]
+    zombie = Lake(tmp_path, None)
+    assert not zombie.has_changes(batch(0))
+    written = write_files(zombie, batch(0), events)
+    zombie.close()
+    with Lake(tmp_path, None) as lake:
+        apply(lake, batch(0), events)
+        with pytest.raises(CommitConflict):
+            zombie.add_changes(batch(0), written)
+        assert told(lake) == identities(events[0])
+        assert zombie.has_changes(batch(0))
+        assert zombie.update_documents(batch(0)) == Applied(0, 0, 0, 0)
+
+
+def test_a_merge_that_was_overtaken_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [[event("mutation", "a", (1, 1), value=b"1")]]
+    zombie = Lake(tmp_path, None)
+    zombie.has_changes(batch(0))
+    zombie.add_changes(batch(0), write_files(zombie, batch(0), events))
+    zombie.close()
+    with Lake(tmp_path, "the checkpoint") as lake:
+        monkeypatch.setattr(zombie, "_files_of", lambda _: lake.update_documents(batch(0)) and lake._files_of(0))
+        with pytest.raises(CommitConflict):
+            zombie.update_documents(batch(0))
+        assert current(lake) == {("_default._default", "a"): (1, b"1")}
+
+
+def test_an_event_that_stands_earlier_changes_nothing_even_without_marks(tmp_path: Path) -> None:
+    """The second guard alone: an old batch under a new number."""
+    old = [event("mutation", "a", (1, 8), value=b"old"), event("mutation", "b", (1, 9), value=b"old")]
+    new = [event("retraction", "a", (2, 5), seqno=8), event("mutation", "a", (2, 6), value=b"new")]
+    with Lake(tmp_path, None) as lake:
+        apply(lake, batch(0), [old])
+        apply(lake, batch(1), [new])
+        done = apply(lake, batch(2), [old])
+        assert done is not None
+        assert (done.inserted, done.updated, done.deleted) == (0, 0, 0)
+        assert current(lake) == {("_default._default", "a"): (6, b"new"), ("_default._default", "b"): (9, b"old")}
+
+
+def test_files_of_a_batch_that_was_not_committed_are_removed_and_no_others(tmp_path: Path) -> None:
+    events = [[event("mutation", "a", (1, 1), value=b"1")]]
+    with Lake(tmp_path, None) as lake:
+        apply(lake, batch(0), events)
+        orphans = [part.name for part in write_files(lake, batch(1), events)]
+        assert lake.remove_unfinished() == orphans
+        assert told(lake) == identities(events[0])
+
+
+def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    with Lake(tmp_path, None) as lake:
+        apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
+    with pytest.raises(ConfigError, match="another checkpoint"):
+        Lake(tmp_path, "a new one")
+    with pytest.raises(ConfigError, match="another checkpoint"):
+        Lake(tmp_path, None)
+    with Lake(tmp_path, "the checkpoint"):
+        pass
+
+
+def test_a_checkpoint_that_was_set_back_is_refused(tmp_path: Path) -> None:
+    with Lake(tmp_path, None) as lake:
+        for number in range(2):
+            apply(lake, batch(number), [[event("mutation", "a", (1, number + 1), value=b"1")]])
+        with pytest.raises(ConfigError, match="set back"):
+            lake.has_changes(batch(0))
+        with pytest.raises(ConfigError, match="set back"):
+            lake.has_changes(batch(1, "other offsets"))
+
+
+def test_two_writers_of_one_folder_are_one_too_many(tmp_path: Path) -> None:
+    with Lake(tmp_path, None), pytest.raises(MirrorError, match="another pipeline"):
+        Lake(tmp_path, None)
+
+
+def test_a_folder_with_another_table_is_refused(tmp_path: Path) -> None:
+    from deltalake import write_deltalake
+
+    write_deltalake(str(tmp_path / "changes"), table_of([]).select(["key"]))
+    with pytest.raises(ConfigError, match="other columns"):
+        Lake(tmp_path, None)

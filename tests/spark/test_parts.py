@@ -1,0 +1,97 @@
+"""Parts: complete and told of, or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mirror.errors import MirrorError
+from mirror.spark import parts
+from mirror.spark.parts import PartWriter, run_name, run_of
+
+SCHEMA = pa.schema([("key", pa.string()), ("seqno", pa.int64()), ("value", pa.binary())])
+
+
+def rows(first: int, count: int) -> pa.RecordBatch:
+    numbers = list(range(first, first + count))
+    return pa.record_batch([[f"k{n}" for n in numbers], numbers, [b"x" * 100] * count], schema=SCHEMA)
+
+
+def test_what_was_written_is_in_the_part_that_is_told_of(tmp_path: Path) -> None:
+    run = run_name()
+    with PartWriter(str(tmp_path), f"part-{run}-0", SCHEMA) as writer:
+        writer.write(rows(0, 10))
+        writer.write(rows(10, 0))
+        writer.write(rows(10, 5))
+    (part,) = writer.finished
+    table = pq.read_table(tmp_path / part.name)
+    assert table.column("seqno").to_pylist() == list(range(15))
+    assert part.rows == 15
+    assert part.size == (tmp_path / part.name).stat().st_size
+    assert run_of(part.name) == run
+    assert json.loads(part.stats) == {
+        "numRecords": 15,
+        "minValues": {"seqno": 0},
+        "maxValues": {"seqno": 14},
+        "nullCount": {"seqno": 0},
+    }
+
+
+def test_no_rows_no_file(tmp_path: Path) -> None:
+    with PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA) as writer:
+        writer.write(rows(0, 0))
+    assert writer.finished == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_has_grown_is_finished_and_another_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 100)
+    with PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA, part_bytes_max=1) as writer:
+        for first in range(0, 1000, 50):
+            writer.write(rows(first, 50))
+    assert [part.rows for part in writer.finished] == [100] * 10
+
+
+def test_after_an_error_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 10)
+
+    def fail_in_the_middle() -> None:
+        with PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA, part_bytes_max=1) as writer:
+            writer.write(rows(0, 10))
+            writer._bytes_max = 10**9
+            writer.write(rows(10, 10))
+            assert len(list(tmp_path.iterdir())) == 2
+            raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        fail_in_the_middle()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_named_with_its_machine(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MirrorError, match="cannot be written on") as error,
+        PartWriter(str(tmp_path / "absent"), f"part-{run_name()}-0", SCHEMA) as writer,
+    ):
+        writer.write(rows(0, 1))
+    assert str(tmp_path / "absent") in error.value.what
+
+
+def test_statistics_leave_out_what_is_not_known_of_all_rows(tmp_path: Path) -> None:
+    schema = pa.schema(
+        [("all_null", pa.int64()), ("when", pa.timestamp("us", "UTC")), ("deep", pa.struct([("n", pa.int64())]))]
+    )
+    batch = pa.record_batch([[None, None], [0, 1], [{"n": 1}, {"n": 2}]], schema=schema)
+    with PartWriter(str(tmp_path), f"part-{run_name()}-0", schema) as writer:
+        writer.write(batch)
+    stats = json.loads(writer.finished[0].stats)
+    assert stats == {"numRecords": 2, "minValues": {}, "maxValues": {}, "nullCount": {"all_null": 2}}
+
+
+def test_names_of_others_are_no_parts() -> None:
+    assert run_of("part-00000-4c8c0d5c-c000.snappy.parquet") is None
+    assert run_of("something.parquet") is None

@@ -1,0 +1,76 @@
+"""Tasks on processes of this machine; on Spark's executors they are tested with the pipelines that run there."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mirror.errors import ConfigError, ConnectFailed, MirrorError
+from mirror.spark.runner import LocalRunner, _Guarded, as_text, error_of
+from storage.errors import CorruptedError
+
+
+def double(number: int) -> tuple[int, int]:
+    return number * 2, os.getpid()
+
+
+def refuse(number: int) -> int:
+    if number == 3:
+        raise CorruptedError("three is damaged", path="/x", hint="mend it")
+    return number
+
+
+def die(number: int) -> int:
+    os._exit(number)
+
+
+def lose(number: int) -> int:
+    raise ConnectFailed(f"nobody answers {number}")
+
+
+def test_results_come_in_the_order_of_the_tasks_from_several_processes() -> None:
+    seen: list[tuple[int, int]] = []
+    results = LocalRunner(2).run(double, range(20), lambda done, of: seen.append((done, of)))
+    assert [number for number, _ in results] == [2 * number for number in range(20)]
+    assert os.getpid() not in {pid for _, pid in results}
+    assert seen == [(done, 20) for done in range(1, 21)]
+
+
+def test_one_process_is_this_one() -> None:
+    seen: list[tuple[int, int]] = []
+    assert LocalRunner(1).run(double, [1, 2], lambda done, of: seen.append((done, of)))[1] == (4, os.getpid())
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_a_tasks_own_error_is_what_the_run_ends_with() -> None:
+    with pytest.raises(CorruptedError, match=r"/x: three is damaged \(mend it\)"):
+        LocalRunner(2).run(refuse, range(10))
+
+
+def test_a_process_that_dies_ends_the_run_with_a_clear_error() -> None:
+    with pytest.raises(MirrorError, match="a process of this job died"):
+        LocalRunner(2).run(die, [1, 2])
+
+
+def test_what_cannot_be_mended_comes_back_and_what_can_is_raised_for_another_try() -> None:
+    result, error = _Guarded(refuse)(3)
+    assert result is None
+    assert isinstance(error, CorruptedError)
+    with pytest.raises(RuntimeError) as raised:
+        _Guarded(lose)(7)
+    found = error_of(ValueError(f"Job aborted:\n Traceback ...\n RuntimeError: {raised.value}\n at java.lang"))
+    assert isinstance(found, ConnectFailed)
+    assert found.what == "nobody answers 7"
+    assert found.hint == ConnectFailed.default_hint
+
+
+def test_an_error_survives_as_text_with_all_it_says() -> None:
+    found = error_of(RuntimeError(as_text(ConfigError("bad", hint="mend it", setting="x"))))
+    assert isinstance(found, ConfigError)
+    assert (str(found), found.setting, found.exit_code) == ("bad (mend it)", "x", 2)
+
+
+def test_an_error_of_sparks_own_is_told_in_one_line() -> None:
+    found = error_of(RuntimeError("\n[SOME_CLASS] It went wrong.\n at java.lang.Thread\n"))
+    assert str(found).startswith("Spark: [SOME_CLASS] It went wrong. (")
