@@ -15,6 +15,7 @@ from cli import output
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import parse
 from mirror.sandbox.control import ask, default_path
+from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.service import ServeOptions, serve
 
 app = typer.Typer(help="The embedded source: a small Couchbase-like cluster in memory, for trying and testing.")
@@ -48,6 +49,9 @@ def sandbox(
     replicas: Annotated[int, typer.Option("--replicas", min=0, max=3, help="Replicas in the cluster map.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="The same seed writes the same.")] = 0,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    profile: Annotated[
+        str, typer.Option("--profile", help=f"The server's release that it is like: {', '.join(PROFILES)}.")
+    ] = DEFAULT_PROFILE,
     control: ControlOption = None,
 ) -> None:
     """Run the embedded source until Ctrl-C. User and password: DCP_MIRROR_USER, DCP_MIRROR_PASSWORD (demo, demo)."""
@@ -68,6 +72,7 @@ def sandbox(
             replicas=replicas,
             seed=seed,
             host=host,
+            profile=profile,
             control=control,
         )
     )
@@ -109,6 +114,7 @@ def _value_from(text: str) -> Any:
 
 
 LINK_FAULTS = ("cut", "slow", "garble", "silence", "truncate", "stop-mid-snapshot", "clear")
+STREAM_FAULTS = ("refuse-streams", "end-streams", "mute-streams", "withhold-noops")
 
 
 @app.command()
@@ -126,6 +132,10 @@ def fault(
     Connections: cut, slow bytes_per_second=N, garble [pieces=N], silence, truncate, stop-mid-snapshot, clear; each
     takes node=N, name=TEXT, future=true.
 
+    Streams: refuse-streams status=NAME [vbids=0,1] [times=N] [seqno=N] answers requests with a status (ROLLBACK to a
+    seqno), end-streams reason=NAME [vbids=0,1] [node=N], mute-streams [vbids=0,1] [node=N], withhold-noops; clear ends
+    them all. user user=NAME [password=P] [lacks=DcpStream,SystemCollectionLookup] makes a user or takes privileges.
+
     Cluster: kill-node node=N, restart-node node=N [lose=N], failover-node node=N [lose=N], failover vbid=N [lose=N],
     move vbid=N node=N, add-node, rebalance [nodes=0,1], recreate-bucket.
 
@@ -136,7 +146,7 @@ def fault(
     """
     given = arguments_from(arguments or [])
     where = socket_of(source, port, control)
-    if kind in LINK_FAULTS:
+    if kind in LINK_FAULTS + STREAM_FAULTS:
         output.print_json(ask(where, "fault", kind=kind, **given))
     else:
         output.print_json(ask(where, kind, **given))

@@ -9,6 +9,12 @@ nothing and ends nothing.
     vbucket       vbid                               seqnos, failover log, accepted stream requests
     fault         kind, [node, name, dcp_only, future, bytes_per_second, pieces, after_pieces]
                   kind: cut slow garble silence truncate stop-mid-snapshot clear
+                  kind: refuse-streams  status, [vbids, times, seqno]      requests are answered with a status
+                  kind: end-streams     reason, [vbids, node]              open streams end
+                  kind: mute-streams    [vbids, node]                      they fall silent, until clear
+                  kind: withhold-noops                                     until clear
+                  a status or reason is a name (ROLLBACK, lost-privileges) or its number
+    user          user, [password, lacks]            made or changed; lacks: privileges, with commas between
     kill-node     node                               its process dies
     restart-node  node, [lose]                       and comes back; with lose it crashed
     failover-node node, [lose]                       others take its vbuckets
@@ -35,18 +41,25 @@ import os
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
+from enum import IntEnum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mirror.errors import ConfigError, ConnectFailed
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.faults import Faults
 from mirror.sandbox.manifest import ManifestError
+from mirror.sandbox.users import ALL_PRIVILEGES
 from mirror.sandbox.workload import Workload
+from mirror.wire import codec_dcp
+from mirror.wire.constants import Status, StreamEndReason
 
 LINE_BYTES_MAX = 64 * 1024
 ANSWER_TIMEOUT_SECONDS = 60.0
 
 Arguments = dict[str, Any]
+Code = TypeVar("Code", bound=IntEnum)
 Command = Callable[["ControlServer", Arguments], Any | Awaitable[Any]]
 
 
@@ -170,11 +183,63 @@ def _fault(server: ControlServer, arguments: Arguments) -> Any:
         "silence": faults.silence,
         "truncate": faults.truncate,
         "stop-mid-snapshot": faults.stop_mid_snapshot,
+        "refuse-streams": partial(_refuse_streams, faults),
+        "end-streams": partial(_end_streams, faults),
+        "mute-streams": partial(_mute_streams, faults),
+        "withhold-noops": faults.withhold_noops,
         "clear": faults.clear,
     }
     if kind not in known:
         raise ValueError(f"no such fault: {kind}; there are: {', '.join(known)}")
-    return {"connections": known[kind](**arguments)}
+    count = known[kind](**arguments)
+    return {"streams" if kind == "end-streams" else "connections": count}
+
+
+def _refuse_streams(
+    faults: Faults, status: object, vbids: object = None, times: int | None = None, seqno: int | None = None
+) -> None:
+    value = None if seqno is None else codec_dcp.encode_rollback_seqno(seqno)
+    faults.refuse_streams(_one_of(Status, status), _vbids(vbids), times=times, value=value)
+
+
+def _end_streams(faults: Faults, reason: object, vbids: object = None, node: int | None = None) -> int:
+    return faults.end_streams(_one_of(StreamEndReason, reason), _vbids(vbids), node=node)
+
+
+def _mute_streams(faults: Faults, vbids: object = None, node: int | None = None) -> None:
+    faults.mute_streams(_vbids(vbids), node=node)
+
+
+def _one_of(kind: type[Code], said: object) -> Code:
+    """A status or reason by its name or number. Raises ValueError with the names that there are."""
+    for member in kind:
+        if said == int(member) or str(said).upper().replace("-", "_") == member.name:
+            return member
+    raise ValueError(f"no such {kind.__name__}: {said}; there are: {', '.join(member.name for member in kind)}")
+
+
+def _vbids(said: object) -> list[int] | None:
+    """A number, several, or none for all."""
+    if said is None:
+        return None
+    vbids = said if isinstance(said, list) else [said]
+    if not all(isinstance(vbid, int) for vbid in vbids):
+        raise ValueError(f"vbids are numbers with commas between, not {said!r}")
+    return vbids
+
+
+def _user(server: ControlServer, arguments: Arguments) -> Any:
+    users = server.cluster.bucket.users
+    name, lacks = arguments["user"], frozenset(str(arguments.get("lacks", "")).split(",")) - {""}
+    if not lacks <= ALL_PRIVILEGES:
+        raise ValueError(
+            f"no such privilege: {min(lacks - ALL_PRIVILEGES)}; there are: {', '.join(sorted(ALL_PRIVILEGES))}"
+        )
+    known = users.by_name.get(name)
+    password = arguments.get("password", known.password if known else None)
+    if password is None:
+        raise KeyError("password")
+    return {"privileges": sorted(users.add(name, str(password), ALL_PRIVILEGES - lacks).privileges)}
 
 
 async def _kill(server: ControlServer, arguments: Arguments) -> None:
@@ -261,6 +326,7 @@ _COMMANDS: dict[str, Command] = {
     "status": _status,
     "vbucket": _vbucket,
     "fault": _fault,
+    "user": _user,
     "kill-node": _kill,
     "restart-node": _restart,
     "failover-node": _failover_node,

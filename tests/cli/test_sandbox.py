@@ -26,6 +26,7 @@ def test_it_says_where_it_is_does_what_it_is_asked_and_ends_when_told(tmp_path: 
         assert call(*fault, "failover", "vbid=3", "lose=2").json == {"base_seqno": before["high_seqno"] - 2}
         assert len(call(*fault, "vbucket", "vbid=3").json["failover_log"]) == len(before["failover_log"]) + 1
         assert call(*fault, "cut", "node=0").json == {"connections": 0}
+        assert call(*fault, "end-streams", "reason=slow", "vbids=1,2").json == {"streams": 0}
         wrong = call(*fault, "dance")
         assert (wrong.code, wrong.out) == (2, "")
         assert "no such command" in wrong.complaint
@@ -43,6 +44,13 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         assert str(port) in second.complaint
         source.terminate()
         source.communicate(timeout=LIMIT_S)
+
+
+def test_a_profile_that_is_not_there_is_named() -> None:
+    wrong = call("sandbox", "--profile", "4.x")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "no server profile '4.x'" in wrong.complaint
+    assert "7.2" in wrong.complaint
 
 
 def test_nobody_to_ask(tmp_path: Path) -> None:

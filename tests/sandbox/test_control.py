@@ -13,6 +13,8 @@ import pytest
 from mirror.errors import ConfigError, ConnectFailed
 from mirror.sandbox import SandboxCluster, Workload, WorkloadOptions
 from mirror.sandbox.control import ControlServer, ask, default_path
+from mirror.wire import events as ev
+from mirror.wire.constants import Status, StreamEndReason
 
 from .client import Client
 
@@ -60,6 +62,27 @@ async def test_faults_and_topology(server: ControlServer) -> None:
     assert {node.number for node in cluster.bucket.map.nodes} == {0, 2}
 
 
+async def test_streams_and_privileges(server: ControlServer) -> None:
+    cluster = server.cluster
+    client = await Client.dcp(cluster, set_noop_interval="0.1")
+    await tell(server, "fault", kind="refuse-streams", status="rollback", vbids=2, seqno=7)
+    await tell(server, "fault", kind="refuse-streams", status=0x86, vbids=[0, 2], times=1)
+    assert [(await client.stream(vbid)).status for vbid in (2, 2, 0)] == [Status.ETMPFAIL, Status.ROLLBACK, 0]
+    assert await tell(server, "fault", kind="end-streams", reason="lost-privileges") == {"streams": 1}
+    await client.until(lambda: [e.reason for e in client.of(ev.StreamEnd)] == [StreamEndReason.LOST_PRIVILEGES])
+    await tell(server, "fault", kind="mute-streams", vbids=0)
+    await tell(server, "fault", kind="withhold-noops")
+    assert cluster.bucket.stream_faults.noops_withheld
+    assert cluster.bucket.stream_faults.muted(0, 0)
+    await tell(server, "fault", kind="clear")
+    assert not cluster.bucket.stream_faults.noops_withheld
+    left = (await tell(server, "user", user="demo", lacks="DcpStream,Upsert"))["privileges"]
+    assert "DcpStream" not in left
+    assert (await client.stream(0)).status == Status.EACCESS
+    await tell(server, "user", user="new", password="pw")
+    assert cluster.bucket.users.password_of("new") == "pw"
+
+
 async def test_data_and_collections(server: ControlServer) -> None:
     bucket = server.cluster.bucket
     await tell(server, "create-scope", scope="s")
@@ -89,6 +112,11 @@ async def test_data_and_collections(server: ControlServer) -> None:
         (b'{"command":"failover","vbid":99}\n', "range"),
         (b'{"command":"fault","kind":"earthquake"}\n', "no such fault"),
         (b'{"command":"fault","kind":"cut","colour":"red"}\n', "colour"),
+        (b'{"command":"fault","kind":"refuse-streams","status":"NO"}\n', "no such Status: NO; there are: SUCCESS"),
+        (b'{"command":"fault","kind":"end-streams","reason":99}\n', "no such StreamEndReason: 99"),
+        (b'{"command":"fault","kind":"mute-streams","vbids":"all"}\n', "vbids are numbers"),
+        (b'{"command":"user","user":"x"}\n', "password is missing"),
+        (b'{"command":"user","user":"demo","lacks":"Nothing"}\n', "no such privilege: Nothing"),
         (b'{"command":"drop-scope","scope":"x"}\n', "no scope"),
         (b'{"command":"vbucket","vbid":"x"}\n', "indices"),
     ],
