@@ -1,0 +1,147 @@
+"""Where the rows of a snapshot wait until it is whole: in memory, and beyond a bound in a temporary file.
+
+Knows frames and blocks of a file; must never know streams or what the rows mean. Invariants: frames come out in the
+order in which they went in; memory that `spill` gave back is not taken again for the same rows; blocks of a closed
+spool are used again, so the file is never larger than what waited at one time. One thread fills a spool, and hands it
+over; another may read and close it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+
+from mirror.errors import MirrorError
+from mirror.wire.frame import frame_size
+
+BLOCK_BYTES = 64 * 1024
+"""What the file is given out in: a spool on disk wastes at most one of these per spill."""
+
+
+class SpoolFile:
+    """A temporary file without a name, in blocks. Made when first written to."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        """`folder`: where, instead of the system's folder for temporary files."""
+        self._folder = folder
+        self._fd = -1
+        self._count = 0
+        self._free: list[int] = []
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        """How far the file reaches."""
+        return self._count * BLOCK_BYTES
+
+    def write(self, data: bytes) -> list[tuple[int, int]]:
+        """Put the data into free blocks; their (number, length), in order. Raises MirrorError when the disk is full."""
+        blocks: list[tuple[int, int]] = []
+        try:
+            with self._lock:
+                if self._fd < 0:
+                    self._fd = self._open()
+                for start in range(0, len(data), BLOCK_BYTES):
+                    piece = data[start : start + BLOCK_BYTES]
+                    number = self._free.pop() if self._free else self._count
+                    self._count = max(self._count, number + 1)
+                    blocks.append((number, len(piece)))
+                    written = 0
+                    while written < len(piece):
+                        written += os.pwrite(self._fd, piece[written:], number * BLOCK_BYTES + written)
+        except OSError as error:
+            self.free(blocks)
+            where = self._folder or tempfile.gettempdir()
+            raise MirrorError(
+                f"a snapshot cannot be kept in the temporary folder {where}: {error.strerror or error}",
+                hint="make room there, or name another folder in TMPDIR",
+            ) from None
+        return blocks
+
+    def read(self, block: tuple[int, int]) -> bytes:
+        """What was put into the block."""
+        number, length = block
+        data = os.pread(self._fd, length, number * BLOCK_BYTES)
+        if len(data) != length:
+            raise MirrorError("the temporary file of a snapshot is shorter than what was written to it")
+        return data
+
+    def free(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """The blocks may be used again; with the last one the file gives its space back."""
+        with self._lock:
+            self._free += [number for number, _ in blocks]
+            if self._fd >= 0 and len(self._free) == self._count:
+                self._free, self._count = [], 0
+                os.ftruncate(self._fd, 0)
+
+    def close(self) -> None:
+        """Give the file back."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _open(self) -> int:
+        fd, path = tempfile.mkstemp(prefix="dcp-mirror-", dir=self._folder)
+        os.unlink(path)
+        return fd
+
+
+class Spool:
+    """The frames of one snapshot."""
+
+    __slots__ = ("_blocks", "_file", "_frames", "disk_bytes", "frame_count", "memory_bytes")
+
+    def __init__(self, file: SpoolFile) -> None:
+        """Empty; `file` takes what is spilled."""
+        self._file = file
+        self._frames: list[bytes] = []
+        self._blocks: list[tuple[int, int]] = []
+        self.memory_bytes = 0
+        self.disk_bytes = 0
+        self.frame_count = 0
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all frames."""
+        return self.memory_bytes + self.disk_bytes
+
+    def append(self, frames: Sequence[bytes]) -> int:
+        """Take frames; returns their bytes, which are now in memory."""
+        byte_count = sum(map(len, frames))
+        self._frames += frames
+        self.memory_bytes += byte_count
+        self.frame_count += len(frames)
+        return byte_count
+
+    def spill(self) -> None:
+        """Move what is in memory to the file."""
+        self._blocks += self._file.write(b"".join(self._frames))
+        self.disk_bytes += self.memory_bytes
+        self._frames, self.memory_bytes = [], 0
+
+    def frames(self) -> Iterator[bytes]:
+        """All frames, in order."""
+        pieces: list[bytes] = []
+        have = need = 0
+        for block in self._blocks:
+            pieces.append(self._file.read(block))
+            have += len(pieces[-1])
+            if have < need:
+                continue
+            data = b"".join(pieces)
+            pos = 0
+            while (size := frame_size(data, pos)) and pos + size <= len(data):
+                yield data[pos : pos + size]
+                pos += size
+            pieces, have, need = [data[pos:]], len(data) - pos, size
+        assert not have, "spills end where frames end"
+        yield from self._frames
+
+    def close(self) -> None:
+        """Forget the frames and give their blocks back."""
+        self._file.free(self._blocks)
+        self._blocks, self._frames = [], []
+        self.memory_bytes = self.disk_bytes = self.frame_count = 0

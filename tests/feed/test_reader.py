@@ -1,0 +1,415 @@
+"""The bounded reader against the embedded source: whole snapshots, bounds, faults, rollbacks, refusals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.config import Settings
+from mirror.errors import (
+    AuthRejected,
+    BucketMissing,
+    ConfigError,
+    ConnectFailed,
+    MirrorError,
+    PrivilegeMissing,
+    SourceTimeout,
+)
+from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceReader
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.thread import SandboxThread
+from mirror.wire.constants import StreamEndReason
+from storage.model import Kind
+
+VBUCKETS = 8
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def source() -> Iterator[SandboxThread]:
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=3)) as running:
+        yield running
+
+
+def reader_of(source: SandboxThread, **options: Any) -> SourceReader:
+    settings = Settings.model_validate(
+        {
+            "noop_interval_s": 0.5,
+            "connection_buffer_size": 64 * 1024,
+            "map_poll_interval_s": 0.1,
+            "retry_delay_min_ms": 10,
+            "retry_delay_max_ms": 100,
+            **options.pop("settings", {}),
+        }
+    )
+    options = {"password": "demo", "timeout_s": WAIT_S, "settings": settings, **options}
+    return SourceReader(source.connection_string, **options)
+
+
+def write(source: SandboxThread, count: int, name: str = "doc", size: int = 20, **where: Any) -> None:
+    def each() -> None:
+        for number in range(count):
+            source.cluster.set(f"{name}-{number}", {"name": name, "text": "x" * size}, **where)
+
+    source.call(each)
+
+
+class Copy:
+    """What a reader that keeps all it is given knows: key -> newest version, and how it got there."""
+
+    def __init__(self) -> None:
+        self.positions = {vbid: Position() for vbid in range(VBUCKETS)}
+        self.keys: dict[int, dict[bytes, tuple[int, int, int, bool]]] = {vbid: {} for vbid in range(VBUCKETS)}
+        self.ended: list[Ended] = []
+        self.rolled_back: list[RolledBack] = []
+        self.snapshots = 0
+        self.rows = 0
+
+    def take(self, item: Snapshot | RolledBack | Ended) -> None:
+        if isinstance(item, Ended):
+            assert item.position == self.positions[item.vbid] or item.position.seqno == 0
+            self.ended.append(item)
+        elif isinstance(item, RolledBack):
+            self.rolled_back.append(item)
+        else:
+            assert item.start_seqno == self.positions[item.vbid].seqno, "nothing is left out, nothing comes twice"
+            seqno = item.start_seqno
+            for document in item.documents():
+                assert seqno < document.seqno <= item.end_seqno
+                seqno = document.seqno
+                version = (document.seqno, document.cas, document.rev_seqno, document.deleted)
+                if document.kind is not Kind.SYSTEM_EVENT:
+                    self.keys[item.vbid][b"\0" + document.key] = version
+                self.rows += 1
+            self.positions[item.vbid] = item.position
+            self.snapshots += 1
+
+    def assert_equal(self, source: SandboxThread) -> None:
+        for vbid, position in self.positions.items():
+            state = source.call(source.cluster.vbucket(vbid).state_at, position.seqno)
+            wanted = {key: (item.seqno, item.cas, item.rev_seqno, False) for key, item in state.items()}
+            assert {key: version for key, version in self.keys[vbid].items() if not version[3]} == wanted
+
+
+def read_all(reader: SourceReader, copy: Copy | None = None) -> Copy:
+    copy = copy or Copy()
+    for item in reader.read(copy.positions, reader.high_seqnos()):
+        copy.take(item)
+    return copy
+
+
+def eventually(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+# -- what is there ------------------------------------------------------------------------------------------------
+
+
+def test_all_that_there_is_in_whole_snapshots_over_connections_that_are_used_again(source: SandboxThread) -> None:
+    write(source, 300)
+    with reader_of(source) as reader:
+        assert reader.vbucket_count == VBUCKETS
+        assert reader.bucket_uuid == source.cluster.bucket.map.bucket_uuid
+        copy = read_all(reader)
+        assert sorted(each.vbid for each in copy.ended) == list(range(VBUCKETS))
+        copy.assert_equal(source)
+        connections = source.call(lambda: [id(each) for each in source.cluster.faults.connections()])
+        assert len(connections) == 2
+        write(source, 50)
+        source.call(source.cluster.delete, "doc-3")
+        assert read_all(reader, copy).rows in (350, 351), "the source may have passed over the version it deleted"
+        copy.assert_equal(source)
+        source.call(source.cluster.bucket.to_disk)
+        write(source, 50, "more")
+        read_all(reader, copy).assert_equal(source)
+        assert copy.rolled_back == []
+        assert source.call(lambda: [id(each) for each in source.cluster.faults.connections()]) == connections
+
+
+def test_a_bucket_without_documents_ends_at_once(source: SandboxThread) -> None:
+    with reader_of(source) as reader:
+        assert reader.high_seqnos() == dict.fromkeys(range(VBUCKETS), 0)
+        copy = read_all(reader)
+        assert (len(copy.ended), copy.snapshots) == (VBUCKETS, 0)
+
+
+def test_high_seqnos_and_failover_logs_are_those_of_all_nodes(source: SandboxThread) -> None:
+    write(source, 100)
+    with reader_of(source) as reader:
+        vbuckets = source.cluster.vbuckets
+        assert reader.high_seqnos() == {vbid: each.high_seqno for vbid, each in enumerate(vbuckets)}
+        for vbid, each in enumerate(vbuckets):
+            assert reader.failover_log(vbid) == each.failover_log
+        with pytest.raises(ConfigError, match="there is no vb 8"):
+            reader.failover_log(VBUCKETS)
+
+
+def test_without_an_end_it_follows_until_it_is_closed(source: SandboxThread) -> None:
+    write(source, 20)
+    copy = Copy()
+    with reader_of(source) as reader:
+        items = reader.read(copy.positions)
+        while copy.rows < 20:
+            copy.take(next(items))
+        write(source, 20)
+        while copy.rows < 40:
+            copy.take(next(items))
+        items.close()
+        copy.assert_equal(source)
+        write(source, 20)
+        assert read_all(reader, copy).rows == 60, "another read begins where that one stood"
+
+
+def test_a_position_inside_goes_on_there(source: SandboxThread) -> None:
+    write(source, 100)
+    with reader_of(source, parallel=1) as reader:
+        until = reader.high_seqnos()
+        first = Copy()
+        for item in reader.read(first.positions, until):
+            first.take(item)
+            if first.ended:
+                break
+        assert len(first.ended) == 1, "one vbucket at a time"
+        assert read_all(reader, first).rows == 100
+
+
+# -- bounds -------------------------------------------------------------------------------------------------------
+
+
+def test_snapshots_larger_than_memory_wait_on_disk(source: SandboxThread, tmp_path: Path) -> None:
+    write(source, 400, size=1000)
+    with reader_of(source, memory_bytes=8192, folder=str(tmp_path)) as reader:
+        copy, on_disk = Copy(), 0
+        for item in reader.read(copy.positions, reader.high_seqnos()):
+            on_disk = max(on_disk, reader._file.size_bytes)
+            copy.take(item)
+        copy.assert_equal(source)
+        assert copy.snapshots == VBUCKETS
+        assert on_disk >= 50_000
+        assert reader._file.size_bytes == 0
+
+
+def test_whoever_takes_nothing_makes_the_source_wait(source: SandboxThread) -> None:
+    write(source, 8)
+    copy = Copy()
+    with reader_of(source, memory_bytes=4096) as reader:
+        items = reader.read(copy.positions)
+        while copy.rows < 8:
+            copy.take(next(items))
+        for turn in range(300):
+            write(source, 20, f"turn-{turn}", size=500)
+        sent = sum(source.call(source.cluster.sent, vbid).bytes for vbid in range(VBUCKETS))
+        eventually(lambda: reader._hub._acks_held, "acks are held back")
+        assert sum(source.call(source.cluster.sent, vbid).bytes for vbid in range(VBUCKETS)) < 300 * 20 * 500 / 2
+        assert sent < 300 * 20 * 500 / 2
+        while copy.rows < 8 + 300 * 20:
+            copy.take(next(items))
+        items.close()
+        copy.assert_equal(source)
+
+
+def test_a_temporary_folder_that_takes_nothing_is_told(source: SandboxThread, tmp_path: Path) -> None:
+    write(source, 100, size=1000)
+    with (
+        reader_of(source, memory_bytes=4096, folder=str(tmp_path / "absent")) as reader,
+        pytest.raises(MirrorError, match="TMPDIR"),
+    ):
+        read_all(reader)
+
+
+# -- rollbacks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rollback_is_told_and_never_followed(source: SandboxThread) -> None:
+    write(source, 200)
+    with reader_of(source) as reader:
+        copy = read_all(reader)
+        before = copy.positions[3].seqno
+        source.call(source.cluster.failover, 3, lose=2)
+        read_all(reader, copy)
+        assert copy.rolled_back == [RolledBack(3, before - 2)]
+        assert sorted(each.vbid for each in copy.ended[VBUCKETS:]) == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_a_failover_that_lost_nothing_that_was_read_is_none(source: SandboxThread) -> None:
+    write(source, 200)
+    with reader_of(source) as reader:
+        copy = read_all(reader)
+        source.call(source.cluster.failover, 3, lose=0)
+        write(source, 100)
+        read_all(reader, copy).assert_equal(source)
+        assert copy.rolled_back == []
+        assert copy.positions[3].vbuuid == source.cluster.vbucket(3).vbuuid
+
+
+def test_a_history_that_the_source_never_had_goes_back_to_nothing(source: SandboxThread) -> None:
+    write(source, 100)
+    with reader_of(source) as reader:
+        items = list(reader.read({2: Position(12345, 5)}, reader.high_seqnos()))
+        assert items == [RolledBack(2, 0)]
+
+
+def test_deletions_that_the_source_has_forgotten_are_a_rollback_to_nothing(source: SandboxThread) -> None:
+    source.call(source.cluster.set, "kept", {}, vbid=1)
+    with reader_of(source) as reader:
+        copy = read_all(reader)
+        for number in range(5):
+            source.call(source.cluster.set, f"gone-{number}", {}, vbid=1)
+            source.call(source.cluster.delete, f"gone-{number}", vbid=1)
+        source.call(source.cluster.set, "last", {}, vbid=1)
+        source.call(source.cluster.bucket.to_disk)
+        source.call(source.cluster.bucket.purge)
+        read_all(reader, copy)
+        assert copy.rolled_back == [RolledBack(1, 0)]
+
+
+# -- faults -------------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_connection_leaves_nothing_out_and_brings_nothing_twice(source: SandboxThread) -> None:
+    write(source, 400, size=500)
+    source.call(source.cluster.bucket.to_disk)
+    with reader_of(source, parallel=VBUCKETS) as reader:
+        source.call(source.cluster.faults.slow, 200_000.0)
+        copy = Copy()
+        items = reader.read(copy.positions, reader.high_seqnos())
+        for item in items:
+            copy.take(item)
+            if copy.snapshots == 1:
+                source.call(source.cluster.faults.cut)
+        copy.assert_equal(source)
+        assert len(copy.ended) == VBUCKETS
+
+
+def test_moved_vbuckets_are_followed(source: SandboxThread) -> None:
+    write(source, 200)
+    with reader_of(source, parallel=1) as reader:
+        copy = Copy()
+        for item in reader.read(copy.positions, reader.high_seqnos()):
+            copy.take(item)
+            if len(copy.ended) == 1:
+                for vbid in range(VBUCKETS):
+                    source.call(source.cluster.move, vbid, vbid % 2 ^ 1)
+        copy.assert_equal(source)
+        assert len(copy.ended) == VBUCKETS
+        assert reader.high_seqnos() == {vbid: copy.positions[vbid].seqno for vbid in range(VBUCKETS)}
+
+
+@pytest.mark.parametrize("reason", [StreamEndReason.STATE_CHANGED, StreamEndReason.SLOW, StreamEndReason.BACKFILL_FAIL])
+def test_streams_that_end_are_asked_for_again(source: SandboxThread, reason: StreamEndReason) -> None:
+    write(source, 20)
+    copy = Copy()
+    with reader_of(source) as reader:
+        items = reader.read(copy.positions)
+        while copy.rows < 20:
+            copy.take(next(items))
+        assert source.call(source.cluster.faults.end_streams, reason) == VBUCKETS
+        write(source, 20)
+        while copy.rows < 40:
+            copy.take(next(items))
+        items.close()
+    copy.assert_equal(source)
+
+
+def test_a_source_that_falls_silent_is_told_in_time(source: SandboxThread) -> None:
+    write(source, 20)
+    with reader_of(source, timeout_s=2) as reader:
+        until = reader.high_seqnos()
+        source.call(source.cluster.faults.silence, dcp_only=False, future=True)
+        with pytest.raises(SourceTimeout, match="brought nothing of vb"):
+            list(reader.read(dict.fromkeys(until, Position()), until))
+
+
+def test_a_source_that_comes_back_is_read_on(source: SandboxThread) -> None:
+    write(source, 20)
+    with reader_of(source) as reader:
+        until = reader.high_seqnos()
+        source.call(source.cluster.faults.silence)
+        copy = Copy()
+        for item in reader.read(copy.positions, until):
+            copy.take(item)
+        copy.assert_equal(source)
+
+
+# -- collections --------------------------------------------------------------------------------------------------
+
+
+def test_chosen_collections_alone_with_the_events_that_made_them(source: SandboxThread) -> None:
+    source.call(source.cluster.bucket.create_scope, "shop")
+    source.call(source.cluster.bucket.create_collection, "shop", "orders")
+    source.call(source.cluster.bucket.create_collection, "shop", "items")
+    write(source, 40, "order", collection="shop.orders")
+    write(source, 40, "item", collection="shop.items")
+    write(source, 40, "plain")
+
+    def names(**options: Any) -> tuple[set[str], set[Kind]]:
+        with reader_of(source, **options) as reader:
+            until = reader.high_seqnos()
+            found, kinds = set(), set()
+            for item in reader.read(dict.fromkeys(until, Position()), until):
+                if isinstance(item, Snapshot):
+                    for document in item.documents():
+                        kinds.add(document.kind)
+                        if document.kind is not Kind.SYSTEM_EVENT:
+                            found.add(document.key.decode().partition("-")[0])
+            return found, kinds
+
+    both = {Kind.MUTATION, Kind.SYSTEM_EVENT}
+    assert names(collections=["shop.orders"]) == ({"order"}, both)
+    assert names(collections=["shop.items", "_default._default"]) == ({"item", "plain"}, both)
+    assert names(collections=["shop"]) == ({"order", "item"}, both)
+    assert names() == ({"order", "item", "plain"}, both)
+
+
+def test_an_unknown_collection_is_named(source: SandboxThread) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"no collection 'shop\.nothing'"),
+        reader_of(source, collections=["shop.nothing"]),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="no scope 'nothing'"), reader_of(source, collections=["nothing"]):
+        pass
+
+
+# -- refusals and mistakes ----------------------------------------------------------------------------------------
+
+
+def test_refusals_are_one_clear_error_and_leave_nothing_behind(source: SandboxThread) -> None:
+    with pytest.raises(AuthRejected, match="wrong user or password"), reader_of(source, password="wrong"):
+        pass
+    text = source.connection_string
+    with pytest.raises(BucketMissing), SourceReader(text.removesuffix("/demo") + "/other", password="demo"):
+        pass
+    with pytest.raises(ConnectFailed), SourceReader("couchbase://demo@127.0.0.1:1/demo", password="demo"):
+        pass
+    assert "secret" not in repr(SourceReader(text, password="secret").__dict__)
+
+
+def test_a_missing_privilege_is_told_at_once(source: SandboxThread) -> None:
+    write(source, 10)
+    source.call(source.cluster.add_user, "weak", "weak", frozenset({"DcpProducer", "Read", "MetaRead"}))
+    text = source.connection_string.replace("demo@", "weak@")
+    with SourceReader(text, password="weak", timeout_s=WAIT_S) as reader, pytest.raises(PrivilegeMissing):
+        list(reader.read({0: Position()}, {0: 1}))
+
+
+def test_nonsense_is_refused_before_anything_is_asked(source: SandboxThread) -> None:
+    with reader_of(source) as reader:
+        with pytest.raises(ConfigError, match="vb 99"):
+            reader.read({99: Position()})
+        with pytest.raises(ConfigError, match="how far vb 1"):
+            reader.read({0: Position(), 1: Position()}, {0: 5})
+        assert list(reader.read({}, {})) == []
+    with pytest.raises(ConfigError, match="context manager"):
+        reader.high_seqnos()
+    with pytest.raises(ConfigError):
+        SourceReader("http://nonsense")
+    with pytest.raises(ConfigError):
+        reader_of(source, memory_bytes=0)

@@ -1,0 +1,81 @@
+"""The queue of a read: whole items in order, waiting on either side, and no more in it than was agreed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mirror.feed.reading import Ended, Outbox, Position, Snapshot
+from mirror.feed.spool import Spool, SpoolFile
+from storage.records import encode_mutation
+
+
+def outbox(memory_bytes: int = 1000) -> tuple[Outbox, list[str]]:
+    told: list[str] = []
+    return Outbox(memory_bytes, lambda: told.append("room")), told
+
+
+def test_items_come_in_order_and_then_the_end() -> None:
+    box, _ = outbox()
+    box.put(Ended(1, Position()))
+    box.put(Ended(2, Position()))
+    box.finish()
+    assert [box.take(), box.take(), box.take()] == [Ended(1, Position()), Ended(2, Position()), None]
+
+
+def test_an_error_comes_after_what_was_complete() -> None:
+    box, _ = outbox()
+    box.put(Ended(1, Position()))
+    box.finish(ValueError("why"))
+    box.finish()
+    assert box.take() == Ended(1, Position())
+    with pytest.raises(ValueError, match="why"):
+        box.take()
+
+
+def test_whoever_takes_waits_for_whoever_puts() -> None:
+    box, _ = outbox()
+    taken: list[object] = []
+    thread = threading.Thread(target=lambda: taken.append(box.take()))
+    thread.start()
+    box.put(Ended(1, Position()))
+    thread.join(30)
+    assert taken == [Ended(1, Position())]
+
+
+@pytest.mark.parametrize(("memory_bytes", "disk_bytes"), [(500, 0), (0, 16_000)])
+def test_too_much_that_nobody_takes_is_said_once_and_room_once(memory_bytes: int, disk_bytes: int) -> None:
+    box, told = outbox()
+    box.put(Ended(1, Position()), memory_bytes // 2, disk_bytes // 2)
+    assert not box.full
+    box.put(Ended(2, Position()), memory_bytes // 2, disk_bytes // 2)
+    assert box.full
+    box.take()
+    assert box.full, "what was taken is held until it is closed"
+    box.gave_back(memory_bytes // 2, disk_bytes // 2)
+    assert not box.full
+    box.gave_back(memory_bytes // 2, disk_bytes // 2)
+    assert told == ["room"]
+
+
+def test_a_snapshot_is_valid_until_it_is_closed() -> None:
+    spool = Spool(SpoolFile())
+    frame = encode_mutation(b"k", b"v", 7, collection_id=8)
+    spool.append([frame])
+    closed: list[int] = []
+    snapshot = Snapshot(3, 99, 5, 7, spool, on_close=lambda: closed.append(1))
+    assert (snapshot.position, snapshot.row_count, snapshot.byte_count) == (Position(99, 7), 1, len(frame))
+    (document,) = snapshot.documents()
+    assert (document.vbid, document.collection_id, document.key, document.value, document.seqno) == (
+        3,
+        8,
+        b"k",
+        b"v",
+        7,
+    )
+    snapshot.close()
+    snapshot.close()
+    assert closed == [1]
+    with pytest.raises(AssertionError, match="valid until"):
+        next(snapshot.frames())

@@ -1,0 +1,87 @@
+"""Spools: frames in and out in order, whatever part of them went to disk, and blocks used again."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from mirror.errors import MirrorError
+from mirror.feed.spool import BLOCK_BYTES, Spool, SpoolFile
+from storage.records import encode_mutation
+
+
+def frames_of(rng: random.Random, count: int, longest: int) -> list[bytes]:
+    return [encode_mutation(b"key", rng.randbytes(rng.randrange(longest)), seqno) for seqno in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("longest", [10, BLOCK_BYTES // 3, 3 * BLOCK_BYTES])
+def test_frames_come_out_as_they_went_in_whenever_it_was_spilled(tmp_path: Path, longest: int) -> None:
+    rng = random.Random(longest)
+    file = SpoolFile(str(tmp_path))
+    for _ in range(20):
+        spool = Spool(file)
+        wanted: list[bytes] = []
+        for _ in range(rng.randrange(1, 6)):
+            frames = frames_of(rng, rng.randrange(20), longest)
+            wanted += frames
+            assert spool.append(frames) == sum(map(len, frames))
+            if rng.random() < 0.5:
+                spool.spill()
+                assert spool.memory_bytes == 0
+        assert list(spool.frames()) == wanted
+        assert list(spool.frames()) == wanted, "as often as one likes"
+        assert spool.frame_count == len(wanted)
+        assert spool.byte_count == sum(map(len, wanted))
+        spool.close()
+        assert file.size_bytes == 0
+    file.close()
+
+
+def test_blocks_of_a_closed_spool_are_used_again(tmp_path: Path) -> None:
+    file = SpoolFile(str(tmp_path))
+    first, second = Spool(file), Spool(file)
+    for spool, seqno in ((first, 1), (second, 2)):
+        spool.append([encode_mutation(b"k", bytes(5 * BLOCK_BYTES), seqno)])
+        spool.spill()
+    size = file.size_bytes
+    first.close()
+    third = Spool(file)
+    third.append([encode_mutation(b"k", b"\7" * (5 * BLOCK_BYTES), 3)])
+    third.spill()
+    assert file.size_bytes == size
+    assert list(second.frames()) == [encode_mutation(b"k", bytes(5 * BLOCK_BYTES), 2)]
+    assert list(third.frames()) == [encode_mutation(b"k", b"\7" * (5 * BLOCK_BYTES), 3)]
+    assert os.listdir(tmp_path) == [], "the file has no name that a crash could leave behind"
+    file.close()
+
+
+def test_a_folder_that_takes_nothing_is_one_clear_error(tmp_path: Path) -> None:
+    spool = Spool(SpoolFile(str(tmp_path / "absent")))
+    spool.append([encode_mutation(b"k", b"v", 1)])
+    with pytest.raises(MirrorError, match=r"absent.*TMPDIR"):
+        spool.spill()
+    assert list(spool.frames()) == [encode_mutation(b"k", b"v", 1)]
+
+
+def test_a_full_disk_gives_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SpoolFile(str(tmp_path))
+    spool = Spool(file)
+    spool.append([encode_mutation(b"k", bytes(3 * BLOCK_BYTES), 1)])
+    real = os.pwrite
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        if offset >= BLOCK_BYTES:
+            raise OSError(28, "No space left on device")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(MirrorError, match="No space left"):
+        spool.spill()
+    assert file.size_bytes == 0
+    monkeypatch.undo()
+    spool.spill()
+    assert list(spool.frames()) == [encode_mutation(b"k", bytes(3 * BLOCK_BYTES), 1)]
+    file.close()
