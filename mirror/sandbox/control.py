@@ -222,8 +222,8 @@ def _vbids(said: object) -> list[int] | None:
     """A number, several, or none for all."""
     if said is None:
         return None
-    vbids = said if isinstance(said, list) else [said]
-    if not all(isinstance(vbid, int) for vbid in vbids):
+    vbids = [vbid for vbid in (said if isinstance(said, list) else [said]) if isinstance(vbid, int)]
+    if said != vbids and [said] != vbids:
         raise ValueError(f"vbids are numbers with commas between, not {said!r}")
     return vbids
 
