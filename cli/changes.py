@@ -93,7 +93,7 @@ def changes(
         elif tokens:
             vbids = sorted(tokens)
         else:
-            vbids = list(range(view.identity.vbucket_count))
+            vbids = list(view.vbids)
         seen: dict[int, tuple[int, int]] = {}
         while True:
             for each in vbids:

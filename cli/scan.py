@@ -37,7 +37,7 @@ def scan(
         raise ConfigError("a seqno means something in one vbucket only", hint="give --vbid, or a time to --as-of")
     with open_view(str(options.data_directory(data, config))) as view:
         if wanted is not None:
-            for each in range(view.identity.vbucket_count) if vbid is None else (vbid,):
+            for each in view.vbids if vbid is None else (vbid,):
                 announce(boundary_of(view, each, wanted), each)
         for document in view.scan(
             vbid,

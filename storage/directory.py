@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import msgpack
 
@@ -45,7 +45,7 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
             create_environment(folder, group, group_vbids(identity, group), identity, time_ms=time_ms)
         temporary = os.path.join(path, FILE + ".new")
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, **asdict(identity)}, file, indent=1)
+            json.dump({"format": FORMAT, **_fields(identity)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, os.path.join(path, FILE))
@@ -76,7 +76,15 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
 
 def identity_bytes(identity: Identity, group: int) -> bytes:
     """What `meta` holds under `identity`: it must be equal to this, byte for byte, or the file is another mirror's."""
-    return bytes(msgpack.packb([FORMAT, group, *asdict(identity).values()]))
+    return bytes(msgpack.packb([FORMAT, group, *_fields(identity).values()]))
+
+
+def _fields(identity: Identity) -> dict[str, object]:
+    """As they are stored: what a mirror of the whole bucket holds needs no words."""
+    found = asdict(identity)
+    if identity.held is None:
+        del found["held"]
+    return found
 
 
 def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
@@ -125,16 +133,25 @@ def load(path: str) -> Identity:
             hint="use the version of dcp-mirror that wrote it",
         )
     try:
-        identity = Identity(**{field.name: data[field.name] for field in fields(Identity)})
+        identity = Identity(**{field.name: data[field.name] for field in fields(Identity) if field.name != "held"})
+        held = data.get("held")
+        if held is not None:
+            first, last = held
+            identity = replace(identity, held=(first, last))
+    except (TypeError, ValueError):
+        raise CorruptedError(
+            "holds values that cannot be true", path=file_path, hint="restore it from a backup"
+        ) from None
     except KeyError as error:
         raise CorruptedError(f"lacks {error}", path=file_path, hint="restore it from a backup") from error
     texts = (identity.cluster_uuid, identity.bucket_name, identity.bucket_uuid)
-    numbers = (identity.vbucket_count, identity.group_count)
+    numbers = (identity.vbucket_count, identity.group_count, *(identity.held or ()))
     if (
         not all(isinstance(text, str) for text in texts)
         or not all(isinstance(number, int) for number in numbers)
         or not 1 <= identity.vbucket_count <= VBUCKETS_MAX
         or not 1 <= identity.group_count <= GROUPS_MAX
+        or not 0 <= identity.vbids.start < identity.vbids.stop <= identity.vbucket_count
     ):
         raise CorruptedError("holds values that cannot be true", path=file_path, hint="restore it from a backup")
     return identity
@@ -177,8 +194,10 @@ def group_path(path: str, group: int) -> str:
 
 
 def group_vbids(identity: Identity, group: int) -> range:
-    """The vbuckets of a group, in rising order."""
-    return range(group, identity.vbucket_count, identity.group_count)
+    """The vbuckets of a group, in rising order: those that the mirror holds."""
+    first = identity.vbids.start
+    first += (group - first) % identity.group_count
+    return range(first, identity.vbids.stop, identity.group_count)
 
 
 class GroupLock:

@@ -96,6 +96,10 @@ class SeqnoOrder(StorageError):
     """Rows do not rise in seqno, or lie below what is already staged."""
 
 
+class NotHeld(StorageError):
+    """The vbucket is one that this mirror does not hold: another one of the bucket's mirrors does."""
+
+
 class UnknownCollection(StorageError):
     """No collection of that name at this point of the vbucket's history."""
 

@@ -162,3 +162,12 @@ class Identity:
     bucket_uuid: str
     vbucket_count: int
     group_count: int
+    held: tuple[int, int] | None = None
+    """The first and the last vbucket that this mirror holds, where other mirrors hold the rest; None: it holds all."""
+
+    @property
+    def vbids(self) -> range:
+        """The vbuckets that this mirror holds."""
+        if self.held is None:
+            return range(self.vbucket_count)
+        return range(self.held[0], self.held[1] + 1)

@@ -880,17 +880,17 @@ class View:
         """The stored states of all vbuckets, in rising vbid."""
         return [self.state(vbid) for vbid in self.vbids]
 
-    def published(self) -> dict[int, Published]:
-        """What every vbucket serves now: the cheapest way to see that something moved."""
+    def published(self) -> list[Published]:
+        """What every vbucket of `vbids` serves now, in that order: the cheapest way to see that something moved."""
         found = {}
-        for group in range(min(self._groups, self._count)):
-            environment = self._environment(group)
+        for first in self.vbids[: self._groups]:  # one of each group
+            environment = self._environment(first)
             with environment.read() as txn:
                 for key, data in txn.cursor(environment.db(keys.DB_PUB)).iternext():
                     vbid = int.from_bytes(key, "big")
                     branch, seqno, floor, _, _, flags = branches.unpack_pub(data, environment.path, vbid)
                     found[vbid] = Published(Branch(branch), Seqno(seqno), Seqno(floor), bool(flags & keys.PUB_STALE))
-        return found
+        return [found[vbid] for vbid in self.vbids]
 
     def past(self, vbid: int) -> Past:
         """How far back a vbucket can be read, and when it was filled anew."""

@@ -60,7 +60,7 @@ async def get_collections(request: Request) -> Response:
     Parameters(request, ())
     found: dict[int, dict[str, Any]] = {}
     seen = set()
-    for vbid in range(service.view.identity.vbucket_count):
+    for vbid in service.view.vbids:
         manifest = service.view.manifest(vbid)
         if manifest.uid in seen:
             continue

@@ -43,7 +43,7 @@ async def get_changes(request: Request) -> Response:
     parameters = Parameters(request, ("vbid", "since", "follow", "collection", *WAIT_PARAMETERS))
     view = service.view
     count = view.identity.vbucket_count
-    vbids: list[int] = sorted({vbucket(text, count) for text in parameters.all("vbid")}) or list(range(count))
+    vbids: list[int] = sorted({vbucket(text, count) for text in parameters.all("vbid")}) or list(view.vbids)
     since = request.headers.get("last-event-id") or parameters.text("since")
     follow = parameters.flag("follow", True)
     name = parameters.text("collection")
@@ -54,7 +54,7 @@ async def get_changes(request: Request) -> Response:
     tokens, timeout_s = service.tokens(parameters)
     position: dict[int, Token]
     if since == "now":
-        now = await service.after(tokens, timeout_s, view.published)
+        now = dict(zip(view.vbids, await service.after(tokens, timeout_s, view.published), strict=True))
         position = {vbid: Token(Vbid(vbid), now[vbid].branch, now[vbid].seqno) for vbid in vbids}
     else:
         await service.after(tokens, timeout_s, lambda: None)
@@ -179,7 +179,8 @@ class Stream:
             service.watch.leave()
 
     async def _catch_up(self) -> AsyncGenerator[bytes, None]:
-        now = self._service.view.published()
+        view = self._service.view
+        now = dict(zip(view.vbids, view.published(), strict=True))
         for vbid in self._vbids:
             if self._seen.get(vbid) == now[vbid]:
                 continue

@@ -183,7 +183,7 @@ async def _first_page(service: Service, parameters: Parameters, collection: str 
     only = parameters.text("vbid")
     tokens, timeout_s = service.tokens(parameters)
     view = service.view
-    vbid = Vbid(0) if only is None else vbucket(only, view.identity.vbucket_count)
+    vbid = Vbid(view.vbids[0]) if only is None else vbucket(only, view.identity.vbucket_count)
     if isinstance(as_of, int) and only is None:
         raise Problem("bad-request", "as_of by seqno needs a vbid", hint="a seqno means something in one vbucket alone")
     identity = collection_id(view, collection, vbid)
@@ -197,7 +197,7 @@ async def _answer_page(service: Service, page: Page, limit: int) -> Response:
     rows: list[bytes] = []
     byte_count = 0
     pin, start = page.pin, page.start
-    last_vbid = pin.vbid if page.only_vbid else view.identity.vbucket_count - 1
+    last_vbid = pin.vbid if page.only_vbid else view.vbids[-1]
     unread: Iterable[int] = (pin.vbid,)
     more = True
     for _ in range(PAGE_STEPS_MAX):

@@ -259,7 +259,7 @@ def _paths() -> dict[str, Schema]:
             "content": {"application/json": {"schema": {}}, "application/octet-stream": bytes_body},
         },
         "304": {"description": "If-None-Match names this version.", "headers": DOCUMENT_HEADERS},
-        **_problems(404, 409, 410, 504),
+        **_problems(404, 409, 410, 421, 504),
     }
     document_parameters = [
         COLLECTION,
@@ -284,7 +284,7 @@ def _paths() -> dict[str, Schema]:
             "go on without a gap; `end` with the position when it does not follow.",
             "content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/Event"}}},
         },
-        **_problems(404, 409, 410, 504),
+        **_problems(404, 409, 410, 421, 504),
     }
     plain = {"content": {"text/plain": {"schema": TEXT}}, "description": "The text format."}
     return {
@@ -302,7 +302,7 @@ def _paths() -> dict[str, Schema]:
             "get": _operation(
                 "scan_documents", "A page of a collection, in key order within each vbucket",
                 {"200": _json("Page", "A page may hold fewer than `limit`; the end is where `next` is null."),
-                 **_problems(404, 409, 410, 504)},
+                 **_problems(404, 409, 410, 421, 504)},
                 [COLLECTION, *ranges, ENCODING, _query("vbid", VBID, "Of one vbucket alone."),
                  _query("deletions", FLAG, "With tombstones."), AS_OF, TOKEN, TIMEOUT,
                  _query("limit", {"type": "integer", "minimum": 1, "maximum": http_requests.PAGE_LIMIT_MAX,
@@ -314,7 +314,7 @@ def _paths() -> dict[str, Schema]:
             "post": _operation(
                 "get_documents", "Several documents; those of one group of vbuckets as of one moment",
                 {"200": _json("Documents", "What was found, in the order asked for."),
-                 **_problems(404, 408, 409, 410, 413, 504)},
+                 **_problems(404, 408, 409, 410, 413, 421, 504)},
                 [COLLECTION, AS_OF, TOKEN, TIMEOUT],
                 requestBody={"required": True, "content": {
                     "application/json": {"schema": {"$ref": "#/components/schemas/Keys"}}}},
@@ -332,7 +332,7 @@ def _paths() -> dict[str, Schema]:
         "/v1/vbuckets": {"get": _operation("get_vbuckets", "Vbuckets", {
             "200": _json("Vbuckets", "One row each."), **_problems()})},
         "/v1/vbuckets/{vbid}": {"get": _operation("get_vbucket", "One vbucket and its history", {
-            "200": _json("VbucketHistory", "What is kept."), **_problems(404)},
+            "200": _json("VbucketHistory", "What is kept."), **_problems(404, 421)},
             [_parameter("vbid", "path", VBID, "The vbucket.")])},
         "/v1/status": {"get": _operation("get_status", "How the mirror stands", {
             "200": _json("Status", "All of it."), **_problems()})},

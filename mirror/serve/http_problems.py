@@ -19,6 +19,7 @@ from storage.errors import (
     CorruptedError,
     NoSuchBoundary,
     NotAMirror,
+    NotHeld,
     NotPublished,
     StorageError,
     UnknownCollection,
@@ -39,6 +40,7 @@ TITLES: dict[str, tuple[int, str]] = {
     "no-document": (404, "No such document"),
     "no-collection": (404, "No such collection"),
     "no-vbucket": (404, "No such vbucket"),
+    "not-held": (421, "Another mirror of the bucket holds that vbucket"),
     "method-not-allowed": (405, "This cannot be done here"),
     "timeout": (408, "The request came too slowly"),
     "write-lost": (409, "The write was rolled back at the source"),
@@ -93,6 +95,7 @@ _OF_STORAGE: dict[type[StorageError], str] = {
     WriteLost: "write-lost",
     NotPublished: "not-published-in-time",
     NotAMirror: "not-published",
+    NotHeld: "not-held",
     CorruptedError: "damaged",
 }
 

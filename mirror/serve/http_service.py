@@ -181,7 +181,7 @@ class Service:
             return
         wanted = list(vbids)
         if len(wanted) > FEW:
-            published = self.view.published()
+            published = dict(zip(self.view.vbids, self.view.published(), strict=True))
             stale = [vbid for vbid in wanted if published[vbid].stale]
         else:
             stale = [vbid for vbid in wanted if self.view.stale(vbid)]

@@ -64,7 +64,7 @@ class Mirror:
         """Id -> scope and name, of every collection that some vbucket knows."""
         found: dict[int, tuple[str, str]] = {}
         uids = set()
-        for vbid in range(self.view.identity.vbucket_count):
+        for vbid in self.view.vbids:
             manifest: Manifest = self.view.manifest(vbid)
             if manifest.uid in uids:
                 continue

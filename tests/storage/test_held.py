@@ -1,0 +1,100 @@
+"""A mirror that holds some of its bucket's vbuckets: it has these alone, and says so of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storage import check, directory, keys, records
+from storage.errors import CorruptedError, NotHeld, StorageError, WrongBucket
+from storage.model import Identity
+from storage.view import View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import log, span
+
+IDENTITY = Identity("cluster", "bucket", "uuid", 8, 2, (3, 6))
+
+
+def keys_in(vbid: int) -> bytes:
+    """A key of a vbucket of eight."""
+    return next(key for key in (b"key%d" % n for n in range(1000)) if keys.vbid_of(key, 8) == vbid)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    path = str(tmp_path / "mirror")
+    directory.create(path, IDENTITY)
+    for group in range(2):
+        writer = GroupWriter.open(
+            directory.group_path(path, group),
+            group=group,
+            vbids=directory.group_vbids(IDENTITY, group),
+            identity=IDENTITY,
+            sync="unsafe",
+            clock_ms=lambda: 1,
+        )
+        for vbid in directory.group_vbids(IDENTITY, group):
+            writer.save_failover_log(vbid, log())
+            frame = records.encode_mutation(keys_in(vbid), b"v", 7)
+            writer.stage(vbid, [(writer.row_prefix(vbid) + (7).to_bytes(8), frame)], 0, span(7, 7))
+            writer.publish(vbid, 7, 7)
+        writer.commit()
+        writer.close()
+    return path
+
+
+@pytest.fixture
+def view(path: str) -> View:
+    return open_view(path)
+
+
+def test_what_is_held_is_dealt_into_the_groups(path: str) -> None:
+    assert directory.load(path) == IDENTITY
+    assert [list(directory.group_vbids(IDENTITY, group)) for group in range(2)] == [[4, 6], [3, 5]]
+    whole = Identity("cluster", "bucket", "uuid", 8, 2)
+    assert directory.identity_bytes(whole, 0) != directory.identity_bytes(IDENTITY, 0)
+    with pytest.raises(WrongBucket):
+        directory.check_identity(directory.identity_bytes(IDENTITY, 0), whole, 0, path)
+    assert b"held" not in directory.identity_bytes(whole, 0)
+
+
+def test_what_is_held_is_read_and_the_rest_is_elsewhere(view: View) -> None:
+    found = [document.key for document in view.scan()]
+    assert found == [keys_in(vbid) for vbid in (3, 4, 5, 6)]
+    assert [state.vbid for state in view.states()] == [3, 4, 5, 6]
+    assert [each.seqno for each in view.published()] == [7] * 4
+    assert [change.token.vbid for change in view.changes()] == [3, 4, 5, 6]
+    assert view.manifest().uid == 0
+    document = view.get(keys_in(6))
+    assert document is not None
+    assert document.value == b"v"
+    for vbid in (0, 1, 2, 7):
+        for read in (
+            lambda vbid=vbid: view.get(keys_in(vbid)),
+            lambda vbid=vbid: view.get_many([keys_in(4), keys_in(vbid)]),
+            lambda vbid=vbid: view.find(b"\0" + keys_in(vbid)),
+            lambda vbid=vbid: view.state(vbid),
+            lambda vbid=vbid: list(view.scan(vbid)),
+        ):
+            with pytest.raises(NotHeld, match="holds vbuckets 3 to 6"):
+                read()
+    with pytest.raises(StorageError, match="there is no vbucket 8"):
+        view.state(8)
+    view.close()
+
+
+def test_the_walk_looks_at_what_is_held(path: str) -> None:
+    report = check.check(path, deep=True)
+    assert not report.problems
+    assert report.vbuckets == 4
+
+
+@pytest.mark.parametrize("held", ["[3]", "[6,3]", "[-1,3]", "[3,8]", '"3-6"', "7", '["3","6"]'])
+def test_a_range_that_cannot_be_is_named(path: str, held: str) -> None:
+    file = Path(path) / "mirror.json"
+    text = file.read_text()
+    start = text.index('"held":')
+    file.write_text(text[:start] + f'"held": {held}\n}}')
+    with pytest.raises(CorruptedError, match="cannot be true"):
+        directory.load(path)
