@@ -32,6 +32,8 @@ VBUCKET_ROWS_MAX = 8
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
+LEASES_SHOWN = 3
+
 
 def number(value: float | None) -> str:
     """1,234,567 or a dash."""
@@ -139,8 +141,17 @@ def summary(document: Mapping[str, Any]) -> Table:
             "rate": rate,
             "rollbacks": rollbacks,
             "history": history_text(sums),
+            "held": leases_text(document.get("leases") or ()),
         }
     )
+
+
+def leases_text(leases: Sequence[Mapping[str, Any]]) -> str | None:
+    """Who keeps history from being purged; None: nobody."""
+    shown = [
+        f"{escape(lease['name'])} ({lease['vbuckets']} vbuckets, until {moment(lease['until_ms'])})" for lease in leases
+    ]
+    return "history for " + "; ".join(shown[:LEASES_SHOWN] + ["..."] * (len(shown) > LEASES_SHOWN)) if shown else None
 
 
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:

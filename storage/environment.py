@@ -21,6 +21,8 @@ from storage.errors import Closed, CorruptedError, Full, Locked, ReadOnly, Stora
 
 MAP_SIZE = 64 << 30
 """Address space reserved per environment, bytes. The file only takes what is written; the writer grows it when full."""
+READER_TRIES = 3
+"""Walks of a file that seems cut short before a reader believes it."""
 READERS_MAX = 1024
 """Reader slots: each open read transaction of any process takes one; LMDB's default of 126 is soon used up."""
 DATA_FILE = "data.mdb"
@@ -63,10 +65,6 @@ def storage_error(error: Exception, path: str) -> StorageError:
             hint="set the group's folder aside; the mirror fills that group again from the source",
         )
     return StorageError(f"{type(error).__name__}: {error}", path=path)
-
-
-READER_TRIES = 3
-"""Walks of a file that seems cut short before a reader believes it."""
 
 
 class Environment:

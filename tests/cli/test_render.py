@@ -66,6 +66,15 @@ def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
         assert shown in text
 
 
+def test_who_holds_history_is_named() -> None:
+    lease = {"id": "x", "name": "spark [red]job", "until_ms": 1_700_000_000_000, "vbuckets": 64}
+    text = drawn(render.status_view(document(leases=[lease])), 160)
+    assert "history for spark [red]job (64 vbuckets, until 2023-11-14" in text
+    many = drawn(render.status_view(document(leases=[lease] * 5)), 1000)
+    assert many.count("spark") == render.LEASES_SHOWN
+    assert "history for" not in drawn(render.status_view(document(leases=[])))
+
+
 def test_markup_in_data_is_text() -> None:
     text = drawn(render.status_view(document(), every_vbucket=True), 160)
     assert "/data/[red]mirror" in text

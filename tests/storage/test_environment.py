@@ -67,8 +67,11 @@ def test_a_file_that_was_cut_short_is_named_and_not_read(path: str) -> None:
     assert sound.missing_bytes() == 0
     sound.close()
     os.truncate(file, os.stat(file).st_size // 2 // 4096 * 4096)
-    with pytest.raises(CorruptedError, match="cut short"):
-        Environment(folder, [0, 2], writable=True)
+    for writable in (True, False):
+        with pytest.raises(CorruptedError, match="cut short"):
+            Environment(folder, [0, 2], writable=writable)
+    with open_view(path) as view, pytest.raises(CorruptedError, match="cut short"):
+        view.state(0)
     problems = check(path).problems
     assert problems
     assert all(problem.startswith("group 0") for problem in problems)
