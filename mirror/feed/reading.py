@@ -63,7 +63,17 @@ class Snapshot:
     mutations, deletions, expirations and system events.
     """
 
-    __slots__ = ("_on_close", "_spool", "end_seqno", "ordered", "purge_seqno", "start_seqno", "vbid", "vbuuid")
+    __slots__ = (
+        "_on_close",
+        "_spool",
+        "end_seqno",
+        "manifest",
+        "ordered",
+        "purge_seqno",
+        "start_seqno",
+        "vbid",
+        "vbuuid",
+    )
 
     def __init__(
         self,
@@ -73,6 +83,7 @@ class Snapshot:
         end_seqno: int,
         spool: Spool,
         *,
+        manifest: Manifest,
         ordered: bool = True,
         purge_seqno: int | None = None,
         on_close: Callable[[], None] = lambda: None,
@@ -82,6 +93,8 @@ class Snapshot:
         self.vbuuid = vbuuid
         self.start_seqno = start_seqno
         self.end_seqno = end_seqno
+        self.manifest = manifest
+        """Scopes and collections at its end, as far as the read has seen them made: all, where it began at 0."""
         self.ordered = ordered
         self.purge_seqno = purge_seqno
         """Tombstones up to here are gone at the source, where it says so (8.0 and newer)."""
@@ -416,6 +429,7 @@ class VbucketReading:
                 start_seqno,
                 int(asked.seqno),
                 spool,
+                manifest=self._manifest,
                 ordered=self._ordered,
                 purge_seqno=asked.source_purge_seqno,
                 on_close=self._reading.closing(spool.memory_bytes, spool.disk_bytes),

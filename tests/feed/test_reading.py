@@ -8,6 +8,7 @@ import pytest
 
 from mirror.feed.reading import Ended, Outbox, Position, Snapshot
 from mirror.feed.spool import Spool, SpoolFile
+from storage.model import Manifest
 from storage.records import encode_mutation
 
 
@@ -64,7 +65,7 @@ def test_a_snapshot_is_valid_until_it_is_closed() -> None:
     frame = encode_mutation(b"k", b"v", 7, collection_id=8)
     spool.append([frame])
     closed: list[int] = []
-    snapshot = Snapshot(3, 99, 5, 7, spool, on_close=lambda: closed.append(1))
+    snapshot = Snapshot(3, 99, 5, 7, spool, manifest=Manifest.initial(), on_close=lambda: closed.append(1))
     assert (snapshot.position, snapshot.row_count, snapshot.byte_count) == (Position(99, 7), 1, len(frame))
     (document,) = snapshot.documents()
     assert (document.vbid, document.collection_id, document.key, document.value, document.seqno) == (
