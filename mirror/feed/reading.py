@@ -354,7 +354,8 @@ class VbucketReading:
         for instruction in instructions:
             if self.done:
                 return
-            answer = _DEEDS[type(instruction)](self, instruction)
+            deed = _DEEDS.get(type(instruction))  # what is not in it is for those who store
+            answer = None if deed is None else deed(self, instruction)
             if answer is None:
                 continue
             self.handle(answer)
@@ -404,9 +405,6 @@ class VbucketReading:
         self._keep([frame for _, frame in rows])
         return None
 
-    def _advance(self, _asked: Any) -> None:
-        """The machine remembers where it stands."""
-
     def _stage_system_event(self, asked: Any) -> None:
         self._keep([asked.row_value])
         self._manifest_open = asked.manifest
@@ -452,9 +450,11 @@ class VbucketReading:
     def _begin_refill(self, _asked: Any) -> None:
         self._finish(RolledBack(self.vbid, 0))
 
-    def _begin_oso(self, _asked: Any) -> Any:
+    def _begin_oso(self, _asked: Any) -> None:
         self._ordered = False
-        return happenings.OsoBegun(self._state())
+
+    def _refresh_collections(self, _asked: Any) -> None:
+        """They were named once, by whoever reads: the stream is asked for again, and waits for a node that knows."""
 
     def _retry_after(self, asked: Any) -> None:
         self._cancel_retry()
@@ -513,9 +513,9 @@ _DEEDS: dict[type[Instruction], Callable[[VbucketReading, Any], Any]] = {
     deeds.GetFailoverLog: VbucketReading._get_failover_log,
     deeds.AnswerMarker: VbucketReading._answer_marker,
     deeds.RefreshMap: VbucketReading._refresh_map,
+    deeds.RefreshCollections: VbucketReading._refresh_collections,
     deeds.Reconnect: VbucketReading._reconnect,
     deeds.StageRows: VbucketReading._stage_rows,
-    deeds.Advance: VbucketReading._advance,
     deeds.StageSystemEvent: VbucketReading._stage_system_event,
     deeds.PublishSnapshot: VbucketReading._publish,
     deeds.SaveFailoverLog: VbucketReading._save_failover_log,
