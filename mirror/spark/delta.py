@@ -63,6 +63,10 @@ class FolderLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Give it up."""
+        self.release()
+
+    def release(self) -> None:
+        """Give it up."""
         os.close(self._descriptor)
 
 

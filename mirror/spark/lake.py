@@ -113,7 +113,7 @@ class Lake:
 
     def close(self) -> None:
         """Give the folder up."""
-        self._lock.__exit__(None, None, None)
+        self._lock.release()
 
     @staticmethod
     def _open_or_make(folder: Path, schema: pa.Schema) -> DeltaTable:

@@ -8,6 +8,7 @@ row group.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -100,6 +101,10 @@ class PartWriter:
             if self._file.tell() >= self._bytes_max:
                 self._finish()
 
+    def write_empty(self) -> None:
+        """A part without rows, for the sake of its columns."""
+        self._write_group()
+
     def _write_group(self) -> None:
         try:
             if self._writer is None:
@@ -142,6 +147,29 @@ class PartWriter:
         for part in self.finished:
             (self._folder / part.name).unlink(missing_ok=True)
         self.finished.clear()
+
+
+def text_keys(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows with keys that are text, as every reader of Parquet expects. A key that is not UTF-8 (no Couchbase SDK
+    makes one) is written as U+FFFD, `base64:` and its bytes in that code, so that no two keys become one.
+    """
+    index = batch.schema.get_field_index("key")
+    if index < 0:
+        return batch
+    column = batch.column(index)
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        found = [None if key is None else _text_of(key) for key in column.cast(pa.binary()).to_pylist()]
+        return batch.set_column(index, batch.schema.field(index), pa.array(found, pa.string()))
+    return batch
+
+
+def _text_of(key: bytes) -> str:
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        return "\ufffdbase64:" + base64.b64encode(key).decode()
 
 
 def statistics_of(metadata: pq.FileMetaData) -> str:

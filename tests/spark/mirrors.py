@@ -1,0 +1,93 @@
+"""Small mirrors for tests, written without a service, and what is in them as plain values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from storage import directory, keys, records
+from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
+from storage.view import open_view
+from storage.writer import GroupWriter
+
+VBUCKETS, GROUPS = 8, 2
+IDENTITY = Identity("cluster", "orders", "bucket-uuid", VBUCKETS, GROUPS)
+
+
+class SmallMirror:
+    """A data directory with a writer of each group."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.now_ms = 1_700_000_000_000
+        directory.create(str(path), IDENTITY)
+        self.seqnos = dict.fromkeys(range(VBUCKETS), 0)
+        self.writers = [
+            GroupWriter.open(
+                directory.group_path(str(path), group),
+                group=group,
+                vbids=directory.group_vbids(IDENTITY, group),
+                identity=IDENTITY,
+                clock_ms=lambda: self.now_ms,
+                map_size=1 << 30,
+            )
+            for group in range(GROUPS)
+        ]
+        for vbid in range(VBUCKETS):
+            self.writers[vbid % GROUPS].save_failover_log(vbid, [FailoverEntry(Vbuuid(77), Seqno(0))])
+
+    def put(self, documents: dict[str, bytes | None], **fields: int) -> None:
+        """One snapshot in each vbucket that has some of the documents; None deletes."""
+        by_vbid: dict[int, list[tuple[bytes, bytes | None]]] = {}
+        for name, value in documents.items():
+            key = name.encode()
+            by_vbid.setdefault(keys.vbid_of(key, VBUCKETS), []).append((key, value))
+        for vbid, items in by_vbid.items():
+            writer = self.writers[vbid % GROUPS]
+            first = self.seqnos[vbid] + 1
+            rows = []
+            for seqno, (key, value) in enumerate(items, first):
+                frame = (
+                    records.encode_deletion(key, seqno)
+                    if value is None
+                    else records.encode_mutation(key, value, seqno, datatype=1, **fields)
+                )
+                rows.append((writer.row_prefix(vbid) + seqno.to_bytes(8, "big"), frame))
+            self.seqnos[vbid] = end = first + len(items) - 1
+            writer.stage(vbid, rows, 0, SnapshotRange(Seqno(first), Seqno(end)))
+            writer.publish(vbid, end, first)
+            writer.commit()
+            while writer.step() or writer.publishing(vbid):
+                writer.commit()
+
+    def roll_back(self, vbid: int, to_seqno: int) -> None:
+        self.writers[vbid % GROUPS].rollback(vbid, to_seqno)
+        self.seqnos[vbid] = to_seqno
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+def order(number: int, length: int = 40) -> bytes:
+    """A document that is no padding: figures, words, a list."""
+    return json.dumps(
+        {
+            "id": number,
+            "customer": f"c{number * 7919 % 1000}",
+            "total": number * 37 % 10_000 / 100,
+            "paid": number % 3 == 0,
+            "items": [{"sku": f"s{number % 97}-{each}", "count": each + 1} for each in range(number % 4)],
+            "note": f"{number * 2654435761 % 2**32:08x}" * (length // 8),
+        }
+    ).encode()
+
+
+def orders(first: int, count: int) -> dict[str, bytes | None]:
+    return {f"order::{number:06d}": order(number) for number in range(first, first + count)}
+
+
+def scanned(path: Path) -> dict[str, tuple[int, bytes]]:
+    """What `scan` finds: key to seqno and value."""
+    with open_view(str(path)) as view:
+        return {each.key.decode(): (each.seqno, each.value) for each in view.scan()}

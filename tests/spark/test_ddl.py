@@ -1,0 +1,47 @@
+"""Schemas as text: the words of Spark, and what is no schema."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from mirror.errors import ConfigError
+from mirror.spark.ddl import fields_of
+
+
+def test_plain_and_nested_columns() -> None:
+    text = (
+        "id BIGINT, `the name` string,paid boolean, total decimal(12,2), at timestamp, "
+        "items array<struct<sku:string, n:int>>"
+    )
+    assert fields_of(text) == pa.schema(
+        [
+            ("id", pa.int64()),
+            ("the name", pa.string()),
+            ("paid", pa.bool_()),
+            ("total", pa.decimal128(12, 2)),
+            ("at", pa.timestamp("us", "UTC")),
+            ("items", pa.list_(pa.struct([("sku", pa.string()), ("n", pa.int32())]))),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "expected a name at its end"),
+        ("a", "expected a name at its end"),
+        ("a int b int", "expected ','"),
+        ("a int,", "expected a name at its end"),
+        ("a uuid", r"expected a type \(bigint"),
+        ("a array<int", "expected '>'"),
+        ("a struct<>", "expected a name"),
+        ("a int, a string", "there already"),
+        ("a decimal(99)", "at most 38 digits"),
+        ("a; drop table", "expected a name or a type"),
+        ("a " + "array<" * 40 + "int" + ">" * 40, "within one another"),
+    ],
+)
+def test_what_is_no_schema_is_refused_with_its_place(text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        fields_of(text)

@@ -1,0 +1,252 @@
+"""Exports without Spark: what `scan` finds, at one boundary, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.dataset as ds
+import pytest
+from deltalake import DeltaTable
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.spark import export as exports
+from mirror.spark.columns import DOCUMENTS
+from mirror.spark.ddl import fields_of
+from mirror.spark.delta import RUN, FolderLock
+from mirror.spark.export import Task, export, export_task, slices
+from mirror.spark.parts import Part
+from mirror.spark.runner import LocalRunner
+from storage.errors import NotAMirror, UnknownCollection
+from storage.view import Time, open_view
+from tests.spark.mirrors import SmallMirror, order, orders, scanned
+
+HERE = LocalRunner(1)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallMirror]:
+    mirror = SmallMirror(tmp_path / "mirror")
+    mirror.put(orders(0, 200))
+    yield mirror
+    mirror.close()
+
+
+def exported(folder: Path) -> dict[str, tuple[int, bytes]]:
+    table = ds.dataset(folder, format="parquet").to_table()
+    assert table.schema.equals(DOCUMENTS)
+    found = {row["key"]: (row["seqno"], row["value"]) for row in table.to_pylist()}
+    assert len(found) == table.num_rows
+    return found
+
+
+def in_table(folder: Path, version: int | None = None) -> dict[str, tuple[int, bytes]]:
+    rows = DeltaTable(str(folder), version=version).to_pyarrow_table().to_pylist()
+    return {row["key"]: (row["seqno"], row["value"]) for row in rows}
+
+
+def test_parquet_files_hold_what_scan_finds_and_success_says_of_which_boundaries(
+    small: SmallMirror, tmp_path: Path
+) -> None:
+    done = export(small.path, tmp_path / "out", LocalRunner(2))
+    assert exported(tmp_path / "out") == scanned(small.path)
+    facts = json.loads((tmp_path / "out" / "_SUCCESS").read_text())
+    with open_view(str(small.path)) as view:
+        tokens = [f"{state.vbid}:{state.branch}:{state.published_seqno}" for state in view.states()]
+    assert facts["boundaries"].split() == tokens
+    assert (facts["bucket"], facts["documents"], done.documents, done.version) == ("orders", 200, 200, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mirror", "out"]
+
+
+def test_a_delta_export_is_one_version_with_its_boundaries_in_the_metadata(small: SmallMirror, tmp_path: Path) -> None:
+    first = export(small.path, tmp_path / "out", HERE, delta_table=True)
+    before = scanned(small.path)
+    small.put({"order::000000": None, "order::000001": order(9), "new": order(1)})
+    with pytest.raises(ConfigError, match=r"version 0.*--overwrite"):
+        export(small.path, tmp_path / "out", HERE, delta_table=True)
+    second = export(small.path, tmp_path / "out", HERE, delta_table=True, overwrite=True)
+    assert (first.version, second.version) == (0, 1)
+    assert in_table(tmp_path / "out") == scanned(small.path) != before
+    assert in_table(tmp_path / "out", 0) == before
+    commit = DeltaTable(str(tmp_path / "out")).history(1)[0]
+    assert len(commit["boundaries"].split()) == 8
+    assert commit["bucket_uuid"] == "bucket-uuid"
+
+
+@pytest.mark.parametrize("delta_table", [False, True], ids=["parquet", "delta"])
+def test_an_export_is_of_the_moment_it_began_whatever_happens_meanwhile(
+    small: SmallMirror, tmp_path: Path, delta_table: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the pinning and the reading the mirror publishes, deletes and rolls back."""
+    before = scanned(small.path)
+    run = HERE.run
+
+    def later(*arguments: object) -> object:
+        small.put(dict.fromkeys(orders(0, 100)) | orders(500, 50))
+        small.roll_back(3, 5)
+        return run(*arguments)  # type: ignore[arg-type]
+
+    runner = LocalRunner(1)
+    monkeypatch.setattr(runner, "run", later)
+    export(small.path, tmp_path / "out", runner, delta_table=delta_table)
+    assert (in_table if delta_table else exported)(tmp_path / "out") == before != scanned(small.path)
+
+
+def test_as_of_a_time(small: SmallMirror, tmp_path: Path) -> None:
+    before, then = scanned(small.path), small.now_ms
+    small.now_ms += 10_000
+    small.put(orders(100, 200))
+    export(small.path, tmp_path / "out", HERE, as_of=Time(then + 1))
+    assert exported(tmp_path / "out") == before
+
+
+def test_expired_documents_are_left_out(small: SmallMirror, tmp_path: Path) -> None:
+    small.put({"old": order(1), "older": order(2)}, expiry=1_000_000_000)
+    small.put({"young": order(3)}, expiry=2**32 - 1)
+    export(small.path, tmp_path / "out", HERE)
+    assert exported(tmp_path / "out").keys() == orders(0, 200).keys() | {"young"}
+
+
+def test_one_collection_and_one_that_is_not_there(small: SmallMirror, tmp_path: Path) -> None:
+    assert export(small.path, tmp_path / "out", HERE, collection="_default._default").documents == 200
+    with pytest.raises(UnknownCollection, match=r"no collection 's\.c'"):
+        export(small.path, tmp_path / "out2", HERE, collection="s.c")
+    assert not (tmp_path / "out2").exists()
+
+
+class Killed(BaseException):
+    """What SIGKILL is to the code that follows: it does not run."""
+
+
+@pytest.mark.parametrize("delta_table", [False, True], ids=["parquet", "delta"])
+def test_a_broken_export_leaves_no_result_and_its_files_go_with_the_next_run(
+    small: SmallMirror, tmp_path: Path, delta_table: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exports, "commit_parts" if delta_table else "sync_directory", killed)
+        with pytest.raises(Killed):
+            export(small.path, target, HERE, delta_table=delta_table)
+    if delta_table:
+        assert not DeltaTable.is_deltatable(str(target))
+    else:
+        assert not target.exists()
+        assert (tmp_path / "out.incomplete").is_dir()
+    done = export(small.path, target, HERE, delta_table=delta_table)
+    assert done.orphans_removed >= done.files
+    assert (in_table if delta_table else exported)(target) == scanned(small.path)
+    assert len(list(target.glob("*.parquet"))) == done.files
+
+
+def test_a_finish_that_was_broken_between_its_renames_is_undone_first(small: SmallMirror, tmp_path: Path) -> None:
+    export(small.path, tmp_path / "out", HERE)
+    (tmp_path / "out").rename(tmp_path / "out.old")
+    with pytest.raises(ConfigError, match="exists already"):
+        export(small.path, tmp_path / "out", HERE)
+    assert exported(tmp_path / "out") == scanned(small.path)
+
+
+def test_an_overwrite_replaces_an_export_and_nothing_else(small: SmallMirror, tmp_path: Path) -> None:
+    export(small.path, tmp_path / "out", HERE)
+    small.put(orders(300, 10))
+    with pytest.raises(ConfigError, match="exists already"):
+        export(small.path, tmp_path / "out", HERE)
+    export(small.path, tmp_path / "out", HERE, overwrite=True)
+    assert exported(tmp_path / "out") == scanned(small.path)
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "love.txt").touch()
+    for delta_table in (False, True):
+        with pytest.raises(ConfigError, match="letters"):
+            export(small.path, tmp_path / "letters", HERE, overwrite=True, delta_table=delta_table)
+    assert [path.name for path in (tmp_path / "letters").iterdir()] == ["love.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["letters", "mirror", "out"]
+
+
+def test_an_empty_mirror_gives_columns_without_rows(tmp_path: Path) -> None:
+    SmallMirror(tmp_path / "mirror").close()
+    export(tmp_path / "mirror", tmp_path / "out", HERE)
+    assert exported(tmp_path / "out") == {}
+    export(tmp_path / "mirror", tmp_path / "table", HERE, delta_table=True)
+    assert in_table(tmp_path / "table") == {}
+
+
+def test_what_cannot_be_exported_is_said_before_anything_is_made(small: SmallMirror, tmp_path: Path) -> None:
+    with pytest.raises(NotAMirror):
+        export(tmp_path / "nowhere", tmp_path / "out", HERE)
+    with FolderLock(tmp_path / "out.incomplete"), pytest.raises(MirrorError, match="another pipeline"):
+        export(small.path, tmp_path / "out", HERE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_only_an_executor_sees_is_noticed(small: SmallMirror, tmp_path: Path) -> None:
+    runner = LocalRunner(1)
+    runner.run = lambda function, tasks, progress=None: [[Part("part-0123456789abcdef-0-x.parquet", 5, 1, "{}", 0)]]  # type: ignore[method-assign,assignment]
+    with pytest.raises(MirrorError, match="all executors share"):
+        export(small.path, tmp_path / "out", runner, delta_table=True)
+    assert not DeltaTable.is_deltatable(str(tmp_path / "out"))
+
+
+def test_a_key_that_is_no_text_is_written_so_that_every_reader_takes_it(small: SmallMirror, tmp_path: Path) -> None:
+    small.put({"plain": b"{}"})
+    with open_view(str(small.path)) as view:
+        pins = tuple(view.pin(vbid) for vbid in view.vbids)
+        batch = next(exports.documents(view, pins[0], None, None))
+    strange = batch.set_column(0, "key", exports.pa.array([b"\xff%d" % n for n in range(len(batch))]).view("string"))
+    keys = exports.text_keys(strange).column("key").to_pylist()
+    assert keys[0] == "\ufffdbase64:/zA="
+    assert len(set(keys)) == len(batch)
+
+
+def test_a_schema_gives_columns_in_the_place_of_the_value(small: SmallMirror, tmp_path: Path) -> None:
+    fields = fields_of("id bigint, total double, items array<struct<sku:string,count:int>>, absent string")
+    export(small.path, tmp_path / "out", HERE, delta_table=True, fields=fields)
+    table = DeltaTable(str(tmp_path / "out")).to_pyarrow_table()
+    assert "value" not in table.column_names
+    found = {row["key"]: row for row in table.to_pylist()}
+    for number in range(200):
+        row, document = found[f"order::{number:06d}"], json.loads(order(number))
+        assert {name: row[name] for name in ("id", "total", "items", "absent")} == {
+            "id": number,
+            "total": document["total"],
+            "items": document["items"],
+            "absent": None,
+        }
+
+
+def test_a_document_that_does_not_fit_is_named_or_has_nulls(small: SmallMirror, tmp_path: Path) -> None:
+    small.put({"odd": b'{"id": "text"}', "no json": b"\x00\x01"})
+    fields = fields_of("id bigint")
+    with pytest.raises(MirrorError, match="document 'odd' does not fit the schema"):
+        export(small.path, tmp_path / "out", HERE, fields=fields)
+    assert not (tmp_path / "out").exists()
+    export(small.path, tmp_path / "out", HERE, fields=fields, permissive=True)
+    rows = {row["key"]: row["id"] for row in ds.dataset(tmp_path / "out", format="parquet").to_table().to_pylist()}
+    assert (rows["odd"], rows["no json"], rows["order::000007"]) == (None, None, 7)
+
+
+def test_a_schema_that_cannot_be_is_refused_at_once(small: SmallMirror, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'seqno', which is a column of every export"):
+        export(small.path, tmp_path / "out", HERE, fields=fields_of("seqno bigint"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_tasks_keep_the_vbuckets_of_an_environment_together() -> None:
+    assert slices(range(8), 2, 4) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert slices(range(3), 2, 99) == [[0], [2], [1]]
+    assert sorted(vbid for each in slices(range(1024), 16, 7) for vbid in each) == list(range(1024))
+
+
+def test_a_task_names_what_it_cannot_read(tmp_path: Path) -> None:
+    with pytest.raises(NotAMirror, match="no such directory"):
+        export_task(Task(str(tmp_path / "x"), str(tmp_path), "part-0123456789abcdef-0", (), None, None, False))
+
+
+def test_the_run_is_in_the_names_of_its_files(small: SmallMirror, tmp_path: Path) -> None:
+    export(small.path, tmp_path / "out", HERE, delta_table=True)
+    run = DeltaTable(str(tmp_path / "out")).history(1)[0][RUN]
+    assert all(f"-{run}-" in path.name for path in (tmp_path / "out").glob("*.parquet"))
