@@ -1,9 +1,12 @@
 """The way in: the first node that answers, HELLO, authentication, the bucket, its cluster map.
 
 Knows the order of the handshake and what each refusal means to the operator; must never know streams or the store.
-Invariants: features are only used where HELLO granted them; the password is read afresh for each handshake and goes
-over the wire in the clear only where TLS or a setting allows it; every refusal is one typed error with a remedy.
-Sources: protocol facts 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/sasl.md.
+Invariants: features are only used where HELLO granted them; password, certificates and key are read afresh for each
+handshake, so that they can be replaced without a restart; the password goes over the wire in the clear only where TLS
+or a setting allows it, and never to a server that failed to prove that it knows it; every refusal is one typed error
+with a remedy. Sources: protocol facts 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36
+(client certificates: no SASL follows, and a server that knows us by certificate answers SASL with NOT_SUPPORTED), RFC
+75 (maps: known version, notifications, deduplication).
 """
 
 from __future__ import annotations
@@ -25,12 +28,16 @@ from mirror.errors import (
     HandshakeFailed,
     NotSupported,
     PrivilegeMissing,
+    SourceTimeout,
 )
 from mirror.feed.connection_string import Address, ConnectionString
-from mirror.feed.sasl import ScramClient, choose_mechanism, plain_encode
-from mirror.feed.transport import Link, Opaques, open_link, tls_context
+from mirror.feed.sasl import SaslError, ScramClient, choose_mechanism, plain_encode
+from mirror.feed.srv import first_addresses
+from mirror.feed.tls import Tls, hung_up, only_tls, speaks_tls
+from mirror.feed.transport import Link, Opaques, open_link
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, network_of, parse_cluster_map
 from mirror.wire.codec_dcp import decode_all_vb_seqnos
+from mirror.wire.codec_kv import get_cluster_config
 from mirror.wire.constants import Feature, Opcode, Status, VbucketState, status_name
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
@@ -43,12 +50,22 @@ FEATURES = (
     Feature.JSON,
     Feature.COLLECTIONS,
     Feature.TCP_NODELAY,
+    Feature.DUPLEX,
+    Feature.CLUSTERMAP_CHANGE_NOTIFICATION,
+    Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
+    Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
+    Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
 )
-"""What we ask for. Of these only SELECT_BUCKET is indispensable."""
+"""What we ask for. Of these only SELECT_BUCKET is indispensable. (A notification without DUPLEX would be EINVAL.)"""
 
+MAP_NOTICE = Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF
 PROPOSED_NAME = "dcp-mirror"
-SASL_ROUNDS_MAX = 4
-"""SCRAM needs two; more is a server that plays for time."""
+REVISION_MAX = 2**63 - 1
+"""Requests carry signed numbers; a map with a larger one is asked for whole."""
+CERTIFICATE_HINT = (
+    "have client certificates enabled at the cluster, check how it finds the user's name in them, that this user "
+    "exists and that it may read the bucket; or name a user and a password"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +78,19 @@ class Access:
 
     @staticmethod
     def of(source: ConnectionString, settings: Settings) -> Access:
-        """The access that the settings describe."""
+        """The access that the settings describe; what the string says of the network outranks the setting.
+
+        Raises ConfigError where the settings name certificates and the string says that there is no TLS.
+        """
+        for setting in ("tls_ca_file", "tls_client_cert_file"):
+            if not source.tls and getattr(settings, setting) is not None:
+                raise ConfigError(
+                    f"{setting} is set, and the connection string says couchbase://, which is not encrypted",
+                    hint=f"write couchbases://, or take {setting} out",
+                    setting="source",
+                )
+        if source.network is not None:
+            settings = settings.model_copy(update={"network": source.network})
         return Access(source, PasswordSource.of(settings), settings)
 
 
@@ -76,23 +105,23 @@ class Handshake:
         """Keys carry their collection id."""
         return Feature.COLLECTIONS in self.features
 
+    @property
+    def announces_maps(self) -> bool:
+        """The node says by itself when the cluster map changes."""
+        return bool(self.features & {Feature.CLUSTERMAP_CHANGE_NOTIFICATION, MAP_NOTICE}) and (
+            Feature.DUPLEX in self.features
+        )
+
 
 async def enter(
     access: Access, address: Address, clock: Clock, *, name: str = "", opaques: Opaques | None = None
 ) -> tuple[Link, Handshake]:
     """Connect to a node, log in and select the bucket. Raises ClusterError or ConfigError; then nothing stays open."""
     settings = access.settings
-    tls = None
-    if access.source.tls:
-        tls = tls_context(
-            _text(settings.tls_ca_file),
-            _text(settings.tls_client_cert_file),
-            _text(settings.tls_client_key_file),
-            settings.tls_minimum_version,
-        )
+    tls = Tls.of(settings) if access.source.tls else None
     link = await open_link(address, tls=tls, timeout_s=settings.connect_timeout_s, clock=clock, opaques=opaques)
     try:
-        features = await _hello(link, settings, name or clock.unique())
+        features = await _greet(link, access, name or clock.unique())
         await _authenticate(link, access)
         await _select_bucket(link, access)
     except BaseException:
@@ -101,23 +130,49 @@ async def enter(
     return link, Handshake(features)
 
 
-async def fetch_map(link: Link, settings: Settings, *, timeout_s: float | None = None) -> ClusterMap:
+async def fetch_map(
+    link: Link, settings: Settings, *, timeout_s: float | None = None, network: str | None = None
+) -> ClusterMap:
     """Ask a node for the bucket's cluster map. Raises ClusterError."""
-    answer = await link.request(Opcode.GET_CLUSTER_CONFIG, timeout_s=timeout_s or settings.request_timeout_s)
+    found = await _ask_for_map(link, b"", timeout_s or settings.request_timeout_s)
+    return read_map(found, link.address, settings, network=network)
+
+
+async def fetch_newer_map(
+    link: Link, handshake: Handshake, settings: Settings, known: ClusterMap | None, *, timeout_s: float | None = None
+) -> ClusterMap | None:
+    """Ask a node for the cluster map; None where it has no newer one. Raises ClusterError."""
+    extras = b""
+    told = Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION in handshake.features
+    if told and known is not None and all(0 <= part <= REVISION_MAX for part in known.revision):
+        extras = get_cluster_config(known.revision).extras
+    found = await _ask_for_map(link, extras, timeout_s or settings.request_timeout_s)
+    if extras and not found:
+        return None
+    return read_map(found, link.address, settings, network=None if known is None else known.network)
+
+
+async def _ask_for_map(link: Link, extras: bytes, timeout_s: float) -> bytes:
+    answer = await link.request(Opcode.GET_CLUSTER_CONFIG, extras=extras, timeout_s=timeout_s)
     if answer.status != Status.SUCCESS:
         raise HandshakeFailed(
             f"{link.address} gives no cluster map: {status_name(answer.status)}",
             hint="the node is not ready yet, or not part of the cluster any more",
             node=str(link.address),
         )
-    return read_map(answer.value, link.address, settings)
+    return answer.value
 
 
-def read_map(config: bytes, address: Address, settings: Settings) -> ClusterMap:
-    """Parse a cluster map that the node at `address` sent. Raises HandshakeFailed."""
+def read_map(config: bytes, address: Address, settings: Settings, *, network: str | None = None) -> ClusterMap:
+    """Parse a cluster map that the node at `address` sent. Raises HandshakeFailed.
+
+    `network` is that of the first map, so that a source is not reached by other addresses from one map to the next.
+    """
     try:
-        network = network_of(config, address.host) if settings.network == "auto" else settings.network
-        return parse_cluster_map(config, address.host, network=network)
+        chosen = network or settings.network
+        if chosen == "auto":
+            chosen = network_of(config, address.host, address.port)
+        return parse_cluster_map(config, address.host, network=chosen)
     except MalformedClusterMap as error:
         raise HandshakeFailed(f"{address} sent a cluster map that makes no sense: {error}", node=str(address)) from None
 
@@ -139,19 +194,25 @@ async def fetch_high_seqnos(link: Link, settings: Settings) -> dict[int, int]:
         raise HandshakeFailed(f"{link.address} broke the protocol: {error}", node=str(link.address)) from None
 
 
-async def discover(access: Access, clock: Clock, *, addresses: Iterable[Address] | None = None) -> ClusterMap:
-    """Ask the first node that answers for the cluster map.
+async def discover(
+    access: Access, clock: Clock, *, addresses: Iterable[Address] | None = None, network: str | None = None
+) -> ClusterMap:
+    """Ask the first node that answers for the cluster map; without `addresses`, those of the connection string.
 
     Raises what the nodes said: a refusal (of user, bucket, TLS) at once, else the last node's error.
     """
     last: ClusterError = ConnectFailed(f"no address in {access.source}")
-    for address in addresses if addresses is not None else access.source.addresses:
+    if addresses is None:
+        addresses = await first_addresses(access.source, access.settings.dns_server)
+    for address in addresses:
         try:
             link, _ = await enter(access, address, clock)
             try:
-                return await fetch_map(link, access.settings)
+                found = await fetch_map(link, access.settings, network=network)
             finally:
                 link.close()
+            check_ports(found, access, address)
+            return found
         except ClusterError as error:
             if not error.retryable:
                 raise
@@ -159,7 +220,37 @@ async def discover(access: Access, clock: Clock, *, addresses: Iterable[Address]
     raise last
 
 
+def check_ports(found: ClusterMap, access: Access, address: Address) -> None:
+    """Refuse a map of which no node can be reached in the way that is asked for. Raises NotSupported."""
+    tls = access.source.tls
+    if found.nodes and not any(node.tls_port if tls else node.kv_port for node in found.nodes):
+        kind, remedy = ("with TLS", "couchbase://") if tls else ("without TLS", "couchbases://")
+        where = "" if found.network == "default" else f" on the network {found.network}"
+        raise NotSupported(
+            f"the cluster of {address} offers its data service nowhere {kind}{where}",
+            hint=f"have it enabled, or use {remedy}" + ("" if not where else ", or another network"),
+            node=str(address),
+        )
+
+
 # -- the steps ----------------------------------------------------------------------------------------------------
+
+
+async def _greet(link: Link, access: Access, name: str) -> frozenset[int]:
+    """HELLO; where nothing sensible comes back, say whether TLS has to do with it."""
+    secure = link.secure
+    try:
+        return await _hello(link, access.settings, name)
+    except ConnectFailed:
+        if secure:  # with TLS 1.3 the node judges our certificate after what we see of the handshake
+            raise hung_up("right after", str(link.address), access.settings) from None
+        if await speaks_tls(link.address):
+            raise only_tls(str(link.address)) from None
+        raise
+    except (HandshakeFailed, SourceTimeout):
+        if not secure and await speaks_tls(link.address):
+            raise only_tls(str(link.address)) from None
+        raise
 
 
 async def _hello(link: Link, settings: Settings, name: str) -> frozenset[int]:
@@ -187,9 +278,10 @@ async def _hello(link: Link, settings: Settings, name: str) -> frozenset[int]:
 async def _authenticate(link: Link, access: Access) -> None:
     settings = access.settings
     user = access.source.user
+    certified = settings.tls_client_cert_file is not None and link.secure
     if user is None:
-        if settings.tls_client_cert_file is not None and link.secure:
-            return  # the certificate says who we are
+        if certified:
+            return await _by_certificate(link, settings)
         raise ConfigError(
             "the connection string names no user",
             hint="write couchbase://user@host/bucket, or use couchbases:// with tls_client_cert_file",
@@ -203,6 +295,12 @@ async def _authenticate(link: Link, access: Access) -> None:
             setting="password",
         )
     answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=settings.connect_timeout_s)
+    if answer.status == Status.NOT_SUPPORTED and certified:
+        raise AuthRejected(
+            f"{link.address} knows us by our client certificate, and takes no other user than the certificate's",
+            hint=f"take {user}@ out of the connection string, or tls_client_cert_file out of the settings",
+            node=str(link.address),
+        )
     if answer.status != Status.SUCCESS:
         _refuse_login(link, user, answer)
     offered = answer.value.decode("ascii", "replace").split()
@@ -210,8 +308,9 @@ async def _authenticate(link: Link, access: Access) -> None:
     mechanism = choose_mechanism(offered, plain_allowed=plain_allowed)
     if mechanism != "PLAIN":
         try:
-            await _scram(link, settings, mechanism, user, password)
-            return
+            return await _scram(link, settings, mechanism, user, password)
+        except SaslError:  # the server did not prove that it knows the password: it is not to be told
+            raise
         except AuthRejected:
             # Users kept in a directory service have no SCRAM keys at the server: inside TLS, PLAIN is the way.
             if not (link.secure and "PLAIN" in offered):
@@ -221,6 +320,21 @@ async def _authenticate(link: Link, access: Access) -> None:
     )
     if answer.status != Status.SUCCESS:
         _refuse_login(link, user, answer)
+    return None
+
+
+async def _by_certificate(link: Link, settings: Settings) -> None:
+    """The certificate said who we are when TLS began; a server that wants it said by SASL offers EXTERNAL."""
+    answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=settings.connect_timeout_s)
+    if answer.status != Status.SUCCESS or b"EXTERNAL" not in answer.value.split():
+        return  # NOT_SUPPORTED: there is nothing left to be said
+    answer = await link.request(Opcode.SASL_AUTH, key=b"EXTERNAL", timeout_s=settings.connect_timeout_s)
+    if answer.status != Status.SUCCESS:
+        raise AuthRejected(
+            f"{link.address} takes our client certificate for nobody it knows: {status_name(answer.status)}",
+            hint=CERTIFICATE_HINT,
+            node=str(link.address),
+        )
 
 
 async def _scram(link: Link, settings: Settings, mechanism: str, user: str, password: str) -> None:
@@ -250,6 +364,12 @@ async def _select_bucket(link: Link, access: Access) -> None:
     answer = await link.request(Opcode.SELECT_BUCKET, key=bucket.encode(), timeout_s=access.settings.connect_timeout_s)
     if answer.status == Status.SUCCESS:
         return
+    if access.source.user is None and answer.status in (Status.EACCESS, Status.AUTH_ERROR):
+        raise AuthRejected(
+            f"{link.address} knows no user of our client certificate who may use bucket {bucket}",
+            hint=CERTIFICATE_HINT,
+            node=str(link.address),
+        )
     if answer.status in (Status.KEY_ENOENT, Status.NO_BUCKET):
         raise BucketMissing(f"{link.address} has no bucket {bucket}", node=str(link.address))
     if answer.status == Status.EACCESS:
@@ -264,7 +384,3 @@ async def _select_bucket(link: Link, access: Access) -> None:
 def privilege_missing(link: Link, what: str, bucket: str) -> PrivilegeMissing:
     """The error for an EACCESS on DCP."""
     return PrivilegeMissing(f"{link.address} does not let this user {what} on bucket {bucket}", node=str(link.address))
-
-
-def _text(path: object) -> str | None:
-    return None if path is None else str(path)

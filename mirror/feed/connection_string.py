@@ -1,4 +1,4 @@
-"""The connection string: `couchbase://user@host[:port][,host2]/bucket`, its parts and nothing else.
+"""The connection string: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, its parts and nothing else.
 
 Knows text; opens nothing, resolves nothing. A string that cannot be meant is a `ConfigError` that says which part is
 wrong. A password in it is refused: command lines are public. Invariant: `str(parse(s))` names the same source as `s`.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
-from urllib.parse import quote, unquote
+from typing import Literal, get_args
+from urllib.parse import parse_qsl, quote, unquote
 
 from mirror.errors import ConfigError
 
@@ -24,6 +25,9 @@ _NAME = re.compile(
 )
 _BUCKET = re.compile(r"^[A-Za-z0-9_.%-]{1,100}$")
 _EXAMPLE = "couchbase://user@host/bucket"
+
+Network = Literal["auto", "default", "external"]
+"""Which of the addresses that a cluster advertises; `auto`: those that the first host belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,32 @@ class ConnectionString:
     bucket: str
     explicit_port: bool = False
     """True where a port was given: then names are hosts, never DNS SRV records."""
+    network: Network | None = None
+    """What `?network=` says; None: the setting decides."""
 
     def __str__(self) -> str:
-        """The string again, with every port."""
+        """The string again, with every port (but not where that would make a name a host, see `srv_name`)."""
         user = f"{quote(self.user, safe='')}@" if self.user else ""
-        hosts = ",".join(str(address) for address in self.addresses)
-        return f"couchbase{'s' if self.tls else ''}://{user}{hosts}/{quote(self.bucket, safe='')}"
+        hosts = self.srv_name or ",".join(str(address) for address in self.addresses)
+        network = f"?network={self.network}" if self.network else ""
+        return f"couchbase{'s' if self.tls else ''}://{user}{hosts}/{quote(self.bucket, safe='')}{network}"
+
+    @property
+    def srv_name(self) -> str | None:
+        """The name that may stand for several hosts by DNS SRV records: the only one, and without a port."""
+        (first, *others) = self.addresses
+        if others or self.explicit_port or not is_name(first.host) or first.host == "localhost":
+            return None
+        return first.host
+
+
+def is_name(host: str) -> bool:
+    """True for a host name, false for an address."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return True
+    return False
 
 
 def parse(text: str) -> ConnectionString:
@@ -63,8 +87,7 @@ def parse(text: str) -> ConnectionString:
         raise _wrong(f"{scheme[:40]!r} is not a scheme we know", f"write {_EXAMPLE} or couchbases://...")
     tls = _SCHEMES[scheme]
     rest, _, options = rest.partition("?")
-    if options:
-        raise _wrong("options after '?' are not taken", "set them as settings: `dcp-mirror config show` lists them")
+    network = _network(options)
     authority, separator, path = rest.partition("/")
     bucket = unquote(path.rstrip("/"))
     if not bucket:
@@ -76,7 +99,7 @@ def parse(text: str) -> ConnectionString:
         raise _wrong(
             "it must not hold a password", "set DCP_MIRROR_PASSWORD or a password file, and write user@host only"
         )
-    parts = hosts_text.split(",")
+    parts = re.split("[,;]", hosts_text)
     if len(parts) > HOSTS_MAX:
         raise _wrong(
             f"it names {len(parts)} hosts, at most {HOSTS_MAX} are taken", "name a few; the map names the rest"
@@ -84,7 +107,22 @@ def parse(text: str) -> ConnectionString:
     default_port = KV_PORT_TLS if tls else KV_PORT
     addresses = tuple(_address(part.strip(), default_port) for part in parts)
     explicit = any(_has_port(part.strip()) for part in parts)
-    return ConnectionString(tls, unquote(user_text) or None, addresses, bucket, explicit)
+    return ConnectionString(tls, unquote(user_text) or None, addresses, bucket, explicit, network)
+
+
+def _network(options: str) -> Network | None:
+    """The one option that is taken."""
+    found: Network | None = None
+    for name, value in parse_qsl(options, keep_blank_values=True):
+        if name != "network":
+            raise _wrong(
+                f"option {name[:40]!r} is not taken, only network= is",
+                "set it as a setting: `dcp-mirror config show` lists them",
+            )
+        if value not in get_args(Network):
+            raise _wrong(f"{value[:40]!r} is not a network", f"take one of {', '.join(get_args(Network))}")
+        found = value  # type: ignore[assignment]  # judged in the line before
+    return found
 
 
 def _has_port(text: str) -> bool:

@@ -27,11 +27,12 @@ import structlog
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported
-from mirror.feed.bootstrap import Access, discover, fetch_high_seqnos, fetch_map, read_map
+from mirror.feed.bootstrap import Access, discover, fetch_high_seqnos, fetch_newer_map, read_map
 from mirror.feed.connection_string import Address, ConnectionString
 from mirror.feed.nodes import NodeKeeper, pause_s
 from mirror.feed.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.session import NodeSession, StreamAnswer
+from mirror.feed.srv import first_addresses
 from mirror.feed.transport import Opaques
 from mirror.feed.vbucket import VbucketActor
 from mirror.ingest import events as happenings
@@ -39,6 +40,10 @@ from mirror.ingest.events import Row
 from mirror.ingest.instructions import Status
 from mirror.ingest.topology import ClusterMap, Node
 from mirror.wire import events as ev
+from mirror.wire.codec_kv import decode_clustermap_notification
+from mirror.wire.constants import ServerOpcode
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.frame import Frame
 from storage.errors import Full, SeqnoOrder, StorageError
 from storage.history import History
 from storage.model import Identity
@@ -52,6 +57,8 @@ STEP_SHARE_S = 0.002
 """Pause between two slices of background work, in which sockets are served."""
 MAP_REFRESH_MIN_S = 0.05
 """A thousand vbuckets that are told to look at the map again look once."""
+ANNOUNCED_POLL_FACTOR = 12
+"""Times `map_poll_interval_s` between looks at the map where every node announces its changes: in case one is lost."""
 MAP_TIMEOUT_S = 2.0
 """A node that takes longer to say its map is left for the next one: a failover is not to wait for a dead node."""
 FREE_BYTES_TO_RESUME = 2
@@ -116,6 +123,7 @@ class Consumer:
         self._dcp_name = f"dcp-mirror:{self.clock.unique()}:{worker}"
         self._was_ready = False
         self._map_wanted = asyncio.Event()
+        self._announced = (0, 0)  # the newest (epoch, revision) that a node spoke of
         self._map_turn = 0
         self._polls: dict[Address, asyncio.Task[None]] = {}
         self._work_wanted = asyncio.Event()
@@ -195,8 +203,12 @@ class Consumer:
         else:
             self._take_map(await self._first_discovery())
         while True:
+            ready = self._ready_sessions()
+            announced = bool(ready) and all(session.handshake.announces_maps for session in ready)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.map_poll_interval_s):
+                async with asyncio.timeout(
+                    self.settings.map_poll_interval_s * (ANNOUNCED_POLL_FACTOR if announced else 1)
+                ):
                     await self._map_wanted.wait()
             self._map_wanted.clear()
             await self._refresh_once()
@@ -219,22 +231,36 @@ class Consumer:
             await self.clock.sleep(pause_s(attempt, self.settings, self.clock.jitter()))
             attempt += 1
 
+    def _ready_sessions(self) -> list[NodeSession]:
+        return [keeper.session for keeper in self._nodes.values() if keeper.session is not None and keeper.ready]
+
     async def _refresh_once(self) -> None:
         """Ask the ready nodes, each time another first, until one gives a map; without any, as at the start."""
-        ready = [keeper.session for keeper in self._nodes.values() if keeper.session is not None and keeper.ready]
+        ready = self._ready_sessions()
         self._map_turn += 1
         turn = self._map_turn % max(1, len(ready))
+        answered = False
         for session in ready[turn:] + ready[:turn]:
+            settings, known = self._access.settings, self.cluster_map
             try:
-                found = await fetch_map(session.link, self.settings, timeout_s=MAP_TIMEOUT_S)
+                found = await fetch_newer_map(session.link, session.handshake, settings, known, timeout_s=MAP_TIMEOUT_S)
             except ClusterError as error:  # also of a node that fell silent a moment ago: the next one knows
                 log.debug("no map from node", node=str(session.address), error=str(error))
-            else:
+                continue
+            answered = True
+            if found is not None:
                 self._take_map(found)
-                return
-        known = [*self._nodes, *self._source.addresses]
+            if self.cluster_map is not None and self.cluster_map.revision >= self._announced:
+                return  # else another node spoke of a newer one, which this one does not have yet
+        if answered:
+            return
         try:
-            found = await discover(self._access, self.clock, addresses=dict.fromkeys(known))
+            first = await first_addresses(self._source, self.settings.dns_server)  # anew: the old ones may be stale
+            known_now = list(dict.fromkeys([*self._nodes, *first]))
+            turn = self._map_turn % len(known_now)  # a node that refuses us does not hide the others for ever
+            network = None if self.cluster_map is None else self.cluster_map.network
+            addresses = known_now[turn:] + known_now[:turn]
+            found = await discover(self._access, self.clock, addresses=addresses, network=network)
         except (ClusterError, ConfigError) as error:
             self._error = str(error)
         else:
@@ -279,11 +305,16 @@ class Consumer:
         self._node_of[vbid] = address
         if address is None:
             self._guarded(vbid, partial(actor.detach, happenings.NoActiveNode()))
+            node = self.cluster_map.node_of(vbid) if self.cluster_map is not None else None
+            if node is not None:
+                how = "with TLS" if self._source.tls else "without TLS"
+                actor.report(Status.WAITING, f"its node {node.host} offers the data service nowhere {how}")
             return
         self._guarded(vbid, partial(actor.detach, happenings.Stop(f"moved to {address}")))
         keeper = self._nodes.get(address)
         if keeper is None:
             keeper = NodeKeeper(address, self._make_session, self, self.settings, self.clock)
+            keeper.on_died = self._end  # else the node's vbuckets would stop quietly: the worker is started anew
             self._nodes[address] = keeper
             keeper.start()
         elif keeper.session is not None and keeper.ready:
@@ -299,7 +330,9 @@ class Consumer:
             task.add_done_callback(self._stopping_keepers.discard)
 
     def _make_session(self, address: Address) -> NodeSession:
-        return NodeSession(self._access, address, self, self.clock, name=self._dcp_name, opaques=self._opaques)
+        session = NodeSession(self._access, address, self, self.clock, name=self._dcp_name, opaques=self._opaques)
+        session.map_watch = self
+        return session
 
     # -- what nodes bring -----------------------------------------------------------------------------------------
 
@@ -325,6 +358,31 @@ class Consumer:
         errors = [other.error for other in self._nodes.values()]
         if all(one is not None and not one.retryable for one in errors):
             self._end(error)
+
+    def on_first_map(self, found: ClusterMap) -> None:
+        """Judge what a node that was connected to is part of, before anything is asked of it."""
+        try:
+            self._take_map(found)
+        except MirrorError as error:
+            self._end(error)
+            raise
+
+    def on_push(self, session: NodeSession, frame: Frame) -> None:
+        """A node announces a cluster map, or sends it along (SDK RFC 75)."""
+        if frame.opcode != ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION:
+            return
+        try:
+            epoch, rev, bucket, config = decode_clustermap_notification(frame)
+        except RemoteProtocolError as error:
+            log.warning("announcement of a map makes no sense", node=str(session.address), error=str(error))
+            return
+        if bucket not in (b"", self.identity.bucket_name.encode()):
+            return
+        if config:
+            self._take_sent_map(config, session.address)
+        elif self.cluster_map is None or (epoch, rev) > self.cluster_map.revision:
+            self._announced = max(self._announced, (epoch, rev))
+            self._map_wanted.set()
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
         """A session is over: its vbuckets wait for the next."""
@@ -361,24 +419,29 @@ class Consumer:
         self.touch_group(vbid)
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
-        """A vbucket was told that it is elsewhere; perhaps the map came with that."""
+        """A vbucket was told that it is elsewhere; perhaps the map came with that (not where we have it already)."""
         address = self._node_of[vbid]
-        if config and address is not None:
-            try:
-                new = read_map(config, address, self.settings)
-            except HandshakeFailed as error:
-                log.warning("map in an answer makes no sense", error=str(error))
-            else:
-                if new.vbucket_count and new.newer_than(self.cluster_map):
-                    # Not from within: the vbucket that asks is in the middle of performing its instructions.
-                    asyncio.get_running_loop().call_soon(self._take_map_later, new)
-                    return
-        self._map_wanted.set()
+        if not config or address is None or not self._take_sent_map(config, address):
+            self._map_wanted.set()
+
+    def _take_sent_map(self, config: bytes, address: Address) -> bool:
+        """Follow a map that came unasked; true when there was something in it to follow."""
+        network = None if self.cluster_map is None else self.cluster_map.network
+        try:
+            new = read_map(config, address, self._access.settings, network=network)
+        except HandshakeFailed as error:
+            log.warning("map that was sent makes no sense", error=str(error))
+            return False
+        if not new.vbucket_count or not new.newer_than(self.cluster_map):
+            return False
+        # Not from within: the vbucket that asks is in the middle of performing its instructions.
+        asyncio.get_running_loop().call_soon(self._take_map_later, new)
+        return True
 
     def _take_map_later(self, new: ClusterMap) -> None:
         try:
             self._take_map(new)
-        except BucketChanged as error:
+        except MirrorError as error:
             self._end(error)
 
     def _vbids_at(self, address: Address) -> list[int]:

@@ -59,6 +59,8 @@ class NodeKeeper:
         self.error: MirrorError | None = None
         self.failures = 0
         self.reconnects = 0
+        self.on_died: Callable[[BaseException], None] | None = None
+        """Told when a defect of this program ended the keeping: nobody would try again."""
         self._make = make
         self._owner = owner
         self._settings = settings
@@ -69,6 +71,7 @@ class NodeKeeper:
         """Begin to connect."""
         assert self._task is None, "a keeper is started once"
         self._task = asyncio.create_task(self._keep(), name=f"node {self.address}")
+        self._task.add_done_callback(self._ended)
 
     @property
     def ready(self) -> bool:
@@ -104,6 +107,10 @@ class NodeKeeper:
                     session.close()
             await self._clock.sleep(pause_s(self.failures - 1, self._settings, self._clock.jitter()))
             self.reconnects += 1
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self.on_died is not None:
+            self.on_died(error)
 
     def _failed(self, error: Exception) -> None:
         self.error = error if isinstance(error, MirrorError) else MirrorError(str(error), retryable=True)

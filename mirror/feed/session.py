@@ -14,15 +14,17 @@ import asyncio
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTimeout
-from mirror.feed.bootstrap import Access, Handshake, enter, privilege_missing
+from mirror.feed.bootstrap import Access, Handshake, enter, fetch_map, privilege_missing
 from mirror.feed.connection_string import Address
 from mirror.feed.transport import Link, OnAnswer, Opaques
 from mirror.ingest.events import StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
+from mirror.ingest.topology import ClusterMap
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import decode, encode, to_frame
 from mirror.wire.constants import (
@@ -75,6 +77,18 @@ class SessionOwner(Protocol):
         ...
 
 
+class MapWatch(Protocol):
+    """Who follows the cluster map."""
+
+    def on_first_map(self, found: ClusterMap) -> None:
+        """The map as the node has it, before any stream is asked for. Raises where this is not the right bucket."""
+        ...
+
+    def on_push(self, session: NodeSession, frame: Frame) -> None:
+        """The node said something by itself: that the map changed."""
+        ...
+
+
 @dataclass(slots=True)
 class SessionFigures:
     """What status shows of a connection."""
@@ -104,6 +118,8 @@ class NodeSession:
         """True: nothing is acknowledged until `release_acks`, so that the source pauses when the window is full."""
         self.stream_filter: dict[str, Any] = {}
         """What every stream request says in its JSON value: `collections` or `scope`, as hex ids."""
+        self.map_watch: MapWatch | None = None
+        """Who is told of the node's cluster map, at first and when it changes."""
         self._access = access
         self._owner = owner
         self._clock = clock
@@ -127,6 +143,9 @@ class NodeSession:
                     link.close()
                     continue
                 await self._negotiate(link)
+                if self.map_watch is not None:
+                    link.on_push = partial(self.map_watch.on_push, self)
+                    self.map_watch.on_first_map(await fetch_map(link, self._access.settings))
             except BaseException:
                 link.close()
                 raise

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mirror.clock import Clock
-from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout, TlsFailed
+from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
 from mirror.feed.connection_string import Address
-from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, opcode_name
+from mirror.feed.tls import Tls, hung_up, not_tls, speaks_plain_kv
+from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Magic, opcode_name
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame, encode, frame_size, request
 from mirror.wire.scan import Run, scan
@@ -60,12 +61,15 @@ class Opaques:
 class Link(asyncio.Protocol):
     """One connection. Made by `open_link`."""
 
-    def __init__(self, address: Address, clock: Clock, opaques: Opaques | None = None) -> None:
+    def __init__(self, address: Address, clock: Clock, opaques: Opaques | None = None, tls: Tls | None = None) -> None:
         """A link that waits for its transport."""
         self.address = address
+        self._tls = tls
         self.routes: dict[int, bytes] = {}
         """Opaque of a stream -> prefix of its rows' keys; the scanner makes rows of nothing else."""
         self.receiver: Receiver | None = None
+        self.on_push: Callable[[Frame], None] | None = None
+        """Told what the node says by itself beside streams (kv_engine docs/Duplex.md); it wants no answer to it."""
         self.received_bytes = 0
         self._clock = clock
         self.last_received = clock.monotonic()
@@ -113,6 +117,9 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer or the network ended it."""
+        if isinstance(exc, ssl.SSLError) and self._tls is not None:
+            self.close(self._tls.failure(exc, str(self.address)))
+            return
         why = f": {exc}" if exc else ""
         self.close(ConnectFailed(f"the connection to {self.address} was closed{why}", node=str(self.address)))
 
@@ -221,6 +228,9 @@ class Link(asyncio.Protocol):
                     batch = []
                 if self._error is None:
                     on_answer(item)
+            elif isinstance(item, Frame) and item.magic == Magic.SERVER_REQUEST:
+                if self.on_push is not None:
+                    self.on_push(item)
             else:
                 batch.append(item)
         if batch:
@@ -234,56 +244,41 @@ class Link(asyncio.Protocol):
 async def open_link(
     address: Address,
     *,
-    tls: ssl.SSLContext | None,
+    tls: Tls | None,
     timeout_s: float,
     clock: Clock,
     opaques: Opaques | None = None,
 ) -> Link:
-    """Connect. Raises ConnectFailed (retryable) or TlsFailed."""
+    """Connect; the name is resolved anew each time. Raises ConnectFailed (retryable) or TlsFailed."""
     loop = asyncio.get_running_loop()
     where = str(address)
     try:
         async with asyncio.timeout(timeout_s):
             _, link = await loop.create_connection(
-                lambda: Link(address, clock, opaques),
+                lambda: Link(address, clock, opaques, tls),
                 address.host,
                 address.port,
-                ssl=tls,
-                server_hostname=address.host if tls is not None else None,
+                ssl=None if tls is None else tls.context,
+                server_hostname=None if tls is None else address.host.partition("%")[0],
             )
             return link
     except TimeoutError:
         raise ConnectFailed(f"{where} did not take the connection within {timeout_s:g} s", node=where) from None
-    except ssl.SSLCertVerificationError as error:
-        raise TlsFailed(f"the certificate of {where} was refused: {error.verify_message}", node=where) from None
     except ssl.SSLError as error:
-        reason = error.reason or str(error)
-        hint = "check that the port speaks TLS (usually 11207)" if "WRONG_VERSION" in reason.upper() else None
-        raise TlsFailed(f"TLS with {where} failed: {reason}", node=where, hint=hint) from None
+        assert tls is not None
+        failure = tls.failure(error, where)
+        raise (not_tls(where) if failure.retryable and await speaks_plain_kv(address) else failure) from None
     except socket.gaierror as error:
         raise ConnectFailed(
             f"the name {address.host} cannot be resolved: {error.strerror}",
             node=where,
             hint="check the host in the connection string and the machine's DNS",
         ) from None
+    except UnicodeError as error:
+        raise ConnectFailed(f"{address.host!r:.100} cannot be a host's name: {error}", node=where) from None
     except OSError as error:
+        if tls is not None and isinstance(error, ConnectionResetError):
+            plain = await speaks_plain_kv(address)
+            raise (not_tls(where) if plain else hung_up("during", where, tls.settings)) from None
         reason = error.strerror or str(error)
         raise ConnectFailed(f"{where} cannot be reached: {reason}", node=where) from None
-
-
-def tls_context(
-    ca_file: str | None, cert_file: str | None, key_file: str | None, minimum_version: str
-) -> ssl.SSLContext:
-    """A context that verifies certificate and name. Raises TlsFailed for files that cannot be used."""
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3 if minimum_version == "1.3" else ssl.TLSVersion.TLSv1_2
-        if cert_file is not None:
-            context.load_cert_chain(cert_file, key_file)
-    except (OSError, ssl.SSLError) as error:
-        names = ", ".join(name for name in (ca_file, cert_file, key_file) if name)
-        raise TlsFailed(
-            f"a TLS file cannot be used ({names}): {error.strerror or error}",
-            hint="give PEM files as tls_ca_file, tls_client_cert_file and tls_client_key_file",
-        ) from None
-    return context

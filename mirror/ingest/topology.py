@@ -64,6 +64,13 @@ class ClusterMap:
     """Of each vbucket the replicas that have a node, by index into `nodes`."""
     ephemeral: bool = False
     """The bucket lives in memory alone: nothing of it is ever persisted."""
+    network: str = "default"
+    """Whose addresses the nodes have: later maps of the same source are to be read by the same."""
+
+    @property
+    def revision(self) -> tuple[int, int]:
+        """(epoch, revision): what maps are ordered by."""
+        return self.rev_epoch, self.rev
 
     @property
     def vbucket_count(self) -> int:
@@ -88,7 +95,7 @@ class ClusterMap:
 
     def newer_than(self, other: ClusterMap | None) -> bool:
         """True if this map is to replace the other."""
-        return other is None or (self.rev_epoch, self.rev) > (other.rev_epoch, other.rev)
+        return other is None or self.revision > other.revision
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,7 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
         cluster_uuid=_text_or_none(config.get("clusterUUID"), "clusterUUID"),
         replicas=replicas,
         ephemeral=_is_ephemeral(config),
+        network=network,
     )
 
 
@@ -144,15 +152,26 @@ def _is_ephemeral(config: dict[str, Any]) -> bool:
     return VIEWS not in _list(config["bucketCapabilities"], "bucketCapabilities")
 
 
-def network_of(text: bytes | str, contacted_host: str) -> str:
-    """Choose the network by the address that was contacted: the one whose addresses hold it, else "default"."""
+def network_of(text: bytes | str, contacted_host: str, contacted_port: int | None = None) -> str:
+    """Choose the network by the address that was contacted, as SDKs do: the one whose addresses hold it.
+
+    Host and port together say more than the host alone (all nodes of a test cluster may share one host); what is in no
+    network at all, as where the map came by another name, is "default".
+    """
     config = _load(text)
+    found: list[tuple[bool, str]] = []
     for item in _list(config.get("nodesExt", []), "nodesExt"):
-        alternates = _dict(_dict(item, "nodesExt").get("alternateAddresses", {}), "alternateAddresses")
-        for network, alternate in alternates.items():
-            if _dict(alternate, f"alternateAddresses.{network}").get("hostname") == contacted_host:
-                return str(network)
-    return "default"
+        row = _dict(item, "nodesExt")
+        services = _dict(row.get("services", {}), "nodesExt.services")
+        known: dict[str, dict[str, Any]] = {"default": {"hostname": row.get("hostname"), "ports": services}}
+        known |= _dict(row.get("alternateAddresses", {}), "alternateAddresses")
+        for network, value in known.items():
+            address = _dict(value, f"alternateAddresses.{network}")
+            if address.get("hostname") == contacted_host:
+                ports = _dict(address.get("ports", services), "ports")
+                found.append((contacted_port in (ports.get("kv"), ports.get("kvSSL")), network))
+    exact = [network for whole, network in found if whole]
+    return next(iter(exact or [network for _, network in found]), "default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +203,17 @@ def _parse_server_map(
     server_map: dict[str, Any], nodes_ext: Sequence[_NodeExt], contacted_host: str
 ) -> tuple[tuple[Node, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Nodes in the order of serverList, which the rows of the map count in, the first column of the map, the others."""
-    by_address = {ext.own_address: ext.node for ext in nodes_ext}
+    by_address: dict[tuple[str, int | None], list[Node]] = {}
+    for ext in nodes_ext:
+        if ext.serves_kv:
+            by_address.setdefault(ext.own_address, []).append(ext.node)
     nodes = []
     for server in _list(server_map.get("serverList"), "serverList"):
         host, port = _host_and_port(server, contacted_host)
-        nodes.append(by_address.get((host, port), Node(host, port)))
+        found = by_address.get((host, port))
+        # Where only TLS is offered, serverList still has a port, of which nodesExt knows nothing: host and order tell.
+        unported = by_address.get((host, None))
+        nodes.append(found[0] if found else unported.pop(0) if unported else Node(host, port))
     rows = _list(server_map.get("vBucketMap"), "vBucketMap")
     if len(rows) > VBUCKET_COUNT_MAX:
         raise MalformedClusterMap(f"vBucketMap has {len(rows)} rows")

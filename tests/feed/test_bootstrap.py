@@ -61,7 +61,7 @@ async def test_login_goes_by_the_strongest_mechanism_and_selects_the_bucket(tmp_
 
 
 async def test_features_that_were_not_asked_for_are_not_believed(tmp_path: Path) -> None:
-    async with ScriptedNode({Opcode.HELLO: refuse(Status.SUCCESS, b"\x00\x08\x00\x0c\x12\x34")}) as node:
+    async with ScriptedNode({Opcode.HELLO: refuse(Status.SUCCESS, b"\x00\x08\x00\x0e\x12\x34")}) as node:
         access = access_to(node, tmp_path)
         link, handshake = await enter(access, first(access), SystemClock())
         assert handshake.features == {Feature.SELECT_BUCKET}

@@ -24,17 +24,33 @@ from mirror.feed.connection_string import Address, ConnectionString, parse
         ("couchbase://u@[fe80::1]/b/", ConnectionString(False, "u", (Address("fe80::1", 11210),), "b")),
         ("couchbase://a%40b@h/b", ConnectionString(False, "a@b", (Address("h", 11210),), "b")),
         ("couchbase://a@b@h/b", ConnectionString(False, "a@b", (Address("h", 11210),), "b")),
+        ("couchbases://g;h:1/b", ConnectionString(True, None, (Address("g", 11207), Address("h", 1)), "b", True)),
+        (
+            "couchbases://h/b?network=external",
+            ConnectionString(True, None, (Address("h", 11207),), "b", network="external"),
+        ),
     ],
 )
 def test_what_is_meant(text: str, meant: ConnectionString) -> None:
     assert parse(text) == meant
     again = parse(str(meant))
-    assert (again.tls, again.user, again.addresses, again.bucket) == (
-        meant.tls,
-        meant.user,
-        meant.addresses,
-        meant.bucket,
-    )
+    for part in ("tls", "user", "addresses", "bucket", "network", "srv_name"):
+        assert getattr(again, part) == getattr(meant, part)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "name"),
+    [
+        ("cluster.example", "cluster.example"),
+        ("cluster.example:11210", None),
+        ("a.example,b.example", None),
+        ("10.0.0.1", None),
+        ("[::1]", None),
+        ("localhost", None),
+    ],
+)
+def test_one_name_without_a_port_may_stand_for_several_hosts(hosts: str, name: str | None) -> None:
+    assert parse(f"couchbase://u@{hosts}/b").srv_name == name
 
 
 @pytest.mark.parametrize(
@@ -58,7 +74,8 @@ def test_what_is_meant(text: str, meant: ConnectionString) -> None:
         ("couchbase://[::1]x/b", "brackets"),
         ("couchbase://[host]/b", "IPv6"),
         ("couchbase://a b/b", "host"),
-        ("couchbase://h/b?network=external", "options"),
+        ("couchbase://h/b?kv_timeout=1", "kv_timeout"),
+        ("couchbase://h/b?network=elsewhere", "elsewhere"),
         ("couchbase://" + ",".join(["h"] * 65) + "/b", "hosts"),
     ],
 )

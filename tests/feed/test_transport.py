@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-from pathlib import Path
 
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout, TlsFailed
+from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
 from mirror.feed.connection_string import Address
-from mirror.feed.transport import OPAQUE_MAX, Link, Opaques, open_link, tls_context
+from mirror.feed.transport import OPAQUE_MAX, Link, Opaques, open_link
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
+from mirror.wire.codec_kv import clustermap_notification
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame, encode, request, response
 from mirror.wire.scan import Run
@@ -86,6 +85,17 @@ async def test_a_length_that_cannot_be_true_ends_the_connection_at_once() -> Non
     assert "broke the protocol" in error.what
     link.data_received(mutation(1, 9))
     assert listener.items == []
+
+
+async def test_what_a_node_says_by_itself_goes_its_own_way_and_is_not_answered() -> None:
+    link, listener = link_in_memory()
+    pushed: list[Frame] = []
+    notice = clustermap_notification(1, 7, b"b")
+    link.data_received(encode(notice))
+    link.on_push = pushed.append
+    link.data_received(encode(notice) + encode(request(Opcode.DCP_NOOP, opaque=5)))
+    assert pushed == [notice]
+    assert [item.opcode for item in listener.items if isinstance(item, Frame)] == [Opcode.DCP_NOOP]
 
 
 async def test_answers_find_their_requests_in_any_order_and_unasked_ones_are_dropped() -> None:
@@ -161,78 +171,5 @@ async def test_nobody_there_is_one_clear_error() -> None:
     assert caught.value.retryable
     with pytest.raises(ConnectFailed, match="cannot be resolved"):
         await open_link(Address("no.such.host.invalid", 1), tls=None, timeout_s=5, clock=SystemClock())
-
-
-# -- TLS ----------------------------------------------------------------------------------------------------------
-
-
-# Made for these tests alone: it signs itself, is for the name localhost, and lasts a hundred years.
-CERTIFICATE = """\
------BEGIN CERTIFICATE-----
-MIIBlDCCATugAwIBAgIUHX1FKr/pJuohDuEAkkQ2yHUaPbwwCgYIKoZIzj0EAwIw
-FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyMTA1NDQ0OVoYDzIxMjYxMDI4
-MDU0NDQ5WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
-PQMBBwNCAASTklmjN/jSgmiSXbBdrb2Et5GGNE7j4Ipdp+1rVbUmqbnLo3c0BSKN
-6pa95GVt1lLf06pS9JrVRv2SLOM5Vx+8o2kwZzAdBgNVHQ4EFgQU2GHa7Of8E5fh
-auYJKIf9RUJ9Cb0wHwYDVR0jBBgwFoAU2GHa7Of8E5fhauYJKIf9RUJ9Cb0wDwYD
-VR0TAQH/BAUwAwEB/zAUBgNVHREEDTALgglsb2NhbGhvc3QwCgYIKoZIzj0EAwID
-RwAwRAIgMgriFnry1R4dxlZnGfc0ZWSOI1JQrb4018xRigQzxnMCIGSblp6H4gyt
-13w1af4JAIEjex8BDlkMhnbrdKzrOiql
------END CERTIFICATE-----
-"""
-KEY = """\
------BEGIN PRIVATE KEY-----
-MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgcSNMnqjVxVdBkZtO
-VQ/EACSOoElSl+7pQgz+fUIJ3jyhRANCAASTklmjN/jSgmiSXbBdrb2Et5GGNE7j
-4Ipdp+1rVbUmqbnLo3c0BSKN6pa95GVt1lLf06pS9JrVRv2SLOM5Vx+8
------END PRIVATE KEY-----
-"""
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[str, str]:
-    """The certificate's file and its key's."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    cert.write_text(CERTIFICATE)
-    key.write_text(KEY)
-    return str(cert), str(key)
-
-
-def server_context(certificate: tuple[str, str]) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    return context
-
-
-async def test_tls_with_a_known_ca_and_name(certificate: tuple[str, str]) -> None:
-    async with ScriptedNode(ssl=server_context(certificate)) as node:
-        context = tls_context(certificate[0], None, None, "1.2")
-        link = await open_link(Address("localhost", node.port), tls=context, timeout_s=5, clock=SystemClock())
-        assert link.secure
-        assert (await link.request(Opcode.NOOP, timeout_s=5)).status == Status.SUCCESS
-        link.close()
-
-
-@pytest.mark.parametrize(("host", "known"), [("localhost", False), ("127.0.0.1", True)])
-async def test_tls_with_an_unknown_ca_or_another_name_is_refused(
-    certificate: tuple[str, str], host: str, known: bool
-) -> None:
-    async with ScriptedNode(ssl=server_context(certificate)) as node:
-        context = tls_context(certificate[0] if known else None, None, None, "1.2")
-        with pytest.raises(TlsFailed, match="certificate") as caught:
-            await open_link(Address(host, node.port), tls=context, timeout_s=5, clock=SystemClock())
-        assert caught.value.exit_code == 4
-        assert not caught.value.retryable
-
-
-async def test_tls_with_a_port_that_speaks_none_is_refused(certificate: tuple[str, str]) -> None:
-    async with ScriptedNode() as node:
-        node.greeting = b"\x81\x00" + bytes(22)
-        context = tls_context(certificate[0], None, None, "1.3")
-        with pytest.raises(TlsFailed):
-            await open_link(Address("127.0.0.1", node.port), tls=context, timeout_s=5, clock=SystemClock())
-
-
-def test_tls_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TlsFailed, match=r"absent\.pem"):
-        tls_context(str(tmp_path / "absent.pem"), None, None, "1.2")
+    with pytest.raises(ConnectFailed, match="cannot be a host's name"):
+        await open_link(Address("a" * 64, 1), tls=None, timeout_s=5, clock=SystemClock())

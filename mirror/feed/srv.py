@@ -1,0 +1,64 @@
+"""DNS SRV: the hosts behind one name, as SDKs look for them (`_couchbase._tcp.NAME`, `_couchbases._tcp.NAME`).
+
+Knows names and the resolver; must never know what is done with the addresses. Invariants: only a single name without a
+port is looked up (`ConnectionString.srv_name`); it is looked up anew for each call, so that no stale answer is kept;
+whatever goes wrong with DNS, the name itself is taken as a host, as SDKs do, since most names have no such records.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from mirror.errors import ConfigError
+from mirror.feed.connection_string import Address, ConnectionString
+
+log = structlog.get_logger("feed")
+
+LOOK_UP_TIMEOUT_S = 2.0
+"""A name server that takes longer is taken as one without such records; SDKs wait half a second."""
+DNS_PORT = 53
+
+
+async def first_addresses(source: ConnectionString, dns_server: str | None = None) -> tuple[Address, ...]:
+    """Where to begin: the hosts of the string, or those that its one name stands for."""
+    name = source.srv_name
+    if name is None:
+        return source.addresses
+    found = await look_up(f"_couchbase{'s' if source.tls else ''}._tcp.{name}", dns_server)
+    if found:
+        log.debug("hosts by DNS SRV", name=name, hosts=[str(address) for address in found])
+    return found or source.addresses
+
+
+async def look_up(record: str, dns_server: str | None = None) -> tuple[Address, ...]:
+    """The targets of an SRV record, the most wanted first; empty where there is none, or no answer."""
+    import dns.asyncresolver  # here: a twentieth of a second that only such names need
+    import dns.exception
+    import dns.rdtypes.IN.SRV
+
+    try:
+        resolver = dns.asyncresolver.Resolver(configure=dns_server is None)
+        if dns_server is not None:
+            host, port = server_of(dns_server)
+            resolver.nameservers = [host]
+            resolver.port = port
+        answer = await resolver.resolve(record, "SRV", lifetime=LOOK_UP_TIMEOUT_S)
+    except (dns.exception.DNSException, OSError, ValueError) as error:
+        log.debug("no hosts by DNS SRV", record=record, why=str(error))
+        return ()
+    records = [row for row in answer if isinstance(row, dns.rdtypes.IN.SRV.SRV)]
+    records.sort(key=lambda row: (row.priority, -row.weight))
+    return tuple(Address(row.target.to_text(omit_final_dot=True), row.port) for row in records)
+
+
+def server_of(text: str) -> tuple[str, int]:
+    """Address and port of the setting `dns_server`: `10.0.0.2`, `10.0.0.2:5353`, `[::1]:5353`. Raises ConfigError."""
+    host, colon, port = text.rpartition(":") if text.count(":") == 1 or "]:" in text else (text, "", "")
+    host = host.removeprefix("[").removesuffix("]")
+    if colon and not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536):
+        raise ConfigError(
+            f"dns_server {text!r} has no port behind its colon",
+            hint="write ADDRESS or ADDRESS:PORT",
+            setting="dns_server",
+        )
+    return host, int(port) if colon else DNS_PORT

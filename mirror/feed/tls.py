@@ -1,0 +1,226 @@
+"""TLS towards a node: what we demand of it, and what each failure of a handshake means to the operator.
+
+Knows certificates' files, contexts and the words of OpenSSL; must never know what is said over a connection.
+Invariants: certificate and name are always verified; the files are read afresh for each connection, so that they can be
+replaced without a restart; a file of ours that cannot be used is a `ConfigError` (ours to mend), whatever the node does
+wrong is a `TlsFailed` with one remedy, and only what may pass by itself is retryable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from mirror.config import Settings
+from mirror.errors import ConfigError, TlsFailed
+from mirror.feed.connection_string import Address
+from mirror.wire.constants import HEADER_SIZE, Magic, Opcode
+from mirror.wire.frame import encode, request
+
+PROBE_TIMEOUT_S = 2.0
+"""For finding out what a port speaks, once something else than what we speak came back."""
+
+_EXPIRED, _NOT_YET_VALID = 10, 9
+_NAME_MISMATCH = (62, 63, 64)
+"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, _EMAIL_, _IP_ADDRESS_."""
+
+_OUR_CERTIFICATE: dict[str, str] = {
+    "CERTIFICATE_REQUIRED": "it demands a client certificate",
+    "UNKNOWN_CA": "it does not know the authority of our client certificate",
+    "CERTIFICATE_EXPIRED": "our client certificate has expired",
+    "CERTIFICATE_REVOKED": "our client certificate was revoked",
+    "BAD_CERTIFICATE": "it calls our client certificate bad",
+    "UNSUPPORTED_CERTIFICATE": "our client certificate is of a kind that it does not take",
+    "CERTIFICATE_UNKNOWN": "it does not take our client certificate",
+    "ACCESS_DENIED": "it does not let our client certificate in",
+    "DECRYPT_ERROR": "our client certificate and its key do not convince it",
+}
+"""Part of an alert's name -> what the node holds against us. All of them are about our certificate."""
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext:
+    """A context that verifies certificate and name. Raises ConfigError for files that cannot be used."""
+    ca_file, cert_file, key_file = settings.tls_ca_file, settings.tls_client_cert_file, settings.tls_client_key_file
+    try:
+        context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+    except (OSError, ssl.SSLError) as error:
+        raise _unusable("tls_ca_file", ca_file, error, "give the cluster's CA certificates as a PEM file") from None
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an intermediate authority, or the very certificate, will do
+    versions = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
+    context.minimum_version = versions[settings.tls_minimum_version]
+    if cert_file is not None:
+        setting, path = "tls_client_cert_file", cert_file
+        try:
+            path.open("rb").close()
+            if key_file is not None:
+                setting, path = "tls_client_key_file", key_file
+                path.open("rb").close()
+            context.load_cert_chain(cert_file, key_file, password=_no_passphrase)
+        except (OSError, ssl.SSLError, ValueError) as error:
+            hint = "give certificate (with its chain) and key as PEM files; the key may stand in the certificate's file"
+            raise _unusable(setting, path, error, hint) from None
+    return context
+
+
+def _no_passphrase() -> str:
+    """Called for an encrypted key, instead of asking at the terminal."""
+    raise ValueError("it is encrypted, and nobody is here to type its passphrase")
+
+
+def _unusable(setting: str, path: object, error: Exception, hint: str) -> ConfigError:
+    if isinstance(error, ssl.SSLError):
+        reason = (error.reason or "it holds no PEM data").replace("_", " ").lower()
+        if error.reason == "KEY_VALUES_MISMATCH":
+            reason = "the key does not belong to the certificate"
+    else:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return ConfigError(f"{setting} {path} cannot be used: {reason}", hint=hint, setting=setting)
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """A context, and the settings that it was made from."""
+
+    context: ssl.SSLContext
+    settings: Settings
+
+    @staticmethod
+    def of(settings: Settings) -> Tls:
+        """Read the files as they are now. Raises ConfigError."""
+        return Tls(tls_context(settings), settings)
+
+    def failure(self, error: ssl.SSLError, where: str) -> TlsFailed:
+        """What a failed handshake, or an alert behind it, means."""
+        return tls_failure(error, where, self.settings)
+
+
+def tls_failure(error: ssl.SSLError, where: str, settings: Settings) -> TlsFailed:
+    """What a failed handshake, or an alert behind it, means."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _refused_by_us(error, where, settings)
+    reason = str(getattr(error, "reason", None) or error).upper()
+    if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason or "NO_PROTOCOLS_AVAILABLE" in reason:
+        return TlsFailed(
+            f"{where} speaks no TLS version that is allowed (at least {settings.tls_minimum_version})",
+            node=where,
+            hint="have the cluster allow a newer version, or set tls_minimum_version to 1.2 where it is 1.3",
+        )
+    if "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER" in reason or "PACKET_LENGTH" in reason:
+        return not_tls(where)
+    for part, words in _OUR_CERTIFICATE.items():
+        if part in reason and "ALERT" in reason:
+            return _refused_by_node(words, where, settings)
+    if "HANDSHAKE_FAILURE" in reason:
+        what = "no cipher in common, or it demands a client certificate"
+        return _refused_by_node(what, where, settings)
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or "EOF" in reason:
+        return hung_up("during", where, settings)
+    return TlsFailed(f"TLS with {where} failed: {reason.replace('_', ' ').lower()}", node=where)
+
+
+def _refused_by_us(error: ssl.SSLCertVerificationError, where: str, settings: Settings) -> TlsFailed:
+    head = f"the certificate of {where} is refused"
+    if error.verify_code == _EXPIRED:
+        return TlsFailed(f"{head}: it has expired", node=where, hint="have the cluster's certificate renewed")
+    if error.verify_code == _NOT_YET_VALID:
+        return TlsFailed(
+            f"{head}: it is not valid yet", node=where, hint="check this machine's clock, and the certificate's dates"
+        )
+    if error.verify_code in _NAME_MISMATCH:
+        host = where.rpartition(":")[0]
+        return TlsFailed(
+            f"{head}: it is not for the name {host}",
+            node=where,
+            hint="use a name that the certificate carries in the connection string, or have one made that carries this",
+        )
+    known = "of this machine" if settings.tls_ca_file is None else f"in {settings.tls_ca_file}"
+    return TlsFailed(
+        f"{head}: none of the authorities {known} vouches for it ({error.verify_message})",
+        node=where,
+        hint="give the cluster's CA certificate as tls_ca_file",
+    )
+
+
+def _refused_by_node(what: str, where: str, settings: Settings) -> TlsFailed:
+    if settings.tls_client_cert_file is None:
+        hint = "give a client certificate as tls_client_cert_file and tls_client_key_file"
+    else:
+        hint = f"check {settings.tls_client_cert_file}, and that the cluster trusts the authority which signed it"
+    return TlsFailed(f"{where} refused us: {what}", node=where, hint=hint)
+
+
+def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
+    """It ended the connection around the handshake and did not say why. A node that is starting does so, too."""
+    version = f"no TLS version that we may speak (at least {settings.tls_minimum_version})"
+    ours = "takes no client certificate of ours" if settings.tls_client_cert_file else "demands a client certificate"
+    return TlsFailed(
+        f"{where} hung up {when} the TLS handshake",
+        node=where,
+        hint=f"it is starting, or {ours} (tls_client_cert_file), or allows {version}; its log says which",
+        retryable=True,
+    )
+
+
+def not_tls(where: str) -> TlsFailed:
+    """The port speaks something else."""
+    return TlsFailed(
+        f"{where} does not speak TLS", node=where, hint="use its TLS port (usually 11207), or couchbase:// without TLS"
+    )
+
+
+def only_tls(where: str) -> TlsFailed:
+    """The port speaks TLS, and we do not."""
+    return TlsFailed(
+        f"{where} speaks TLS, and the connection string says couchbase://",
+        node=where,
+        hint="write couchbases://, or the port without TLS (usually 11210)",
+    )
+
+
+# -- finding out what a port speaks ---------------------------------------------------------------------------------
+
+
+async def speaks_plain_kv(address: Address) -> bool:
+    """Whether the port answers a key-value request without TLS. Sends nothing that is secret."""
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(encode(request(Opcode.NOOP, opaque=1)))
+        return (await reader.readexactly(HEADER_SIZE))[0] == Magic.RESPONSE
+
+    return await _probe(address, ask)
+
+
+async def speaks_tls(address: Address) -> bool:
+    """Whether the port answers the start of a TLS handshake. Verifies nothing, and sends nothing."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    hello = outgoing.read()
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(hello)
+        kind, major, *_ = await reader.readexactly(5)
+        return kind in (0x15, 0x16) and major == 3  # an alert or a handshake record (RFC 8446, 5.1)
+
+    return await _probe(address, greet)
+
+
+async def _probe(
+    address: Address, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]]
+) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            try:
+                return await talk(reader, writer)
+            finally:
+                writer.transport.abort()
+    except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeError):
+        return False

@@ -1,0 +1,204 @@
+"""TLS: what is wrong with a certificate, a version, a port or a file of ours is one clear error with its remedy."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.errors import ClusterError, ConfigError, ExitCode, TlsFailed
+from mirror.feed.connection_string import Address
+from mirror.feed.tls import Tls, speaks_plain_kv, speaks_tls, tls_context, tls_failure
+from mirror.feed.transport import Link, open_link
+from mirror.wire.constants import Opcode, Status
+from tests.feed.authority import Authority, Gatekeeper
+from tests.feed.scripted_node import ScriptedNode
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def settings_for(authority: Authority, **more: object) -> Settings:
+    return Settings.model_validate({"tls_ca_file": authority.ca_file, **more})
+
+
+async def connect(node: ScriptedNode | Gatekeeper, settings: Settings, host: str = "localhost") -> Link:
+    return await open_link(Address(host, node.port), tls=Tls.of(settings), timeout_s=10, clock=SystemClock())
+
+
+async def refusal(node: ScriptedNode | Gatekeeper, settings: Settings, host: str = "localhost") -> ClusterError:
+    """What comes of connecting and asking: with TLS 1.3 the node's verdict on us comes after the handshake."""
+    with pytest.raises(ClusterError) as caught:
+        await (await connect(node, settings, host)).request(Opcode.NOOP, timeout_s=10)
+    return caught.value
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+async def test_a_known_authority_and_a_name_that_fits(authority: Authority, host: str) -> None:
+    async with ScriptedNode(ssl=authority.node_context("localhost", "127.0.0.1")) as node:
+        link = await connect(node, settings_for(authority), host)
+        assert link.secure
+        assert (await link.request(Opcode.NOOP, timeout_s=10)).status == Status.SUCCESS
+        link.close()
+
+
+async def test_an_unknown_authority(authority: Authority, tmp_path: Path) -> None:
+    other = Authority(tmp_path, "other")
+    async with ScriptedNode(ssl=authority.node_context("localhost")) as node:
+        for settings, where in ((Settings(), "of this machine"), (settings_for(other), "other.pem")):
+            error = await refusal(node, settings)
+            assert isinstance(error, TlsFailed)
+            assert where in error.what
+            assert "tls_ca_file" in error.hint
+
+
+async def test_another_name(authority: Authority) -> None:
+    async with ScriptedNode(ssl=authority.node_context("db.example")) as node:
+        for host in ("localhost", "127.0.0.1"):
+            error = await refusal(node, settings_for(authority), host)
+            assert isinstance(error, TlsFailed)
+            assert f"not for the name {host}" in error.what
+            assert "name that the certificate carries" in error.hint
+
+
+async def test_an_expired_certificate(authority: Authority) -> None:
+    async with ScriptedNode(ssl=authority.node_context("localhost", days=-1)) as node:
+        error = await refusal(node, settings_for(authority))
+    assert isinstance(error, TlsFailed)
+    assert "expired" in error.what
+
+
+async def test_versions_that_are_too_old(authority: Authority) -> None:
+    context = authority.node_context("localhost")
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    async with Gatekeeper(context) as node:
+        error = await refusal(node, settings_for(authority, tls_minimum_version="1.3"))
+        assert isinstance(error, TlsFailed)
+        assert "no TLS version that is allowed (at least 1.3)" in error.what
+        (await connect(node, settings_for(authority))).close()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_client_certificate_that_is_missing_or_refused(
+    authority: Authority, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    context = authority.node_context("localhost", demand=True)
+    context.minimum_version = context.maximum_version = version
+    async with Gatekeeper(context) as node:
+        error = await refusal(node, settings_for(authority))
+        assert isinstance(error, TlsFailed)
+        assert "client certificate" in error.what
+        assert "tls_client_cert_file" in error.hint
+        stranger, key = Authority(tmp_path, "strangers").sign(into="stranger", common_name="demo")
+        ours = settings_for(authority, tls_client_cert_file=stranger, tls_client_key_file=key)
+        error = await refusal(node, ours)
+        assert isinstance(error, TlsFailed)
+        assert "authority of our client certificate" in error.what
+        assert "stranger.pem" in error.hint
+        cert, key = authority.sign(into="client", common_name="demo")
+        link = await connect(node, settings_for(authority, tls_client_cert_file=cert, tls_client_key_file=key))
+        assert (await link.request(Opcode.NOOP, timeout_s=10)).status == Status.SUCCESS
+        link.close()
+
+
+async def test_an_expired_client_certificate(authority: Authority) -> None:
+    cert, key = authority.sign(into="client", common_name="demo", days=-1)
+    async with Gatekeeper(authority.node_context("localhost", demand=True)) as node:
+        error = await refusal(node, settings_for(authority, tls_client_cert_file=cert, tls_client_key_file=key))
+    assert isinstance(error, TlsFailed)
+    assert "our client certificate has expired" in error.what
+
+
+async def test_a_node_that_hangs_up_without_a_word(authority: Authority) -> None:
+    """It may be starting, so it is tried again; what else it may be is in the hint."""
+    context = authority.node_context("localhost")
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    async with ScriptedNode(ssl=context) as node:
+        error = await refusal(node, settings_for(authority, tls_minimum_version="1.3"))
+    assert isinstance(error, TlsFailed)
+    assert error.retryable
+    assert "hung up during the TLS handshake" in error.what
+    assert "at least 1.3" in error.hint
+    assert "client certificate" in error.hint
+
+
+async def test_a_port_that_speaks_no_tls(authority: Authority) -> None:
+    async with ScriptedNode() as node:
+        error = await refusal(node, settings_for(authority))
+        assert isinstance(error, TlsFailed)
+        assert "does not speak TLS" in error.what
+        assert "11207" in error.hint
+        node.greeting = b"SSH-2.0-OpenSSH_9.2\r\n"
+        assert "does not speak TLS" in (await refusal(node, settings_for(authority))).what
+
+
+async def test_what_a_port_speaks_is_found_out(authority: Authority) -> None:
+    async with ScriptedNode() as plain, ScriptedNode(ssl=authority.node_context("localhost", demand=True)) as tls:
+        assert await speaks_plain_kv(Address("127.0.0.1", plain.port))
+        assert not await speaks_plain_kv(Address("127.0.0.1", tls.port))
+        assert await speaks_tls(Address("127.0.0.1", tls.port))
+        assert not await speaks_tls(Address("127.0.0.1", plain.port))
+    assert not await speaks_tls(Address("127.0.0.1", 1))
+
+
+def test_only_what_may_pass_by_itself_is_tried_again() -> None:
+    gone = tls_failure(ssl.SSLEOFError(8, "EOF occurred in violation of protocol"), "h:1", Settings())
+    assert gone.retryable
+    strange = tls_failure(ssl.SSLError(1, "something new"), "h:1", Settings())
+    assert "something new" in strange.what
+    assert not strange.retryable
+    assert strange.exit_code == ExitCode.REFUSED
+
+
+def test_files_that_cannot_be_used_are_named_with_their_setting(authority: Authority, tmp_path: Path) -> None:
+    nonsense = tmp_path / "nonsense.pem"
+    nonsense.write_text("hello\n")
+    cert, key = authority.sign("localhost")
+    other_cert, _ = authority.sign("localhost", into="other")
+    encrypted = tmp_path / "encrypted.key"
+    loaded = load_pem_private_key(key.read_bytes(), None)
+    encrypted.write_bytes(
+        loaded.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"passphrase"))
+    )
+    cases: list[tuple[dict[str, Path], str, str]] = [
+        ({"tls_ca_file": tmp_path / "absent.pem"}, "tls_ca_file", "No such file"),
+        ({"tls_ca_file": tmp_path}, "tls_ca_file", ""),
+        ({"tls_ca_file": nonsense}, "tls_ca_file", "no certificate"),
+        ({"tls_client_cert_file": tmp_path / "absent.pem"}, "tls_client_cert_file", "No such file"),
+        ({"tls_client_cert_file": nonsense}, "tls_client_cert_file", "no"),
+        (
+            {"tls_client_cert_file": cert, "tls_client_key_file": tmp_path / "absent.key"},
+            "tls_client_key_file",
+            "No such file",
+        ),
+        ({"tls_client_cert_file": other_cert, "tls_client_key_file": key}, "tls_client_key_file", "does not belong"),
+        ({"tls_client_cert_file": cert, "tls_client_key_file": encrypted}, "tls_client_key_file", "encrypted"),
+    ]
+    for files, setting, why in cases:
+        with pytest.raises(ConfigError) as caught:
+            tls_context(Settings.model_validate(files))
+        assert caught.value.setting == setting, caught.value
+        assert why in caught.value.what
+        assert str(files[setting]) in caught.value.what
+        assert caught.value.exit_code == ExitCode.USAGE
+
+
+async def test_replaced_files_are_used_from_the_next_connection_on(authority: Authority, tmp_path: Path) -> None:
+    settings = settings_for(authority)
+    (tmp_path / "second").mkdir()
+    second = Authority(tmp_path / "second")
+    async with ScriptedNode(ssl=second.node_context("localhost")) as node:
+        assert isinstance(await refusal(node, settings), TlsFailed)
+        authority.ca_file.write_bytes(second.ca_file.read_bytes())
+        (await connect(node, settings)).close()
