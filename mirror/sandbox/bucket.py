@@ -142,7 +142,7 @@ class Bucket:
         durable: bool = False,
     ) -> Item:
         """Write a document: bytes as they are, text, or anything that JSON can say."""
-        body = value if isinstance(value, bytes) else value.encode() if isinstance(value, str) else _json(value)
+        body = _body(value)
         stored, datatype = values.join(
             {name.encode(): _json(content) for name, content in (xattrs or {}).items()}, body, values.datatype_of(body)
         )
@@ -166,6 +166,30 @@ class Bucket:
         """Let a document expire now, whatever its expiry. Raises DocumentError when there is none."""
         vbucket = self._at(key, vbid)
         return self.documents.expire(vbucket, self.documents.get(vbucket, self.wire_key(key, collection)))
+
+    def prepare(
+        self,
+        key: str | bytes,
+        value: Value | None,
+        *,
+        collection: str = DEFAULT_COLLECTION,
+        vbid: int | None = None,
+        level: int = 1,
+    ) -> Item:
+        """Begin a durable write (None: delete) and leave it under way; `commit` or `abort` ends it."""
+        vbucket, wire_key = self._at(key, vbid), self.wire_key(key, collection)
+        if value is None:
+            return self.documents.prepare_removal(vbucket, wire_key, level=level)
+        body = _body(value)
+        return self.documents.prepare(vbucket, wire_key, body, datatype=values.datatype_of(body), level=level)
+
+    def commit(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
+        """Commit the durable write of a key. Raises DocumentError when there is none."""
+        return self.documents.commit(self._at(key, vbid), self.wire_key(key, collection))
+
+    def abort(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
+        """Abort the durable write of a key. Raises DocumentError when there is none."""
+        return self.documents.abort(self._at(key, vbid), self.wire_key(key, collection))
 
     def get(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item | None:
         """The newest version of a document that is there."""
@@ -279,6 +303,10 @@ class Bucket:
 
     def _some(self, vbid: int | None) -> Iterator[Vbucket]:
         return iter(self.vbuckets if vbid is None else [self.vbuckets[vbid]])
+
+
+def _body(value: Value) -> bytes:
+    return value if isinstance(value, bytes) else value.encode() if isinstance(value, str) else _json(value)
 
 
 def _json(value: object) -> bytes:

@@ -171,7 +171,8 @@ def _store(mode: Mode) -> Handler:
 
 def _delete(session: Session, frame: Frame) -> Reply:
     vbucket = active_vbucket(session, frame)
-    item = session.bucket.documents.remove(vbucket, wire_key(session, frame), cas=frame.cas)
+    level, _ = frame_options(session, frame)
+    item = session.bucket.documents.remove(vbucket, wire_key(session, frame), cas=frame.cas, durability=level)
     return changed(session, vbucket, item)
 
 
@@ -189,8 +190,16 @@ def _extend(*, behind: bool) -> Handler:
         if len(body) > VALUE_BYTES_MAX:
             raise DocumentError(Status.E2BIG)
         value, datatype = values.join(xattrs, body, values.datatype_of(body))
+        level, _ = frame_options(session, frame)
         item = documents.store(
-            vbucket, key, value, datatype=datatype, flags=old.flags, cas=frame.cas, preserve_expiry=True
+            vbucket,
+            key,
+            value,
+            datatype=datatype,
+            flags=old.flags,
+            cas=frame.cas,
+            preserve_expiry=True,
+            durability=level,
         )
         return changed(session, vbucket, item)
 
@@ -228,6 +237,7 @@ def _count(sign: int) -> Handler:
             cas=frame.cas,
             mode=mode,
             preserve_expiry=old is not None,
+            durability=frame_options(session, frame)[0],
         )
         return changed(session, vbucket, item, number.to_bytes(8))
 

@@ -83,7 +83,7 @@ class Documents:
     def find_any(self, vbucket: Vbucket, key: bytes) -> Item | None:
         """The newest version of a wire key, tombstones included."""
         item = vbucket.find(key, self._collection_of(vbucket, key))
-        if item is not None and not item.deleted and 0 < item.expiry <= self.now():
+        if item is not None and self._is_due(vbucket, item):
             return self.expire(vbucket, item)
         return item
 
@@ -117,6 +117,7 @@ class Documents:
         """Write a whole value (xattrs included, where the datatype says so)."""
         old = self.find_any(vbucket, key)
         alive = old is not None and not old.deleted
+        self._check_free(vbucket, key)
         if mode is Mode.ADD and alive:
             raise DocumentError(Status.KEY_EEXISTS)
         if not alive and (mode is Mode.REPLACE or cas):
@@ -128,15 +129,19 @@ class Documents:
         expiry = old.expiry if keep and old is not None else self._absolute_expiry(key, expiry)
         rev_seqno = self._next_rev_seqno(vbucket, old)
         if durability:
-            return self._store_durably(vbucket, key, value, rev_seqno, datatype, flags, expiry, durability)
+            self._prepare(vbucket, key, value, rev_seqno, datatype, flags, expiry, durability)
+            return self._end(vbucket, key, self.commit)
         seqno, new_cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
         frame = mutation_frame(
             vbucket.vbid, key, seqno, rev_seqno, new_cas, value, flags=flags, expiry=expiry, datatype=datatype
         )
         return self._append(vbucket, Item(seqno, key, frame))
 
-    def remove(self, vbucket: Vbucket, key: bytes, *, cas: int = 0) -> Item:
+    def remove(self, vbucket: Vbucket, key: bytes, *, cas: int = 0, durability: int = 0) -> Item:
         """Delete a document; its system xattrs stay in the tombstone."""
+        if durability:
+            self.prepare_removal(vbucket, key, cas=cas, level=durability)
+            return self._end(vbucket, key, self.commit)
         old = self.get(vbucket, key)
         self._check_cas(vbucket, old, cas)
         vbucket.locks.pop(key, None)
@@ -144,18 +149,13 @@ class Documents:
 
     def expire(self, vbucket: Vbucket, old: Item) -> Item:
         """Turn a document into an expiration."""
+        self._check_free(vbucket, old.key)
         vbucket.locks.pop(old.key, None)
         return self._bury(vbucket, old, expiration_frame)
 
     def expire_all(self, vbucket: Vbucket) -> int:
         """Look at every document, as the expiry pager does. Returns how many had expired."""
-        now = self.now()
-        due = [
-            item
-            for items in vbucket.newest.values()
-            for item in items.values()
-            if not item.deleted and 0 < item.expiry <= now
-        ]
+        due = [item for items in vbucket.newest.values() for item in items.values() if self._is_due(vbucket, item)]
         for item in due:
             self.expire(vbucket, item)
         return len(due)
@@ -190,26 +190,52 @@ class Documents:
             raise DocumentError(Status.LOCKED)
         del vbucket.locks[key]
 
+    # --- durable writes in their steps
+
+    def prepare(
+        self, vbucket: Vbucket, key: bytes, value: bytes, *, datatype: int = 0, flags: int = 0, level: int = 1
+    ) -> Item:
+        """Begin a durable write; until it is committed or aborted readers see what was, and writers are refused."""
+        old = self.find_any(vbucket, key)
+        self._check_free(vbucket, key)
+        expiry = self._absolute_expiry(key, 0)
+        return self._prepare(vbucket, key, value, self._next_rev_seqno(vbucket, old), datatype, flags, expiry, level)
+
+    def prepare_removal(self, vbucket: Vbucket, key: bytes, *, cas: int = 0, level: int = 1) -> Item:
+        """Begin a durable delete."""
+        old = self.get(vbucket, key)
+        self._check_cas(vbucket, old, cas)
+        vbucket.locks.pop(key, None)
+        value, datatype = values.tombstone_value(old.value, old.datatype)
+        return self._prepare(vbucket, key, value, old.rev_seqno + 1, datatype, 0, 0, level, deleted=True)
+
+    def commit(self, vbucket: Vbucket, key: bytes) -> Item:
+        """End a durable write: enough copies have it."""
+        prepare = self._pending(vbucket, key)
+        seqno, head = vbucket.high_seqno + 1, (prepare.rev_seqno, prepare.cas, prepare.value)
+        if prepare.deletes:
+            frame = deletion_frame(vbucket.vbid, key, seqno, *head, delete_time=self.now(), datatype=prepare.datatype)
+        else:
+            frame = mutation_frame(
+                vbucket.vbid,
+                key,
+                seqno,
+                *head,
+                flags=prepare.flags,
+                expiry=prepare.expiry,
+                datatype=prepare.datatype,
+            )
+        return self._append(vbucket, CommitItem(seqno, key, frame, prepare.seqno))
+
+    def abort(self, vbucket: Vbucket, key: bytes) -> Item:
+        """End a durable write that not enough copies took: nothing has happened."""
+        prepare, seqno = self._pending(vbucket, key), vbucket.high_seqno + 1
+        return self._append(vbucket, Item(seqno, key, abort_frame(vbucket.vbid, key, prepare.seqno, seqno)))
+
     def abort_durable(self, vbucket: Vbucket, key: bytes, value: bytes, *, level: int = 1) -> Item:
         """A durable write that its replicas never took: a prepare and its abort, nothing that readers see."""
-        old = self.find_any(vbucket, key)
-        seqno, cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
-        rev_seqno = self._next_rev_seqno(vbucket, old)
-        frame = prepare_frame(
-            vbucket.vbid,
-            key,
-            seqno,
-            rev_seqno,
-            cas,
-            value,
-            flags=0,
-            expiry=0,
-            datatype=values.datatype_of(value),
-            deleted=False,
-            level=level,
-        )
-        self._append(vbucket, Item(seqno, key, frame))
-        return self._append(vbucket, Item(seqno + 1, key, abort_frame(vbucket.vbid, key, seqno, seqno + 1)))
+        self.prepare(vbucket, key, value, datatype=values.datatype_of(value), level=level)
+        return self._end(vbucket, key, self.abort)
 
     def apply(self, vbucket: Vbucket, changes: list[Change]) -> None:
         """Write the system events of a change of the manifest."""
@@ -226,7 +252,7 @@ class Documents:
         vbucket.append(item)
         return item
 
-    def _store_durably(
+    def _prepare(
         self,
         vbucket: Vbucket,
         key: bytes,
@@ -236,8 +262,9 @@ class Documents:
         flags: int,
         expiry: int,
         level: int,
+        *,
+        deleted: bool = False,
     ) -> Item:
-        """Prepare and commit at once: with every replica in this process there is nobody to wait for."""
         seqno, cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
         frame = prepare_frame(
             vbucket.vbid,
@@ -249,14 +276,31 @@ class Documents:
             flags=flags,
             expiry=expiry,
             datatype=datatype,
-            deleted=False,
+            deleted=deleted,
             level=level,
         )
-        self._append(vbucket, Item(seqno, key, frame))
-        committed = mutation_frame(
-            vbucket.vbid, key, seqno + 1, rev_seqno, cas, value, flags=flags, expiry=expiry, datatype=datatype
-        )
-        return self._append(vbucket, CommitItem(seqno + 1, key, committed, seqno))
+        return self._append(vbucket, Item(seqno, key, frame))
+
+    def _end(self, vbucket: Vbucket, key: bytes, how: Callable[[Vbucket, bytes], Item]) -> Item:
+        """End at once what has just begun: with all copies in this process there is nobody to wait for."""
+        begun = vbucket.high_seqno
+        item = how(vbucket, key)
+        vbucket.lose_together(begun)
+        return item
+
+    def _pending(self, vbucket: Vbucket, key: bytes) -> Item:
+        prepare = vbucket.prepared.get(key)
+        if prepare is None:
+            raise DocumentError(Status.KEY_ENOENT)
+        return prepare
+
+    def _check_free(self, vbucket: Vbucket, key: bytes) -> None:
+        if key in vbucket.prepared:
+            raise DocumentError(Status.SYNC_WRITE_IN_PROGRESS)
+
+    def _is_due(self, vbucket: Vbucket, item: Item) -> bool:
+        """Whether a document has expired, and may be buried: not while a durable write of it is under way."""
+        return not item.deleted and 0 < item.expiry <= self.now() and item.key not in vbucket.prepared
 
     def _bury(self, vbucket: Vbucket, old: Item, frame_of: Callable[..., bytes]) -> Item:
         seqno = vbucket.high_seqno + 1
@@ -307,6 +351,7 @@ class Documents:
         return cas
 
     def _check_cas(self, vbucket: Vbucket, old: Item, cas: int) -> None:
+        self._check_free(vbucket, old.key)
         held = self._lock(vbucket, old.key)
         if held is not None and held != cas:
             raise DocumentError(Status.LOCKED)

@@ -36,6 +36,8 @@ ABORT_HEAD = struct.Struct(">BBHBBHIIQ QQ")
 _U32 = struct.Struct(">I")
 _U64 = struct.Struct(">Q")
 
+_PREPARE_DELETED = 24 + 29
+
 _EXTRAS_LENGTH = {MUTATION: 31, DELETION: 21, EXPIRATION: 20, SYSTEM_EVENT: 13, PREPARE: 31, ABORT: 16}
 
 
@@ -97,6 +99,11 @@ class Item:
     def deleted(self) -> bool:
         """True for tombstones."""
         return self.frame[1] in (DELETION, EXPIRATION)
+
+    @property
+    def deletes(self) -> bool:
+        """True for prepares of a delete."""
+        return self.frame[1] == PREPARE and self.frame[_PREPARE_DELETED] != 0
 
     @property
     def is_document(self) -> bool:

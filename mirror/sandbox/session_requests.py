@@ -159,6 +159,8 @@ def _all_vb_seqnos(session: Session, frame: Frame) -> Reply:
     for vbid, vbucket in enumerate(bucket.vbuckets):
         if bucket.state_on(vbid, session.port.node_number) in states:
             high = vbucket.high_seqno
+            if not session.has(Feature.SYNC_REPLICATION):
+                high = vbucket.max_visible_seqno()
             if collection_id is not None:
                 high = vbucket.collection_high_seqno.get(collection_id, 0)
             seqnos.append((vbid, high))
@@ -234,8 +236,9 @@ def _stat_state(_session: Session, vbid: int, state: VbucketState) -> dict[str, 
 def _stat_seqno(session: Session, vbid: int, _state: VbucketState) -> dict[str, str]:
     vbucket = session.bucket.vbuckets[vbid]
     high = str(vbucket.high_seqno)
-    names = ("high_seqno", "abs_high_seqno", "last_persisted_seqno", "max_visible_seqno")
+    names = ("high_seqno", "abs_high_seqno", "last_persisted_seqno")
     return {f"vb_{vbid}:{name}": high for name in names} | {
+        f"vb_{vbid}:max_visible_seqno": str(vbucket.max_visible_seqno()),
         f"vb_{vbid}:purge_seqno": str(vbucket.purge_seqno),
         f"vb_{vbid}:uuid": str(vbucket.vbuuid),
     }

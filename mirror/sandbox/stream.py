@@ -99,7 +99,7 @@ class ProducerStream:
         self._snapshot_end = 0
         self._from_disk = False
         self._last_sent = 0
-        self._visible_seqno = request.start_seqno
+        self._visible_seqno = vbucket.max_visible_seqno(request.start_seqno)
         self._oso = False
         self._log = vbucket.log
 
@@ -177,7 +177,7 @@ class ProducerStream:
         start = self._request.start_seqno if not self._first_marker_sent else self.seqno + 1
         if not self._first_marker_sent:
             start = min(start, self._request.snap_start_seqno)
-        self._visible_seqno = high
+        self._visible_seqno = vbucket.max_visible_seqno(high)
         self._marker(out, start, high, self._options.disk_flags)
         self._open(self._on_disk(self.seqno + 1, high), high, from_disk=True)
         return True
@@ -207,7 +207,7 @@ class ProducerStream:
         for item in vbucket.changes(first, last):
             superseded = item.next_seqno
             replaced = superseded and superseded <= last and superseded != item.seqno
-            if replaced and item.kind != PREPARE:  # in memory a prepare stands beside its commit
+            if replaced and item.kind not in (PREPARE, ABORT):  # in memory these stand beside the document's versions
                 continue
             if not self._filter.passes(item):
                 continue
@@ -325,12 +325,17 @@ class ProducerStream:
         if self._options.ack_markers:
             flags |= int(SnapshotFlag.ACK)
         version = int(MarkerVersion.V1)
-        visible = completed = purge = 0
-        if self._options.marker_v2 or (self._options.marker_v2_2 and flags & SnapshotFlag.DISK):
+        visible = completed = purge = prepared = 0
+        if flags & SnapshotFlag.DISK:
+            completed = self.vbucket.high_completed_seqno(end)
+            if self._options.marker_v2_2:
+                purge, prepared = self.vbucket.purge_seqno, self.vbucket.high_prepared_seqno(end)
+        if purge or prepared:  # from memory, and with nothing to say, 2.2 is not used (protocol facts 2.6)
+            version, visible = int(MarkerVersion.V2_2), self._visible_seqno
+        elif self._options.marker_v2:
             version, visible = int(MarkerVersion.V2_0), self._visible_seqno
-            completed = self.vbucket.high_completed_seqno(end) if flags & SnapshotFlag.DISK else 0
-        if self._options.marker_v2_2 and flags & SnapshotFlag.DISK:
-            version, purge = int(MarkerVersion.V2_2), self.vbucket.purge_seqno
+        else:
+            completed = 0
         marker = SnapshotMarker(
             self.vbucket.vbid,
             start,
@@ -339,6 +344,7 @@ class ProducerStream:
             visible,
             completed,
             purge_seqno=purge,
+            high_prepared_seqno=prepared,
             version=version,
             opaque=self.opaque,
         )

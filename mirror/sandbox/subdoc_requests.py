@@ -116,7 +116,7 @@ def _mutate(
         if answer:
             results.append(MutationResult(index, Status.SUCCESS, answer))
     if draft.deleted:
-        return changed(session, vbucket, documents.remove(vbucket, key, cas=frame.cas)), results
+        return changed(session, vbucket, documents.remove(vbucket, key, cas=frame.cas, durability=level)), results
     value, datatype = draft.stored()
     stored = documents.store(
         vbucket,

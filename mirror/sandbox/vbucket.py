@@ -62,6 +62,7 @@ class Vbucket:
         self.newest: dict[int, dict[bytes, Item]] = {0: {}}
         """Collection id -> key -> newest version, tombstones included."""
         self.prepared: dict[bytes, Item] = {}
+        """Durable writes that are under way."""
         self.completed: list[tuple[int, int]] = []
         """(seqno of a commit or abort, seqno of its prepare)."""
         self.purge_seqno = 0
@@ -80,6 +81,8 @@ class Vbucket:
         self._group_first: dict[int, int] = {}
         self._group_last: dict[int, int] = {}
         self._system: dict[bytes, Item] = {}
+        self._aborted: dict[bytes, Item] = {}
+        """Aborts stand beside the document until the next prepare, as tombstones of a space of their own."""
 
     # --- what it is
 
@@ -112,6 +115,18 @@ class Vbucket:
         """The newest prepare that was committed or aborted by a seqno."""
         return max((prepared for seqno, prepared in self.completed if seqno <= as_of_seqno), default=0)
 
+    def high_prepared_seqno(self, as_of_seqno: int) -> int:
+        """The newest prepare by a seqno, whatever became of it."""
+        pending = max((item.seqno for item in self.prepared.values() if item.seqno <= as_of_seqno), default=0)
+        return max(pending, self.high_completed_seqno(as_of_seqno))
+
+    def max_visible_seqno(self, as_of_seqno: int | None = None) -> int:
+        """The newest change by a seqno (of all) that is neither a prepare nor an abort."""
+        seqno = len(self.log) if as_of_seqno is None else as_of_seqno
+        while seqno and self.log[seqno - 1].kind in (PREPARE, ABORT):
+            seqno -= 1
+        return seqno
+
     def find(self, key: bytes, collection_id: int) -> Item | None:
         """The newest version of a wire key, a tombstone perhaps."""
         items = self.newest.get(collection_id)
@@ -130,9 +145,11 @@ class Vbucket:
         kind = item.kind
         collection_id = item.collection_id
         if kind == PREPARE:
+            self._supersede(self._aborted.pop(item.key, None), item)
             self.prepared[item.key] = item
         elif kind == ABORT:
             self._complete(item)
+            self._aborted[item.key] = item
         else:
             self._supersede(self.newest[collection_id].get(item.key), item)
             if item.key in self.prepared:
@@ -150,6 +167,9 @@ class Vbucket:
         if event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
             for gone in self.newest.pop(id_, {}).values():
                 self._supersede(gone, item)
+            for beside in (self.prepared, self._aborted):
+                for gone in [old for old in beside.values() if old.collection_id == id_]:
+                    self._supersede(beside.pop(gone.key), item)
             if event == SystemEventId.COLLECTION_BEGIN:
                 self.newest[id_] = {}
             self.collection_high_seqno[id_] = item.seqno
@@ -194,6 +214,11 @@ class Vbucket:
             self._checkpoints[-1] = first
         self._notify()
 
+    def lose_together(self, first: int) -> None:
+        """A failover loses all from `first` to now or nothing of it; snapshots may cut it."""
+        for seqno in range(first, len(self.log)):
+            self._group_first.setdefault(seqno, first)
+
     def open_checkpoint(self) -> None:
         """Close the open checkpoint, unless it is empty."""
         if self._checkpoints[-1] != len(self.log) + 1:
@@ -218,6 +243,8 @@ class Vbucket:
             if item.deleted:
                 self.rev_seqno_max_deleted = max(self.rev_seqno_max_deleted, item.rev_seqno)
                 del self.newest[item.collection_id][item.key]
+            elif item.kind == ABORT:
+                del self._aborted[item.key]
             elif not ended:
                 continue
             item.next_seqno = item.seqno
@@ -271,7 +298,7 @@ class Vbucket:
         """Make the log that of the first `base` changes, as it was when they were all."""
         kept = self.log[:base]
         purged = {item.seqno for item in kept if item.next_seqno == item.seqno}
-        self.log, self.newest, self._system, self.prepared = [], {0: {}}, {}, {}
+        self.log, self.newest, self._system, self.prepared, self._aborted = [], {0: {}}, {}, {}, {}
         self.collection_high_seqno = {}
         self.completed = []
         self.locks.clear()
@@ -294,6 +321,8 @@ class Vbucket:
                 item.next_seqno = item.seqno
                 if item.deleted:
                     del self.newest[item.collection_id][item.key]
+                elif item.kind == ABORT:
+                    del self._aborted[item.key]
         self.changed = changed
 
     # --- what a stream reads

@@ -137,6 +137,50 @@ def test_a_durable_write_is_a_prepare_and_a_commit(world: World) -> None:
     assert world.vbucket.state_at().keys() == {b"\0k"}
 
 
+def test_while_a_durable_write_is_under_way_readers_see_what_was_and_writers_are_refused(world: World) -> None:
+    documents, vb = world.documents, world.vbucket
+    documents.store(vb, b"\0k", b"1", expiry=10)
+    prepare = documents.prepare(vb, b"\0k", b"2", level=3)
+    assert (prepare.kind, prepare.rev_seqno, prepare.frame[54]) == (PREPARE, 2, 3)
+    world.clock.advance(11)
+    assert documents.expire_all(vb) == 0
+    assert documents.get(vb, b"\0k").value == b"1"
+    for attempt in (
+        lambda: documents.store(vb, b"\0k", b"3"),
+        lambda: documents.store(vb, b"\0k", b"3", durability=1),
+        lambda: documents.remove(vb, b"\0k"),
+        lambda: documents.prepare(vb, b"\0k", b"3"),
+        lambda: documents.prepare_removal(vb, b"\0k"),
+        lambda: documents.touch(vb, b"\0k", 5),
+        lambda: documents.expire(vb, documents.get(vb, b"\0k")),
+    ):
+        with pytest.raises(DocumentError) as error:
+            attempt()
+        assert error.value.status == Status.SYNC_WRITE_IN_PROGRESS
+    assert vb.high_seqno == 2
+    assert (vb.max_visible_seqno(), vb.high_prepared_seqno(2), vb.high_completed_seqno(2)) == (1, 2, 0)
+    committed = documents.commit(vb, b"\0k")
+    assert (committed.value, committed.cas, committed.rev_seqno, committed.seqno) == (b"2", prepare.cas, 2, 3)
+    with pytest.raises(DocumentError) as error:
+        documents.abort(vb, b"\0k")
+    assert error.value.status == Status.KEY_ENOENT
+
+
+def test_a_durable_delete_and_one_that_is_aborted(world: World) -> None:
+    documents, vb = world.documents, world.vbucket
+    value, datatype = values.join({b"_sync": b"{}"}, b"1", values.JSON)
+    documents.store(vb, b"\0k", value, datatype=datatype)
+    prepare = documents.prepare_removal(vb, b"\0k")
+    assert prepare.deletes
+    documents.abort(vb, b"\0k")
+    assert documents.get(vb, b"\0k").seqno == 1
+    gone = documents.remove(vb, b"\0k", durability=2)
+    assert isinstance(gone, CommitItem)
+    assert (gone.deleted, gone.rev_seqno, gone.prepared_seqno) == (True, 2, 4)
+    assert values.split(gone.value, gone.datatype) == ({b"_sync": b"{}"}, b"")
+    assert documents.find(vb, b"\0k") is None
+
+
 @pytest.mark.parametrize(
     ("key", "status"),
     [

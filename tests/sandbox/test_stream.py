@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,13 @@ from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
 from mirror.sandbox.filter import StreamFilter
 from mirror.sandbox.stream import ProducerStream, StreamOptions
 from mirror.wire import events as ev
-from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, StreamEndReason
+from mirror.wire.frame import Frame
 from mirror.wire.scan import Run, scan
 
 from .client import DATA, ENDLESS, Client
+from .recorded import fill, frames
 
 
 def data(client: Client, vbid: int = 0) -> list[int]:
@@ -356,3 +360,143 @@ async def test_a_backfill_sends_what_was_there_when_it_began() -> None:
         frames, _ = scan(stream.take(1 << 20), 0, {7: bytes(4)})
         assert isinstance(frames[0], Run)
         assert [int.from_bytes(key[4:]) for key, _ in frames[0].rows] == [2, 3, 4, 5, 6]
+
+
+class Counts(random.Random):
+    """Says how many changes each memory snapshot is to have."""
+
+    def __init__(self, *counts: int) -> None:
+        super().__init__(1)
+        self.counts = list(counts)
+
+    def randint(self, a: int, b: int) -> int:
+        return self.counts.pop(0)
+
+
+def write(cluster: SandboxCluster, *steps: str) -> None:
+    bucket, hotel = cluster.bucket, {"collection": "inventory.hotel", "vbid": 13}
+    for step in steps:
+        key, _, how = step.partition(" ")
+        if how == "prepare":
+            bucket.prepare(key, {}, **hotel)  # type: ignore[arg-type]
+        elif how == "commit":
+            bucket.commit(key, **hotel)  # type: ignore[arg-type]
+        elif how == "abort":
+            bucket.abort(key, **hotel)  # type: ignore[arg-type]
+        elif how == "delete":
+            bucket.vbuckets[13].open_checkpoint()
+            bucket.delete(key, **hotel)  # type: ignore[arg-type]
+        else:
+            bucket.set(key, {}, **hotel)  # type: ignore[arg-type]
+
+
+DURABLE = [f"dur-{n} {how}" for n in range(6) for how in ("prepare", "commit")]
+HOTELS = [f"hotel-00{n}" for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "high", "completed", "counts", "steps"),
+    [
+        (
+            "72_k20_durable_writes_plain_client",
+            285,
+            [],
+            (1, 2, 2, 2, 1, 1, 1, 1, 1, 1),
+            [*DURABLE, "dur-5 delete"],
+        ),
+        ("72_k23_pending_prepare_timeout", 302, [], (1, 4), ["pend prepare", "pend abort", *HOTELS[:3]]),
+        (
+            "72_k22_marker_v2_replica",
+            313,
+            [(304, 303), (313, 312)],
+            (4, 1, 1),
+            [*HOTELS, "dur-1 prepare", "dur-1 commit"],
+        ),
+    ],
+)
+def test_durable_writes_are_shown_as_recorded(
+    captures: Path, name: str, high: int, completed: list[tuple[int, int]], counts: tuple[int, ...], steps: list[str]
+) -> None:
+    """What came live after the backfill, in the same snapshots: markers, kinds, keys and seqnos."""
+    cluster = SandboxCluster(vbuckets=14, profile="7.2")
+    cluster.bucket.create_scope("inventory")
+    cluster.bucket.create_collection("inventory", "hotel")
+    vbucket = cluster.vbucket(13)
+    fill(vbucket, {}, high)
+    vbucket.newest.setdefault(8, {})
+    vbucket.completed = completed
+    replica = "k22" in name
+    features = ClientFeatures(collections=True, sync_writes=replica)
+    request = ev.StreamRequest(13, 0, 0, ENDLESS, 0, 0, 0)
+    options = StreamOptions(marker_v2=replica)
+    encoder = ItemEncoder(features)
+    stream = ProducerStream(vbucket, request, StreamFilter(), encoder, options, Counts(*counts))
+    sent = stream.take(1 << 20)
+    vbucket.open_checkpoint()
+    write(cluster, *steps)
+    sent += stream.take(1 << 20)
+    buffer = FrameBuffer()
+    buffer.feed(sent)
+    got = []
+    while (frame := buffer.next_frame()) is not None:
+        got.append(frame)
+    recorded = [frame for direction, frame in frames(captures / f"{name}.jsonl") if direction == "s2c"]
+    wanted = [f for f in recorded if not f.is_response and f.opcode in range(0x56, 0x66) and f.opcode != 0x5C]
+    assert (got[0].extras, got[0].value) == (wanted[0].extras, wanted[0].value)
+
+    def seen(side: list[Frame]) -> list[tuple[object, ...]]:
+        live = next(i for i, f in enumerate(side[1:], 1) if f.opcode == Opcode.DCP_SNAPSHOT_MARKER)
+        return [
+            (f.opcode, f.extras, f.value) if f.opcode == Opcode.DCP_SNAPSHOT_MARKER else (f.opcode, f.extras[:8], f.key)
+            for f in side[live:]
+        ]
+
+    assert seen(got) == seen(wanted)
+
+
+async def test_a_pending_prepare_is_on_disk_and_an_abort_until_the_next_one() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        bucket = cluster.bucket
+        bucket.set("k", {"old": 1})
+        bucket.prepare("gone", {})
+        bucket.abort("gone")
+        bucket.prepare("k", {"new": 1})
+        bucket.to_disk()
+        able = await Client.dcp(cluster, enable_sync_writes="true")
+        await able.stream(0)
+        await able.until_seqno(0, 4)
+        assert [(type(e).__name__, e.seqno) for e in able.events[1:]] == [("Mutation", 1), ("Abort", 3), ("Prepare", 4)]
+        plain = await Client.dcp(cluster, name="plain")
+        await plain.stream(0)
+        await plain.until_seqno(0, 4)
+        assert [(type(e).__name__, e.seqno) for e in plain.events[1:]] == [("Mutation", 1), ("SeqnoAdvanced", 4)]
+        bucket.commit("k")
+        await able.until_seqno(0, 5)
+        await plain.until_seqno(0, 5)
+        assert able.of(ev.Commit) == [ev.Commit(0, b"\0k", 4, 5, opaque=able.of(ev.Commit)[0].opaque)]
+        assert plain.state(0) == {b"\0k": b'{"new":1}'}
+        bucket.prepare("k", None)
+        bucket.commit("k")
+        await able.until_seqno(0, 7)
+        await plain.until_seqno(0, 7)
+        assert [bool(e.deleted) for e in able.of(ev.Prepare)] == [False, True]
+        assert plain.state(0) == {}
+
+
+async def test_a_marker_of_version_2_2_says_what_is_prepared_too() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.set("k", {})
+        cluster.bucket.to_disk()
+        client = await Client.dcp(cluster, max_marker_version="2.2")
+        await client.stream(0)
+        await client.until_seqno(0, 1)
+        cluster.bucket.set("k", {}, durable=True)
+        cluster.bucket.prepare("l", {})
+        cluster.bucket.to_disk()
+        again = await Client.dcp(cluster, name="again", max_marker_version="2.2")
+        await again.stream(0)
+        await again.until_seqno(0, 4)
+        assert client.of(ev.SnapshotMarker)[0].version == MarkerVersion.V1  # nothing purged, nothing prepared
+        marker = again.of(ev.SnapshotMarker)[0]
+        assert (marker.version, marker.max_visible_seqno) == (MarkerVersion.V2_2, 3)
+        assert (marker.high_completed_seqno, marker.high_prepared_seqno) == (2, 4)

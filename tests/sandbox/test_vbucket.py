@@ -212,3 +212,47 @@ def test_the_groups_of_a_lost_history_are_forgotten() -> None:
     source.set("a", {})
     assert vbucket.cut(0, 10)[0] == 1
     assert vbucket.failover(0) == 1
+
+
+def test_aborts_are_superseded_by_the_next_prepare_and_purged_like_tombstones() -> None:
+    source = bucket()
+    vbucket = source.vbuckets[0]
+    for _ in range(2):
+        source.prepare("k", {})
+        source.abort("k")
+    assert [item.next_seqno for item in vbucket.log] == [2, 3, 4, 0]
+    source.prepare("open", {})
+    source.set("last", {})
+    assert vbucket.purge() == 4
+    vbucket.failover(1)
+    assert (vbucket.purge_seqno, vbucket.prepared.keys()) == (4, {b"\0open"})
+    source.prepare("k", {})
+    assert vbucket.log[3].next_seqno == 4
+    source.commit("open")
+    assert vbucket.state_at().keys() == {b"\0open"}
+
+
+def test_what_is_prepared_goes_with_its_collection() -> None:
+    source = bucket()
+    source.create_scope("s")
+    source.create_collection("s", "c")
+    source.prepare("k", {}, collection="s.c")
+    source.prepare("l", {}, collection="s.c")
+    source.abort("l", collection="s.c")
+    source.flush_collection("s.c")
+    vbucket = source.vbuckets[0]
+    assert [item.next_seqno for item in vbucket.log] == [0, 6, 6, 5, 6, 0]
+    assert not vbucket.prepared
+    source.set("k", {}, collection="s.c")
+
+
+def test_a_failover_does_not_part_a_prepare_from_its_commit() -> None:
+    source = bucket()
+    vbucket = source.vbuckets[0]
+    source.set("a", {})
+    source.set("k", {}, durable=True)
+    assert vbucket.failover(1) == 1
+    source.prepare("k", {})
+    source.commit("k")
+    assert vbucket.failover(1) == 2
+    assert vbucket.prepared.keys() == {b"\0k"}
