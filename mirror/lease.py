@@ -28,15 +28,24 @@ class Lease:
     """Positions that are held. Use `hold`."""
 
     def __init__(
-        self, path: str | Path, positions: Mapping[int, tuple[int, int]], *, name: str, seconds: float = SECONDS
+        self,
+        path: str | Path,
+        positions: Mapping[int, tuple[int, int]],
+        *,
+        name: str,
+        seconds: float = SECONDS,
+        lease_id: str | None = None,
     ) -> None:
-        """Ask for the lease. Raises ServiceSaidNo when a position is no longer kept."""
+        """Ask for the lease. With the `lease_id` of one that several processes hold together, this one joins them.
+
+        Raises ServiceSaidNo when a position is no longer kept.
+        """
         self._directory = Path(path)
         self._positions = [[vbid, branch, seqno] for vbid, (branch, seqno) in sorted(positions.items())]
         self._name = name
         self._seconds = seconds
         self._ended = threading.Event()
-        self.id = uuid.uuid4().hex
+        self.id = lease_id or uuid.uuid4().hex
         self.lost: MirrorError | None = None
         """Why nothing is held any more; None: all is well."""
         self._ask_first()
@@ -73,12 +82,18 @@ class Lease:
                     self.lost = error
                     return
 
-    def release(self) -> None:
-        """Hold no longer. Harmless when repeated, or when the service is gone."""
+    def leave(self) -> bool:
+        """Renew no longer: others hold it too, or it ends by itself. False: that was so already."""
         if self._ended.is_set():
-            return
+            return False
         self._ended.set()
         self._renewing.join()
+        return True
+
+    def release(self) -> None:
+        """Hold no longer. Harmless when repeated, or when the service is gone."""
+        if not self.leave():
+            return
         try:
             ask(self._directory, "release", id=self.id)
         except MirrorError:  # it ends by itself

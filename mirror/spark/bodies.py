@@ -1,0 +1,96 @@
+"""JSON bodies to the columns of a user's schema, by Arrow's own JSON reader, which is some times faster than from_json.
+
+Knows bodies and Arrow types; never where bodies come from. Fields that a document does not have are null, fields that
+the schema does not name are left out; a body that is not a JSON object has nulls alone. A document that does not fit
+(a text where the schema says int) is an error that names it, or nulls where `permissive`. Invariant: one row of columns
+for each body, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.json as pj
+
+from mirror.errors import ConfigError, MirrorError
+
+JSON = 0x01
+"""Bit of a datatype: the body is JSON."""
+
+
+class DocumentDoesNotFit(MirrorError):
+    """A body contradicts the schema that the user gave."""
+
+
+class Bodies:
+    """A parser for one schema."""
+
+    def __init__(self, schema: Any, *, permissive: bool = False) -> None:
+        """Raises ConfigError for a type that JSON cannot be read as."""
+        self.schema = schema
+        self._permissive = permissive
+        self._readable = pa.schema([pa.field(each.name, _readable(each.type, each.name)) for each in schema])
+        self._options = pj.ParseOptions(
+            explicit_schema=self._readable, newlines_in_values=True, unexpected_field_behavior="ignore"
+        )
+        for field in schema:
+            try:
+                only = pa.schema([pa.field(field.name, _readable(field.type, field.name))])
+                options = pj.ParseOptions(explicit_schema=only, unexpected_field_behavior="ignore")
+                pj.read_json(pa.BufferReader(b"{}"), parse_options=options).cast(pa.schema([field]))
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                raise ConfigError(f"column {field.name}: JSON cannot be read as {field.type}: {error}") from None
+
+    def columns(self, bodies: Sequence[bytes], datatypes: bytes, keys: Sequence[bytes]) -> list[Any]:
+        """The schema's columns of these documents. Raises DocumentDoesNotFit."""
+        objects = [
+            body if datatype & JSON and body[:1] == b"{" else _object_or_none(body, datatype)
+            for body, datatype in zip(bodies, datatypes, strict=True)
+        ]
+        try:
+            return self._parse(objects)
+        except pa.ArrowInvalid:
+            return self._parse([self._fitting(body, key) for body, key in zip(objects, keys, strict=True)])
+
+    def _fitting(self, body: bytes, key: bytes) -> bytes:
+        try:
+            self._parse([body])
+        except pa.ArrowInvalid as error:
+            if self._permissive:
+                return b"{}"
+            why = str(error).removeprefix("JSON parse error: ")
+            raise DocumentDoesNotFit(
+                f"document {key.decode(errors='replace')!r} does not fit the schema: {why}",
+                hint="give the column another type, or read with mode=permissive to have nulls instead",
+            ) from None
+        return body
+
+    def _parse(self, objects: list[bytes]) -> list[Any]:
+        text = b"\n".join(objects)
+        options = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
+        table = pj.read_json(pa.BufferReader(text), read_options=options, parse_options=self._options)
+        if table.num_rows != len(objects):  # a body with more than one JSON value in it
+            raise pa.ArrowInvalid(f"{table.num_rows - len(objects) + 1} JSON values in one body")
+        if self._readable != self.schema:
+            table = table.cast(self.schema)
+        return [column.combine_chunks() for column in table.columns]
+
+
+def _object_or_none(body: bytes, datatype: int) -> bytes:
+    """JSON may begin with blanks; what is not an object has no fields."""
+    return body if datatype & JSON and body.lstrip()[:1] == b"{" else b"{}"
+
+
+def _readable(kind: Any, name: str) -> Any:
+    """What Arrow's JSON reader can make, and a cast then turns into `kind`: dates and times are read as text."""
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return pa.string()
+    if pa.types.is_binary(kind):
+        raise ConfigError(f"column {name}: JSON has no binary values", hint="read it as string")
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(each.name, _readable(each.type, name)) for each in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(pa.field(kind.value_field.name, _readable(kind.value_type, name)))
+    return kind

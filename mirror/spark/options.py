@@ -1,0 +1,184 @@
+"""The options of the data source: names, meanings and bounds, as a user gives them to Spark.
+
+Knows text and what it may say; never a store, a connection or a session. A password is no option: options land in
+Spark's UI and event log. Invariant: what `parse` returns is whole and in bounds, or it raises ConfigError with one line
+that names the option and the remedy.
+
+    path | connection   the directory of a mirror on this machine, or a connection string of a cluster, an embedded
+                        source or a mirror's downstream port. One of them; load("...") gives `path`
+    table               documents (default) or changes
+    collection          scope.collection, or several by comma; all unless told
+    vbuckets            such as 0-511,600; all unless told
+    partitions          tasks that the vbuckets are dealt to; as many as this machine has cores unless told
+    columns             of the table's columns these, in this order. Not beside a schema of one's own
+    asOf                documents as of a time in ISO 8601: of each vbucket the newest kept boundary not after it.
+                        Only with path
+    mode                what to do with a document that does not fit the schema given: failfast (default), or
+                        permissive: its columns are null
+    pushdown            true: filters on key, collection and vbid are answered by the source; needs the setting
+                        spark.sql.python.filterPushdown.enabled of the session. false unless told
+    maxRowsPerBatch     events of a micro-batch, about: whole snapshots only, and one at least. 1000000 unless told
+    maxBytesPerBatch    stored bytes of a micro-batch, estimated by the mean row; units k, m, g. 1g unless told
+    startingFrom        where a stream without a checkpoint begins: earliest (default) or latest
+    onLostHistory       what a stream does whose position is no longer kept: fail (default) or resync: a row of kind
+                        resync for the vbucket, then all of it from the beginning
+    leaseSeconds        how long the history that a job or stream needs is held after it was last heard of. 60
+    caFile              with couchbases://: certificate of the authority to trust
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from mirror.errors import ConfigError
+from mirror.spark.columns import TABLES
+
+VBUCKETS_MAX = 65_536
+UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for."""
+
+    path: str | None = None
+    connection: str | None = None
+    table: str = "documents"
+    collections: tuple[str, ...] | None = None
+    vbuckets: frozenset[int] | None = None
+    partitions: int = 1
+    columns: tuple[str, ...] | None = None
+    as_of_ms: int | None = None
+    permissive: bool = False
+    pushdown: bool = False
+    max_rows: int = 1_000_000
+    max_bytes: int = 1 << 30
+    latest: bool = False
+    resync: bool = False
+    lease_seconds: float = 60.0
+    ca_file: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the table that were asked for."""
+        return self.columns or tuple(TABLES[self.table].names)
+
+
+def parse(given: Mapping[str, str]) -> Options:
+    """Options from text. Raises ConfigError."""
+    values = {name.lower(): text.strip() for name, text in given.items()}
+    if "password" in values:
+        raise ConfigError(
+            "a password must not be an option: Spark shows options",
+            hint="set DCP_MIRROR_PASSWORD or DCP_MIRROR_PASSWORD_FILE in the environment of driver and executors",
+        )
+    unknown = sorted(set(values) - {name.lower() for name in _PARSERS})
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r}", hint=f"known: {', '.join(_PARSERS)}")
+    fields: dict[str, Any] = {"partitions": len(os.sched_getaffinity(0))}
+    for name, (field, parser) in _PARSERS.items():
+        if name.lower() in values:
+            try:
+                fields[field] = parser(values[name.lower()])
+            except ValueError as error:
+                raise ConfigError(f"option {name}={values[name.lower()]!r}: {error}") from None
+    options = Options(**fields)
+    if (options.path is None) == (options.connection is None):
+        both = options.path is not None
+        raise ConfigError(
+            "path and connection were both given" if both else "neither path nor connection was given",
+            hint="path: a mirror's directory on this machine; connection: couchbase://user@host/bucket; one of them",
+        )
+    unknown = [name for name in options.columns or () if name not in TABLES[options.table].names]
+    if unknown:
+        raise ConfigError(
+            f"option columns: {options.table} have no column {unknown[0]!r}",
+            hint=f"known: {', '.join(TABLES[options.table].names)}",
+        )
+    if options.as_of_ms is not None and (options.connection is not None or options.table != "documents"):
+        raise ConfigError("option asOf is for documents of a path", hint="leave it out, or read a mirror's directory")
+    if options.latest and options.table != "changes":
+        raise ConfigError("option startingFrom is for table=changes")
+    return options
+
+
+def ranges(text: str) -> frozenset[int]:
+    """`0-511,600` as a set."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError("expected numbers and ranges such as 0-511,600")
+        low, high = int(first), int(last) if dash else int(first)
+        if high < low or high >= VBUCKETS_MAX:
+            raise ValueError(f"{part.strip()} is no range of vbuckets")
+        found.update(range(low, high + 1))
+    return frozenset(found)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names) or len(set(names)) != len(names):
+        raise ValueError("expected names, each once, with commas between")
+    return names
+
+
+def _collections(text: str) -> tuple[str, ...]:
+    return tuple(name if "." in name else f"_default.{name}" for name in _names(text))
+
+
+def _time(text: str) -> int:
+    try:
+        return int(datetime.fromisoformat(text).timestamp() * 1000)
+    except (ValueError, OverflowError, OSError):
+        raise ValueError("expected a time such as 2026-01-31T12:00:00+01:00") from None
+
+
+def _bytes(text: str) -> int:
+    unit = UNITS.get(text[-1:].lower(), 1)
+    return _count(text if unit == 1 else text[:-1]) * unit
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError("expected a number of at least 1")
+    return int(text)
+
+
+def _one_of(**meanings: Any) -> Any:
+    def parser(text: str) -> Any:
+        if text.lower() not in meanings:
+            raise ValueError(f"expected {' or '.join(meanings)}")
+        return meanings[text.lower()]
+
+    return parser
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("expected something")
+    return text
+
+
+_PARSERS: dict[str, tuple[str, Any]] = {
+    "path": ("path", _text),
+    "connection": ("connection", _text),
+    "table": ("table", _one_of(**{name: name for name in TABLES})),
+    "collection": ("collections", _collections),
+    "vbuckets": ("vbuckets", ranges),
+    "partitions": ("partitions", _count),
+    "columns": ("columns", _names),
+    "asOf": ("as_of_ms", _time),
+    "mode": ("permissive", _one_of(failfast=False, permissive=True)),
+    "pushdown": ("pushdown", _one_of(true=True, false=False)),
+    "maxRowsPerBatch": ("max_rows", _count),
+    "maxBytesPerBatch": ("max_bytes", _bytes),
+    "startingFrom": ("latest", _one_of(earliest=False, latest=True)),
+    "onLostHistory": ("resync", _one_of(fail=False, resync=True)),
+    "leaseSeconds": ("lease_seconds", lambda text: float(_count(text))),
+    "caFile": ("ca_file", _text),
+}

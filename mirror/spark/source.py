@@ -1,0 +1,124 @@
+"""The data source `mirror` of PySpark: which reader answers which options.
+
+Knows PySpark's interface alone; what is read is decided by `local`, `stream` and `remote`. Readers are pickled and sent
+to where tasks run: they hold options and plans, and open stores and connections inside of `read` only. Invariants:
+whatever can be known at planning is refused there, in one line (`failures`); filters are taken only by a reader of
+their own, since defining `pushFilters` makes every query fail while the session's setting is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.types import StructType
+
+from mirror.errors import ConfigError
+from mirror.spark import local
+from mirror.spark.bodies import Bodies
+from mirror.spark.columns import DOCUMENTS, TABLES
+from mirror.spark.failures import clearly, told_clearly
+from mirror.spark.filters import accept
+from mirror.spark.local import Shape, Wanted
+from mirror.spark.options import Options, parse
+
+MARK = "_"
+"""In front of the names of columns that are not of the body, in a schema that a user gave."""
+
+
+class MirrorSource(DataSource):
+    """`spark.read.format("mirror")` and `spark.readStream.format("mirror")`; options: `mirror.spark.options`."""
+
+    @told_clearly
+    def __init__(self, options: Mapping[str, str]) -> None:
+        """Refuses options that are wrong in themselves."""
+        super().__init__(dict(options))
+        self._options = parse(options)
+        self._own_schema = True
+
+    @classmethod
+    def name(cls) -> str:
+        """`mirror`."""
+        return "mirror"
+
+    @told_clearly
+    def schema(self) -> StructType:
+        """The columns of the table, as far as asked for. Only called where the user gives no schema."""
+        self._own_schema = False
+        schema = TABLES[self._options.table]
+        return from_arrow_schema(pa.schema([schema.field(name) for name in self._options.names]))
+
+    @told_clearly
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """For a batch."""
+        options = self._options
+        if options.table == "changes":
+            raise NotImplementedError
+        shape = shape_of(to_arrow_schema(schema, timezone="UTC"), options, self._own_schema)
+        mark = MARK if self._own_schema else ""
+        return (PushdownDocumentsReader if options.pushdown else DocumentsReader)(options, shape, mark)
+
+    @told_clearly
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        """For a stream."""
+        raise NotImplementedError
+
+
+def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:
+    """What makes each column. Raises ConfigError for a type that a column cannot have."""
+    if not own_schema:
+        return Shape(schema, (False,) * len(schema), options.permissive)
+    if options.columns is not None:
+        raise ConfigError("option columns and a schema were both given", hint="name the columns in the schema")
+    from_body = []
+    for field in schema:
+        name = field.name.removeprefix(MARK)
+        ours = field.name.startswith(MARK) and name in DOCUMENTS.names
+        if ours and field.type != DOCUMENTS.field(name).type:
+            raise ConfigError(f"column {field.name} is of type {DOCUMENTS.field(name).type}, not {field.type}")
+        from_body.append(not ours)
+    Bodies(pa.schema([field for field, of_body in zip(schema, from_body, strict=True) if of_body]))
+    return Shape(schema, tuple(from_body), options.permissive)
+
+
+@dataclass(repr=False)
+class Share(InputPartition):
+    """What one task reads. The reader itself is pickled before anything is planned."""
+
+    job: local.Job
+    vbids: list[int]
+
+
+class DocumentsReader(DataSourceReader):
+    """Documents of a path."""
+
+    def __init__(self, options: Options, shape: Shape, mark: str) -> None:
+        """Nothing is opened."""
+        self._options = options
+        self._shape = shape
+        self._mark = mark
+        self._wanted = Wanted()
+
+    @told_clearly
+    def partitions(self) -> Sequence[InputPartition]:
+        """Choose the boundaries that the job reads, and deal them out."""
+        job, shares = local.plan(self._options, self._wanted)
+        return [Share(job, vbids) for vbids in shares]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """The batches of a task."""
+        assert isinstance(partition, Share)
+        with clearly():
+            yield from local.read(partition.job, partition.vbids, self._shape)
+
+
+class PushdownDocumentsReader(DocumentsReader):
+    """The same, with filters."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        """Take those whose answer is exact; give the others back."""
+        return list(accept(filters, self._mark, self._wanted))
