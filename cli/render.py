@@ -76,6 +76,12 @@ def state_text(state: str) -> Text:
     return Text(state, style=style)
 
 
+def vbuckets_text(document: Mapping[str, Any]) -> str:
+    """How many vbuckets the bucket has, and how many of them are here."""
+    count, held = document["vbucket_count"], document["vbuckets_held"]
+    return f"{held} of {count} vbuckets" if held != count else f"{count or DASH} vbuckets"
+
+
 def fact_table(facts: Mapping[str, RenderableType | None]) -> Table:
     """Name and value, one a line; None is left out."""
     table = Table.grid(padding=(0, 2))
@@ -132,7 +138,7 @@ def summary(document: Mapping[str, Any]) -> Table:
         {
             "state": state,
             "service": running,
-            "bucket": f"{document['bucket'] or DASH} ({document['vbucket_count'] or DASH} vbuckets)",
+            "bucket": f"{document['bucket'] or DASH} ({vbuckets_text(document)})",
             "source": escape(document["source"]) if document.get("source") else None,
             "data": escape(document["data"]),
             "documents": number(sums["documents"]),
@@ -175,6 +181,30 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
         )
     headers = ["worker", "state", "pid", "groups", "cpu", "memory", "up", "restarts", "last end"]
     return plain_table(headers, rows, right=(0, 2, 4, 5, 6, 7))
+
+
+def server_table(servers: Sequence[Mapping[str, Any]]) -> Table:
+    """Each process that serves readers, with its figures."""
+    rows: list[list[str | Text]] = []
+    for server in servers:
+        counters = server["counters"]
+        connections, requests = (counters.get(f"{server['kind']}_{what}") for what in ("connections", "requests"))
+        cpu = DASH if server["cpu_percent"] is None else f"{server['cpu_percent']:.0f} %"
+        rows.append(
+            [
+                server["kind"],
+                state_text(server["phase"]),
+                str(server["pid"] or DASH),
+                number(connections),
+                number(requests),
+                cpu,
+                size(server["private_bytes"]),
+                str(server["restarts"]),
+                str(server["last_error"] or server["last_exit"] or ""),
+            ]
+        )
+    headers = ["server", "state", "pid", "clients", "requests", "cpu", "memory", "restarts", "last end"]
+    return plain_table(headers, rows, right=(2, 3, 4, 5, 6, 7))
 
 
 def vbucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -228,6 +258,8 @@ def status_view(document: Mapping[str, Any], *, every_vbucket: bool = False) -> 
     parts: list[RenderableType] = [summary(document)]
     if document["workers"]:
         parts += ["", worker_table(document["workers"])]
+    if document["servers"]:
+        parts += ["", server_table(document["servers"])]
     rows = document["vbuckets"]
     if every_vbucket:
         parts += ["", vbucket_table(rows)]

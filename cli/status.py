@@ -62,7 +62,7 @@ def current_status(data: Path) -> dict[str, Any]:
         return stored_status(data)
     document: dict[str, Any] = answer["status"]
     known = {row["vbid"] for row in document["vbuckets"]}
-    if document["vbucket_count"] and len(known) < document["vbucket_count"]:
+    if document["vbuckets_held"] and len(known) < document["vbuckets_held"]:
         stored = stored_status(data)["vbuckets"]
         document["vbuckets"] = sorted(
             document["vbuckets"] + [row for row in stored if row["vbid"] not in known], key=lambda row: row["vbid"]

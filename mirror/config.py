@@ -48,6 +48,9 @@ class Settings(BaseSettings):
     groups: Annotated[int, Field(ge=1, le=256)] = 8
     """Groups that the vbuckets are dealt into when the data directory is made; one LMDB environment each, fixed from
     then on. Eight lets up to eight workers share the work and keeps the group commits large."""
+    vbuckets: str | None = None
+    """Hold these vbuckets alone (`0-511`), where several mirrors share a bucket; fixed when the data directory is made.
+    None: all of them. `kv_nodes` tells clients who holds the rest."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
     """What each commit forces to the disk; `storage/FORMAT.md`."""
 
@@ -119,7 +122,8 @@ class Settings(BaseSettings):
     """Processes that share the KV address. One answers some ten thousand requests a second; another core, another."""
     kv_nodes: str | None = None
     """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same list on each): clients then
-    spread their reads over them. None: this mirror alone."""
+    spread their reads over them. `host:port=0-511` where a mirror holds only some `vbuckets`. A change is told to
+    connected clients. None: this mirror alone."""
     users_file: Path | None = None
     """Who may read: SCRAM verifiers and collections, as `dcp-mirror user` writes them. None: on this machine everybody,
     and whoever logs in with the source's user and password."""
@@ -192,6 +196,16 @@ class Settings(BaseSettings):
         return value
 
 
+def vbucket_range(text: str, setting: str) -> tuple[int, int]:
+    """The first and the last of some vbuckets, as `0-511` says them. Raises ConfigError that names the setting."""
+    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text, re.ASCII)
+    if found is None or int(found[1]) > int(found[2]):
+        raise ConfigError(
+            f"{setting} {text!r} is no range of vbuckets", hint="FIRST-LAST, such as 0-511", setting=setting
+        )
+    return int(found[1]), int(found[2])
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """Settings and, per setting, where its value came from: `flag`, `environment`, `file PATH` or `default`."""
@@ -236,6 +250,8 @@ def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = N
             hint=f"change it by {_flag(name)}, {ENV_PREFIX}{name.upper()}, or in the file given by --config",
             setting=name,
         ) from None
+    if settings.vbuckets is not None:
+        vbucket_range(settings.vbuckets, "vbuckets")
     if settings.retry_delay_min_ms > settings.retry_delay_max_ms:
         raise ConfigError(
             f"setting retry_delay_min_ms ({settings.retry_delay_min_ms}) is above retry_delay_max_ms "

@@ -59,7 +59,8 @@ BODY = b"x" * 256
 
 
 def _no_status(_: Path) -> dict[str, Any]:
-    return {"vbuckets": [], "vbucket_count": 0, "totals": {"documents_per_s": None, "bytes_per_s": None,
+    return {"vbuckets": [], "vbucket_count": 0, "vbuckets_held": 0,
+            "totals": {"documents_per_s": None, "bytes_per_s": None,
             "lag_seqnos": None, "lag_s": None}}  # fmt: skip
 
 

@@ -149,11 +149,11 @@ class HttpServer:
 
     def status(self) -> dict[str, Any]:
         """What the supervisor wants to know."""
-        counters = self.service.requests.counters()
+        connections = len(self.gate.state.connections)
         return {
             "vbuckets": [],
-            "counters": counters,
-            "connections": len(self.gate.state.connections),
+            "counters": self.service.requests.counters() | {"http_connections": connections},
+            "connections": connections,
             "streams": self.service.requests.stream_count,
             "turned_away": self.gate.turned_away_count,
             "unsent_bytes": self.service.budget.out_bytes,

@@ -61,7 +61,7 @@ async def ask_service(data: Path) -> Report | None:
 def why_not_ready(report: Report, lag_limit_s: float) -> list[str]:
     """What keeps the mirror from being ready, in words; nothing when it is."""
     rows = report["vbuckets"]
-    count = report["vbucket_count"]
+    count = report["vbuckets_held"]
     if not count or len(rows) < count:
         return [f"{len(rows)} of {count or 'unknown'} vbuckets reported"]
     unpublished = [row["vbid"] for row in rows if not (row["published_seqno"] or row["lag_seqnos"] == 0)]

@@ -18,7 +18,7 @@ from mirror.clock import Clock
 from mirror.serve.auth import Reader
 from mirror.wire.constants import Status
 from storage import directory, keys
-from storage.errors import StorageError, ViewInvalidated
+from storage.errors import NotHeld, StorageError, ViewInvalidated
 from storage.model import Document, Kind, Manifest, VbucketState
 from storage.view import Pin, View, open_view
 
@@ -54,7 +54,6 @@ class KvBucket:
         identity = self.view.identity
         self.name = identity.bucket_name
         self.identity = identity
-        self.vbucket_count = identity.vbucket_count
         self._manifest: tuple[float, Manifest] | None = None
         self._manifest_json: tuple[int, bytes] | None = None
 
@@ -68,6 +67,8 @@ class KvBucket:
         """A document by its wire key, or None. `vbid` is where the client looks for it. Raises Refused."""
         try:
             found = self.view.find(wire_key, deletions=deletions)
+        except NotHeld as error:
+            raise Refused(Status.NOT_MY_VBUCKET) from error
         except StorageError as error:
             raise self._failed(error) from error
         if not found.collection_exists or not reader.reads_all:
@@ -144,7 +145,7 @@ class KvBucket:
 
     def state(self, vbid: int) -> VbucketState:
         """The stored state of a vbucket. Raises Refused."""
-        if vbid >= self.vbucket_count:
+        if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
         try:
             return self.view.state(vbid)
@@ -166,7 +167,7 @@ class KvBucket:
         now = self.clock.monotonic()
         if self._manifest is None or now - self._manifest[0] > MANIFEST_FRESH_S:
             try:
-                newest = max((self.view.manifest(vbid) for vbid in range(self.vbucket_count)), key=lambda m: m.uid)
+                newest = max((self.view.manifest(vbid) for vbid in self.view.vbids), key=lambda m: m.uid)
             except StorageError as error:
                 raise self._failed(error) from error
             self._manifest = (now, newest)

@@ -46,7 +46,7 @@ def find(session: Session, frame: Frame, *, deletions: bool = False) -> Document
     vbid = None
     if session.bucket_selected:  # clients without a bucket know no vbuckets either
         vbid = frame.vbucket
-        if vbid >= session.bucket.vbucket_count:
+        if vbid not in session.bucket.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
     document = session.bucket.find(wire_key(session, frame), vbid, session.reader, deletions=deletions)
     if document is None:

@@ -182,7 +182,7 @@ def _all_vb_seqnos(session: Session, frame: Frame) -> Reply:
     if wanted not in (VbucketState.ALIVE, VbucketState.ACTIVE):
         return Reply()
     bucket = session.bucket
-    seqnos = [(vbid, int(bucket.state(vbid).published_seqno)) for vbid in range(bucket.vbucket_count)]
+    seqnos = [(vbid, int(bucket.state(vbid).published_seqno)) for vbid in bucket.view.vbids]
     return Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
 
 
@@ -221,7 +221,7 @@ def _stat(session: Session, frame: Frame) -> Reply:
         raise Refused(Status.KEY_ENOENT)
     if rest and not (rest.isascii() and rest.isdigit() and len(rest) <= 5):
         raise Refused(Status.EINVAL, "not the number of a vbucket")
-    vbids = [int(rest)] if rest else range(bucket.vbucket_count)
+    vbids = [int(rest)] if rest else bucket.view.vbids
     told: dict[str, str] = {}
     for vbid in vbids:
         told |= describe(vbid, bucket.state(vbid))

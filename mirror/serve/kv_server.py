@@ -116,6 +116,16 @@ class KvServer:
             "kv_sent_bytes": counters.bytes_sent,
         }
 
+    def change_map(self, cluster_map: ClusterMap) -> None:
+        """Answer with another map from now on, and tell those who want to know (kv_engine docs/BinaryProtocol.md,
+        Clustermap Change Notification).
+        """
+        self._map = cluster_map
+        for connection in self.connections:
+            frame = connection.session.take_map(cluster_map)
+            if frame is not None:
+                connection.push(frame)
+
     # -- what connections ask
 
     def opened(self, connection: KvConnection) -> Session | None:

@@ -18,6 +18,7 @@ from mirror.feed.sasl import ScramServer
 from mirror.serve.auth import Reader, Users
 from mirror.serve.kv_bucket import KvBucket, Refused
 from mirror.serve.kv_map import ClusterMap
+from mirror.wire import codec_kv
 from mirror.wire.constants import Datatype, Feature, Status
 from mirror.wire.frame import Frame
 
@@ -120,6 +121,19 @@ class Session:
         """The map as it stands, for this client to know from now on."""
         self.told_revision = self.cluster_map.revision
         return self.cluster_map.of_bucket if self.bucket_selected else self.cluster_map.of_node
+
+    def take_map(self, cluster_map: ClusterMap) -> Frame | None:
+        """Know another map; what to tell the client of it, if it wants to be told."""
+        self.cluster_map = cluster_map
+        epoch, revision = cluster_map.revision
+        name = self.bucket.name.encode() if self.bucket_selected else b""
+        if Feature.DUPLEX not in self.features or self.reader is None:
+            return None
+        if Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF in self.features:
+            return codec_kv.clustermap_notification(epoch, revision, name)
+        if Feature.CLUSTERMAP_CHANGE_NOTIFICATION in self.features:
+            return codec_kv.clustermap_notification(epoch, revision, name, self.map_now())
+        return None
 
     def elsewhere(self) -> Reply:
         """The vbucket is not here; with the map, unless this client has it and wants nothing twice."""

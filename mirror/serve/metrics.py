@@ -123,6 +123,7 @@ def families(report: Report, ready: bool) -> Iterator[Metric]:
     yield _gauge("ready", "1 when /readyz says so.", [([], ready)])
     yield _gauge("uptime_seconds", "Age of the service.", [([], report["uptime_s"])])
     yield _gauge("vbuckets", "Vbuckets of the bucket.", [([], report["vbucket_count"])])
+    yield _gauge("vbuckets_held", "Vbuckets that this mirror holds.", [([], report["vbuckets_held"])])
     states = dict.fromkeys(STATES, 0) | sums["states"]
     yield _gauge("vbucket_states", "Vbuckets by state.", [([s], n) for s, n in states.items()], ("state",))
     yield _gauge("lag_seqnos", "Seqnos of the source not published yet, summed.", [([], sums["lag_seqnos"])])

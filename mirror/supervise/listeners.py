@@ -14,6 +14,7 @@ from typing import Any
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.serve.auth import server_tls, users_of
+from mirror.serve.kv_map import named_nodes
 from mirror.serve.listener import Address, Reserved, check_addresses, parse_addresses, reserve
 
 KINDS = ("kv", "http")
@@ -22,7 +23,8 @@ SLOTS_PER_KIND = 1000
 
 _BOTH = {"log_level", "log_json", "refill_reads"}
 _PREFIXES = ("kv", "http", "reader_", "users_", "listen_", "ready_")
-_COUNTS = {"workers", *(f"{kind}_processes" for kind in KINDS)}
+_LIVE = {"workers", "kv_nodes", *(f"{kind}_processes" for kind in KINDS)}
+"""What takes effect without a process started anew."""
 
 
 class Listeners:
@@ -46,8 +48,7 @@ class Listeners:
         if self._addresses:
             users_of(settings)
             server_tls(settings)
-        if settings.kv_nodes is not None:
-            parse_addresses(settings.kv_nodes, "kv_nodes")
+        check_reloaded(settings)
 
     def reserve(self) -> None:
         """Take the addresses. Raises ConfigError when one is taken."""
@@ -59,6 +60,11 @@ class Listeners:
         except ConfigError:
             self.release()
             raise
+
+    def renew(self, revision: int) -> int:
+        """The map has changed: its new revision."""
+        self._revision = max(self._revision + 1, revision)
+        return self._revision
 
     def release(self) -> None:
         """Let go of the addresses."""
@@ -102,6 +108,12 @@ class Listeners:
         return {kind: [url_of(kind, each.address) for each in held] for kind, held in self._held.items()}
 
 
+def check_reloaded(settings: Settings) -> None:
+    """Refuse what readers' processes could not take while they run. Raises ConfigError."""
+    if settings.kv_nodes is not None:
+        named_nodes(settings.kv_nodes)
+
+
 def url_of(kind: str, address: Address) -> str:
     """An address as clients write it."""
     if address.path is not None:
@@ -118,7 +130,7 @@ def kind_of(slot: int) -> str | None:
 
 def outdated_by(slot: int, changed: Collection[str]) -> bool:
     """Whether the process of a slot has to be started anew after these settings changed."""
-    concerning = set(changed) - _COUNTS
+    concerning = set(changed) - _LIVE
     of_readers = {name for name in concerning if name.startswith(_PREFIXES)}
     if kind_of(slot) is None:
         return bool(concerning - of_readers)

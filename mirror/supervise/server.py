@@ -12,6 +12,8 @@ import socket
 import sys
 from typing import Any
 
+import structlog
+
 from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire
 from mirror.errors import ConfigError
@@ -25,6 +27,8 @@ from mirror.supervise.channel import Message
 from mirror.supervise.listeners import SLOTS_PER_KIND
 from mirror.supervise.worker import Work, main
 
+log = structlog.get_logger("kv")
+
 Sockets = list[tuple[Address, socket.socket]]
 
 
@@ -37,14 +41,11 @@ class KvServing:
         self._tls = server_tls(settings)
         self._users = users_of(settings)
         self._bucket = KvBucket(str(settings.data), clock, stale_allowed=settings.refill_reads == "stale")
-        if settings.kv_nodes is not None:
-            nodes = named_nodes(parse_addresses(settings.kv_nodes, "kv_nodes"))
-        else:
-            nodes = [own_node([address for address, _ in sockets])]
+        self._addresses = [address for address, _ in sockets]
         self._server = KvServer(
             self._bucket,
             self._users,
-            ClusterMap(self._bucket.identity, nodes, revision),
+            self._map(settings.kv_nodes, revision),
             clock,
             limits=Limits.of(settings),
             requests_per_turn=settings.kv_pipeline_max,
@@ -74,8 +75,19 @@ class KvServing:
         return {"vbuckets": [], "counters": self._server.status()}
 
     async def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        """No command is known."""
-        raise ConfigError(f"a KV process knows no command {command.get('op')!r}")
+        """Obey a command: `map` brings another list of mirrors."""
+        if command["op"] != "map":
+            raise ConfigError(f"a KV process knows no command {command['op']!r}")
+        self._server.change_map(self._map(command["kv_nodes"], command["revision"]))
+        return {}
+
+    def _map(self, kv_nodes: str | None, revision: int) -> ClusterMap:
+        identity = self._bucket.identity
+        nodes = [own_node(self._addresses, identity.held)] if kv_nodes is None else named_nodes(kv_nodes)
+        cluster_map = ClusterMap(identity, nodes, revision)
+        if cluster_map.uncovered:
+            log.warning("clients cannot find some vbuckets: no mirror holds them", vbuckets=cluster_map.uncovered)
+        return cluster_map
 
 
 async def open_server(start: Message) -> Work:

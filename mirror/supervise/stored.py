@@ -36,6 +36,7 @@ def stored_status(data: Path) -> dict[str, Any]:
         "bucket_uuid": identity.bucket_uuid,
         "cluster_uuid": identity.cluster_uuid,
         "vbucket_count": identity.vbucket_count,
+        "vbuckets_held": len(identity.vbids),
         "group_count": identity.group_count,
         "sync": None,
         "supervisor": dict.fromkeys(("cpu_percent", "private_bytes", "resident_bytes", "threads", "open_files")),

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from mirror.clock import Clock
-from mirror.config import Settings, to_wire
+from mirror.config import Settings, to_wire, vbucket_range
 from mirror.errors import BucketChanged, ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.supervise.backoff import failures_after, restart_delay_ms
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, START, STOP
@@ -28,7 +28,7 @@ from mirror.supervise.control import ControlServer
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
 from mirror.supervise.leases import LeaseBook, Record
-from mirror.supervise.listeners import KINDS, Listeners, kind_of, outdated_by
+from mirror.supervise.listeners import KINDS, Listeners, check_reloaded, kind_of, outdated_by
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
 from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
@@ -203,6 +203,14 @@ class Supervisor:
                 hint=f"leave --groups out or give {identity.group_count}; another number needs a new directory",
                 setting="groups",
             )
+        vbuckets = self._settings.vbuckets
+        held = (identity.vbids[0], identity.vbids[-1])
+        if vbuckets is not None and vbucket_range(vbuckets, "vbuckets") != held:
+            raise ConfigError(
+                f"{self._data} was made to hold vbuckets {held[0]}-{held[1]}, not {vbuckets}",
+                hint="leave the setting vbuckets out, or as it was; another range needs a new directory",
+                setting="vbuckets",
+            )
         return identity
 
     def stop(self, failure: MirrorError | None = None) -> None:
@@ -268,11 +276,25 @@ class Supervisor:
         self._begin_work()
 
     def _make_directory(self, source: Source) -> Identity:
-        groups = min(self._settings.groups, source.vbucket_count)
-        identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, source.vbucket_count, groups)
+        held, count = self._held(source), source.vbucket_count
+        groups = min(self._settings.groups, held[1] - held[0] + 1 if held else count)
+        identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, count, groups, held)
         directory.create(str(self._data), identity)
         log.info("made a new mirror", data=str(self._data), bucket=source.bucket_name, groups=groups)
         return identity
+
+    def _held(self, source: Source) -> tuple[int, int] | None:
+        """The vbuckets that a new mirror shall hold; None: all."""
+        if self._settings.vbuckets is None:
+            return None
+        first, last = vbucket_range(self._settings.vbuckets, "vbuckets")
+        if last >= source.vbucket_count:
+            raise ConfigError(
+                f"vbuckets {first}-{last} are asked for, and the bucket has {source.vbucket_count}",
+                hint=f"give a range up to {source.vbucket_count - 1}",
+                setting="vbuckets",
+            )
+        return None if last - first + 1 == source.vbucket_count else (first, last)
 
     def _compare(self, source: Source, identity: Identity) -> None:
         if source.bucket_uuid != identity.bucket_uuid:
@@ -293,7 +315,7 @@ class Supervisor:
         self._leases = LeaseBook(self._data, seconds_max=settings.lease_max_s, age_max_s=settings.lease_age_max_s)
         self._desired = self._wanted_now(self._identity)
         if self._until_caught_up:
-            self._catch_up = CatchUp(self._identity.vbucket_count)
+            self._catch_up = CatchUp(len(self._identity.vbids))
         self._spawn_task(self._reports())
 
     def _wanted_now(self, identity: Identity) -> dict[int, tuple[int, ...]]:
@@ -394,20 +416,33 @@ class Supervisor:
         self._notifier.reloading(self._clock.monotonic())
         try:
             fresh = self._reload()
+            check_reloaded(fresh)
         except ConfigError as error:
             log.error("the new settings are not taken; the old ones stay in force", error=str(error))
         else:
-            fixed = {name: getattr(self._settings, name) for name in ("data", "source", "groups", *KINDS)}
+            fixed = {name: getattr(self._settings, name) for name in ("data", "source", "groups", "vbuckets", *KINDS)}
             fresh = fresh.model_copy(update=fixed)
             changed = [name for name in Settings.model_fields if getattr(fresh, name) != getattr(self._settings, name)]
             self._settings = fresh
             log.info("settings read again", changed=changed)
             if self._desired and self._identity is not None:
                 self._desired = self._wanted_now(self._identity)
+            if "kv_nodes" in changed:
+                self._spawn_task(self._tell_map(self._listeners.renew(self._clock.wall_ms() // 1000)))
             for child in self._alive():
                 child.outdated = child.outdated or outdated_by(child.slot, changed)
         if self._was_ready:
             self._notifier.ready()
+
+    async def _tell_map(self, revision: int) -> None:
+        """Have the KV processes, and through them their clients, know the mirrors of the bucket as they are now."""
+        command = {"op": "map", "kv_nodes": self._settings.kv_nodes, "revision": revision}
+        for child in self._alive():
+            if kind_of(child.slot) == "kv":
+                try:
+                    await child.request(command, REPORT_TIMEOUT_S)
+                except SupervisionError as error:
+                    log.warning("a KV process did not take the new map", slot=child.slot, error=str(error))
 
     # doing what the plan says
 
@@ -530,8 +565,9 @@ class Supervisor:
         if self._source_error is not None:
             return
         lag = sums["lag_seqnos"]
-        if lag is None or len(rows) < self._identity.vbucket_count:
-            self._set_state("starting", f"{len(rows)} of {self._identity.vbucket_count} vbuckets reported")
+        held_count = len(self._identity.vbids)
+        if lag is None or len(rows) < held_count:
+            self._set_state("starting", f"{len(rows)} of {held_count} vbuckets reported")
         elif lag == 0:
             self._set_state("caught up", f"{sums['published_seqnos']:,} seqnos published")
         else:
@@ -563,6 +599,7 @@ class Supervisor:
             "bucket_uuid": identity.bucket_uuid if identity else None,
             "cluster_uuid": identity.cluster_uuid if identity else None,
             "vbucket_count": identity.vbucket_count if identity else None,
+            "vbuckets_held": len(identity.vbids) if identity else None,
             "group_count": identity.group_count if identity else None,
             "sync": self._settings.sync,
             "supervisor": self._figures(self._gauge),
@@ -700,8 +737,8 @@ class Supervisor:
     async def _ask_owner(self, request: dict[str, Any]) -> dict[str, Any]:
         """Have the worker that owns a vbucket do something with it."""
         identity, vbid = self._identity, request.get("vbid")
-        if identity is None or not isinstance(vbid, int) or not 0 <= vbid < identity.vbucket_count:
-            raise ConfigError(f"there is no vbucket {vbid!r}", hint="see `dcp-mirror state`")
+        if identity is None or not isinstance(vbid, int) or vbid not in identity.vbids:
+            raise ConfigError(f"there is no vbucket {vbid!r} here", hint="see `dcp-mirror state`")
         group = vbid % identity.group_count
         for child in self._alive():
             if group in child.groups and child.phase is Phase.RUNNING:

@@ -50,7 +50,9 @@ def document(**more: Any) -> dict[str, Any]:
         "source": "couchbase://demo@h/demo",
         "bucket": "demo",
         "vbucket_count": 3,
+        "vbuckets_held": 3,
         "workers": [worker],
+        "servers": [],
         "totals": totals(rows) | {"documents_per_s": 1500.0, "bytes_per_s": 2.0**20},
         "vbuckets": rows,
         "catch_up": None,
@@ -64,6 +66,21 @@ def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
     assert text.rindex("refused") < text.rindex("1 min 30 s")
     for shown in ("mirroring", "45 seqnos behind", "1,234,572 seqnos", "1,500 docs/s", "4711", "31.0 MiB", "SIGKILL"):
         assert shown in text
+
+
+def test_each_server_process_is_named_with_its_figures() -> None:
+    server = document()["workers"][0] | {"kind": "kv", "groups": [], "slot": 1000, "pid": 54_321}
+    server["counters"] = {"kv_connections": 1024, "kv_requests": 9_876_543}
+    absent = server | {"kind": "http", "pid": None, "phase": "absent", "counters": {}, "cpu_percent": None}
+    text = drawn(render.status_view(document(servers=[server, absent])))
+    assert max(map(len, text.splitlines())) <= 80
+    for shown in ("kv", "54321", "1,024", "9,876,543", "SIGKILL", "12 %", "31.0 MiB", "http", "absent"):
+        assert shown in text
+
+
+def test_a_mirror_of_some_vbuckets_says_so() -> None:
+    assert "demo (3 vbuckets)" in drawn(render.status_view(document()))
+    assert "demo (3 of 8 vbuckets)" in drawn(render.status_view(document(vbucket_count=8)))
 
 
 def test_who_holds_history_is_named() -> None:

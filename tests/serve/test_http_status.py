@@ -122,5 +122,5 @@ async def test_rollbacks_refills_history_and_disk(source: Source) -> None:
 def test_why_not_ready_names_only_some(source: Source) -> None:
     report = service_report(Path(source.path))
     report["vbuckets"] = [report["vbuckets"][0] | {"vbid": vbid, "lag_s": 99.0} for vbid in range(64)]
-    report["vbucket_count"] = 64
+    report["vbuckets_held"] = 64
     assert why_not_ready(report, 30) == ["64 of 64 vbuckets more than 30 s behind: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ..."]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from mirror.errors import ConfigError
 from mirror.ingest import topology
 from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
-from mirror.serve.listener import Address, parse_addresses
+from mirror.serve.listener import Address
 from storage.model import Identity
 
 IDENTITY = Identity("cluster", "orders", "uuid", 8, 2)
@@ -31,7 +34,7 @@ def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
 
 
 def test_several_mirrors_share_the_vbuckets_and_stand_in_for_each_other() -> None:
-    nodes = named_nodes(parse_addresses("a.example:1,b.example:2,tls://[fd00::1]:3", "kv_nodes"))
+    nodes = named_nodes("a.example:1, b.example:2,tls://[fd00::1]:3")
     config = json.loads(ClusterMap(IDENTITY, nodes, 1).of_bucket)
     told = config["vBucketServerMap"]
     assert told["serverList"] == ["a.example:1", "b.example:2", "[fd00::1]:3"]
@@ -40,6 +43,33 @@ def test_several_mirrors_share_the_vbuckets_and_stand_in_for_each_other() -> Non
     assert [each["hostname"] for each in config["nodesExt"]] == ["a.example", "b.example", "fd00::1"]
     assert config["nodesExt"][2]["services"] == {"mgmt": 8091, "kvSSL": 3}
     assert not any("thisNode" in each for each in config["nodesExt"])
+
+
+def chains(nodes: str) -> list[list[int]]:
+    config = json.loads(ClusterMap(IDENTITY, named_nodes(nodes), 1).of_bucket)
+    found: list[list[int]] = config["vBucketServerMap"]["vBucketMap"]
+    assert {len(chain) for chain in found} == {config["vBucketServerMap"]["numReplicas"] + 1}
+    return found
+
+
+def test_each_vbucket_is_with_the_mirrors_that_hold_it() -> None:
+    assert chains("a:1=0-3,b:1=4-7") == [[0]] * 4 + [[1]] * 4
+    assert chains("a:1=0-3,b:1=4-7,c:1")[3:5] == [[2, 0], [1, 2]]
+    assert chains("a:1=0-5,b:1=4-7") == [[0, -1]] * 4 + [[0, 1], [1, 0]] + [[1, -1]] * 2
+    assert chains("a:1,b:1,c:1,d:1,e:1")[7] == [2, 3, 4, 0]
+
+
+def test_vbuckets_that_nobody_holds_have_no_node() -> None:
+    assert chains("a:1=2-3") == [[-1]] * 2 + [[0]] * 2 + [[-1]] * 4
+    assert ClusterMap(IDENTITY, named_nodes("a:1=2-3"), 1).uncovered == 6
+    assert ClusterMap(IDENTITY, [own_node([Address("127.0.0.1", 5)], (0, 6))], 1).uncovered == 1
+    assert ClusterMap(IDENTITY, named_nodes("a:1=0-3,b:1=4-7"), 1).uncovered == 0
+
+
+@pytest.mark.parametrize("text", ["a", "a:1=", "a:1=3", "a:1=3-2", "a:1=x-y", "a:1=-1-3", "a:1,a:1", "a:1=0-3,a:1=4-7"])
+def test_a_list_of_mirrors_that_makes_no_sense_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="kv_nodes"):
+        named_nodes(text)
 
 
 def test_our_own_consumer_understands_the_map() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
+from mirror.serve.kv_map import ClusterMap, named_nodes
 from mirror.serve.listener import Limits
+from mirror.wire import codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.constants import Opcode
-from tests.serve.kv_rig import Client, Endpoint, Store, serving
+from mirror.wire.constants import Feature, Magic, Opcode
+from tests.serve.kv_rig import ALL_FEATURES, Client, Endpoint, Store, serving
 
 HUGE = 2_000_000
 
@@ -112,6 +115,22 @@ async def test_figures_add_up(store: Store) -> None:
         wanted = {"kv_connections": 1, "kv_requests": 3, "kv_hits": 1, "kv_misses": 1, "kv_refused": 1, "kv_errors": 0}
         assert {name: found[name] for name in wanted} == wanted
         assert found["kv_sent_bytes"] == HUGE + 28 + 24 + 24
+    store.close()
+
+
+async def test_a_changed_map_is_pushed_to_those_who_asked_for_it(store: Store) -> None:
+    async with serving(store.path) as endpoint:
+        plain, listening, greedy_one = await endpoint.connect(), await endpoint.sdk(), await greedy(endpoint)
+        await listening.hello(*ALL_FEATURES, Feature.CLUSTERMAP_CHANGE_NOTIFICATION)
+        endpoint.server.change_map(ClusterMap(endpoint.bucket.identity, named_nodes("a:1"), 9))
+        pushed = await listening.receive()
+        assert pushed is not None
+        assert pushed.magic == Magic.SERVER_REQUEST
+        assert codec_kv.decode_clustermap_notification(pushed)[:3] == (1, 9, b"orders")
+        for client in (plain, listening, await endpoint.connect()):
+            answer = await client.ask(codec_kv.get_cluster_config())
+            assert json.loads(answer.value)["rev"] == 9
+        assert greedy_one
     store.close()
 
 

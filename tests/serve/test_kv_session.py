@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from mirror.clock import SystemClock
+from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import KvBucket, Refused
-from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
 from mirror.serve.kv_session import Session
 from mirror.serve.listener import Address
+from mirror.wire import codec_kv
 from mirror.wire.constants import Feature, Status
 from tests.serve.kv_rig import Store, users
 
@@ -49,3 +51,46 @@ def test_a_vbucket_that_is_elsewhere_comes_with_the_map(session: Session) -> Non
     reply = session.refused(Refused(Status.NOT_MY_VBUCKET))
     assert reply.value == session.cluster_map.of_bucket
     assert session.refused(Refused(Status.KEY_ENOENT)).value == b""
+
+
+def test_who_wants_no_map_twice_gets_it_once(session: Session) -> None:
+    session.grant(frozenset({int(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP)}))
+    first, second = (session.refused(Refused(Status.NOT_MY_VBUCKET)) for _ in "ab")
+    assert (first.value, second.value) == (session.cluster_map.of_bucket, b"")
+    session.take_map(ClusterMap(session.bucket.identity, named_nodes("a:1"), 2))
+    assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == session.cluster_map.of_bucket
+    session.map_now()
+    assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == b""
+
+
+NOTIFY, BRIEF = Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF
+
+
+@pytest.mark.parametrize(
+    ("features", "logged_in", "bucket", "told"),
+    [
+        ((), True, True, None),
+        ((Feature.DUPLEX,), True, True, None),
+        ((NOTIFY,), True, True, None),
+        ((Feature.DUPLEX, NOTIFY), False, True, None),
+        ((Feature.DUPLEX, NOTIFY), True, True, "of_bucket"),
+        ((Feature.DUPLEX, NOTIFY), True, False, "of_node"),
+        ((Feature.DUPLEX, NOTIFY, BRIEF), True, True, ""),
+        ((Feature.DUPLEX, BRIEF), True, False, ""),
+    ],
+)
+def test_a_changed_map_is_told_as_it_was_asked_for(
+    session: Session, features: tuple[int, ...], logged_in: bool, bucket: bool, told: str | None
+) -> None:
+    session.grant(frozenset(map(int, features)))
+    session.reader = Reader("r") if logged_in else None
+    session.bucket_selected = bucket
+    changed = ClusterMap(session.bucket.identity, named_nodes("a:1"), 2)
+    frame = session.take_map(changed)
+    assert session.cluster_map is changed
+    if told is None:
+        assert frame is None
+        return
+    assert frame is not None
+    config = getattr(changed, told) if told else b""
+    assert codec_kv.decode_clustermap_notification(frame) == (1, 2, b"orders" if bucket else b"", config)

@@ -70,6 +70,13 @@ def test_bad_settings_are_found_before_anything_starts(values: dict[str, str], s
     assert caught.value.setting == setting
 
 
+def test_a_map_that_changed_has_a_later_revision() -> None:
+    listeners = Listeners(Settings(kv="0"), 100)
+    assert listeners.renew(100) == 101
+    assert listeners.renew(150) == 150
+    assert listeners.start_fields(1000)["revision"] == 150
+
+
 @pytest.mark.parametrize(
     ("changed", "worker", "server"),
     [
@@ -77,7 +84,7 @@ def test_bad_settings_are_found_before_anything_starts(values: dict[str, str], s
         ({"users_file", "reader_idle_timeout_s"}, False, True),
         ({"commit_interval_ms"}, True, False),
         ({"log_level"}, True, True),
-        ({"workers", "kv_processes", "http_processes"}, False, False),
+        ({"workers", "kv_processes", "http_processes", "kv_nodes"}, False, False),
         (set(), False, False),
     ],
 )
