@@ -7,7 +7,7 @@ first line on stdout is the connection string; a fault prints the source's answe
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -17,6 +17,7 @@ from mirror.feed.connection_string import parse
 from mirror.sandbox.control import ask, default_path
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.service import ServeOptions, serve
+from mirror.sandbox.tls import NodeTls, Version
 
 app = typer.Typer(help="The embedded source: a small Couchbase-like cluster in memory, for trying and testing.")
 
@@ -52,6 +53,33 @@ def sandbox(
     profile: Annotated[
         str, typer.Option("--profile", help=f"The server's release that it is like: {', '.join(PROFILES)}.")
     ] = DEFAULT_PROFILE,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option("--tls-cert", metavar="FILE", help="Listen with TLS, too: its certificate.", show_default=False),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", metavar="FILE", help="The certificate's key.", show_default=False)
+    ] = None,
+    tls_port: Annotated[
+        int, typer.Option("--tls-port", min=0, max=65535, help="TLS port of the first node; 0: a free one.")
+    ] = 0,
+    tls_only: Annotated[bool, typer.Option("--tls-only", help="Do not listen without TLS.")] = False,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option("--tls-client-ca", metavar="FILE", help="Who signs users' certificates.", show_default=False),
+    ] = None,
+    tls_need_client_cert: Annotated[
+        bool, typer.Option("--tls-need-client-cert", help="Users without a certificate are hung up on.")
+    ] = False,
+    tls_minimum: Annotated[str, typer.Option("--tls-minimum", metavar="1.2|1.3", help="Oldest TLS version.")] = "1.2",
+    advertise: Annotated[
+        str | None,
+        typer.Option("--advertise", metavar="HOST", help="What nodes are called in the map.", show_default=False),
+    ] = None,
+    external: Annotated[
+        str | None,
+        typer.Option("--external", metavar="HOST", help="Their alternate address `external`.", show_default=False),
+    ] = None,
     control: ControlOption = None,
 ) -> None:
     """Run the embedded source until Ctrl-C. User and password: DCP_MIRROR_USER, DCP_MIRROR_PASSWORD (demo, demo)."""
@@ -73,9 +101,27 @@ def sandbox(
             seed=seed,
             host=host,
             profile=profile,
+            tls=node_tls(tls_cert, tls_key, tls_client_ca, tls_minimum, need_client_cert=tls_need_client_cert),
+            tls_only=tls_only,
+            tls_port=tls_port,
+            advertised_host=advertise,
+            external_host=external,
             control=control,
         )
     )
+
+
+def node_tls(
+    cert: Path | None, key: Path | None, client_ca: Path | None, minimum: str, *, need_client_cert: bool
+) -> NodeTls | None:
+    """What the options say of TLS. Raises ConfigError."""
+    if minimum not in get_args(Version):
+        raise ConfigError(f"--tls-minimum {minimum} is not known", hint="take 1.2 or 1.3")
+    if cert is None:
+        if key or client_ca or need_client_cert:
+            raise ConfigError("there is no TLS without a certificate", hint="give --tls-cert FILE --tls-key FILE")
+        return None
+    return NodeTls(cert, key, client_ca, need_client_cert, cast(Version, minimum))
 
 
 def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
@@ -137,7 +183,7 @@ def fault(
     them all. user user=NAME [password=P] [lacks=DcpStream,SystemCollectionLookup] makes a user or takes privileges.
 
     Cluster: kill-node node=N, restart-node node=N [lose=N], failover-node node=N [lose=N], failover vbid=N [lose=N],
-    move vbid=N node=N, add-node, rebalance [nodes=0,1], recreate-bucket.
+    move vbid=N node=N, add-node, rebalance [nodes=0,1], recreate-bucket, rotate-certificate [cert=FILE key=FILE].
 
     Data: to-disk, purge, expire [vbid=N], create-scope scope=S, create-collection scope=S collection=C,
     drop-scope scope=S, drop-collection path=S.C, flush-collection path=S.C, write count=N, rate rate=N.

@@ -6,6 +6,7 @@ from mirror.sandbox.documents import DocumentError
 from mirror.sandbox.item import Item
 from mirror.sandbox.service import ServeOptions, serve
 from mirror.sandbox.thread import SandboxThread
+from mirror.sandbox.tls import NodeTls
 from mirror.sandbox.vbucket import Vbucket
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
@@ -13,6 +14,7 @@ __all__ = [
     "Bucket",
     "DocumentError",
     "Item",
+    "NodeTls",
     "SandboxCluster",
     "SandboxThread",
     "ServeOptions",

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import Iterable
 from random import Random
 from types import TracebackType
 
 from mirror.clock import Clock, SystemClock
 from mirror.sandbox.bucket import Bucket, Value
-from mirror.sandbox.clustermap import NOWHERE, NodeAddress
+from mirror.sandbox.clustermap import NOWHERE
 from mirror.sandbox.dcp import Sent
 from mirror.sandbox.faults import Faults
 from mirror.sandbox.item import Item
 from mirror.sandbox.node import SandboxNode
 from mirror.sandbox.profile import DEFAULT_PROFILE, profile_named
 from mirror.sandbox.stream import LIVE_SNAPSHOT_ITEMS
+from mirror.sandbox.tls import NodeTls
 from mirror.sandbox.users import ALL_PRIVILEGES, User
 from mirror.sandbox.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
 from mirror.wire.constants import VbucketState
@@ -46,14 +46,21 @@ class SandboxCluster:
         port: int = 0,
         replicas: int = 0,
         clock: Clock | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: NodeTls | None = None,
+        tls_only: bool = False,
+        tls_port: int = 0,
+        advertised_host: str | None = None,
+        external_host: str | None = None,
         checkpoint_items_max: int = CHECKPOINT_ITEMS_MAX,
         checkpoints_kept: int = CHECKPOINTS_KEPT,
         live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS,
         expiry_pager_seconds: float = EXPIRY_PAGER_SECONDS,
         profile: str = DEFAULT_PROFILE,
     ) -> None:
-        """Nothing listens before `start`. `port` is the first node's; the others take free ones.
+        """Nothing listens before `start`. `port` and `tls_port` are the first node's; the others take free ones.
+
+        With `tls` the nodes listen with and without TLS, with `tls_only` with it alone. In the map they are called
+        `advertised_host` (None: as the client called them), and from outside `external_host`.
 
         `profile` is the server's release, by a name of `profile.PROFILES`. Raises ConfigError for another.
         """
@@ -73,8 +80,11 @@ class SandboxCluster:
         self.host = host
         self.faults = Faults(self._select, self.bucket.stream_faults)
         self.nodes: list[SandboxNode] = []
-        self._tls = tls
-        self._first_port = port
+        self.tls = tls
+        self._tls_only = tls_only and tls is not None
+        self._first_ports = port, tls_port
+        self.bucket.map.host = advertised_host
+        self.bucket.map.external_host = external_host
         self._live_snapshot_items = live_snapshot_items
         self._pager_seconds = expiry_pager_seconds
         self._tasks: list[asyncio.Task[None]] = []
@@ -88,7 +98,7 @@ class SandboxCluster:
     async def start(self) -> None:
         """Listen, and spread the vbuckets over the nodes."""
         for node in self.nodes:
-            await node.start(self.host, self._first_port if node.number == 0 else 0, self._tls)
+            await self._listen(node, *(self._first_ports if node.number == 0 else (0, 0)))
         self._place(range(len(self.nodes)))
         self._tasks.append(asyncio.create_task(self._page_expired()))
 
@@ -114,10 +124,15 @@ class SandboxCluster:
 
     @property
     def connection_string(self) -> str:
-        """How clients get here: every node that is in the map."""
-        scheme = "couchbase" if self._tls is None else "couchbases"
-        addresses = ",".join(f"{self.host}:{node.port}" for node in self.bucket.map.nodes)
-        return f"{scheme}://{self.user.name}@{addresses}/{self.bucket.name}"
+        """How clients get here, with TLS where there is TLS: every node that is in the map."""
+        if self.tls is None:
+            return self.plain_connection_string
+        return self._string("couchbases", [node.tls_port for node in self.bucket.map.nodes])
+
+    @property
+    def plain_connection_string(self) -> str:
+        """How clients get here without TLS."""
+        return self._string("couchbase", [node.port for node in self.bucket.map.nodes])
 
     # --- data: the bucket's own calls, and short forms of the usual ones
 
@@ -173,7 +188,7 @@ class SandboxCluster:
                     self.vbuckets[vbid].to_disk()
                 else:
                     self.vbuckets[vbid].failover(lose)
-        await node.start(self.host, node.port, self._tls)
+        await self._listen(node, node.port or 0, node.tls_port or 0)
 
     def failover(self, vbid: int, *, lose: int = 0) -> int:
         """A vbucket fails over, with the loss of its newest changes: another node that lives takes it, if there is one.
@@ -213,8 +228,8 @@ class SandboxCluster:
     async def add_node(self) -> int:
         """A new node listens and is in the map; it has no vbuckets before a rebalance. Returns its number."""
         node = self._make_node()
-        await node.start(self.host, 0, self._tls)
-        self.bucket.map.nodes.append(NodeAddress(node.number, node.port))
+        await self._listen(node, 0, 0)
+        self.bucket.map.nodes.append(node.address)
         self.bucket.map_changed()
         return node.number
 
@@ -255,6 +270,21 @@ class SandboxCluster:
 
     # --- inside
 
+    async def _listen(self, node: SandboxNode, port: int, tls_port: int) -> None:
+        context = None if self.tls is None else self.tls.context
+        node.certificates_needed = self.tls is not None and self.tls.clients_need_certificate
+        await node.start(
+            self.host,
+            None if self._tls_only else port,
+            tls_port=None if context is None else tls_port,
+            tls=context,
+        )
+
+    def _string(self, scheme: str, ports: list[int | None]) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        addresses = ",".join(f"{host}:{port}" for port in ports)
+        return f"{scheme}://{self.user.name}@{addresses}/{self.bucket.name}"
+
     def _make_node(self) -> SandboxNode:
         node = SandboxNode(len(self.nodes), self.bucket)
         node.live_snapshot_items = self._live_snapshot_items
@@ -266,7 +296,7 @@ class SandboxCluster:
 
     def _place(self, numbers: Iterable[int]) -> None:
         members = list(numbers)
-        self.bucket.map.nodes = [NodeAddress(number, self.nodes[number].port) for number in members]
+        self.bucket.map.nodes = [self.nodes[number].address for number in members]
         for vbid in range(len(self.vbuckets)):
             self.bucket.map.owners[vbid] = members[vbid % len(members)]
             replicas = self.bucket.map.replicas[vbid]

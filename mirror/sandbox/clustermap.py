@@ -29,6 +29,9 @@ BUCKET_CAPABILITIES = [
 MGMT_PORT = 8091
 """Said in the map because clients look for it; nobody listens there."""
 
+KV_PORT = 11210
+"""Said in the list of servers where nobody listens without TLS, as clusters do."""
+
 NOWHERE = -1
 
 
@@ -37,7 +40,19 @@ class NodeAddress:
     """A node as the map names it."""
 
     number: int
-    port: int
+    port: int | None
+    """Without TLS; None: not offered."""
+    tls_port: int | None = None
+
+    @property
+    def services(self) -> dict[str, int]:
+        """Its ports by service."""
+        ports = {"mgmt": MGMT_PORT}
+        if self.port is not None:
+            ports["kv"] = self.port
+        if self.tls_port is not None:
+            ports["kvSSL"] = self.tls_port
+        return ports
 
 
 @dataclass(slots=True)
@@ -56,6 +71,10 @@ class ClusterMap:
     """What the bucket is said to be able to do."""
     ephemeral: bool = False
     """The bucket is said to live in memory alone: it has no views."""
+    host: str | None = None
+    """What the nodes call themselves; None: whatever a client called them."""
+    external_host: str | None = None
+    """What they are called from outside: their alternate address `external`."""
     _cache: dict[tuple[int, bool], bytes] = field(default_factory=dict)
 
     def bump(self) -> None:
@@ -74,8 +93,14 @@ class ClusterMap:
         index = {node.number: position for position, node in enumerate(self.nodes)}
         config: dict[str, object] = {"rev": self.rev, "revEpoch": self.epoch}
         nodes_ext: list[dict[str, object]] = []
+        host = "$HOST" if self.host is None else f"[{self.host}]" if ":" in self.host else self.host
         for node in self.nodes:
-            entry: dict[str, object] = {"services": {"mgmt": MGMT_PORT, "kv": node.port}}
+            entry: dict[str, object] = {"services": node.services}
+            if self.host is not None:
+                entry["hostname"] = self.host
+            if self.external_host is not None:
+                outside = {"hostname": self.external_host, "ports": node.services}
+                entry["alternateAddresses"] = {"external": outside}
             if node.number == this_node:
                 entry["thisNode"] = True
             nodes_ext.append(entry)
@@ -93,12 +118,14 @@ class ClusterMap:
             "uuid": self.bucket_uuid,
             "bucketCapabilities": [name for name in self.capabilities if name != "couchapi" or not self.ephemeral],
             **capabilities,
-            "nodes": [{"hostname": f"$HOST:{MGMT_PORT}", "ports": {"direct": node.port}} for node in self.nodes],
+            "nodes": [
+                {"hostname": f"{host}:{MGMT_PORT}", "ports": {"direct": node.port or KV_PORT}} for node in self.nodes
+            ],
             "nodesExt": nodes_ext,
             "vBucketServerMap": {
                 "hashAlgorithm": "CRC",
                 "numReplicas": self.replica_count,
-                "serverList": [f"$HOST:{node.port}" for node in self.nodes],
+                "serverList": [f"{host}:{node.port or KV_PORT}" for node in self.nodes],
                 "vBucketMap": vbuckets,
             },
         }

@@ -14,6 +14,7 @@ nothing and ends nothing.
                   kind: mute-streams    [vbids, node]                      they fall silent, until clear
                   kind: withhold-noops                                     until clear
                   a status or reason is a name (ROLLBACK, lost-privileges) or its number
+    rotate-certificate  [cert, key]                  another certificate (by default: the old files read again)
     user          user, [password, lacks]            made or changed; lacks: privileges, with commas between
     kill-node     node                               its process dies
     restart-node  node, [lose]                       and comes back; with lose it crashed
@@ -149,6 +150,7 @@ def _status(server: ControlServer, _arguments: Arguments) -> Any:
             {
                 "node": node.number,
                 "port": node.port,
+                "tls_port": node.tls_port,
                 "alive": node.alive,
                 "connections": len(node.connections),
                 "vbuckets": owners.count(node.number),
@@ -242,6 +244,15 @@ def _user(server: ControlServer, arguments: Arguments) -> Any:
     return {"privileges": sorted(users.add(name, str(password), ALL_PRIVILEGES - lacks).privileges)}
 
 
+def _rotate_certificate(server: ControlServer, arguments: Arguments) -> Any:
+    tls = server.cluster.tls
+    if tls is None:
+        raise ValueError("the source speaks no TLS")
+    files = [Path(arguments[name]) if name in arguments else None for name in ("cert", "key")]
+    tls.rotate(*files)
+    return {"cert": str(tls.cert_file)}
+
+
 async def _kill(server: ControlServer, arguments: Arguments) -> None:
     await server.cluster.kill_node(arguments["node"])
 
@@ -327,6 +338,7 @@ _COMMANDS: dict[str, Command] = {
     "vbucket": _vbucket,
     "fault": _fault,
     "user": _user,
+    "rotate-certificate": _rotate_certificate,
     "kill-node": _kill,
     "restart-node": _restart,
     "failover-node": _failover_node,

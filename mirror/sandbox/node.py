@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from mirror.sandbox import dcp_requests, document_requests, session_requests, subdoc_requests
 from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.clustermap import NodeAddress
 from mirror.sandbox.dcp import DcpProducer, Sent
 from mirror.sandbox.documents import DocumentError
 from mirror.sandbox.encoder import ClientFeatures
@@ -66,6 +67,7 @@ class NodeConnection(asyncio.Protocol):
         self._transport = transport
         self.link = Link(transport, self.node.bucket.rng)
         self.node.connections.add(self)
+        self._log_in_by_certificate()
         for rule in self.node.on_connect:
             rule(self)
 
@@ -96,6 +98,16 @@ class NodeConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The socket has room again."""
         self.link.resume()
+
+    def _log_in_by_certificate(self) -> None:
+        """With TLS, a client certificate says who is there; where one is needed, nobody else may stay."""
+        certificate = self._transport.get_extra_info("peercert")
+        if certificate:
+            self.session.user = self.bucket.users.of_certificate(certificate)
+            self.session.certified = self.session.user is not None
+        secure = self._transport.get_extra_info("ssl_object") is not None
+        if secure and self.node.certificates_needed and not self.session.certified:
+            self._transport.close()
 
     # --- what operations and the producer ask
 
@@ -224,34 +236,53 @@ class SandboxNode:
         """Not listening yet."""
         self.number = number
         self.bucket = bucket
-        self.port = 0
+        self.port: int | None = None
+        """Where it listens without TLS."""
+        self.tls_port: int | None = None
+        self.certificates_needed = False
+        """Over TLS only users with a certificate are served."""
         self.connections: set[NodeConnection] = set()
         self.on_connect: list[Callable[[NodeConnection], None]] = []
         self.on_dcp_open: list[Callable[[NodeConnection], None]] = []
         self.live_snapshot_items = 0
         self.ack_markers = False
         self.dcp_idle_timeout = 360.0
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     @property
     def alive(self) -> bool:
         """True while it listens."""
-        return self._server is not None
+        return bool(self._servers)
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-        """Listen; port 0 picks a free one."""
+    async def start(
+        self, host: str, port: int | None, *, tls_port: int | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Listen without TLS, with TLS, or both; port 0 picks a free one, None is not listened at."""
+        if port is not None:
+            self.port = await self._listen(host, port, None)
+        if tls_port is not None:
+            assert tls is not None, "a TLS port needs a certificate"
+            self.tls_port = await self._listen(host, tls_port, tls)
+
+    async def _listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: NodeConnection(self), host, port, ssl=tls, reuse_address=True)
-        self.port = self._server.sockets[0].getsockname()[1]
+        server = await loop.create_server(lambda: NodeConnection(self), host, port, ssl=tls, reuse_address=True)
+        self._servers.append(server)
+        return int(server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         """Stop listening and break all connections, as a process that dies does."""
-        server, self._server = self._server, None
+        servers, self._servers = self._servers, []
         for connection in list(self.connections):
             connection.link.cut()
-        if server is not None:
+        for server in servers:
             server.close()
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    @property
+    def address(self) -> NodeAddress:
+        """As the cluster map names it."""
+        return NodeAddress(self.number, self.port, self.tls_port)
 
     def end_streams(self, vbid: int) -> None:
         """A vbucket's state changed: its streams on this node are over."""
@@ -260,13 +291,15 @@ class SandboxNode:
                 connection.session.producer.end_streams(vbid, StreamEndReason.STATE_CHANGED)
 
     def announce_map(self) -> None:
-        """Tell the clients that asked for it of the new map."""
+        """Tell the clients that asked for it of the new map, with or without its text (SDK RFC 75)."""
         cluster_map = self.bucket.map
         for connection in self.connections:
             session = connection.session
-            wanted = session.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION) and session.has(Feature.DUPLEX)
-            if wanted and session.user is not None and session.producer is None:
-                config = cluster_map.to_json(self.number, with_bucket=session.bucket_selected)
+            brief = session.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF)
+            if session.user is not None and (brief or session.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION)):
+                config = b"" if brief else cluster_map.to_json(self.number, with_bucket=session.bucket_selected)
                 name = self.bucket.name.encode() if session.bucket_selected else b""
                 message = codec_kv.clustermap_notification(cluster_map.epoch, cluster_map.rev, name, config)
                 connection.send(fr.encode(message))
+                if not brief:
+                    session.map_sent = cluster_map.epoch, cluster_map.rev

@@ -38,6 +38,8 @@ FEATURES: dict[int, Release] = {
     Feature.COLLECTIONS: (7, 0),
     Feature.PRESERVE_TTL: (7, 0),
     Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION: (7, 6),
+    Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP: (7, 6),
+    Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF: (7, 6),
 }
 """HELLO: feature -> since. Collections were a preview before 7.0, which no server granted unasked."""
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mirror.errors import ConfigError
+from mirror.feed.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.control import ControlServer, default_path
 from mirror.sandbox.profile import DEFAULT_PROFILE
+from mirror.sandbox.tls import NodeTls
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
 USER_VARIABLE = "DCP_MIRROR_USER"
@@ -45,6 +47,11 @@ class ServeOptions:
     host: str = "127.0.0.1"
     profile: str = DEFAULT_PROFILE
     """Which server's release it is like: a name of `profile.PROFILES`."""
+    tls: NodeTls | None = None
+    tls_only: bool = False
+    tls_port: int = 0
+    advertised_host: str | None = None
+    external_host: str | None = None
     control: Path | None = None
     """The control socket; by default one named after the port, in the runtime folder."""
 
@@ -73,6 +80,11 @@ async def _serve(options: ServeOptions) -> None:
         port=options.port,
         replicas=options.replicas,
         profile=options.profile,
+        tls=options.tls,
+        tls_only=options.tls_only,
+        tls_port=options.tls_port,
+        advertised_host=options.advertised_host,
+        external_host=options.external_host,
     )
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -92,7 +104,8 @@ async def _serve(options: ServeOptions) -> None:
     await cluster.start()
     if options.load:
         workload.load(options.load)
-    control = ControlServer(cluster, workload, options.control or default_path(cluster.nodes[0].port))
+    first_port = parse(cluster.connection_string).addresses[0].port
+    control = ControlServer(cluster, workload, options.control or default_path(first_port))
     await control.start()
     writing = asyncio.create_task(workload.run())
     try:

@@ -72,7 +72,11 @@ class Session:
     features: set[int] = field(default_factory=set)
     agent: str = ""
     user: User | None = None
+    certified: bool = False
+    """The user came with a certificate, not with a password."""
     bucket_selected: bool = False
+    map_sent: tuple[int, int] = (-1, -1)
+    """The newest (epoch, revision) of the cluster map that this client was sent or told of."""
     scram: ScramServer | None = None
     producer: DcpProducer | None = None
 

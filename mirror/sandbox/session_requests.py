@@ -18,22 +18,29 @@ from mirror.wire.frame import Frame
 
 _ID = struct.Struct(">QI")
 _U64 = struct.Struct(">Q")
+_NOTICES = {Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF}
 
 
 def _hello(session: Session, frame: Frame) -> Reply:
     agent, asked = codec_kv.decode_hello(frame)
     session.agent = agent.decode(errors="replace")
     granted = sorted(session.bucket.profile.features.intersection(asked))
+    if Feature.DUPLEX not in granted and not _NOTICES.isdisjoint(granted):
+        return session.refuse(Status.EINVAL, "Clustermap change notification needs Duplex")
     session.features = set(granted)
     return Reply(value=codec_kv.encode_features(granted))
 
 
-def _list_mechanisms(_session: Session, _frame: Frame) -> Reply:
+def _list_mechanisms(session: Session, _frame: Frame) -> Reply:
+    if session.certified:  # who came with a certificate is who it says (kv_engine: no SASL on such a connection)
+        return session.refuse(Status.NOT_SUPPORTED)
     return Reply(value=" ".join(MECHANISMS).encode())
 
 
 def _auth(session: Session, frame: Frame) -> Reply:
     mechanism, data = codec_kv.decode_sasl(frame)
+    if session.certified:
+        return session.refuse(Status.NOT_SUPPORTED)
     users = session.bucket.users
     name = mechanism.decode(errors="replace")
     session.user = None
@@ -85,6 +92,7 @@ def _cluster_config(session: Session, frame: Frame) -> Reply:
     cluster_map = session.bucket.map
     if known is not None and known >= (cluster_map.epoch, cluster_map.rev):
         return Reply()
+    session.map_sent = cluster_map.epoch, cluster_map.rev
     config = cluster_map.to_json(session.port.node_number, with_bucket=session.bucket_selected)
     return Reply(value=config, datatype=JSON)
 
@@ -177,8 +185,13 @@ def failover_log(session: Session, frame: Frame) -> Reply:
 
 
 def not_my_vbucket(session: Session) -> Reply:
-    """The refusal that tells where the vbucket is."""
-    config = session.bucket.map.to_json(session.port.node_number, with_bucket=True)
+    """The refusal that tells where the vbucket is; not twice where the client wants no map twice (SDK RFC 75)."""
+    cluster_map = session.bucket.map
+    revision = cluster_map.epoch, cluster_map.rev
+    if session.has(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP) and session.map_sent >= revision:
+        return Reply(Status.NOT_MY_VBUCKET)
+    session.map_sent = revision
+    config = cluster_map.to_json(session.port.node_number, with_bucket=True)
     return Reply(Status.NOT_MY_VBUCKET, value=config, datatype=JSON)
 
 

@@ -6,7 +6,9 @@ user without a privilege is refused where the server refuses, with the same stat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 READ = "Read"
 WRITE = "Upsert"
@@ -40,6 +42,14 @@ class Users:
             user = self.by_name[name] = User(name, password, privileges)
         user.password, user.privileges = password, privileges
         return user
+
+    def of_certificate(self, certificate: Mapping[str, Any]) -> User | None:
+        """The user whom a client certificate is for: the common name of its subject, as clusters are mostly set up."""
+        for part in certificate.get("subject", ()):
+            for name, value in part:
+                if name == "commonName":
+                    return self.by_name.get(value)
+        return None
 
     def password_of(self, name: str) -> str | None:
         """The password of a user, None for an unknown one."""

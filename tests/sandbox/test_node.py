@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.constants import Opcode, Status
+from mirror.wire.constants import Feature, Opcode, Status
 
 from .client import Client
 
@@ -86,3 +88,46 @@ async def test_a_slow_reader_does_not_fill_memory() -> None:
         assert before < 16 * 1024 * 1024
         client.resume()
         await client.until_seqno(0, 20_000)
+
+
+NOTICES = (Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF)
+
+
+@pytest.mark.parametrize("notice", NOTICES)
+async def test_maps_are_announced_to_who_asked_for_it_also_on_dcp_connections(notice: Feature) -> None:
+    async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
+        features = (Feature.SELECT_BUCKET, Feature.DUPLEX, notice)
+        told = [await Client.login(cluster, features=features), await Client.dcp(cluster, features=features)]
+        plain = await Client.login(cluster, features=(Feature.SELECT_BUCKET, Feature.DUPLEX))
+        cluster.move(0, 1)
+        for client in told:
+            await client.until(lambda client=client: client.pushed)
+            epoch, rev, bucket, config = codec_kv.decode_clustermap_notification(client.pushed[0])
+            assert (epoch, rev, bucket) == (cluster.bucket.map.epoch, cluster.bucket.map.rev, b"demo")
+            assert bool(config) == (notice == Feature.CLUSTERMAP_CHANGE_NOTIFICATION)
+        await plain.ask(codec_kv.noop())
+        assert plain.pushed == []
+
+
+async def test_announcements_need_duplex() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        for notice in NOTICES:
+            client = await Client.connect(cluster)
+            assert (await client.ask(codec_kv.hello(b"x", (notice,)))).status == Status.EINVAL
+
+
+async def test_a_client_that_wants_no_map_twice_gets_none_with_a_refusal() -> None:
+    async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
+        asked = codec_kv.get_cluster_config()
+        elsewhere = fr.request(Opcode.DCP_GET_FAILOVER_LOG, vbucket=1)
+        for features, again in (
+            ((Feature.SELECT_BUCKET,), True),
+            ((Feature.SELECT_BUCKET, Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP), False),
+        ):
+            client = await Client.dcp(cluster, features=features)
+            first = await client.ask(elsewhere)
+            assert first.status == Status.NOT_MY_VBUCKET
+            assert first.value == (await client.ask(asked)).value
+            assert bool((await client.ask(elsewhere)).value) == again
+            cluster.bucket.map_changed()
+            assert (await client.ask(elsewhere)).value

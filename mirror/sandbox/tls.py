@@ -1,0 +1,64 @@
+"""The nodes' side of TLS: their certificate, which versions they speak, and whose client certificates they believe.
+
+Knows files and a context that all nodes share; must never know connections or users. Invariant: a certificate that is
+exchanged is shown to whoever connects from then on, and open connections go on.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from mirror.errors import ConfigError
+
+Version = Literal["1.2", "1.3"]
+_VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
+
+
+@dataclass(slots=True)
+class NodeTls:
+    """What the nodes show and demand. Raises ConfigError for files that cannot be used."""
+
+    cert_file: Path
+    """Certificate and its chain (PEM)."""
+    key_file: Path | None = None
+    """Its key, where it is not in the same file."""
+    client_ca_file: Path | None = None
+    """Who signs clients' certificates; None: none is asked for."""
+    clients_need_certificate: bool = False
+    """A client without a certificate of a known user is hung up on; else it may log in with a password."""
+    minimum: Version = "1.2"
+    maximum: Version = "1.3"
+    context: ssl.SSLContext = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the files."""
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = _VERSIONS[self.minimum]
+        self.context.maximum_version = _VERSIONS[self.maximum]
+        if self.client_ca_file is not None:
+            try:
+                self.context.load_verify_locations(self.client_ca_file)
+            except (OSError, ssl.SSLError) as error:
+                raise _unusable(self.client_ca_file, error) from error
+            needed = ssl.CERT_REQUIRED if self.clients_need_certificate else ssl.CERT_OPTIONAL
+            self.context.verify_mode = needed
+        elif self.clients_need_certificate:
+            raise ConfigError("client certificates are demanded, and nobody is said to sign them", hint="name their CA")
+        self.rotate()
+
+    def rotate(self, cert_file: Path | None = None, key_file: Path | None = None) -> None:
+        """Show another certificate from now on; without files, what stands in the old ones now."""
+        cert = cert_file or self.cert_file
+        key = key_file or (None if cert_file is not None else self.key_file)
+        try:
+            self.context.load_cert_chain(cert, key)
+        except (OSError, ssl.SSLError) as error:
+            raise _unusable(cert, error) from error
+        self.cert_file, self.key_file = cert, key
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be used: {error.strerror or error}", hint="give PEM files")

@@ -1,0 +1,156 @@
+"""The nodes' TLS, tried with the program's own way in: both kinds of ports, users by certificate, a change of it."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.errors import AuthRejected, ClusterError, ConfigError, TlsFailed
+from mirror.feed.bootstrap import Access, discover, enter
+from mirror.feed.connection_string import parse
+from mirror.ingest.topology import ClusterMap
+from mirror.sandbox import NodeTls, SandboxCluster
+from mirror.sandbox.tls import Version
+from tests.feed.authority import Authority
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def node_tls(authority: Authority, **more: Any) -> NodeTls:
+    return NodeTls(*authority.sign("localhost", "127.0.0.1"), **more)
+
+
+async def found(url: str, password: str | None = "demo", **settings: Any) -> ClusterMap:
+    """The cluster map, by way of login and bucket."""
+    with pytest.MonkeyPatch.context() as patch:
+        if password is not None:
+            patch.setenv("DCP_MIRROR_PASSWORD", password)
+        return await discover(Access.of(parse(url), Settings.model_validate(settings)), SystemClock())
+
+
+async def test_both_ports_are_in_the_map_and_both_serve(authority: Authority) -> None:
+    async with SandboxCluster(nodes=2, tls=node_tls(authority)) as cluster:
+        assert cluster.connection_string.startswith("couchbases://")
+        secure = await found(cluster.connection_string, tls_ca_file=authority.ca_file)
+        plain = await found(cluster.plain_connection_string)
+        assert secure == plain
+        assert [(node.kv_port, node.tls_port) for node in plain.nodes] == [
+            (node.port, node.tls_port) for node in cluster.nodes
+        ]
+
+
+async def test_where_only_tls_is_offered_the_map_says_so(authority: Authority) -> None:
+    async with SandboxCluster(nodes=2, tls=node_tls(authority), tls_only=True) as cluster:
+        cluster_map = await found(cluster.connection_string, tls_ca_file=authority.ca_file)
+        assert [(node.kv_port, node.tls_port) for node in cluster_map.nodes] == [
+            (None, node.tls_port) for node in cluster.nodes
+        ]
+
+
+async def test_ports_outlive_a_restart(authority: Authority) -> None:
+    async with SandboxCluster(tls=node_tls(authority)) as cluster:
+        before = cluster.nodes[0].address
+        await cluster.kill_node(0)
+        assert not cluster.nodes[0].alive
+        await cluster.restart_node(0)
+        assert cluster.nodes[0].address == before
+        assert (await found(cluster.connection_string, tls_ca_file=authority.ca_file)).nodes
+
+
+async def test_a_certificate_says_who_the_user_is_and_no_password_is_taken_then(authority: Authority) -> None:
+    tls = node_tls(authority, client_ca_file=authority.ca_file)
+    cert, key = authority.sign(into="client", common_name="demo")
+    ours = {"tls_ca_file": authority.ca_file, "tls_client_cert_file": cert, "tls_client_key_file": key}
+    async with SandboxCluster(tls=tls) as cluster:
+        assert (await found(cluster.connection_string.replace("demo@", ""), None, **ours)).vbucket_count
+        with pytest.raises(AuthRejected, match="knows us by our client certificate"):
+            await found(cluster.connection_string, **ours)
+        assert (await found(cluster.connection_string, tls_ca_file=authority.ca_file)).vbucket_count
+
+
+async def test_a_certificate_of_nobody(authority: Authority) -> None:
+    cert, key = authority.sign(into="client", common_name="nobody")
+    ours = {"tls_ca_file": authority.ca_file, "tls_client_cert_file": cert, "tls_client_key_file": key}
+    async with SandboxCluster(tls=node_tls(authority, client_ca_file=authority.ca_file)) as cluster:
+        with pytest.raises(AuthRejected, match="knows no user of our client certificate"):
+            await found(cluster.connection_string.replace("demo@", ""), None, **ours)
+        assert (await found(cluster.connection_string, **ours)).vbucket_count, "a password will do instead"
+
+
+async def test_where_a_certificate_is_needed_nobody_else_is_served(authority: Authority) -> None:
+    tls = node_tls(authority, client_ca_file=authority.ca_file, clients_need_certificate=True)
+    cert, key = authority.sign(into="client", common_name="nobody")
+    ca = {"tls_ca_file": authority.ca_file}
+    async with SandboxCluster(tls=tls) as cluster:
+        for ours in (ca, ca | {"tls_client_cert_file": cert, "tls_client_key_file": key}):
+            with pytest.raises(TlsFailed, match="hung up"):
+                await found(cluster.connection_string, **ours)
+        authority.sign(into="client", common_name="demo")
+        assert (await found(cluster.connection_string.replace("demo@", ""), None, **ours)).vbucket_count
+
+
+@pytest.mark.parametrize(("maximum", "wanted", "ends"), [("1.2", "1.3", True), ("1.2", "1.2", False)])
+async def test_old_versions(authority: Authority, maximum: Version, wanted: str, ends: bool) -> None:
+    async with SandboxCluster(tls=node_tls(authority, maximum=maximum)) as cluster:
+        ours = {"tls_ca_file": authority.ca_file, "tls_minimum_version": wanted}
+        if ends:
+            with pytest.raises(ClusterError, match="TLS"):
+                await found(cluster.connection_string, **ours)
+        else:
+            assert (await found(cluster.connection_string, **ours)).vbucket_count
+
+
+async def test_another_certificate_is_shown_to_new_connections_and_old_ones_go_on(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "demo")
+    (tmp_path / "second").mkdir()
+    second = Authority(tmp_path / "second")
+    async with SandboxCluster(tls=node_tls(authority)) as cluster:
+        source = parse(cluster.connection_string)
+        settings = Settings.model_validate({"tls_ca_file": authority.ca_file})
+        link, _ = await enter(Access.of(source, settings), source.addresses[0], SystemClock())
+        assert cluster.tls is not None
+        cluster.tls.rotate(*second.sign("127.0.0.1"))
+        with pytest.raises(TlsFailed, match="authorities"):
+            await found(cluster.connection_string, tls_ca_file=authority.ca_file)
+        assert (await found(cluster.connection_string, tls_ca_file=second.ca_file)).vbucket_count
+        assert not link.closed
+        link.close()
+
+
+async def test_alternate_addresses_are_chosen_by_the_host_that_was_contacted(authority: Authority) -> None:
+    async with SandboxCluster(
+        nodes=2, tls=node_tls(authority), advertised_host="node.internal.invalid", external_host="127.0.0.1"
+    ) as cluster:
+        for url in (cluster.connection_string, cluster.plain_connection_string):
+            settings = {"tls_ca_file": authority.ca_file} if url.startswith("couchbases") else {}
+            outside = await found(url, **settings)
+            assert outside.network == "external"
+            assert {node.host for node in outside.nodes} == {"127.0.0.1"}
+            inside = await found(f"{url}?network=default", **settings)
+            assert {node.host for node in inside.nodes} == {"node.internal.invalid"}
+            assert outside.active == inside.active
+
+
+def test_what_cannot_be_used_is_one_error(authority: Authority, tmp_path: Path) -> None:
+    cert, key = authority.sign("localhost")
+    with pytest.raises(ConfigError, match=r"absent\.pem"):
+        NodeTls(tmp_path / "absent.pem")
+    with pytest.raises(ConfigError, match=r"absent\.pem"):
+        NodeTls(cert, key, tmp_path / "absent.pem")
+    with pytest.raises(ConfigError, match="nobody is said to sign"):
+        NodeTls(cert, key, clients_need_certificate=True)
+    tls = NodeTls(cert, key)
+    with pytest.raises(ConfigError, match=r"node\.key"):
+        tls.rotate(key, key)
+    assert tls.cert_file == cert
+    assert tls.context.minimum_version == ssl.TLSVersion.TLSv1_2
