@@ -13,31 +13,28 @@ few hundred bytes for each file, and makes them one export at the end. Invariant
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from mirror import lease
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark import delta
 from mirror.spark.bodies import Bodies
 from mirror.spark.columns import DOCUMENTS
 from mirror.spark.delta import FolderLock, commit_parts, open_table, remove_orphans, require_absent_or_table
+from mirror.spark.local import Job, Shape, Wanted, hold, plan, read
+from mirror.spark.options import Options
 from mirror.spark.parts import Part, PartWriter, folder_error, run_name, text_keys
-from mirror.spark.rows import Documents
 from mirror.spark.runner import Progress, Runner
-from storage import bulk, keys
 from storage.directory import sync_directory
-from storage.view import AsOf, Pin, View, open_view
+from storage.view import open_view
 
 TASKS_PER_CORE = 4
 """More tasks than cores: the last ones to finish are small, and there is progress to show."""
@@ -48,13 +45,11 @@ SUCCESS_FILE = "_SUCCESS"
 class Task(NamedTuple):
     """What one task writes."""
 
-    data: str
+    job: Job
+    vbids: list[int]
+    shape: Shape
     folder: str
     prefix: str
-    pins: tuple[Pin, ...]
-    collection: str | int | None
-    fields: pa.Schema | None
-    permissive: bool
 
 
 @dataclass(frozen=True)
@@ -73,12 +68,17 @@ class Exported:
     elapsed_s: float
 
 
-def slices(vbids: Sequence[int], groups: int, count: int) -> list[list[int]]:
-    """Vbuckets dealt into at most `count` tasks, those of one environment side by side."""
-    ordered = sorted(vbids, key=lambda vbid: (vbid % groups, vbid))
-    count = max(1, min(count, len(ordered)))
-    cuts = [len(ordered) * number // count for number in range(count + 1)]
-    return [ordered[start:end] for start, end in itertools.pairwise(cuts)]
+def shape_of(fields: pa.Schema | None, *, permissive: bool = False) -> Shape:
+    """The columns of an export. `fields` of the body stand in the place of `value`, after the others, whose names are
+    then marked as the data source marks them. Raises ConfigError for a type that JSON cannot be read as.
+    """
+    if fields is None:
+        return Shape(DOCUMENTS, (False,) * len(DOCUMENTS), permissive)
+    Bodies(fields)
+    own = [field.with_name("_" + field.name) for field in DOCUMENTS if field.name != "value"]
+    if taken := {field.name for field in own} & set(fields.names):
+        raise ConfigError(f"--schema names {min(taken)!r}, which is a column of every typed export")
+    return Shape(pa.schema([*own, *fields]), (False,) * len(own) + (True,) * len(fields), permissive)
 
 
 def export(
@@ -87,8 +87,8 @@ def export(
     runner: Runner,
     *,
     delta_table: bool = False,
-    collection: str | int | None = None,
-    as_of: AsOf = None,
+    collections: tuple[str, ...] | None = None,
+    as_of_ms: int | None = None,
     fields: pa.Schema | None = None,
     permissive: bool = False,
     overwrite: bool = False,
@@ -101,107 +101,47 @@ def export(
     """
     start_s = time.monotonic()
     data, target = data.absolute(), target.absolute()
-    schema = table_schema(fields)
-    if fields is not None:
-        Bodies(fields)  # a type that JSON cannot be read as is told at once
-    with ExitStack() as stack:
-        view = stack.enter_context(open_view(str(data)))
-        place = _Delta(target, overwrite) if delta_table else _Folder(target, overwrite)
-        stack.enter_context(place)
-        pins = _pin(view, collection, as_of)
-        stack.enter_context(lease.hold(data, {pin.vbid: (pin.branch, pin.seqno) for pin in pins}, name="export"))
-        run = run_name()
-        tasks = [
-            Task(
-                str(data),
-                str(place.folder),
-                f"part-{run}-{number:05d}",
-                tuple(pins[at] for at in each),
-                collection,
-                fields,
-                permissive,
-            )
-            for number, each in enumerate(
-                slices(range(len(pins)), view.identity.group_count, runner.parallelism * TASKS_PER_CORE)
-            )
-        ]
-        parts = [part for written in runner.run(export_task, tasks, progress) for part in written]
+    shape = shape_of(fields, permissive=permissive)
+    with open_view(str(data)) as view:
+        identity = view.identity
+    with _Delta(target, overwrite) if delta_table else _Folder(target, overwrite) as place:
+        count = runner.parallelism * TASKS_PER_CORE
+        options = Options(path=str(data), collections=collections, as_of_ms=as_of_ms, partitions=count)
+        job, shares = plan(options, Wanted())
+        lease = hold(job)
+        try:
+            run = run_name()
+            folder = str(place.folder)
+            tasks = [Task(job, vbids, shape, folder, f"part-{run}-{number:05d}") for number, vbids in enumerate(shares)]
+            parts = [part for written in runner.run(export_task, tasks, progress) for part in written]
+        finally:
+            lease.release()
         place.check(parts)
         facts = {
-            "bucket": view.identity.bucket_name,
-            "bucket_uuid": view.identity.bucket_uuid,
-            "boundaries": " ".join(f"{pin.vbid}:{pin.branch}:{pin.seqno}" for pin in pins),
+            "bucket": identity.bucket_name,
+            "bucket_uuid": identity.bucket_uuid,
+            "boundaries": " ".join(f"{pin.vbid}:{pin.branch}:{pin.seqno}" for pin in job.pins),
+            delta.RUN: run,
         }
-        place.finish(parts, schema, facts | {delta.RUN: run})
+        place.finish(parts, shape.schema, facts)
     return Exported(
         target=str(target),
         format="delta" if delta_table else "parquet",
         documents=sum(part.rows for part in parts),
         files=len(parts),
         bytes=sum(part.size for part in parts),
-        vbuckets=len(pins),
+        vbuckets=len(job.pins),
         version=place.version,
         orphans_removed=place.orphans_removed,
         elapsed_s=time.monotonic() - start_s,
     )
 
 
-def _pin(view: View, collection: str | int | None, as_of: AsOf) -> list[Pin]:
-    """Every vbucket's boundary. Expiry is decided by one moment for all of them."""
-    now = time.time()
-    if isinstance(collection, str):
-        view.scan_page(view.pin(view.vbids[0]), collection, limit=1)  # an unknown name is told at once
-    return [view.pin(vbid, as_of, now=now if as_of is None else None) for vbid in view.vbids]
-
-
-def table_schema(fields: pa.Schema | None) -> pa.Schema:
-    """The columns of an export; `fields` stand in the place of `value`. Raises ConfigError."""
-    if fields is None:
-        return DOCUMENTS
-    kept = [field for field in DOCUMENTS if field.name != "value"]
-    for name in fields.names:
-        if name in {field.name for field in kept}:
-            raise ConfigError(f"--schema names {name!r}, which is a column of every export", hint="leave it out")
-    return pa.schema([*kept, *fields])
-
-
-def documents(
-    view: View, pin: Pin, collection: str | int | None, fields: pa.Schema | None, *, permissive: bool = False
-) -> Iterator[pa.RecordBatch]:
-    """Live documents of one vbucket at its boundary. Raises DocumentDoesNotFit."""
-    schema = table_schema(fields)
-    bodies = None if fields is None else Bodies(fields, permissive=permissive)
-    names = bulk.collection_names(view, pin)
-    ids = None if collection is None else [id for id, name in names.items() if collection in (id, name)]
-    rows = Documents()
-    for chunk in bulk.documents(view, pin, ids):
-        length = len(keys.encode_collection_id(chunk.collection_id))
-        rows.add(pin.vbid, names[chunk.collection_id], length, chunk.keys, chunk.frames)
-        if rows.full:
-            yield _batch_of(rows, pin, schema, bodies)
-            rows = Documents()
-    if len(rows):
-        yield _batch_of(rows, pin, schema, bodies)
-
-
-def _batch_of(rows: Documents, pin: Pin, schema: pa.Schema, bodies: Bodies | None) -> pa.RecordBatch:
-    rows.close()
-    parsed = () if bodies is None else bodies.columns(rows.values, rows.datatypes, rows.keys)
-    own = schema.names[: len(schema) - len(parsed)]
-    batch = pa.RecordBatch.from_arrays([*(rows.column(name) for name in own), *parsed], schema=schema)
-    alive = rows.alive(pin.now_ms)
-    return batch if alive is None else batch.filter(alive)
-
-
 def export_task(task: Task) -> list[Part]:
     """Write the documents of a task's vbuckets; called wherever a Runner runs it."""
-    with (
-        open_view(task.data) as view,
-        PartWriter(task.folder, task.prefix, table_schema(task.fields)) as parts,
-    ):
-        for pin in task.pins:
-            for batch in documents(view, pin, task.collection, task.fields, permissive=task.permissive):
-                parts.write(text_keys(batch))
+    with PartWriter(task.folder, task.prefix, task.shape.schema) as parts:
+        for batch in read(task.job, task.vbids, task.shape):
+            parts.write(text_keys(batch))
     return parts.finished
 
 

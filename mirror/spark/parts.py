@@ -153,8 +153,8 @@ def text_keys(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The rows with keys that are text, as every reader of Parquet expects. A key that is not UTF-8 (no Couchbase SDK
     makes one) is written as U+FFFD, `base64:` and its bytes in that code, so that no two keys become one.
     """
-    index = batch.schema.get_field_index("key")
-    if index < 0:
+    index = next((number for number, name in enumerate(batch.schema.names) if name in ("key", "_key")), None)
+    if index is None:
         return batch
     column = batch.column(index)
     try:

@@ -15,11 +15,11 @@ from mirror.spark import export as exports
 from mirror.spark.columns import DOCUMENTS
 from mirror.spark.ddl import fields_of
 from mirror.spark.delta import RUN, FolderLock
-from mirror.spark.export import Task, export, export_task, slices
+from mirror.spark.export import export
 from mirror.spark.parts import Part
 from mirror.spark.runner import LocalRunner
 from storage.errors import NotAMirror, UnknownCollection
-from storage.view import Time, open_view
+from storage.view import open_view
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 
 HERE = LocalRunner(1)
@@ -97,7 +97,7 @@ def test_as_of_a_time(small: SmallMirror, tmp_path: Path) -> None:
     before, then = scanned(small.path), small.now_ms
     small.now_ms += 10_000
     small.put(orders(100, 200))
-    export(small.path, tmp_path / "out", HERE, as_of=Time(then + 1))
+    export(small.path, tmp_path / "out", HERE, as_of_ms=then + 1)
     assert exported(tmp_path / "out") == before
 
 
@@ -109,9 +109,9 @@ def test_expired_documents_are_left_out(small: SmallMirror, tmp_path: Path) -> N
 
 
 def test_one_collection_and_one_that_is_not_there(small: SmallMirror, tmp_path: Path) -> None:
-    assert export(small.path, tmp_path / "out", HERE, collection="_default._default").documents == 200
+    assert export(small.path, tmp_path / "out", HERE, collections=("_default._default",)).documents == 200
     with pytest.raises(UnknownCollection, match=r"no collection 's\.c'"):
-        export(small.path, tmp_path / "out2", HERE, collection="s.c")
+        export(small.path, tmp_path / "out2", HERE, collections=("s.c",))
     assert not (tmp_path / "out2").exists()
 
 
@@ -191,23 +191,12 @@ def test_a_file_that_only_an_executor_sees_is_noticed(small: SmallMirror, tmp_pa
     assert not DeltaTable.is_deltatable(str(tmp_path / "out"))
 
 
-def test_a_key_that_is_no_text_is_written_so_that_every_reader_takes_it(small: SmallMirror, tmp_path: Path) -> None:
-    small.put({"plain": b"{}"})
-    with open_view(str(small.path)) as view:
-        pins = tuple(view.pin(vbid) for vbid in view.vbids)
-        batch = next(exports.documents(view, pins[0], None, None))
-    strange = batch.set_column(0, "key", exports.pa.array([b"\xff%d" % n for n in range(len(batch))]).view("string"))
-    keys = exports.text_keys(strange).column("key").to_pylist()
-    assert keys[0] == "\ufffdbase64:/zA="
-    assert len(set(keys)) == len(batch)
-
-
 def test_a_schema_gives_columns_in_the_place_of_the_value(small: SmallMirror, tmp_path: Path) -> None:
     fields = fields_of("id bigint, total double, items array<struct<sku:string,count:int>>, absent string")
     export(small.path, tmp_path / "out", HERE, delta_table=True, fields=fields)
     table = DeltaTable(str(tmp_path / "out")).to_pyarrow_table()
     assert "value" not in table.column_names
-    found = {row["key"]: row for row in table.to_pylist()}
+    found = {row["_key"]: row for row in table.to_pylist()}
     for number in range(200):
         row, document = found[f"order::{number:06d}"], json.loads(order(number))
         assert {name: row[name] for name in ("id", "total", "items", "absent")} == {
@@ -225,25 +214,14 @@ def test_a_document_that_does_not_fit_is_named_or_has_nulls(small: SmallMirror, 
         export(small.path, tmp_path / "out", HERE, fields=fields)
     assert not (tmp_path / "out").exists()
     export(small.path, tmp_path / "out", HERE, fields=fields, permissive=True)
-    rows = {row["key"]: row["id"] for row in ds.dataset(tmp_path / "out", format="parquet").to_table().to_pylist()}
+    rows = {row["_key"]: row["id"] for row in ds.dataset(tmp_path / "out", format="parquet").to_table().to_pylist()}
     assert (rows["odd"], rows["no json"], rows["order::000007"]) == (None, None, 7)
 
 
 def test_a_schema_that_cannot_be_is_refused_at_once(small: SmallMirror, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'seqno', which is a column of every export"):
-        export(small.path, tmp_path / "out", HERE, fields=fields_of("seqno bigint"))
+    with pytest.raises(ConfigError, match="'_seqno', which is a column of every typed export"):
+        export(small.path, tmp_path / "out", HERE, fields=fields_of("_seqno bigint"))
     assert not (tmp_path / "out").exists()
-
-
-def test_tasks_keep_the_vbuckets_of_an_environment_together() -> None:
-    assert slices(range(8), 2, 4) == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    assert slices(range(3), 2, 99) == [[0], [2], [1]]
-    assert sorted(vbid for each in slices(range(1024), 16, 7) for vbid in each) == list(range(1024))
-
-
-def test_a_task_names_what_it_cannot_read(tmp_path: Path) -> None:
-    with pytest.raises(NotAMirror, match="no such directory"):
-        export_task(Task(str(tmp_path / "x"), str(tmp_path), "part-0123456789abcdef-0", (), None, None, False))
 
 
 def test_the_run_is_in_the_names_of_its_files(small: SmallMirror, tmp_path: Path) -> None:

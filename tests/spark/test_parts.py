@@ -11,7 +11,7 @@ import pytest
 
 from mirror.errors import MirrorError
 from mirror.spark import parts
-from mirror.spark.parts import PartWriter, run_name, run_of
+from mirror.spark.parts import PartWriter, run_name, run_of, text_keys
 
 SCHEMA = pa.schema([("key", pa.string()), ("seqno", pa.int64()), ("value", pa.binary())])
 
@@ -90,6 +90,16 @@ def test_statistics_leave_out_what_is_not_known_of_all_rows(tmp_path: Path) -> N
         writer.write(batch)
     stats = json.loads(writer.finished[0].stats)
     assert stats == {"numRecords": 2, "minValues": {}, "maxValues": {}, "nullCount": {"all_null": 2}}
+
+
+@pytest.mark.parametrize("name", ["key", "_key"])
+def test_a_key_that_is_no_text_is_written_so_that_every_reader_takes_it(name: str) -> None:
+    keys = [b"\xff\x00", "\u00fcber".encode(), b"\xff\x01"]
+    batch = pa.record_batch([[1, 2, 3], pa.array(keys).view(pa.string())], names=["seqno", name])
+    assert text_keys(batch).column(1).to_pylist() == ["\ufffdbase64:/wA=", "\u00fcber", "\ufffdbase64:/wE="]
+    plain = batch.slice(1, 1)
+    assert text_keys(plain).equals(plain)
+    assert text_keys(batch.select(["seqno"])).num_rows == 3
 
 
 def test_names_of_others_are_no_parts() -> None:
