@@ -1,0 +1,236 @@
+"""Two copies of a vbucket, each as it was at a moment of its own: what can be said of their difference, exactly.
+
+Knows fingerprints and the seqnos at which the two copies were taken; must never know how they were read. `here` is the
+mirror's state at its published boundary B, `there` the source's state at the end E of a snapshot, both on one history
+(whoever calls has seen to that). For each key the two newest versions at or below B and E are compared. Why this is
+exact although B and E differ, with L the lower of both:
+
+- A version at or below L is the key's newest at L on its side, since the side is complete beyond L. So two versions at
+  or below L must be the same version, and a key that one side lacks must be absent there.
+- A version above L is newer than what the other side can know: the key moved on between the two moments. It says
+  nothing, neither good nor bad, and is looked at again when the side that was behind has come further (`MOVED`).
+- Tombstones are forgotten in time. One that only the mirror holds was purged at the source, or is one that the source
+  no longer sends: either way both say that the document is absent. One that only the source holds must be at or below
+  what the mirror's own purger has passed; else a deletion is missing. A *document* that only the mirror holds is a
+  difference; only where B < E and the source has purged above B its deletion may have come and gone (`excuse_purged`).
+- Documents whose collection is gone on the other side: the drop or flush came between the two moments where the side
+  that knows of it is the later one; else it is a difference.
+- Expiry is no question: both sides say versions, and an expired document is one until its deletion has a seqno.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from storage import keys
+from storage.digest import Digest, Fingerprint
+from storage.model import Manifest
+
+DIFFERENCES_MAX = 100
+"""Keys that are named for each vbucket; the rest is counted."""
+MOVED_MAX = 20_000
+"""Keys of a vbucket that are remembered to be looked at again; with more, all of it is."""
+
+
+class Verdict(Enum):
+    """What two newest versions of a key say."""
+
+    EQUAL = "equal"
+    MISSING_HERE = "missing_here"
+    MISSING_THERE = "missing_there"
+    DIFFERENT = "different"
+    MOVED = "moved"
+    """It changed between the two moments."""
+    PURGED_HERE = "purged_here"
+    PURGED_THERE = "purged_there"
+
+
+DIFFERENCES = frozenset((Verdict.MISSING_HERE, Verdict.MISSING_THERE, Verdict.DIFFERENT))
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A copy at its moment."""
+
+    seqno: int
+    manifest: Manifest
+    purge_seqno: Callable[[], int] = lambda: 0
+    """Tombstones at or below may be gone; asked after one was missed, for it rises meanwhile."""
+
+    def has_collection(self, version: Fingerprint) -> bool:
+        """Whether the version's collection is one here, and not begun anew since."""
+        collection = self.manifest.collections.get(keys.split_key(version.key)[0])
+        return collection is not None and version.seqno > collection.begin_seqno
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key that is not the same."""
+
+    verdict: Verdict
+    here: Fingerprint | None
+    there: Fingerprint | None
+
+    @property
+    def key(self) -> bytes:
+        """With its collection id."""
+        version = self.here or self.there
+        assert version is not None, "a difference is of something"
+        return version.key
+
+
+@dataclass(slots=True)
+class VbucketResult:
+    """What was found of one vbucket."""
+
+    vbid: int
+    state: str = "equal"
+    """equal, different, rollback (what is held is no longer the source's history), unreadable, behind (nothing is
+    published here), or unfinished."""
+    text: str = ""
+    branch: int = 0
+    published_seqno: int = 0
+    source_seqno: int = 0
+    documents: int = 0
+    """Compared, on this side."""
+    tombstones: int = 0
+    source_documents: int = 0
+    source_tombstones: int = 0
+    digest: str = ""
+    """Of what was compared at the first look, by key: equal on both sides where that is equal."""
+    source_digest: str = ""
+    missing_here: int = 0
+    missing_there: int = 0
+    different: int = 0
+    purged_here: int = 0
+    purged_there: int = 0
+    moved: int = 0
+    """Keys that changed while they were compared, and were compared again."""
+    not_compared: int = 0
+    """Keys that kept changing, or that the source changed after what the mirror holds."""
+    differences: list[Difference] = field(default_factory=list)
+    """The first of them."""
+
+    @property
+    def difference_count(self) -> int:
+        """How many keys differ."""
+        return self.missing_here + self.missing_there + self.different
+
+    @property
+    def equal(self) -> bool:
+        """True when nothing speaks against it."""
+        return self.state == "equal"
+
+    def excuse_purged(self) -> None:
+        """The source has forgotten deletions above what the mirror holds: what only the mirror has says nothing."""
+        if self.published_seqno < self.source_seqno:
+            self.not_compared += self.missing_there
+            self.missing_there = 0
+            self.differences = [each for each in self.differences if each.verdict is not Verdict.MISSING_THERE]
+            if self.state == "different" and not self.difference_count:
+                self.state = "equal"
+
+    def count(self, verdict: Verdict, here: Fingerprint | None, there: Fingerprint | None) -> None:
+        """Note what was found of a key."""
+        name = verdict.value
+        if verdict is not Verdict.EQUAL:
+            setattr(self, name, getattr(self, name) + 1)
+        if verdict in DIFFERENCES:
+            self.state = "different"
+            if len(self.differences) < DIFFERENCES_MAX:
+                self.differences.append(Difference(verdict, here, there))
+
+
+def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, source: Side) -> Verdict:
+    """What the newest versions of a key on both sides say; the rules are those at the top."""
+    both_seqno = min(mirror.seqno, source.seqno)
+    if here is not None and here.seqno > mirror.seqno:
+        return Verdict.DIFFERENT  # a row that claims a seqno that the mirror has not published
+    if any(version is not None and version.seqno > both_seqno for version in (here, there)):
+        return Verdict.MOVED
+    if here is not None and there is not None:
+        return Verdict.EQUAL if here == there else Verdict.DIFFERENT
+    if there is not None:
+        if not mirror.has_collection(there) and mirror.seqno > source.seqno:
+            return Verdict.MOVED
+        return Verdict.PURGED_HERE if there.deleted and there.seqno <= mirror.purge_seqno() else Verdict.MISSING_HERE
+    assert here is not None, "a key is on one side at least"
+    if here.deleted:
+        return Verdict.PURGED_THERE
+    if not source.has_collection(here) and source.seqno > mirror.seqno:
+        return Verdict.MOVED
+    return Verdict.MISSING_THERE
+
+
+class OutOfOrder(Exception):
+    """The mirror's keys do not rise: a row says another key than the one it is found by."""
+
+
+def pairs(
+    here: Iterable[Fingerprint], there: Iterable[Fingerprint]
+) -> Iterator[tuple[Fingerprint | None, Fingerprint | None]]:
+    """The newest versions of each key on both sides, which rise in keys; raises OutOfOrder where `here` does not."""
+    left, right = _rising(here), iter(there)
+    mine, theirs = next(left, None), next(right, None)
+    while mine is not None or theirs is not None:
+        if theirs is None or (mine is not None and mine.key < theirs.key):
+            yield mine, None
+            mine = next(left, None)
+        elif mine is None or theirs.key < mine.key:
+            yield None, theirs
+            theirs = next(right, None)
+        else:
+            yield mine, theirs
+            mine, theirs = next(left, None), next(right, None)
+
+
+def _rising(versions: Iterable[Fingerprint]) -> Iterator[Fingerprint]:
+    last = b""
+    for version in versions:
+        if version.key <= last:
+            raise OutOfOrder(f"key {version.key!r} comes after {last!r}")
+        last = version.key
+        yield version
+
+
+def compare(
+    result: VbucketResult,
+    here: Iterable[Fingerprint],
+    there: Iterable[Fingerprint],
+    mirror: Side,
+    source: Side,
+    *,
+    remember: bool = True,
+) -> dict[bytes, Fingerprint | None] | None:
+    """Compare two whole copies into `result`; returns the keys that moved, with the source's version of each.
+
+    None: too many moved, and nothing of what `result` says is of use. Without `remember` they are only counted.
+    """
+    mine, theirs = Digest(), Digest()
+    moved: dict[bytes, Fingerprint | None] = {}
+    for left, right in pairs(here, there):
+        verdict = judge(left, right, mirror, source)
+        result.count(verdict, left, right)
+        if verdict is Verdict.MOVED:
+            version = left or right
+            assert version is not None, "a key is on one side at least"
+            if not remember:
+                continue
+            if len(moved) >= MOVED_MAX:
+                return None
+            moved[version.key] = right
+            continue
+        if verdict in (Verdict.PURGED_HERE, Verdict.PURGED_THERE):
+            continue
+        if left is not None:
+            mine.add(left)
+            result.tombstones += left.deleted
+            result.documents += not left.deleted
+        if right is not None:
+            theirs.add(right)
+            result.source_tombstones += right.deleted
+            result.source_documents += not right.deleted
+    result.digest, result.source_digest = mine.hex(), theirs.hex()
+    return moved

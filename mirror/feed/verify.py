@@ -1,0 +1,359 @@
+"""The mirror against its source: every version of every key of every vbucket, and what differs.
+
+Knows a view of the mirror and a reader of the source, in which order the two are looked at, and when to look again;
+what two states say of each other is `comparison`'s. Nothing is changed, and memory is bounded: the source's versions
+are fingerprints in sorted runs on disk, the mirror's come in key order by themselves.
+
+Why the answer is exact. For each vbucket the source is read from 0 to the end E of a snapshot, so `there` is its whole
+state at E. Then, where a service runs, the mirror is waited for until it has published E on that history, and `here` is
+what it publishes, at a boundary B, held by a lease while it is read. The rules of `comparison` need nothing more: keys
+that changed between the two moments are looked at again, a few at a time, with the source read on from E, until none is
+left that has not been seen standing still (a key that changes all the time stays `not_compared`). Without a service B
+stays what it is: what the source changed since is `not_compared`, all else is as exact.
+Three things can come in between:
+- A rollback. At the end the source is asked, as a stream request would, whether it still has (vbuuid, B) and what was
+  read of it, (vbuuid, E). Where it does not, the vbucket is compared anew once the mirror has followed; a mirror that
+  cannot follow (no service) is reported as `rollback`, for then it holds what the source has lost.
+- The source's purge of tombstones: it takes deletions away that both sides agree upon, never documents. Where B < E
+  and the source has purged above B (the same question says so), what only the mirror holds may have been deleted and
+  forgotten since: it is `not_compared`. Elsewhere a document that only the mirror holds is a difference.
+- The mirror's own purger: the lease keeps the floor below B.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from mirror import lease
+from mirror.client import ServiceSaidNo
+from mirror.errors import MirrorError
+from mirror.feed.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge
+from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceReader
+from mirror.ingest import collections
+from mirror.ingest.rollback import history_end_seqno, vbuuid_at
+from mirror.wire.codec_dcp import decode
+from mirror.wire.events import SystemEvent
+from mirror.wire.frame import decode as decode_frame
+from mirror.wire.system_events import decode_system_event
+from storage import keys
+from storage.digest import Fingerprint, Runs, fingerprint
+from storage.errors import NotPublished, StorageError, ViewInvalidated, WriteLost
+from storage.model import Kind, Manifest, Seqno, Vbid, Vbuuid
+from storage.view import Pin, View
+from storage.wait import MutationToken
+
+ATTEMPTS_MAX = 4
+"""Whole comparisons of a vbucket: a rollback or too much movement in between makes one useless."""
+ROUNDS_MAX = 40
+"""Looks at the keys that moved."""
+SCANS_MAX = 5
+"""Scans of the mirror that a rollback or the purger may break off."""
+WAIT_S = 60.0
+"""For the mirror to publish what was read of the source."""
+IMPATIENT_S = 0.5
+"""The same, once it has been waited for in vain."""
+
+Progress = Callable[[int, int, int], None]
+
+
+@dataclass(slots=True)
+class _Vbucket:
+    """One vbucket while it is looked at."""
+
+    result: VbucketResult
+    runs: Runs
+    position: Position = field(default_factory=Position)
+    manifest: Manifest = field(default_factory=Manifest.initial)
+    moved: dict[bytes, Fingerprint | None] = field(default_factory=dict)
+    here: Position = field(default_factory=Position)
+    again: bool = False
+
+
+class Verifier:
+    """Compares. `run` does all of it."""
+
+    def __init__(
+        self,
+        path: str,
+        view: View,
+        reader: SourceReader,
+        *,
+        service: bool,
+        wait_s: float = WAIT_S,
+        folder: str | None = None,
+        progress: Progress = lambda _done, _of, _rows: None,
+    ) -> None:
+        """`view` of the mirror at `path`, opened with `stale_reads`; `service`: one runs, so that waiting may help.
+
+        `progress` is told vbuckets done, of how many, and rows read so far.
+        """
+        self._path = path
+        self._view = view
+        self._reader = reader
+        self._service = service
+        self._wait_s = wait_s
+        self._folder = folder
+        self._progress = progress
+        self._rows = 0
+
+    def run(self, vbids: list[int]) -> list[VbucketResult]:
+        """Compare these vbuckets; their results, in that order. Raises MirrorError when the source cannot be read."""
+        done: dict[int, VbucketResult] = {}
+        todo = list(vbids)
+        for attempt in range(ATTEMPTS_MAX):
+            looked_at = self._compare_all(todo, len(vbids))
+            self._settle(looked_at)
+            self._check_histories(looked_at)
+            todo = []
+            for vbid, vbucket in looked_at.items():
+                done[vbid] = vbucket.result
+                if vbucket.again:
+                    todo.append(vbid)
+            if not todo or not self._service:
+                break
+            if attempt + 1 < ATTEMPTS_MAX:
+                time.sleep(min(1.0, self._wait_s))
+        for vbid in todo:
+            if done[vbid].state in ("equal", "unfinished"):
+                done[vbid].state = "unfinished"
+                done[vbid].text = done[vbid].text or "it changed faster than it could be compared; try again"
+        return [done[vbid] for vbid in vbids]
+
+    # -- everything, once -----------------------------------------------------------------------------------------
+
+    def _compare_all(self, vbids: list[int], of: int) -> dict[int, _Vbucket]:
+        looked_at = {vbid: _Vbucket(VbucketResult(vbid), Runs(self._folder)) for vbid in vbids}
+        high_seqnos = self._reader.high_seqnos()
+        until = {vbid: high_seqnos[vbid] for vbid in vbids}
+        count = of - len(vbids)
+        try:
+            for item in self._reader.read(dict.fromkeys(vbids, Position()), until):
+                vbucket = looked_at[item.vbid]
+                if isinstance(item, Snapshot):
+                    self._take(vbucket, item)
+                    continue
+                if isinstance(item, Ended):
+                    self._compare(vbucket)
+                else:
+                    vbucket.again = True
+                    vbucket.result.state = "unfinished"
+                    vbucket.result.text = "the source lost history while it was read"
+                vbucket.runs.close()
+                count += 1
+                self._progress(count, of, self._rows)
+        except OSError as error:
+            raise MirrorError(
+                f"fingerprints cannot be kept in the temporary folder: {error.strerror or error}",
+                hint="make room there, or name another folder in TMPDIR",
+            ) from None
+        finally:
+            for vbucket in looked_at.values():
+                vbucket.runs.close()
+        return looked_at
+
+    def _take(self, vbucket: _Vbucket, snapshot: Snapshot) -> None:
+        for document in snapshot.documents(raw=True):
+            if document.kind is not Kind.SYSTEM_EVENT:
+                vbucket.runs.add(fingerprint(document))
+        self._rows += snapshot.row_count
+        vbucket.position = snapshot.position
+        vbucket.manifest = snapshot.manifest
+
+    def _compare(self, vbucket: _Vbucket) -> None:
+        try:
+            late = self._wait_for(vbucket)
+            moved = self._scan_and_compare(vbucket)
+        except (StorageError, ServiceSaidNo, OutOfOrder) as error:
+            vbucket.result.state, vbucket.result.text = "unreadable", str(error)
+            vbucket.again = isinstance(error, ViewInvalidated | ServiceSaidNo)
+            return
+        result = vbucket.result
+        result.text = late
+        if moved is None:
+            result.state, vbucket.again = "unfinished", True
+        elif not result.published_seqno and result.source_seqno:
+            result.state, result.not_compared = "behind", result.moved
+        elif self._service:
+            vbucket.moved = moved
+        else:
+            result.not_compared = result.moved
+
+    def _wait_for(self, vbucket: _Vbucket) -> str:
+        """Wait until the mirror has what was read of the source; says why it has not."""
+        position, vbid = vbucket.position, Vbid(vbucket.result.vbid)
+        if not position.seqno:
+            return ""
+        token = MutationToken(vbid, Vbuuid(position.vbuuid), Seqno(position.seqno))
+        try:
+            self._view.wait_for(token, self._wait_s if self._service else 0)
+        except NotPublished:
+            if self._service:
+                self._wait_s = min(self._wait_s, IMPATIENT_S)
+                return f"the mirror did not publish seqno {position.seqno} in time"
+            return "no service runs: what the source changed since is not compared"
+        except WriteLost:
+            vbucket.again = True
+        return ""
+
+    def _scan_and_compare(self, vbucket: _Vbucket) -> dict[bytes, Fingerprint | None] | None:
+        vbid = vbucket.result.vbid
+        for _ in range(SCANS_MAX - 1):
+            with contextlib.suppress(ViewInvalidated, ServiceSaidNo):
+                return self._scan_once(vbucket, vbid)
+        return self._scan_once(vbucket, vbid)
+
+    def _scan_once(self, vbucket: _Vbucket, vbid: int) -> dict[bytes, Fingerprint | None] | None:
+        pin, mirror = self._pin(vbid)
+        source = Side(vbucket.position.seqno, vbucket.manifest)
+        result = VbucketResult(
+            vbid, branch=int(pin.branch), published_seqno=mirror.seqno, source_seqno=vbucket.position.seqno
+        )
+        filtered = self._view.state(vbid).stream_filter is not None
+        there = (
+            each
+            for each in vbucket.runs.newest()
+            if source.has_collection(each) and (not filtered or _is_mirrored(each, mirror))
+        )
+        with lease.hold(self._path, {vbid: (int(pin.branch), int(pin.seqno))}, name="verify"):
+            moved = compare(result, self._fingerprints(pin, mirror), there, mirror, source, remember=self._service)
+        vbucket.result = result
+        vbucket.here = Position(self._vbuuid_at(vbid, mirror.seqno), mirror.seqno)
+        return moved
+
+    # -- the mirror's side ----------------------------------------------------------------------------------------
+
+    def _pin(self, vbid: int) -> tuple[Pin, Side]:
+        """What the vbucket serves now, with the manifest of that moment."""
+        while True:
+            before = self._view.manifest(vbid)
+            pin = self._view.pin(vbid)
+            if self._view.manifest(vbid) == before:
+                return pin, Side(int(pin.seqno), before, lambda: int(self._view.state(vbid).local_purge_seqno))
+
+    def _fingerprints(self, pin: Pin, mirror: Side) -> Iterator[Fingerprint]:
+        for collection_id in sorted(mirror.manifest.collections, key=keys.encode_collection_id):
+            start = b""
+            while True:
+                page, start = self._view.scan_page(pin, collection_id, start=start, deletions=True, raw=True)
+                yield from map(fingerprint, page)
+                if not start:
+                    break
+
+    def _lookup(self, pin: Pin, wire_key: bytes) -> Fingerprint | None:
+        collection_id, key = keys.split_key(wire_key)
+        page, _ = self._view.scan_page(pin, collection_id, start=key, limit=1, deletions=True, raw=True)
+        found = fingerprint(page[0]) if page else None
+        return found if found is not None and found.key == wire_key else None
+
+    def _vbuuid_at(self, vbid: int, seqno: int) -> int:
+        return int(vbuuid_at(self._view.state(vbid).failover_log, seqno))
+
+    # -- what moved -----------------------------------------------------------------------------------------------
+
+    def _settle(self, looked_at: dict[int, _Vbucket]) -> None:
+        """Look at the keys that moved until each was seen standing still."""
+        for _ in range(ROUNDS_MAX):
+            todo = {vbid: vbucket for vbid, vbucket in looked_at.items() if vbucket.moved}
+            if not todo:
+                return
+            high_seqnos = self._reader.high_seqnos()
+            until = {vbid: max(high_seqnos[vbid], vbucket.position.seqno) for vbid, vbucket in todo.items()}
+            for item in self._reader.read({vbid: vbucket.position for vbid, vbucket in todo.items()}, until):
+                vbucket = todo[item.vbid]
+                if isinstance(item, Snapshot):
+                    self._take_moved(vbucket, item)
+                elif isinstance(item, Ended):
+                    self._look_again(vbucket)
+                else:
+                    vbucket.again, vbucket.moved = True, {}
+        for vbucket in looked_at.values():
+            vbucket.result.not_compared += len(vbucket.moved)
+
+    def _take_moved(self, vbucket: _Vbucket, snapshot: Snapshot) -> None:
+        for frame, document in zip(snapshot.frames(), snapshot.documents(raw=True), strict=True):
+            if document.kind is Kind.SYSTEM_EVENT:
+                event = decode(decode_frame(frame)[0])
+                assert isinstance(event, SystemEvent), "the row says so"
+                vbucket.manifest = collections.apply(vbucket.manifest, decode_system_event(event), document.seqno)
+                continue
+            key = keys.encode_collection_id(document.collection_id) + document.key
+            if key in vbucket.moved:
+                vbucket.moved[key] = fingerprint(document)
+        vbucket.position = snapshot.position
+
+    def _look_again(self, vbucket: _Vbucket) -> None:
+        result = vbucket.result
+        try:
+            self._wait_for(vbucket)
+            pin, mirror = self._pin(result.vbid)
+            source = Side(vbucket.position.seqno, vbucket.manifest)
+            left: dict[bytes, Fingerprint | None] = {}
+            for key, there in vbucket.moved.items():
+                here = self._lookup(pin, key)
+                seen = there if there is not None and source.has_collection(there) else None
+                if here is None and seen is None:
+                    continue
+                verdict = judge(here, seen, mirror, source)
+                if verdict is Verdict.MOVED:
+                    left[key] = there
+                else:
+                    result.count(verdict, here, seen)
+            vbucket.moved = left
+            vbucket.here = Position(self._vbuuid_at(result.vbid, mirror.seqno), mirror.seqno)
+        except ViewInvalidated:
+            vbucket.again, vbucket.moved = True, {}
+        except StorageError as error:
+            result.state, result.text, vbucket.moved = "unreadable", str(error), {}
+
+    # -- histories ------------------------------------------------------------------------------------------------
+
+    def _check_histories(self, looked_at: dict[int, _Vbucket]) -> None:
+        """Both sides must be of the source's history still: else what was compared is not one bucket."""
+        here = {vbid: vbucket.here for vbid, vbucket in looked_at.items() if vbucket.here.seqno and not vbucket.again}
+        for item in self._reader.read(here, {vbid: position.seqno for vbid, position in here.items()}):
+            if isinstance(item, RolledBack):
+                self._left_behind(looked_at[item.vbid], item.seqno)
+        there = {vbid: each.position for vbid, each in looked_at.items() if each.position.seqno and not each.again}
+        for item in self._reader.read(there, {vbid: position.seqno for vbid, position in there.items()}):
+            if isinstance(item, RolledBack):
+                looked_at[item.vbid].again = True
+        for vbid, vbucket in looked_at.items():
+            with contextlib.suppress(StorageError):
+                if vbucket.result.branch and self._view.pin(vbid).branch != vbucket.result.branch:
+                    vbucket.again = True
+
+    def _left_behind(self, vbucket: _Vbucket, seqno: int) -> None:
+        """The source would have the mirror go back."""
+        result, position = vbucket.result, vbucket.here
+        log = self._reader.failover_log(result.vbid)
+        end_seqno = history_end_seqno(log, position.vbuuid, self._reader.high_seqnos()[result.vbid])
+        if end_seqno is not None and end_seqno >= position.seqno:
+            result.text = "the source has forgotten deletions since; once the stream breaks, the vbucket is filled anew"
+            result.excuse_purged()
+        elif self._service:
+            vbucket.again = True
+        else:
+            result.state = "rollback"
+            result.text = f"the source has no such history above seqno {seqno}: the service will take it back to there"
+
+
+def _is_mirrored(version: Fingerprint, mirror: Side) -> bool:
+    return keys.split_key(version.key)[0] in mirror.manifest.collections
+
+
+def verify(
+    path: str,
+    view: View,
+    reader: SourceReader,
+    *,
+    service: bool,
+    vbids: list[int] | None = None,
+    wait_s: float = WAIT_S,
+    progress: Progress = lambda _done, _of, _rows: None,
+) -> list[VbucketResult]:
+    """Compare the mirror at `path` with the source: a result for each vbucket. The parameters are `Verifier`'s."""
+    wanted = list(view.vbids) if vbids is None else vbids
+    return Verifier(path, view, reader, service=service, wait_s=wait_s, progress=progress).run([int(v) for v in wanted])

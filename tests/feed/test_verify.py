@@ -1,0 +1,309 @@
+"""Verifying a mirror against the embedded source: nothing is found where nothing is wrong, whatever goes on meanwhile,
+and whatever is altered in the store is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from mirror.feed.comparison import VbucketResult
+from mirror.feed.reader import SourceReader
+from mirror.feed.verify import verify
+from mirror.sandbox.cluster import SandboxCluster
+from storage import directory, keys
+from storage.view import open_view
+from tests.feed.harness import Mirror
+
+VBUCKETS = 4
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[SandboxCluster]:
+    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=5) as running:
+        yield running
+
+
+def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+    return Mirror(
+        path,
+        bucket=cluster.bucket.name,
+        bucket_uuid=cluster.bucket.map.bucket_uuid,
+        vbuckets=VBUCKETS,
+        password="demo",
+        groups=2,
+        settings=settings,
+    )
+
+
+def write(cluster: SandboxCluster, count: int, name: str = "doc", **where: Any) -> None:
+    for number in range(count):
+        cluster.set(f"{name}-{number}", {"name": name, "number": number}, **where)
+
+
+async def filled(cluster: SandboxCluster, path: Path) -> Mirror:
+    """A mirror of everything that the source has now, stopped."""
+    mirror = mirror_of(cluster, path)
+    mirror.start(cluster.connection_string)
+    await caught_up(mirror, cluster)
+    await mirror.stop()
+    return mirror
+
+
+async def caught_up(mirror: Mirror, cluster: SandboxCluster) -> None:
+    for vbid in range(VBUCKETS):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+
+
+async def verified(mirror: Mirror, cluster: SandboxCluster, *, service: bool, **options: Any) -> list[VbucketResult]:
+    def work() -> list[VbucketResult]:
+        with (
+            open_view(mirror.path, stale_reads=True) as view,
+            SourceReader(cluster.connection_string, password="demo", settings=mirror.settings) as reader,
+        ):
+            return verify(mirror.path, view, reader, service=service, **options)
+
+    return await asyncio.to_thread(work)
+
+
+def alter(mirror: Mirror, work: Callable[[Any, Callable[[bytes], Any]], None], vbid: int = 1) -> None:
+    """Change a vbucket's trees as no program would: `work(transaction, tree by name)`."""
+    path = directory.group_path(mirror.path, vbid % mirror.identity.group_count)
+    with lmdb.open(path, max_dbs=64, map_size=1 << 30) as environment:
+        trees = {name: environment.open_db(name, create=False) for name in (keys.rows_db(vbid), keys.keys_db(vbid))}
+        with environment.begin(write=True) as txn:
+            work(txn, trees.__getitem__)
+
+
+def states(results: list[VbucketResult]) -> list[str]:
+    return [result.state for result in results]
+
+
+# -- nothing is wrong ---------------------------------------------------------------------------------------------
+
+
+async def test_a_mirror_that_stands_still_is_equal(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 200)
+    cluster.delete("doc-7")
+    mirror = await filled(cluster, tmp_path)
+    told: list[tuple[int, int, int]] = []
+    results = await verified(mirror, cluster, service=False, progress=lambda *facts: told.append(facts))
+    assert states(results) == ["equal"] * VBUCKETS
+    assert sum(result.documents for result in results) == sum(result.source_documents for result in results) == 199
+    assert sum(result.tombstones for result in results) == 1
+    for vbid, result in enumerate(results):
+        assert result.digest == result.source_digest
+        assert result.published_seqno == result.source_seqno == cluster.vbucket(vbid).high_seqno
+        assert (result.moved, result.not_compared) == (0, 0)
+    assert told[-1] == (VBUCKETS, VBUCKETS, 200)
+    cluster.bucket.to_disk()
+    assert [result.digest for result in await verified(mirror, cluster, service=False)] == [
+        result.digest for result in results
+    ], "however the source sends it"
+
+
+async def test_an_empty_bucket_is_equal(cluster: SandboxCluster, tmp_path: Path) -> None:
+    mirror = await filled(cluster, tmp_path)
+    assert states(await verified(mirror, cluster, service=False)) == ["equal"] * VBUCKETS
+
+
+async def test_what_the_source_changed_since_is_not_compared_and_the_rest_is(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 200)
+    mirror = await filled(cluster, tmp_path)
+    write(cluster, 30)
+    write(cluster, 10, "new")
+    cluster.delete("doc-99")
+    results = await verified(mirror, cluster, service=False)
+    assert states(results) == ["equal"] * VBUCKETS
+    assert sum(result.not_compared for result in results) == 41
+    assert sum(result.documents for result in results) == 200 - 31
+    assert "no service runs" in results[0].text
+
+
+async def test_a_mirror_of_nothing_yet_is_behind(cluster: SandboxCluster, tmp_path: Path) -> None:
+    mirror = await filled(cluster, tmp_path)
+    write(cluster, 50)
+    results = await verified(mirror, cluster, service=False)
+    assert states(results) == ["behind"] * VBUCKETS
+    assert not any(result.equal for result in results)
+
+
+async def test_a_mirror_under_load_is_equal(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 300)
+    cluster.bucket.create_scope("s")
+    cluster.bucket.create_collection("s", "dropped")
+    write(cluster, 40, "dropped", collection="s.dropped")
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await caught_up(mirror, cluster)
+    stop = asyncio.Event()
+
+    async def load() -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            for number in range(5):
+                cluster.set(f"doc-{(turn * 7 + number) % 300}", {"turn": turn})
+            cluster.delete(f"doc-{(turn * 13) % 300}")
+            if turn == 10:
+                cluster.bucket.drop_collection("s.dropped")
+            await asyncio.sleep(0.002)
+
+    loading = asyncio.create_task(load())
+    try:
+        results = await verified(mirror, cluster, service=True)
+    finally:
+        stop.set()
+        await loading
+        await mirror.stop()
+    assert states(results) == ["equal"] * VBUCKETS, [(each.state, each.text, each.differences) for each in results]
+    assert sum(result.documents for result in results) > 0
+
+
+async def test_a_failover_in_between_is_followed(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 200)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    await caught_up(mirror, cluster)
+    loop = asyncio.get_running_loop()
+    lost: list[int] = []
+
+    def progress(done: int, _of: int, _rows: int) -> None:
+        if done == VBUCKETS and not lost:  # everything was compared once, its history not yet asked for
+            lost.append(1)
+            asyncio.run_coroutine_threadsafe(fail_over(), loop).result()
+
+    async def fail_over() -> None:
+        cluster.failover(2, lose=3)
+        cluster.set("after", {}, vbid=2)
+
+    results = await verified(mirror, cluster, service=True, progress=progress)
+    assert states(results) == ["equal"] * VBUCKETS
+    assert lost
+    assert results[2].branch == mirror.row(2)["branch"]
+    assert results[2].source_seqno == cluster.vbucket(2).high_seqno
+    await mirror.stop()
+
+
+async def test_a_rollback_that_is_due_is_said_where_nobody_can_follow_it(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 200)
+    mirror = await filled(cluster, tmp_path)
+    cluster.failover(2, lose=3)
+    results = await verified(mirror, cluster, service=False)
+    assert states(results) == ["equal", "equal", "rollback", "equal"]
+    assert f"above seqno {cluster.vbucket(2).high_seqno}" in results[2].text
+
+
+async def test_tombstones_that_either_side_has_forgotten_are_no_difference(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 100)
+    for number in range(40):
+        cluster.delete(f"doc-{number}")
+    write(cluster, 100, "later")
+    mirror = await filled(cluster, tmp_path)
+    cluster.bucket.to_disk()
+    cluster.bucket.purge()
+    results = await verified(mirror, cluster, service=False)
+    assert states(results) == ["equal"] * VBUCKETS
+    assert sum(result.purged_there for result in results) > 30
+    # And a deletion that the source forgot before a mirror that stood still could learn of it: no false alarm.
+    cluster.delete("doc-50", vbid=None)
+    write(cluster, 20, "last")
+    cluster.bucket.to_disk()
+    cluster.bucket.purge()
+    results = await verified(mirror, cluster, service=False)
+    assert states(results) == ["equal"] * VBUCKETS
+    assert any("forgotten deletions" in result.text for result in results)
+
+
+# -- something is wrong -------------------------------------------------------------------------------------------
+
+
+def rows_of(txn: Any, tree: Any) -> list[tuple[bytes, bytes]]:
+    return [(key, frame) for key, frame in txn.cursor(tree) if len(key) == keys.ROW_KEY_SIZE and frame[1] == 0x57]
+
+
+async def test_every_altered_byte_that_a_reader_could_see_is_found(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 120)
+    mirror = await filled(cluster, tmp_path)
+    altered: set[bytes] = set()
+
+    def work(txn: Any, tree: Callable[[bytes], Any]) -> None:
+        rows = rows_of(txn, tree(keys.rows_db(1)))
+        places = {"cas": 20, "rev_seqno": 39, "flags": 43, "expiry": 47, "datatype": 5, "value": -1}
+        for (key, frame), place in zip(rows, places.values(), strict=False):
+            changed = bytearray(frame)
+            changed[place] ^= 1
+            txn.put(key, bytes(changed), db=tree(keys.rows_db(1)))
+            altered.add(frame[55 : 55 + int.from_bytes(frame[2:4])])
+
+    alter(mirror, work)
+    results = await verified(mirror, cluster, service=False)
+    assert states(results) == ["equal", "different", "equal", "equal"]
+    assert {difference.key for difference in results[1].differences} == altered
+    assert (results[1].different, results[1].missing_here, results[1].missing_there) == (6, 0, 0)
+    assert results[1].digest != results[1].source_digest
+
+
+async def test_documents_that_are_missing_and_documents_that_nobody_wrote(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 120)
+    mirror = await filled(cluster, tmp_path)
+
+    def work(txn: Any, tree: Callable[[bytes], Any]) -> None:
+        (_, gone), (row_key, renamed), *_ = rows_of(txn, tree(keys.rows_db(1)))
+        gone_key = gone[55 : 55 + int.from_bytes(gone[2:4])]
+        assert txn.delete(gone_key, db=tree(keys.keys_db(1)))
+        length = int.from_bytes(renamed[2:4])
+        old = renamed[55 : 55 + length]
+        new = b"\0" + b"z" * (length - 1)
+        dup = txn.get(old, db=tree(keys.keys_db(1)))
+        assert txn.delete(old, db=tree(keys.keys_db(1)))
+        txn.put(new, dup, db=tree(keys.keys_db(1)))
+        txn.put(row_key, renamed[:55] + new + renamed[55 + length :], db=tree(keys.rows_db(1)))
+
+    alter(mirror, work)
+    (result,) = await verified(mirror, cluster, service=False, vbids=[1])
+    assert (result.state, result.missing_here, result.missing_there, result.different) == ("different", 2, 1, 0)
+
+
+async def test_a_row_that_cannot_be_read_costs_its_vbucket_alone(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 120)
+    mirror = await filled(cluster, tmp_path)
+
+    def cut(txn: Any, tree: Callable[[bytes], Any]) -> None:
+        key, frame = rows_of(txn, tree(keys.rows_db(1)))[0]
+        txn.put(key, frame[:-3], db=tree(keys.rows_db(1)))
+
+    alter(mirror, cut)
+    results = await verified(mirror, cluster, service=False)
+    assert states(results) == ["equal", "unreadable", "equal", "equal"]
+    assert "lengths" in results[1].text
+
+
+async def test_a_fault_in_a_running_mirror_is_found_under_load(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 120)
+    mirror = await filled(cluster, tmp_path)
+
+    def work(txn: Any, tree: Callable[[bytes], Any]) -> None:
+        key, frame = rows_of(txn, tree(keys.rows_db(1)))[0]
+        txn.put(key, frame[:-1] + bytes([frame[-1] ^ 1]), db=tree(keys.rows_db(1)))
+
+    alter(mirror, work)
+    mirror.start(cluster.connection_string)
+    write(cluster, 50, "more")
+    results = await verified(mirror, cluster, service=True)
+    assert states(results) == ["equal", "different", "equal", "equal"]
+    assert results[1].different == 1
+    await mirror.stop()
