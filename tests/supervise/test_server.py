@@ -1,4 +1,4 @@
-"""Real KV processes under a supervisor: they listen, share a port, and are replaced one by one."""
+"""Real server processes under a supervisor: they listen, share a port, are replaced one by one, and hear of changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.config import to_wire
+from mirror.config import Settings, to_wire
 from mirror.errors import ConfigError
 from mirror.supervise.server import open_server
 from mirror.supervise.supervisor import Supervisor
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Feature
+from mirror.wire.frame import Frame
 from storage import directory, keys, records
 from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
 from storage.writer import GroupWriter
@@ -53,10 +57,17 @@ def data(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def service(data: Path, **values: Any) -> AsyncIterator[tuple[Supervisor, list[str]]]:
+async def service(
+    data: Path, reload: Callable[[], Settings] | None = None, **values: Any
+) -> AsyncIterator[tuple[Supervisor, list[str]]]:
     lines: list[str] = []
     supervisor = Supervisor(
-        settings_for(data, **values), look_up, clock=SystemClock(), command=worker_command, announce=lines.append
+        settings_for(data, **values),
+        look_up,
+        clock=SystemClock(),
+        command=worker_command,
+        announce=lines.append,
+        reload=reload,
     )
     running = asyncio.create_task(supervisor.run())
     try:
@@ -96,19 +107,39 @@ async def value_of(streams: Streams, key: bytes = KEY) -> bytes:
         return (await reader.readexactly(head[6]))[4:]
 
 
-async def test_processes_share_a_port_and_a_killed_one_takes_only_its_own_along(data: Path) -> None:
-    async with service(data, kv=f"0,unix:{data}/kv.sock", kv_processes=2) as (supervisor, lines):
-        assert [line.partition("://")[0] for line in lines] == ["kv couchbase", f"kv unix:{data}/kv.sock"]
-        clients = [await connect(lines[number % 2]) for number in range(24)]
-        assert {await value_of(client) for client in clients} == {b"value"}
+async def page_of(streams: Streams) -> bytes:
+    """The document by HTTP, on a connection that stays open."""
+    reader, writer = streams
+    writer.write(b"GET /v1/collections/_default._default/documents/%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % KEY)
+    async with asyncio.timeout(WAIT_S):
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert head.startswith(b"http/1.1 200"), head
+        return await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r")[0]))
+
+
+KINDS: dict[str, tuple[str, Callable[[Streams], Awaitable[bytes]]]] = {
+    "kv": ("0,unix:{data}/kv.sock", value_of),
+    "http": ("0", page_of),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_processes_share_a_port_and_a_killed_one_takes_only_its_own_along(kind: str, data: Path) -> None:
+    addresses, read = KINDS[kind]
+    settings: dict[str, Any] = {kind: addresses.format(data=data), f"{kind}_processes": 2}
+    async with service(data, **settings) as (supervisor, lines):
+        shown = {"kv": ["kv couchbase", f"kv unix:{data}/kv.sock"], "http": ["http http"]}
+        assert [line.partition("://")[0] for line in lines] == shown[kind]
+        clients = [await connect(lines[number % len(lines)]) for number in range(24)]
+        assert {await read(client) for client in clients} == {b"value"}
         before = supervisor.status_document()["servers"]
-        assert [row["kind"] for row in before] == ["kv", "kv"]
+        assert [row["kind"] for row in before] == [kind, kind]
         assert [row["slot"] for row in supervisor.status_document()["workers"]] == [0, 1]
         os.kill(before[0]["pid"], signal.SIGKILL)
         gone = 0
         for client in clients:
             try:
-                assert await value_of(client) == b"value"
+                assert await read(client) == b"value"
             except (ConnectionError, asyncio.IncompleteReadError):
                 gone += 1
         assert 0 < gone < len(clients), "both processes had connections, and only those of one are gone"
@@ -121,10 +152,43 @@ async def test_processes_share_a_port_and_a_killed_one_takes_only_its_own_along(
         after = supervisor.status_document()["servers"]
         assert after[1]["pid"] == before[1]["pid"]
         assert after[0]["restarts"] == 1
-        fresh = [await connect(lines[number % 2]) for number in range(16)]
-        assert {await value_of(client) for client in fresh} == {b"value"}
+        fresh = [await connect(lines[number % len(lines)]) for number in range(16)]
+        assert {await read(client) for client in fresh} == {b"value"}
         for _, writer in (*clients, *fresh):
             writer.close()
+
+
+async def receive(streams: Streams) -> Frame:
+    reader, _ = streams
+    async with asyncio.timeout(WAIT_S):
+        head = await reader.readexactly(HEADER.size)
+        return fr.decode(head + await reader.readexactly(HEADER.unpack(head)[6]))[0]
+
+
+async def ask(streams: Streams, frame: Frame) -> Frame:
+    streams[1].write(fr.encode(frame))
+    return await receive(streams)
+
+
+async def test_a_changed_list_of_mirrors_reaches_connected_clients_and_drops_nobody(data: Path) -> None:
+    settings = [settings_for(data, kv="0")]
+    async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
+        client = await connect(lines[0])
+        await ask(client, codec_kv.hello(b"test", [Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION]))
+        await ask(client, codec_kv.select_bucket(b"demo"))
+        before = json.loads((await ask(client, codec_kv.get_cluster_config())).value)
+        assert before["vBucketServerMap"]["numReplicas"] == 0
+        settings[0] = settings_for(data, kv="0", kv_nodes="a:1,b:1=x")
+        os.kill(os.getpid(), signal.SIGHUP)
+        settings[0] = settings_for(data, kv="0", kv_nodes="a:1=0-3,b:1=4-7")
+        os.kill(os.getpid(), signal.SIGHUP)
+        epoch, revision, bucket, config = codec_kv.decode_clustermap_notification(await receive(client))
+        assert (epoch, bucket) == (before["revEpoch"], b"demo")
+        assert revision > before["rev"]
+        assert json.loads(config)["vBucketServerMap"]["vBucketMap"] == [[0]] * 4 + [[1]] * 4
+        assert (await ask(client, codec_kv.noop())).status == 0
+        assert supervisor.status_document()["servers"][0]["restarts"] == 0
+        client[1].close()
 
 
 async def test_a_server_reports_what_it_did(data: Path) -> None:
