@@ -30,6 +30,7 @@ from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFai
 from mirror.feed.bootstrap import Access, discover, fetch_high_seqnos, fetch_newer_map, read_map
 from mirror.feed.connection_string import Address, ConnectionString
 from mirror.feed.nodes import NodeKeeper, pause_s
+from mirror.feed.performer import perform
 from mirror.feed.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.srv import first_addresses
@@ -37,7 +38,7 @@ from mirror.feed.transport import Opaques
 from mirror.feed.vbucket import VbucketActor
 from mirror.ingest import events as happenings
 from mirror.ingest.events import Row
-from mirror.ingest.instructions import Status
+from mirror.ingest.instructions import BeginRefill, Status
 from mirror.ingest.topology import ClusterMap, Node
 from mirror.wire import events as ev
 from mirror.wire.codec_kv import decode_clustermap_notification
@@ -46,7 +47,7 @@ from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 from storage.errors import Full, SeqnoOrder, StorageError
 from storage.history import History
-from storage.model import Identity
+from storage.model import Identity, Vbid
 from storage.writer import GroupWriter
 
 log = structlog.get_logger("feed")
@@ -687,8 +688,11 @@ class Consumer:
         }
 
     async def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Obey a command: `{"op": "rollback", "vbid": N, "to": SEQNO}`."""
-        known: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {"rollback": self._roll_back}
+        """Obey a command: `{"op": "rollback", "vbid": N, "to": SEQNO}` or `{"op": "refill", "vbid": N}`."""
+        known: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
+            "rollback": self._roll_back,
+            "refill": self._refill,
+        }
         operation = str(command.get("op"))
         if operation not in known:
             raise ConfigError(f"unknown command {operation!r}", hint="known: " + ", ".join(known))
@@ -734,3 +738,26 @@ class Consumer:
             "from_seqno": int(result.from_seqno),
             "branch": int(result.branch),
         }
+
+    async def _refill(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Fetch a vbucket anew, beside its old copy, and swap it in when it is whole."""
+        vbid = command.get("vbid")
+        if not isinstance(vbid, int) or vbid not in self._actors:
+            raise ConfigError(f"refill of vb {vbid!r}", hint="vbid must be ours")
+        group, actor = self._group_of[vbid], self._actors[vbid]
+        if group.error is not None:
+            raise group.error
+        session = actor.session
+        actor.drop_machine()
+        try:
+            perform(actor, [BeginRefill(Vbid(vbid), "asked for")])
+        except StorageError as error:
+            self._store_failed(group, error)
+            raise
+        state = group.writer.state(vbid)
+        actor.revive()
+        if session is not None and session.ready:
+            self._guarded(vbid, partial(actor.attach, session))
+        if state.published_seqno and state.staging_branch == state.branch:
+            raise MirrorError(f"vb {vbid} cannot be filled anew", hint="make room on the disk for a second copy of it")
+        return {"vbid": vbid, "staging_branch": int(state.staging_branch)}

@@ -676,14 +676,14 @@ class Supervisor:
         if operation == "stop":
             self._events.put_nowait(Signalled(signal.SIGTERM))
             return {}
-        if operation == "rollback":
+        if operation in ("rollback", "refill"):
             return {"result": await self._ask_owner(request)}
         if operation == "lease":
             return await self._lease(request)
         if operation == "release":
             return await self._release(request)
         raise SupervisionError(
-            f"unknown command {operation!r}", hint="ping, status, reload, stop, rollback, lease, release"
+            f"unknown command {operation!r}", hint="ping, status, reload, stop, rollback, refill, lease, release"
         )
 
     # leases

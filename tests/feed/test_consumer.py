@@ -528,3 +528,22 @@ async def test_stop_before_anything_began_returns(cluster: SandboxCluster, tmp_p
     assert mirror.task is not None
     await mirror.task
     mirror.close()
+
+
+async def test_refill_on_command_while_the_old_copy_is_served(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 200)
+    mirror = mirror_of(cluster, tmp_path, settings={"refill_reads": "stale"})
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    before = mirror.row(3)["branch"]
+    answer = await consumer.request({"op": "refill", "vbid": 3})
+    assert (answer["vbid"], mirror.row(3)["branch"]) == (3, before), "what is served is what was"
+    assert answer["staging_branch"] > before
+    await mirror.until(lambda: mirror.row(3)["branch"] == answer["staging_branch"], "the new copy is served")
+    write(cluster, 50, "more")
+    await follow(mirror, cluster)
+    assert {row["branch"] for row in consumer.status()["vbuckets"] if row["vbid"] != 3} == {before}
+    with pytest.raises(ConfigError, match="refill of vb 99"):
+        await consumer.request({"op": "refill", "vbid": 99})
+    await mirror.stop()
+    assert_equal(mirror, cluster)
