@@ -4,6 +4,7 @@ PySpark imports every top-level module named `pyspark_*` and registers its `Defa
 nothing else.
 """
 
+from mirror.spark.session import session
 from mirror.spark.source import MirrorSource as DefaultSource
 
-__all__ = ["DefaultSource"]
+__all__ = ["DefaultSource", "session"]

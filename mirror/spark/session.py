@@ -1,0 +1,69 @@
+"""A Spark session from pip alone: Java, workers and defaults that suit a data source which is written in Python.
+
+Knows settings of Spark and what they are for; must never know what a job does. A session that is there is used as it
+is, and what spark-submit or the caller has set is not touched. Invariant: after `session` the workers run this Python,
+with this package, over Unix sockets where they are on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from pyspark import SparkConf, SparkContext
+from pyspark.sql import SparkSession
+
+from mirror.spark import java
+
+WORKERS: dict[str, str] = {
+    # A task's worker is forked from a process that has imported everything; talking to it by TCP costs 20 ms a task.
+    "spark.python.daemon.module": "mirror.spark.daemon",
+    "spark.python.unix.domain.socket.enabled": "true",
+    # The source takes filters only where it is told to (option pushdown); without this it must not even know of them.
+    "spark.sql.python.filterPushdown.enabled": "true",
+}
+LOCAL: dict[str, str] = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.host": "localhost",
+    "spark.driver.bindAddress": "127.0.0.1",
+}
+GATEWAY = "PYSPARK_GATEWAY_PORT"
+"""Set by spark-submit, which has started Java already."""
+
+
+def session(
+    name: str = "dcp-mirror", master: str | None = None, settings: Mapping[str, str] | None = None
+) -> SparkSession:
+    """The session that is active, or a new one: on `master`, by default all cores of this machine.
+
+    `settings` are Spark's and go before the defaults. Raises ConfigError when there is no Java.
+    """
+    active = SparkSession.getActiveSession()
+    if active is not None:
+        return active
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    wanted = dict(settings or {})
+    submitted = GATEWAY in os.environ
+    if submitted:
+        SparkContext._ensure_initialized()
+        given = {key for key, _ in SparkConf().getAll()}
+    else:
+        os.environ["JAVA_HOME"] = java.home()
+        given = set()
+        wanted["spark.master"] = master or wanted.get("spark.master") or f"local[{len(os.sched_getaffinity(0))}]"
+    local = wanted.get("spark.master", "").startswith("local")
+    if local:
+        defaults = WORKERS | LOCAL | {"spark.sql.shuffle.partitions": str(len(os.sched_getaffinity(0)))}
+    else:
+        defaults = WORKERS
+    builder = SparkSession.builder.appName(name)
+    for key, value in (defaults | wanted).items():
+        if key not in given or key in wanted:
+            builder = builder.config(key, value)
+    made = builder.getOrCreate()
+    if local:
+        # What goes wrong is raised where it is called from; Spark's own log says it again, with the stack of each task.
+        made.sparkContext.setLogLevel("FATAL")
+    return made
