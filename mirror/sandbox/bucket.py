@@ -20,6 +20,7 @@ from mirror.sandbox.documents import Documents
 from mirror.sandbox.item import Item
 from mirror.sandbox.manifest import BucketManifest, Change, ManifestError
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES, Profile
+from mirror.sandbox.stream import StreamTuning
 from mirror.sandbox.stream_faults import StreamFaults
 from mirror.sandbox.users import Users
 from mirror.sandbox.vbucket import Vbucket
@@ -50,14 +51,17 @@ class Bucket:
         checkpoint_items_max: int,
         checkpoints_kept: int,
         profile: Profile = PROFILES[DEFAULT_PROFILE],
+        keeps_history: bool = False,
     ) -> None:
-        """An empty bucket without nodes, as a server of that profile has it."""
+        """An empty bucket without nodes, as a server of that profile has it; with history, as Magma keeps it."""
         self.name = name
         self.profile = profile
+        self.keeps_history = keeps_history
+        self.tuning = StreamTuning()
         self.rng = rng
         self.clock = clock
         self.users = Users()
-        self.manifest = BucketManifest()
+        self.manifest = BucketManifest(history_default=keeps_history)
         self.documents = Documents(clock, self.manifest)
         self._checkpoints = (checkpoint_items_max, checkpoints_kept)
         self.vbuckets = [self._new_vbucket(vbid) for vbid in range(vbuckets)]
@@ -143,9 +147,7 @@ class Bucket:
     ) -> Item:
         """Write a document: bytes as they are, text, or anything that JSON can say."""
         body = _body(value)
-        stored, datatype = values.join(
-            {name.encode(): _json(content) for name, content in (xattrs or {}).items()}, body, values.datatype_of(body)
-        )
+        stored, datatype = values.join(_xattrs(xattrs or {}), body, values.datatype_of(body))
         if compressed:
             stored, datatype = values.deflate(stored, datatype)
         return self.documents.store(
@@ -158,9 +160,20 @@ class Bucket:
             durability=int(durable),
         )
 
-    def delete(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
-        """Delete a document. Raises DocumentError when there is none."""
-        return self.documents.remove(self._at(key, vbid), self.wire_key(key, collection))
+    def delete(
+        self,
+        key: str | bytes,
+        *,
+        collection: str = DEFAULT_COLLECTION,
+        vbid: int | None = None,
+        xattrs: dict[str, object] | None = None,
+    ) -> Item:
+        """Delete a document; `xattrs` are what its tombstone keeps, instead of the system ones that it has.
+
+        Raises DocumentError when there is none.
+        """
+        leave = None if xattrs is None else values.join(_xattrs(xattrs), b"", 0)
+        return self.documents.remove(self._at(key, vbid), self.wire_key(key, collection), leave=leave)
 
     def expire(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
         """Let a document expire now, whatever its expiry. Raises DocumentError when there is none."""
@@ -199,10 +212,11 @@ class Bucket:
         """Write (None: delete) several documents of one vbucket at once: they land in one snapshot, all or none."""
         vbucket = self.vbuckets[vbid]
         first = vbucket.begin_group()
+        collection = options.get("collection", DEFAULT_COLLECTION)
         items = [
-            self.delete(key, vbid=vbid, **options)
+            self.delete(key, vbid=vbid, collection=collection)
             if value is None
-            else self.set(key, value, collection=options.get("collection", DEFAULT_COLLECTION), vbid=vbid)
+            else self.set(key, value, collection=collection, vbid=vbid)
             for key, value in writes
         ]
         vbucket.end_group(first)
@@ -251,6 +265,10 @@ class Bucket:
         """Empty `scope.collection`."""
         self._apply(self._manifest_to_change().flush_collection(path))
 
+    def modify_collection(self, path: str, *, max_ttl: int | None = None, history: bool = False) -> None:
+        """Give `scope.collection` another maximum time to live and another will to keep history."""
+        self._apply(self._manifest_to_change().modify_collection(path, max_ttl=max_ttl, history=history))
+
     def drop_scope(self, name: str) -> None:
         """Drop a scope with its collections."""
         self._apply(self._manifest_to_change().drop_scope(name))
@@ -276,13 +294,18 @@ class Bucket:
         for vbucket in self._some(vbid):
             vbucket.purge(below_seqno)
 
+    def discard_history(self, vbid: int | None = None, below_seqno: int | None = None) -> None:
+        """Compact: of versions below a seqno (of all there are) only the newest are kept."""
+        for vbucket in self._some(vbid):
+            vbucket.discard_history(vbucket.high_seqno + 1 if below_seqno is None else below_seqno)
+
     def expire_all(self, vbid: int | None = None) -> int:
         """Run the expiry pager. Returns how many documents had expired."""
         return sum(self.documents.expire_all(vbucket) for vbucket in self._some(vbid))
 
     def recreate(self) -> None:
         """Delete the bucket and make an empty one of the same name: nothing of the old one is known any more."""
-        self.manifest = BucketManifest()
+        self.manifest = BucketManifest(history_default=self.keeps_history)
         self.documents = Documents(self.clock, self.manifest)
         self.vbuckets = [self._new_vbucket(vbid) for vbid in range(len(self.vbuckets))]
         self.map.bucket_uuid = f"{self.rng.getrandbits(128):032x}"
@@ -296,7 +319,13 @@ class Bucket:
 
     def _new_vbucket(self, vbid: int) -> Vbucket:
         items_max, kept = self._checkpoints
-        return Vbucket(vbid, self.rng, checkpoint_items_max=items_max, checkpoints_kept=kept)
+        return Vbucket(
+            vbid,
+            self.rng,
+            checkpoint_items_max=items_max,
+            checkpoints_kept=kept,
+            keeps_history=self.keeps_history,
+        )
 
     def _at(self, key: str | bytes, vbid: int | None) -> Vbucket:
         return self.vbucket_for(key) if vbid is None else self.vbuckets[vbid]
@@ -307,6 +336,10 @@ class Bucket:
 
 def _body(value: Value) -> bytes:
     return value if isinstance(value, bytes) else value.encode() if isinstance(value, str) else _json(value)
+
+
+def _xattrs(contents: dict[str, object]) -> values.Xattrs:
+    return {name.encode(): _json(content) for name, content in contents.items()}
 
 
 def _json(value: object) -> bytes:

@@ -56,13 +56,17 @@ class SandboxCluster:
         live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS,
         expiry_pager_seconds: float = EXPIRY_PAGER_SECONDS,
         profile: str = DEFAULT_PROFILE,
+        keeps_history: bool = False,
+        antilag_items: int = 0,
     ) -> None:
         """Nothing listens before `start`. `port` and `tls_port` are the first node's; the others take free ones.
 
         With `tls` the nodes listen with and without TLS, with `tls_only` with it alone. In the map they are called
         `advertised_host` (None: as the client called them), and from outside `external_host`.
 
-        `profile` is the server's release, by a name of `profile.PROFILES`. Raises ConfigError for another.
+        `profile` is the server's release, by a name of `profile.PROFILES`; ConfigError for another. With
+        `keeps_history` the bucket has change streams, as Magma has them; with `antilag_items` a filtered backfill
+        tells its seqno each time that it has left out so many versions.
         """
         assert nodes > 0
         assert 0 < vbuckets <= 1024
@@ -75,7 +79,9 @@ class SandboxCluster:
             checkpoint_items_max=checkpoint_items_max,
             checkpoints_kept=checkpoints_kept,
             profile=profile_named(profile),
+            keeps_history=keeps_history,
         )
+        self.bucket.tuning.antilag_items = antilag_items
         self.user = self.bucket.users.add(user, password)
         self.host = host
         self.faults = Faults(self._select, self.bucket.stream_faults)

@@ -20,7 +20,7 @@ from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
 from mirror.sandbox.filter import StreamFilter
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.profile import Profile
-from mirror.sandbox.stream import DISK, ProducerStream, StreamOptions
+from mirror.sandbox.stream import DISK, ProducerStream, StreamOptions, StreamTuning
 from mirror.sandbox.stream_faults import Refused, StreamFaults
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_dcp
@@ -104,6 +104,14 @@ class ProducerPort(Protocol):
         """What the server speaks."""
 
     @property
+    def keeps_history(self) -> bool:
+        """Whether the bucket's storage keeps every version."""
+
+    @property
+    def tuning(self) -> StreamTuning:
+        """The server's settings."""
+
+    @property
     def stream_faults(self) -> StreamFaults:
         """What is to go wrong."""
 
@@ -131,7 +139,7 @@ class DcpProducer:
         self.features = features
         self.streams: dict[tuple[int, int | None], ProducerStream] = {}
         self.window = ProducerWindow()
-        self.controls = Controls(features, profile=port.profile)
+        self.controls = Controls(features, profile=port.profile, keeps_history=port.keeps_history)
         self.idle_timeout = IDLE_TIMEOUT_DEFAULT
         self.ack_markers = False
         """Set by tests: memory and disk markers ask for an answer."""
@@ -294,6 +302,8 @@ class DcpProducer:
             marker_v2_2=self.controls.marker_v2_2,
             oso=self.controls.oso,
             oso_with_seqno_advanced=self.controls.oso_with_seqno_advanced,
+            change_streams=self.controls.change_streams,
+            tuning=self._port.tuning,
             seqno_advanced=self.features.collections,
             disk_flags=DISK if self._port.profile.checkpoint_in_disk_markers else int(SnapshotFlag.DISK),
             ack_markers=self.ack_markers,

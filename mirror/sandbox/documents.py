@@ -28,7 +28,7 @@ from mirror.sandbox.item import (
 from mirror.sandbox.manifest import BucketManifest, Change
 from mirror.sandbox.vbucket import Vbucket, system_key
 from mirror.wire import leb128
-from mirror.wire.constants import Status
+from mirror.wire.constants import Status, SystemEventId
 from mirror.wire.errors import RemoteProtocolError
 
 RELATIVE_EXPIRY_MAX = 30 * 24 * 3600
@@ -137,15 +137,23 @@ class Documents:
         )
         return self._append(vbucket, Item(seqno, key, frame))
 
-    def remove(self, vbucket: Vbucket, key: bytes, *, cas: int = 0, durability: int = 0) -> Item:
-        """Delete a document; its system xattrs stay in the tombstone."""
+    def remove(
+        self,
+        vbucket: Vbucket,
+        key: bytes,
+        *,
+        cas: int = 0,
+        durability: int = 0,
+        leave: tuple[bytes, int] | None = None,
+    ) -> Item:
+        """Delete a document; its system xattrs stay in the tombstone, or what is to be left (value, datatype)."""
         if durability:
             self.prepare_removal(vbucket, key, cas=cas, level=durability)
             return self._end(vbucket, key, self.commit)
         old = self.get(vbucket, key)
         self._check_cas(vbucket, old, cas)
         vbucket.locks.pop(key, None)
-        return self._bury(vbucket, old, deletion_frame)
+        return self._bury(vbucket, old, deletion_frame, leave)
 
     def expire(self, vbucket: Vbucket, old: Item) -> Item:
         """Turn a document into an expiration."""
@@ -243,7 +251,11 @@ class Documents:
             id_ = change.scope_id if change.about_scope else change.collection_id
             seqno = vbucket.high_seqno + 1
             frame = system_event_frame(vbucket.vbid, seqno, change.event, change.version, change.key, change.body())
-            item = EventItem(seqno, system_key(about_scope=change.about_scope, id_=id_), frame, change)
+            modified = change.event == SystemEventId.COLLECTION_MODIFY
+            key = system_key(about_scope=change.about_scope, id_=id_, modified=modified)
+            item = EventItem(seqno, key, frame, change)
+            if not change.about_scope:
+                (vbucket.without_history.discard if change.history else vbucket.without_history.add)(id_)
             vbucket.append_event(item, change.event, id_, new_checkpoint=not change.about_scope)
 
     # --- rules
@@ -302,9 +314,11 @@ class Documents:
         """Whether a document has expired, and may be buried: not while a durable write of it is under way."""
         return not item.deleted and 0 < item.expiry <= self.now() and item.key not in vbucket.prepared
 
-    def _bury(self, vbucket: Vbucket, old: Item, frame_of: Callable[..., bytes]) -> Item:
+    def _bury(
+        self, vbucket: Vbucket, old: Item, frame_of: Callable[..., bytes], leave: tuple[bytes, int] | None = None
+    ) -> Item:
         seqno = vbucket.high_seqno + 1
-        value, datatype = values.tombstone_value(old.value, old.datatype)
+        value, datatype = values.tombstone_value(old.value, old.datatype) if leave is None else leave
         frame = frame_of(
             vbucket.vbid,
             old.key,

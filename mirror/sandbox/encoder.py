@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mirror.document import values
 from mirror.sandbox.item import (
     ABORT,
+    BETWEEN,
     COMMIT,
     DELETION,
     EXPIRATION,
@@ -24,7 +25,7 @@ from mirror.sandbox.item import (
     commit_frame,
 )
 from mirror.wire import leb128
-from mirror.wire.constants import DcpOpenFlag, Magic
+from mirror.wire.constants import DcpOpenFlag, Magic, SystemEventId
 from mirror.wire.frame import HEADER
 
 _FLEX = int(Magic.FLEX_REQUEST)
@@ -46,6 +47,11 @@ class ClientFeatures:
     def xattrs(self) -> bool:
         """Xattrs are wanted."""
         return bool(self.open_flags & DcpOpenFlag.INCLUDE_XATTRS)
+
+    @property
+    def deleted_user_xattrs(self) -> bool:
+        """Deletions keep the users' xattrs, too."""
+        return bool(self.open_flags & DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS)
 
     @property
     def delete_times(self) -> bool:
@@ -78,8 +84,13 @@ class ItemEncoder:
         """True when a mutation without unwanted datatype bits is sent as it is."""
 
     def shows(self, item: Item) -> bool:
-        """Whether the client gets this kind of message at all: prepares and aborts are for those who ask."""
-        return self._features.sync_writes or item.kind not in (PREPARE, ABORT)
+        """Whether the client gets this kind of message at all: prepares, aborts and modifications of collections are
+        for those who ask.
+        """
+        kind = item.kind
+        if kind == SYSTEM_EVENT:
+            return self._features.flat_events or item.event != SystemEventId.COLLECTION_MODIFY
+        return self._features.sync_writes or kind not in (PREPARE, ABORT)
 
     def encode(self, item: Item, *, from_disk: bool, stream_id: int | None = None) -> bytes:
         """The frame, with opaque 0."""
@@ -88,7 +99,7 @@ class ItemEncoder:
             return item.frame
         if kind == SYSTEM_EVENT:
             frame = self._event(item)
-        elif kind == ABORT:
+        elif kind == ABORT or kind in BETWEEN:
             frame = item.frame
         elif self._features.sync_writes and isinstance(item, CommitItem) and not from_disk:
             frame = commit_frame(_vbid(item), item.key, item.prepared_seqno, item.seqno)
@@ -122,6 +133,8 @@ class ItemEncoder:
             return b"", datatype
         if not self._features.xattrs:
             value, datatype = values.without_xattrs(value, datatype)
+        elif (item.deleted or item.deletes) and not self._features.deleted_user_xattrs:
+            value, datatype = _without_user_xattrs(value, datatype)
         if self._no_value:
             value, datatype = values.without_body(value, datatype)
         if not self._features.snappy:
@@ -129,6 +142,12 @@ class ItemEncoder:
         elif self._features.force_compression:
             value, datatype = values.deflate(value, datatype)
         return value, datatype
+
+
+def _without_user_xattrs(value: bytes, datatype: int) -> tuple[bytes, int]:
+    if not datatype & values.XATTR or all(name.startswith(b"_") for name in values.split(value, datatype)[0]):
+        return value, datatype
+    return values.tombstone_value(value, datatype)
 
 
 def _vbid(item: Item) -> int:

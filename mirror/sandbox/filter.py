@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 
-from mirror.sandbox.item import SYSTEM_EVENT, Item
+from mirror.sandbox.item import SYSTEM_EVENT, EventItem, Item
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.vbucket import system_id
 from mirror.wire.constants import Status, SystemEventId
@@ -101,8 +101,9 @@ def _is_system(item: Item, manifest: BucketManifest) -> bool:
 
 
 def _scope_of(item: Item) -> int:
-    body = item.value
-    return int.from_bytes(body[8:12])
+    if isinstance(item, EventItem):
+        return item.change.scope_id
+    return int.from_bytes(item.value[8:12])
 
 
 def parse(

@@ -21,6 +21,8 @@ SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
 PREPARE = int(Opcode.DCP_PREPARE)
 COMMIT = int(Opcode.DCP_COMMIT)
 ABORT = int(Opcode.DCP_ABORT)
+BETWEEN = frozenset((int(Opcode.DCP_SEQNO_ADVANCED), int(Opcode.DCP_SNAPSHOT_MARKER)))
+"""Kinds of messages that stand between versions."""
 
 REQUEST = int(Magic.REQUEST)
 NRU = 2
@@ -130,6 +132,16 @@ class CommitItem(Item):
         """The frame is that of the mutation."""
         super().__init__(seqno, key, frame)
         self.prepared_seqno = prepared_seqno
+
+
+class BetweenItem(Item):
+    """A message between versions, which is sent as it is; its seqno is where it stands."""
+
+    __slots__ = ()
+
+    def __init__(self, seqno: int, frame: bytes) -> None:
+        """Not part of any log."""
+        super().__init__(seqno, b"", frame)
 
 
 class EventItem(Item):

@@ -1,27 +1,31 @@
 """Scopes and collections of the bucket, and the system events that tell of their changes.
 
-Knows the manifest's JSON and the bodies of system events in both shapes: fixed structs, and FlatBuffers for clients
-that asked for them (kv_engine docs/Collections.md, collections/events.fbs, system-event.md). Must never know vbuckets
-or connections. Invariants: ids and the uid only grow; ids of scopes and of collections begin at 8; a change of several
-steps gives all but the last of them the uid before it (captures/72_k1).
+Knows the manifest's JSON and which system event tells of which change (kv_engine docs/Collections.md); the bytes of the
+events are the codec's. Must never know vbuckets or connections. Invariants: ids and the uid only grow; ids of scopes
+and of collections begin at 8; a change of several steps gives all but the last of them the uid before it
+(captures/72_k1).
 """
 
 from __future__ import annotations
 
 import json
-import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mirror.wire.constants import SystemEventId
+from mirror.wire.events import (
+    CollectionCreated,
+    CollectionDropped,
+    CollectionModified,
+    ScopeCreated,
+    ScopeDropped,
+    SystemEventContent,
+)
+from mirror.wire.system_events import encode_system_event
 
 FIRST_ID = 8
 """Ids below are the server's own."""
 
 DEFAULT = "_default"
-
-_BEGIN = struct.Struct(">QII")
-_BEGIN_TTL = struct.Struct(">QIII")
-_SCOPE = struct.Struct(">QI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,9 @@ class CollectionEntry:
     scope_id: int
     name: str
     max_ttl: int | None = None
+    history: bool = False
+    """Every version is kept, where the storage keeps history."""
+    flush_uid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +51,19 @@ class Change:
     collection_id: int = 0
     name: str = ""
     max_ttl: int | None = None
+    history: bool = False
+    flush_uid: int = 0
+    system: bool = False
 
     @property
     def version(self) -> int:
-        """Version byte of the event in the fixed shape: 1 when it carries a maximum time to live."""
-        return int(self.max_ttl is not None)
+        """Version byte of `body`: 1 when it carries a maximum time to live."""
+        return 2 if self.event == SystemEventId.COLLECTION_MODIFY else int(self.max_ttl is not None)
 
     @property
     def key(self) -> bytes:
         """What stands as key in the event."""
-        created = self.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.SCOPE_CREATE)
-        return self.name.encode() if created else b""
+        return self.name.encode()
 
     @property
     def about_scope(self) -> bool:
@@ -62,61 +71,31 @@ class Change:
         return self.event in (SystemEventId.SCOPE_CREATE, SystemEventId.SCOPE_DROP)
 
     def body(self) -> bytes:
-        """The event's value in the fixed shape."""
-        if self.about_scope:
-            return _SCOPE.pack(self.uid, self.scope_id)
-        if self.max_ttl is not None:
-            return _BEGIN_TTL.pack(self.uid, self.scope_id, self.collection_id, self.max_ttl)
-        return _BEGIN.pack(self.uid, self.scope_id, self.collection_id)
+        """The event's value in the fixed shape; a modification has none, and is told in FlatBuffers alone."""
+        version = 2 if self.event == SystemEventId.COLLECTION_MODIFY else 1
+        return encode_system_event(self._content(), vbid=0, seqno=0, version=version).value
 
     def flat_body(self) -> bytes:
         """The event's value as FlatBuffers."""
-        if self.event == SystemEventId.COLLECTION_BEGIN:
-            ttl_valid = self.max_ttl is not None
-            return flat_table(
-                [
-                    ("Q", self.uid),
-                    ("I", self.scope_id),
-                    ("I", self.collection_id),
-                    ("B", int(ttl_valid)),
-                    ("I", self.max_ttl or 0),
-                    ("s", self.name),
-                ]
-            )
+        return encode_system_event(self._content(), vbid=0, seqno=0, version=2).value
+
+    def _content(self) -> SystemEventContent:
         if self.event == SystemEventId.SCOPE_CREATE:
-            return flat_table([("Q", self.uid), ("I", self.scope_id), ("s", self.name)])
+            return ScopeCreated(self.uid, self.scope_id, self.name)
         if self.event == SystemEventId.SCOPE_DROP:
-            return flat_table([("Q", self.uid), ("I", self.scope_id)])
-        return flat_table([("Q", self.uid), ("I", self.scope_id), ("I", self.collection_id)])
-
-
-def flat_table(fields: list[tuple[str, int | str]]) -> bytes:
-    """A FlatBuffers root table with the given fields (Q, I, B or s for a string), zeros left out as its writers do."""
-    sizes = {"Q": 8, "I": 4, "B": 1, "s": 4}
-    offsets = [0] * len(fields)
-    end = 4  # the table itself stands at 4 beyond a multiple of 8, and larger fields come first: all are aligned
-    for index in sorted(range(len(fields)), key=lambda i: -sizes[fields[i][0]]):
-        code, content = fields[index]
-        if content or code == "s":
-            size = sizes[code]
-            offsets[index] = end
-            end += size
-    table_size = -(-end // 4) * 4
-    vtable = struct.pack(f"<HH{len(fields)}H", 4 + 2 * len(fields), table_size, *offsets)
-    table_pos = -(-(4 + len(vtable) + 4) // 8) * 8 - 4
-    table = bytearray(table_size)
-    struct.pack_into("<i", table, 0, len(vtable))
-    text = b""
-    for (code, content), offset in zip(fields, offsets, strict=True):
-        if offset and isinstance(content, str):
-            struct.pack_into("<I", table, offset, table_size - offset)
-            name = content.encode()
-            text = struct.pack("<I", len(name)) + name + b"\0"
-        elif offset:
-            struct.pack_into(f"<{code}", table, offset, content)
-    head = struct.pack("<I", table_pos).ljust(table_pos - len(vtable), b"\0")
-    out = head + vtable + bytes(table) + text
-    return out.ljust(-(-len(out) // 4) * 4, b"\0")
+            return ScopeDropped(self.uid, self.scope_id, system_scope=self.system)
+        if self.event == SystemEventId.COLLECTION_END:
+            return CollectionDropped(self.uid, self.scope_id, self.collection_id, system_collection=self.system)
+        kind = CollectionCreated if self.event == SystemEventId.COLLECTION_BEGIN else CollectionModified
+        return kind(
+            self.uid,
+            self.scope_id,
+            self.collection_id,
+            self.name,
+            self.max_ttl,
+            history=self.history,
+            flush_uid=self.flush_uid,
+        )
 
 
 def _is_system(name: str) -> bool:
@@ -132,6 +111,8 @@ class BucketManifest:
     """The manifest as it is now; every change returns the system events that it causes."""
 
     uid: int = 0
+    history_default: bool = False
+    """Whether new collections keep history."""
     scopes: dict[int, str] = field(default_factory=lambda: {0: DEFAULT})
     collections: dict[int, CollectionEntry] = field(default_factory=lambda: {0: CollectionEntry(0, 0, DEFAULT)})
     system_scopes: set[int] = field(default_factory=set)
@@ -139,6 +120,10 @@ class BucketManifest:
     """Ids of what was ever the system's own: names that begin with an underscore, the default's aside."""
     _next_scope_id: int = FIRST_ID
     _next_collection_id: int = FIRST_ID
+
+    def __post_init__(self) -> None:
+        """The default collection is as new ones are."""
+        self.collections[0] = replace(self.collections[0], history=self.history_default)
 
     def scope_id(self, name: str) -> int | None:
         """Id of a scope; the empty name is the default scope."""
@@ -179,32 +164,32 @@ class BucketManifest:
             collection_id = self._next_collection_id
         self._next_collection_id = max(self._next_collection_id, collection_id + 1)
         self.uid += 1
-        self.collections[collection_id] = CollectionEntry(collection_id, scope_id, name, max_ttl)
+        entry = CollectionEntry(collection_id, scope_id, name, max_ttl, self.history_default)
+        self.collections[collection_id] = entry
         if _is_system(name) or scope_id in self.system_scopes:
             self.system_collections.add(collection_id)
-        return [Change(SystemEventId.COLLECTION_BEGIN, self.uid, scope_id, collection_id, name, max_ttl)]
+        return [self._told(SystemEventId.COLLECTION_BEGIN, entry)]
 
     def drop_collection(self, path: str) -> list[Change]:
         """A collection goes, with all that is in it."""
         entry = self._existing(path)
         del self.collections[entry.collection_id]
         self.uid += 1
-        return [Change(SystemEventId.COLLECTION_END, self.uid, entry.scope_id, entry.collection_id)]
+        return [self._ended(entry)]
 
     def flush_collection(self, path: str) -> list[Change]:
         """A collection is emptied: it begins anew."""
         entry = self._existing(path)
         self.uid += 1
-        return [
-            Change(
-                SystemEventId.COLLECTION_BEGIN,
-                self.uid,
-                entry.scope_id,
-                entry.collection_id,
-                entry.name,
-                entry.max_ttl,
-            )
-        ]
+        entry = self.collections[entry.collection_id] = replace(entry, flush_uid=self.uid)
+        return [self._told(SystemEventId.COLLECTION_BEGIN, entry)]
+
+    def modify_collection(self, path: str, *, max_ttl: int | None, history: bool) -> list[Change]:
+        """A collection gets other settings."""
+        entry = self._existing(path)
+        self.uid += 1
+        entry = self.collections[entry.collection_id] = replace(entry, max_ttl=max_ttl, history=history)
+        return [self._told(SystemEventId.COLLECTION_MODIFY, entry)]
 
     def drop_scope(self, name: str) -> list[Change]:
         """A scope goes with its collections."""
@@ -215,10 +200,26 @@ class BucketManifest:
         for entry in sorted(self.collections.values(), key=lambda entry: -entry.collection_id):
             if entry.scope_id == scope_id:
                 del self.collections[entry.collection_id]
-                changes.append(Change(SystemEventId.COLLECTION_END, self.uid, scope_id, entry.collection_id))
+                changes.append(self._ended(entry))
         self.uid += 1
         del self.scopes[scope_id]
-        return [*changes, Change(SystemEventId.SCOPE_DROP, self.uid, scope_id)]
+        return [*changes, Change(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)]
+
+    def _told(self, event: SystemEventId, entry: CollectionEntry) -> Change:
+        return Change(
+            event,
+            self.uid,
+            entry.scope_id,
+            entry.collection_id,
+            entry.name,
+            entry.max_ttl,
+            history=entry.history,
+            flush_uid=entry.flush_uid,
+        )
+
+    def _ended(self, entry: CollectionEntry) -> Change:
+        system = entry.collection_id in self.system_collections
+        return Change(SystemEventId.COLLECTION_END, self.uid, entry.scope_id, entry.collection_id, system=system)
 
     def _existing(self, path: str) -> CollectionEntry:
         entry = self.collection(path)
@@ -238,6 +239,8 @@ class BucketManifest:
                     described: dict[str, object] = {"name": entry.name, "uid": f"{entry.collection_id:x}"}
                     if entry.max_ttl is not None:
                         described["maxTTL"] = entry.max_ttl
+                    if entry.history:
+                        described["history"] = True
                     inside.append(described)
             scopes.append({"name": scope_name, "uid": f"{scope_id:x}", "collections": inside})
         return json.dumps({"uid": f"{self.uid:x}", "scopes": scopes}, separators=(",", ":")).encode()

@@ -22,7 +22,7 @@ from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.profile import Profile
 from mirror.sandbox.session import Operation, Reply, Session
 from mirror.sandbox.session_requests import not_my_vbucket
-from mirror.sandbox.stream import ProducerStream
+from mirror.sandbox.stream import ProducerStream, StreamTuning
 from mirror.sandbox.stream_faults import StreamFaults
 from mirror.sandbox.users import DCP_STREAM
 from mirror.sandbox.vbucket import Vbucket
@@ -125,6 +125,16 @@ class NodeConnection(asyncio.Protocol):
     def profile(self) -> Profile:
         """What the server speaks."""
         return self.node.bucket.profile
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether the bucket's storage keeps every version."""
+        return self.node.bucket.keeps_history
+
+    @property
+    def tuning(self) -> StreamTuning:
+        """The server's settings."""
+        return self.node.bucket.tuning
 
     @property
     def stream_faults(self) -> StreamFaults:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from random import Random
 
 from mirror.sandbox.encoder import ItemEncoder, with_stream_id
 from mirror.sandbox.filter import StreamFilter
-from mirror.sandbox.item import ABORT, MUTATION, PREPARE, Item
+from mirror.sandbox.item import ABORT, MUTATION, PREPARE, BetweenItem, Item
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, OsoFlag, SnapshotFlag, StreamEndReason, StreamRequestFlag
@@ -30,6 +31,7 @@ BACKLOG_FOR_LARGE_SNAPSHOTS = 2000
 DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
 MEMORY = int(SnapshotFlag.MEMORY)
 CHECKPOINT = int(SnapshotFlag.CHECKPOINT)
+HISTORY = int(SnapshotFlag.HISTORY | SnapshotFlag.MAY_DUPLICATE_KEYS)
 
 
 class Phase(Enum):
@@ -43,6 +45,16 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
+class StreamTuning:
+    """Settings of the server that change what streams look like."""
+
+    antilag_items: int = 0
+    """A filtered backfill tells its seqno after leaving out so many versions (protocol facts 2.7); 0: at its end."""
+    oso_share_max: float = 1.0
+    """Only a collection with less than this share of the vbucket's documents is sent out of order."""
+
+
+@dataclass(slots=True)
 class StreamOptions:
     """What the connection negotiated, and what a test asks for."""
 
@@ -53,7 +65,9 @@ class StreamOptions:
     oso_with_seqno_advanced: bool = False
     seqno_advanced: bool = True
     """Off for clients without collections."""
+    change_streams: bool = False
     disk_flags: int = DISK
+    tuning: StreamTuning = field(default_factory=StreamTuning)
     ack_markers: bool = False
     live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS
     announced_ends: set[int] = field(default_factory=set)
@@ -96,6 +110,7 @@ class ProducerStream:
         self._next_opens_checkpoint = True
         self._backfilled = False
         self._pending: Iterator[Item] = iter(())
+        self._snapshot_start = 0
         self._snapshot_end = 0
         self._from_disk = False
         self._last_sent = 0
@@ -178,7 +193,8 @@ class ProducerStream:
         if not self._first_marker_sent:
             start = min(start, self._request.snap_start_seqno)
         self._visible_seqno = vbucket.max_visible_seqno(high)
-        self._marker(out, start, high, self._options.disk_flags)
+        whole_history = self.seqno + 1 >= self._history_start(high)
+        self._marker(out, start, high, self._options.disk_flags | (HISTORY if whole_history else 0))
         self._open(self._on_disk(self.seqno + 1, high), high, from_disk=True)
         return True
 
@@ -204,9 +220,11 @@ class ProducerStream:
         self._next_opens_checkpoint |= opens
         shown: list[Item] = []
         marker_end = 0
+        keeps = vbucket.keeps
+        history = self._options.change_streams and vbucket.history_start_seqno > 0
         for item in vbucket.changes(first, last):
             superseded = item.next_seqno
-            replaced = superseded and superseded <= last and superseded != item.seqno
+            replaced = superseded and superseded <= last and superseded != item.seqno and not (history and keeps(item))
             if replaced and item.kind not in (PREPARE, ABORT):  # in memory these stand beside the document's versions
                 continue
             if not self._filter.passes(item):
@@ -222,7 +240,7 @@ class ProducerStream:
         start = first
         if not self._first_marker_sent:
             start = min(self._request.start_seqno, self._request.snap_start_seqno)
-        flags = MEMORY | (CHECKPOINT if self._next_opens_checkpoint else 0)
+        flags = MEMORY | (CHECKPOINT if self._next_opens_checkpoint else 0) | (HISTORY if history else 0)
         self._next_opens_checkpoint = False
         self._visible_seqno = max(
             (i.seqno for i in shown if i.kind not in (PREPARE, ABORT)), default=self._visible_seqno
@@ -242,22 +260,48 @@ class ProducerStream:
         self.phase = Phase.SNAPSHOT
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
-        """What a backfill finds: the newest version of each key as of `last`, whatever is purged while it is sent."""
-        return self._found_on_disk(first, last, self.vbucket.purge_seqno)
+        """What a backfill finds: the newest version of each key as of `last`, whatever is purged while it is sent.
 
-    def _found_on_disk(self, first: int, last: int, purge_seqno: int) -> Iterator[Item]:
-        log = self._log
+        With change streams, from where history is kept, every version (behind a marker of its own, where the two meet).
+        """
+        purge_seqno, history = self.vbucket.purge_seqno, self._history_start(last)
+        if first >= history:
+            return self._found_on_disk(first, last, purge_seqno, history)
+        newest = self._found_on_disk(first, history - 1, purge_seqno, history, last)
+        if history > last:
+            return newest
+        marker = self._marker_of(self._snapshot_start, last, self._options.disk_flags | HISTORY)
+        turn = [BetweenItem(history - 1, codec_dcp.encode(marker))]
+        return chain(newest, turn, self._found_on_disk(history, last, purge_seqno, history))
+
+    def _history_start(self, last: int) -> int:
+        """From which seqno on every version is sent; above `last` when none is."""
+        start = self.vbucket.history_start_seqno if self._options.change_streams else 0
+        return start or last + 1
+
+    def _found_on_disk(
+        self, first: int, last: int, purge_seqno: int, history: int, as_of: int | None = None
+    ) -> Iterator[Item]:
+        log, keeps = self._log, self.vbucket.keeps
+        as_of = last if as_of is None else as_of
         passes = None if self._filter.all else self._filter.passes
         shows = self._encoder.shows
+        antilag = self._options.tuning.antilag_items if self._options.seqno_advanced and not self._oso else 0
+        left_out = 0
         for position in range(first - 1, last):
             item = log[position]
             superseded = item.next_seqno
-            if superseded and superseded <= last and not superseded == item.seqno > purge_seqno:
+            gone = superseded and superseded <= as_of and not superseded == item.seqno > purge_seqno
+            if gone and (item.seqno < history or superseded == item.seqno or not keeps(item)):
                 continue
-            if passes is not None and not passes(item):
-                continue
-            if item.frame[1] == MUTATION or shows(item):
+            if (passes is None or passes(item)) and (item.frame[1] == MUTATION or shows(item)):
+                left_out = 0
                 yield item
+            elif antilag:
+                left_out += 1
+                if left_out == antilag:
+                    left_out = 0
+                    yield BetweenItem(item.seqno, codec_dcp.encode(SeqnoAdvanced(self.vbucket.vbid, item.seqno)))
 
     def _by_key(self, high: int) -> Iterator[Item]:
         return iter(sorted(self._on_disk(1, high), key=_oso_order))
@@ -265,7 +309,10 @@ class ProducerStream:
     def _wants_oso(self) -> bool:
         collections = self._filter.collections
         asked = self._options.oso and not self._filter.legacy and self._filter.scope_id is None
-        return asked and collections is not None and len(collections) == 1
+        if not asked or collections is None or len(collections) != 1:
+            return False
+        share = len(self.vbucket.newest.get(min(collections), ())) / max(self.vbucket.document_count, 1)
+        return share <= self._options.tuning.oso_share_max
 
     def _fill(self, out: bytearray, bytes_max: int) -> bool:
         """Send items of the open snapshot; True when it has no more."""
@@ -322,6 +369,10 @@ class ProducerStream:
 
     def _marker(self, out: bytearray, start: int, end: int, flags: int) -> None:
         self._first_marker_sent = True
+        self._snapshot_start = start
+        self._emit(out, self._marker_of(start, end, flags))
+
+    def _marker_of(self, start: int, end: int, flags: int) -> SnapshotMarker:
         if self._options.ack_markers:
             flags |= int(SnapshotFlag.ACK)
         version = int(MarkerVersion.V1)
@@ -336,7 +387,7 @@ class ProducerStream:
             version, visible = int(MarkerVersion.V2_0), self._visible_seqno
         else:
             completed = 0
-        marker = SnapshotMarker(
+        return SnapshotMarker(
             self.vbucket.vbid,
             start,
             end,
@@ -348,7 +399,6 @@ class ProducerStream:
             version=version,
             opaque=self.opaque,
         )
-        self._emit(out, marker)
 
     def _emit(self, out: bytearray, event: SnapshotMarker | SeqnoAdvanced | OsoSnapshot) -> None:
         self.frames_sent += 1

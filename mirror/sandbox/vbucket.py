@@ -55,9 +55,14 @@ class Vbucket:
         *,
         checkpoint_items_max: int = CHECKPOINT_ITEMS_MAX,
         checkpoints_kept: int = CHECKPOINTS_KEPT,
+        keeps_history: bool = False,
     ) -> None:
-        """An empty vbucket with a history of its own."""
+        """An empty vbucket with a history of its own; if it `keeps_history`, every version is on its disk."""
         self.vbid = vbid
+        self.history_start_seqno = int(keeps_history)
+        """From here on every version is on disk, superseded ones included; 0 where only the newest are."""
+        self.without_history: set[int] = set()
+        """Collections of which only the newest versions are kept nevertheless."""
         self.log: list[Item] = []
         self.newest: dict[int, dict[bytes, Item]] = {0: {}}
         """Collection id -> key -> newest version, tombstones included."""
@@ -115,6 +120,12 @@ class Vbucket:
         """The newest prepare that was committed or aborted by a seqno."""
         return max((prepared for seqno, prepared in self.completed if seqno <= as_of_seqno), default=0)
 
+    def keeps(self, item: Item) -> bool:
+        """Whether a version stays on disk when it is superseded (until history passes it)."""
+        if not 0 < self.history_start_seqno <= item.seqno:
+            return False
+        return item.kind == SYSTEM_EVENT or item.collection_id not in self.without_history
+
     def high_prepared_seqno(self, as_of_seqno: int) -> int:
         """The newest prepare by a seqno, whatever became of it."""
         pending = max((item.seqno for item in self.prepared.values() if item.seqno <= as_of_seqno), default=0)
@@ -165,6 +176,7 @@ class Vbucket:
         self._supersede(self._system.get(item.key), item)
         self._system[item.key] = item
         if event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
+            self._supersede(self._system.pop(system_key(id_=id_, modified=True), None), item)
             for gone in self.newest.pop(id_, {}).values():
                 self._supersede(gone, item)
             for beside in (self.prepared, self._aborted):
@@ -233,6 +245,8 @@ class Vbucket:
     def purge(self, below_seqno: int | None = None) -> int:
         """Compact: tombstones up to a seqno are forgotten, never the newest change. Returns the purge seqno."""
         last = len(self.log) - 1 if below_seqno is None else min(below_seqno, len(self.log) - 1)
+        if self.history_start_seqno:
+            last = min(last, self.history_start_seqno - 1)
         for item in self.log[:last]:
             if item.next_seqno:
                 continue
@@ -250,6 +264,11 @@ class Vbucket:
             item.next_seqno = item.seqno
             self.purge_seqno = item.seqno
         return self.purge_seqno
+
+    def discard_history(self, below_seqno: int) -> None:
+        """Compact: below a seqno only the newest versions are kept from now on."""
+        if self.history_start_seqno:
+            self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, len(self.log) + 1))
 
     def failover(self, lose: int = 0) -> int:
         """A new history begins, `lose` changes back (at a seqno where no group is cut). Returns where it begins."""
@@ -392,9 +411,11 @@ class Vbucket:
         yield from reversed(self.lost)
 
 
-def system_key(*, about_scope: bool, id_: int) -> bytes:
-    """The name under which the system events of a collection or scope supersede each other."""
-    return b"\xff\xff\xff\xff\xff" + (b"s" if about_scope else b"c") + id_.to_bytes(4)
+def system_key(*, about_scope: bool = False, id_: int, modified: bool = False) -> bytes:
+    """The name under which the system events of a collection or scope supersede each other; modifications of a
+    collection stand beside its beginning.
+    """
+    return b"\xff\xff\xff\xff\xff" + (b"s" if about_scope else b"m" if modified else b"c") + id_.to_bytes(4)
 
 
 def system_id(item: Item) -> int:

@@ -64,6 +64,22 @@ def test_an_expiration_has_its_own_opcode_only_with_delete_times(
     assert decoded(ItemEncoder(features).encode(item, from_disk=from_disk)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [(0x05, {b"_sync": b"{}"}), (0x105, {b"_sync": b"{}", b"mine": b"1"}), (0x01, {})],
+)
+def test_a_tombstone_keeps_the_xattrs_of_users_for_who_asked_for_them(flags: int, wanted: dict[bytes, bytes]) -> None:
+    value, datatype = values.join({b"_sync": b"{}", b"mine": b"1"}, b"", 0)
+    item = Item(5, b"\x08k", it.deletion_frame(3, b"\x08k", 5, 1, 9, value, delete_time=7, datatype=datatype))
+    encoder = ItemEncoder(ClientFeatures(collections=True, open_flags=flags))
+    sent = decoded(encoder.encode(item, from_disk=True))
+    assert isinstance(sent, ev.Deletion)
+    assert values.split(sent.value, sent.datatype)[0] == wanted
+    alive = Item(5, b"\x08k", it.mutation_frame(3, b"\x08k", 5, 1, 9, value, datatype=datatype))
+    if flags & 4:
+        assert encoder.encode(alive, from_disk=True) is alive.frame
+
+
 def test_commits_are_mutations_unless_asked_for_from_memory() -> None:
     frame = it.mutation_frame(3, b"\x08k", 6, 1, 9, b"{}")
     item = CommitItem(6, b"\x08k", frame, 5)

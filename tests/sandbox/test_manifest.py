@@ -41,6 +41,13 @@ def test_bodies_have_the_recorded_bytes(captures: Path) -> None:
         Change(SystemEventId.SCOPE_DROP, 4, 9),
     ]
     recorded = recorded_events(captures, "72_k1_collections_live.jsonl")
+    flat = {
+        e.seqno: decode_system_event(e) for e in recorded_events(captures, "72_k17_flatbuffers_system_events.jsonl")
+    }
+    assert len(flat) == 6
+    for change, event in zip(made, recorded, strict=True):
+        ours = decode_system_event(as_event(change, 2, change.flat_body()))
+        assert flat.get(event.seqno, ours) == ours
     assert [(c.event, c.version, c.key, c.body()) for c in made] == [
         (e.event, e.version, e.key, e.value) for e in recorded
     ]
@@ -61,6 +68,33 @@ def test_both_shapes_say_the_same(captures: Path) -> None:
         assert type(plain) is type(flat)
         for name in ("manifest_uid", "scope_id", "collection_id", "name", "max_ttl"):
             assert getattr(plain, name, None) == getattr(flat, name, None), (change, name)
+
+
+def test_settings_change_and_history_is_kept_by_default_where_the_bucket_says_so() -> None:
+    manifest = BucketManifest(history_default=True)
+    manifest.create_scope("s")
+    created = manifest.create_collection("s", "c")[0]
+    modified = manifest.modify_collection("s.c", max_ttl=5, history=False)[0]
+    assert (created.history, modified.history, modified.max_ttl, modified.version) == (True, False, 5, 2)
+    assert modified.body() == modified.flat_body()
+    assert [c.get("history") for c in json.loads(manifest.to_json())["scopes"][1]["collections"]] == [None]
+    assert json.loads(manifest.to_json())["scopes"][0]["collections"][0]["history"] is True
+    assert manifest.flush_collection("s.c")[0].flush_uid == 4
+
+
+def test_the_systems_own_is_left_out_for_who_may_not_see_it() -> None:
+    manifest = BucketManifest()
+    manifest.create_scope("_system")
+    manifest.create_collection("_system", "c")
+    manifest.create_collection("_default", "_mobile")
+    manifest.create_collection("_default", "mine")
+    seen = json.loads(manifest.to_json(with_system=False))["scopes"]
+    assert [(scope["name"], [c["name"] for c in scope["collections"]]) for scope in seen] == [
+        ("_default", ["_default", "mine"])
+    ]
+    assert len(json.loads(manifest.to_json())["scopes"]) == 2
+    assert [c.system for c in manifest.drop_scope("_system")] == [True, True]
+    assert manifest.system_scopes == {8}
 
 
 def test_a_scope_goes_with_its_collections_under_the_uid_before() -> None:

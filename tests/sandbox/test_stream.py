@@ -14,9 +14,10 @@ from mirror.sandbox.filter import StreamFilter
 from mirror.sandbox.stream import ProducerStream, StreamOptions
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, StreamEndReason
+from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, Status, StreamEndReason
 from mirror.wire.frame import Frame
 from mirror.wire.scan import Run, scan
+from mirror.wire.system_events import decode_system_event
 
 from .client import DATA, ENDLESS, Client
 from .recorded import fill, frames
@@ -500,3 +501,187 @@ async def test_a_marker_of_version_2_2_says_what_is_prepared_too() -> None:
         marker = again.of(ev.SnapshotMarker)[0]
         assert (marker.version, marker.max_visible_seqno) == (MarkerVersion.V2_2, 3)
         assert (marker.high_completed_seqno, marker.high_prepared_seqno) == (2, 4)
+
+
+async def test_a_filtered_backfill_tells_its_seqno_in_the_middle_of_the_snapshot() -> None:
+    async with SandboxCluster(vbuckets=1, antilag_items=10) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        cluster.set("first", {}, collection="s.c")
+        for index in range(25):
+            cluster.set(f"k{index}", {})
+        cluster.set("second", {}, collection="s.c")
+        for index in range(5):
+            cluster.set(f"l{index}", {})
+        cluster.bucket.to_disk()
+        for name, more in (("plain", {}), ("with ids", {"enable_stream_id": "true"})):
+            client = await Client.dcp(cluster, name=name, **more)
+            value = b'{"collections":["8"],"sid":7}' if more else b'{"collections":["8"]}'
+            await client.stream(0, value=value)
+            await client.until_seqno(0, 34)
+            assert client.markers() == [(0, 34, 6)]
+            seen = [(type(e).__name__, e.seqno, e.stream_id) for e in client.events[1:]]
+            stream_id = 7 if more else None
+            assert seen == [
+                ("SystemEvent", 2, stream_id),
+                ("Mutation", 3, stream_id),
+                ("SeqnoAdvanced", 13, stream_id),
+                ("SeqnoAdvanced", 23, stream_id),
+                ("Mutation", 29, stream_id),
+                ("SeqnoAdvanced", 34, stream_id),
+            ]
+
+
+async def test_an_advance_at_the_very_end_is_not_said_twice() -> None:
+    async with SandboxCluster(vbuckets=1, antilag_items=3) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        for index in range(6):
+            cluster.set(f"k{index}", {})
+        cluster.bucket.to_disk()
+        client = await Client.dcp(cluster)
+        await client.stream(0, value=b'{"collections":["8"]}')
+        await client.until_seqno(0, 8)
+        cluster.set("last", {}, collection="s.c")
+        await client.until_seqno(0, 9)
+        assert [e.seqno for e in client.of(ev.SeqnoAdvanced)] == [5, 8]
+
+
+async def test_out_of_order_only_for_small_collections_where_the_server_is_so_set() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        cluster.set("k", {}, collection="s.c")
+        for index in range(9):
+            cluster.set(f"k{index}", {})
+        cluster.bucket.to_disk()
+        for share, out_of_order in ((0.05, False), (0.1, True)):
+            cluster.bucket.tuning.oso_share_max = share
+            client = await Client.dcp(cluster, enable_out_of_order_snapshots="true")
+            await client.stream(0, value=b'{"collections":["8"]}')
+            await client.until(lambda: client.of(ev.OsoSnapshot, ev.SnapshotMarker))  # noqa: B023
+            assert bool(client.of(ev.OsoSnapshot)) is out_of_order
+
+
+DISK_HISTORY = 6 | 0x30
+
+
+async def history(cluster: SandboxCluster, name: str, **request: object) -> list[tuple[object, ...]]:
+    """Markers as (flags, start, end), the rest as seqnos."""
+    client = await Client.dcp(cluster, name=name, change_streams="true")
+    await client.stream(0, **request)  # type: ignore[arg-type]
+    await client.until_seqno(0, cluster.vbucket(0).high_seqno)
+    return [
+        (int(e.flags), e.start_seqno, e.end_seqno) if isinstance(e, ev.SnapshotMarker) else (e.seqno,)
+        for e in client.events
+    ]
+
+
+async def test_change_streams_get_every_version_behind_a_second_marker_with_the_same_end() -> None:
+    async with SandboxCluster(vbuckets=1, keeps_history=True) as cluster:
+        for number in range(8):
+            cluster.set("ab"[number % 2], {"n": number})
+        cluster.delete("a")
+        cluster.bucket.to_disk()
+        everything = [(seqno,) for seqno in range(1, 10)]
+        assert await history(cluster, "whole") == [(DISK_HISTORY, 0, 9), *everything]
+        cluster.set("c", {})
+        cluster.bucket.to_disk()
+        cluster.bucket.discard_history(below_seqno=6)
+        uuid = cluster.vbucket(0).vbuuid
+        both = await history(cluster, "both")
+        assert both == [(6, 0, 10), (DISK_HISTORY, 0, 10), (6,), (7,), (8,), (9,), (10,)]
+        assert await history(cluster, "resumed", start=6, uuid=uuid) == [(DISK_HISTORY, 6, 10), (7,), (8,), (9,), (10,)]
+        plain = await Client.dcp(cluster, name="plain")
+        await plain.stream(0)
+        await plain.until_seqno(0, 10)
+        assert (plain.markers(), data(plain)) == ([(0, 10, 6)], [8, 9, 10])
+        assert plain.state(0) == {key: item.value for key, item in cluster.vbucket(0).state_at().items()}
+
+
+async def test_the_part_without_history_ends_before_the_snapshot_does() -> None:
+    async with SandboxCluster(vbuckets=1, keeps_history=True) as cluster:
+        for key in "abab":
+            cluster.set(key, {})
+        cluster.set("old", {})
+        for key in "aab":
+            cluster.set(key, {})
+        cluster.bucket.to_disk()
+        cluster.bucket.discard_history(below_seqno=7)
+        assert await history(cluster, "x") == [(6, 0, 8), (5,), (DISK_HISTORY, 0, 8), (7,), (8,)]
+        cluster.bucket.discard_history()
+        assert await history(cluster, "y") == [(6, 0, 8), (5,), (7,), (8,)]
+        cluster.set("a", {})
+        cluster.set("a", {})
+        cluster.bucket.to_disk()
+        assert await history(cluster, "z") == [(6, 0, 10), (5,), (8,), (DISK_HISTORY, 0, 10), (9,), (10,)]
+
+
+async def test_live_snapshots_of_change_streams_are_not_deduplicated_but_for_collections_without_history() -> None:
+    async with SandboxCluster(vbuckets=1, keeps_history=True) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        cluster.bucket.modify_collection("s.c", history=False)
+        client = await Client.dcp(cluster, change_streams="true")
+        for _ in range(3):
+            cluster.set("k", {})
+            cluster.set("k", {}, collection="s.c")
+        await client.stream(0, start=3, uuid=cluster.vbucket(0).vbuuid)
+        await client.until_seqno(0, 9)
+        assert client.markers() == [(3, 9, 5 | 0x30)]
+        assert data(client) == [4, 6, 8, 9]
+
+
+async def test_change_streams_need_a_storage_that_keeps_history() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        client = await Client.dcp(cluster)
+        assert await client.control("change_streams", "true") == Status.NOT_SUPPORTED
+    async with SandboxCluster(vbuckets=1, keeps_history=True) as cluster:
+        client = await Client.dcp(cluster)
+        assert await client.control("change_streams", "false") == Status.EINVAL
+
+
+async def test_collections_are_modified_and_flushed_in_the_shape_that_the_client_asked_for() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        bucket = cluster.bucket
+        flat = await Client.dcp(cluster, name="flat", flatbuffers_system_events="true")
+        fixed = await Client.dcp(cluster, name="fixed")
+        scoped = await Client.dcp(cluster, name="scoped", flatbuffers_system_events="true")
+        bucket.create_scope("s")
+        for client, value in ((flat, b""), (fixed, b""), (scoped, b'{"scope":"8"}')):
+            await client.stream(0, value=value)
+        bucket.create_collection("s", "c")
+        cluster.set("gone", {}, collection="s.c")
+        bucket.modify_collection("s.c", max_ttl=60)
+        bucket.flush_collection("s.c")
+        cluster.set("k", {}, collection="s.c")
+        for client in (flat, fixed, scoped):
+            await client.until_seqno(0, 6)
+        told = [decode_system_event(e) for e in flat.of(ev.SystemEvent)]
+        assert told == [decode_system_event(e) for e in scoped.of(ev.SystemEvent)]
+        assert told == [
+            ev.ScopeCreated(1, 8, "s"),
+            ev.CollectionCreated(2, 8, 8, "c"),
+            ev.CollectionModified(3, 8, 8, "c", 60),
+            ev.CollectionCreated(4, 8, 8, "c", 60, flush_uid=4),
+        ]
+        assert [decode_system_event(e) for e in fixed.of(ev.SystemEvent)] == [
+            ev.ScopeCreated(1, 8, "s"),
+            ev.CollectionCreated(2, 8, 8, "c"),
+            ev.CollectionCreated(4, 8, 8, "c", 60),
+        ]
+        assert fixed.state(0).keys() == {b"\x08k"}
+        bucket.modify_collection("s.c", max_ttl=None)
+        bucket.to_disk()
+        for name, kind in (("flat again", ev.SystemEvent), ("fixed again", ev.SeqnoAdvanced)):
+            controls = {"flatbuffers_system_events": "true"} if kind is ev.SystemEvent else {}
+            client = await Client.dcp(cluster, name=name, **controls)
+            await client.stream(0)
+            await client.until_seqno(0, 7)
+            assert isinstance(client.events[-1], kind)
+        bucket.drop_collection("s.c")
+        bucket.to_disk()
+        last = await Client.dcp(cluster, name="last", flatbuffers_system_events="true")
+        await last.stream(0)
+        await last.until_seqno(0, 8)
+        assert [e.event for e in last.of(ev.SystemEvent)] == [3, 1]
