@@ -23,6 +23,9 @@ from mirror.wire.frame import encode, request
 PROBE_TIMEOUT_S = 2.0
 """For finding out what a port speaks, once something else than what we speak came back."""
 
+CERTIFICATE_BEGIN = b"-----BEGIN CERTIFICATE-----"
+"""What tells which of two files is to blame where OpenSSL does not."""
+
 _EXPIRED, _NOT_YET_VALID = 10, 9
 _NAME_MISMATCH = (62, 63, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, _EMAIL_, _IP_ADDRESS_."""
@@ -54,10 +57,8 @@ def tls_context(settings: Settings) -> ssl.SSLContext:
     if cert_file is not None:
         setting, path = "tls_client_cert_file", cert_file
         try:
-            path.open("rb").close()
-            if key_file is not None:
+            if CERTIFICATE_BEGIN in path.read_bytes() and key_file is not None:
                 setting, path = "tls_client_key_file", key_file
-                path.open("rb").close()
             context.load_cert_chain(cert_file, key_file, password=_no_passphrase)
         except (OSError, ssl.SSLError, ValueError) as error:
             hint = "give certificate (with its chain) and key as PEM files; the key may stand in the certificate's file"
@@ -72,7 +73,7 @@ def _no_passphrase() -> str:
 
 def _unusable(setting: str, path: object, error: Exception, hint: str) -> ConfigError:
     if isinstance(error, ssl.SSLError):
-        reason = (error.reason or "it holds no PEM data").replace("_", " ").lower()
+        reason = error.reason.replace("_", " ").lower() if error.reason else "it holds no PEM data"
         if error.reason == "KEY_VALUES_MISMATCH":
             reason = "the key does not belong to the certificate"
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +15,30 @@ from mirror.errors import (
     AuthRejected,
     BucketMissing,
     ClusterError,
+    ConfigError,
     ConnectFailed,
     HandshakeFailed,
     NotSupported,
     SourceTimeout,
+    TlsFailed,
 )
-from mirror.feed.bootstrap import Access, discover, enter, fetch_high_seqnos, fetch_map
+from mirror.feed.bootstrap import (
+    Access,
+    Handshake,
+    check_ports,
+    discover,
+    enter,
+    fetch_high_seqnos,
+    fetch_map,
+    fetch_newer_map,
+    read_map,
+)
 from mirror.feed.connection_string import Address, parse
+from mirror.ingest.topology import parse_cluster_map
 from mirror.wire.codec_dcp import encode_all_vb_seqnos
 from mirror.wire.constants import Feature, Opcode, Status
+from tests.feed.authority import Authority
+from tests.feed.name_server import NameServer
 from tests.feed.scripted_node import PASSWORD, Answer, ScriptedNode, refuse, silent
 
 MAP = {
@@ -41,6 +58,14 @@ def access_to(node: ScriptedNode, path: Path, *, password: str = PASSWORD, **set
     source = parse(f"couchbase://demo@127.0.0.1:{node.port}/b")
     made = Settings.model_validate(values)
     return Access(source, PasswordSource.of(made), made)
+
+
+def secure_access_to(
+    node: ScriptedNode, path: Path, authority: Authority, *, user: str = "demo@", **settings: object
+) -> Access:
+    made = access_to(node, path).settings
+    merged = made.model_copy(update={"tls_ca_file": authority.ca_file, **settings})
+    return Access.of(parse(f"couchbases://{user}127.0.0.1:{node.port}/b"), merged)
 
 
 def first(access: Access) -> Address:
@@ -133,6 +158,131 @@ async def test_map_is_read_or_refused_by_name(tmp_path: Path) -> None:
             with pytest.raises(HandshakeFailed, match=said):
                 await fetch_map(link, access.settings)
         link.close()
+
+
+async def test_a_map_that_is_known_already_is_not_sent_again_where_the_node_can_tell(tmp_path: Path) -> None:
+    config = json.dumps(MAP).encode()
+    known = parse_cluster_map(config, "127.0.0.1")
+    newer = json.dumps(MAP | {"rev": 8}).encode()
+    async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS)}) as node:
+        access = access_to(node, tmp_path)
+        link, _ = await enter(access, first(access), SystemClock())
+        old, new = Handshake(frozenset()), Handshake(frozenset({Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION}))
+        assert await fetch_newer_map(link, new, access.settings, known) is None
+        assert node.asked[-1].extras == struct.pack(">QQ", 2, 7)
+        with pytest.raises(HandshakeFailed, match="makes no sense"):
+            await fetch_newer_map(link, old, access.settings, known)
+        node.answers[Opcode.GET_CLUSTER_CONFIG] = refuse(Status.SUCCESS, newer)
+        huge = replace(known, rev=2**63)
+        for handshake, have in ((new, known), (old, known), (new, None), (new, huge)):
+            found = await fetch_newer_map(link, handshake, access.settings, have)
+            assert found is not None
+            assert found.rev == 8
+        assert [frame.extras for frame in node.asked[-3:]] == [b"", b"", b""]
+        link.close()
+
+
+async def test_the_network_of_the_first_map_is_kept(tmp_path: Path) -> None:
+    inside = {"services": {"kv": 11210}, "hostname": "node.internal"}
+    outside = {"alternateAddresses": {"external": {"hostname": "127.0.0.1", "ports": {"kv": 31210}}}}
+    config = MAP | {
+        "nodesExt": [inside | outside],
+        "vBucketServerMap": {"serverList": ["node.internal:11210"], "vBucketMap": [[0]]},
+    }
+    here = Address("127.0.0.1", 31210)
+    chosen = {
+        (setting, kept): read_map(json.dumps(config).encode(), here, Settings(network=setting), network=kept)
+        for setting in ("auto", "default", "external")
+        for kept in (None, "default", "external")
+    }
+    for (setting, kept), found in chosen.items():
+        network = kept or ("external" if setting == "auto" else setting)
+        assert found.network == network
+        assert found.nodes[0].host == ("127.0.0.1" if network == "external" else "node.internal")
+
+
+async def test_a_map_without_a_port_of_the_kind_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+    only_tls = MAP | {"nodesExt": [{"services": {"kvSSL": 11207}}]}
+    async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(only_tls).encode())}) as node:
+        with pytest.raises(NotSupported, match="nowhere without TLS") as caught:
+            await discover(access_to(node, tmp_path), SystemClock())
+    assert "couchbases://" in caught.value.hint
+    secure = Access.of(parse("couchbases://demo@h/b"), Settings())
+    with pytest.raises(NotSupported, match="nowhere with TLS"):
+        check_ports(parse_cluster_map(json.dumps(MAP), "h"), secure, Address("h", 1))
+
+
+async def test_an_impostor_is_not_told_the_password(tmp_path: Path) -> None:
+    """A server that cannot prove that it knows the password is not sent it in the clear, not even inside TLS."""
+    authority = Authority(tmp_path)
+    answers = {Opcode.SASL_STEP: refuse(Status.SUCCESS, b"v=AAAA")}
+    async with ScriptedNode(answers, ssl=authority.node_context("127.0.0.1")) as node:
+        with pytest.raises(AuthRejected, match="impostor"):
+            await enter(secure_access_to(node, tmp_path, authority), Address("127.0.0.1", node.port), SystemClock())
+        assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512"]
+
+
+async def test_inside_tls_plain_is_tried_for_users_of_a_directory_service(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with ScriptedNode(ssl=authority.node_context("127.0.0.1")) as node:
+        node.answers[Opcode.SASL_STEP] = refuse(Status.AUTH_ERROR)
+        access = secure_access_to(node, tmp_path, authority)
+        link, _ = await enter(access, Address("127.0.0.1", node.port), SystemClock())
+        assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512", b"PLAIN"]
+        link.close()
+
+
+@pytest.mark.parametrize("mechanisms", [None, b"SCRAM-SHA512 EXTERNAL"])
+async def test_a_certificate_is_a_login_said_again_where_the_server_wants_it(
+    tmp_path: Path, mechanisms: bytes | None
+) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.sign(into="client", common_name="demo")
+    offered = refuse(Status.NOT_SUPPORTED) if mechanisms is None else refuse(Status.SUCCESS, mechanisms)
+    answers = {Opcode.SASL_LIST_MECHS: offered, Opcode.SASL_AUTH: refuse(Status.SUCCESS)}
+    async with ScriptedNode(answers, ssl=authority.node_context("127.0.0.1", demand=True)) as node:
+        ours = {"tls_client_cert_file": cert, "tls_client_key_file": key}
+        access = secure_access_to(node, tmp_path, authority, user="", **ours)
+        link, _ = await enter(access, Address("127.0.0.1", node.port), SystemClock())
+        link.close()
+        assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == ([b"EXTERNAL"] if mechanisms else [])
+        node.answers[Opcode.SASL_AUTH] = refuse(Status.AUTH_ERROR)
+        if mechanisms:
+            with pytest.raises(AuthRejected, match="for nobody it knows"):
+                await enter(access, Address("127.0.0.1", node.port), SystemClock())
+
+
+async def test_a_port_that_speaks_tls_is_found_out(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with ScriptedNode(ssl=authority.node_context("127.0.0.1")) as node:
+        access = access_to(node, tmp_path)
+        with pytest.raises(TlsFailed, match="speaks TLS") as caught:
+            await enter(access, first(access), SystemClock())
+    assert "couchbases://" in caught.value.hint
+
+
+def test_certificates_without_tls_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    for name in ("tls_ca_file", "tls_client_cert_file"):
+        with pytest.raises(ConfigError, match=name):
+            Access.of(parse("couchbase://demo@h/b"), Settings.model_validate({name: tmp_path / "some.pem"}))
+
+
+def test_what_the_string_says_of_the_network_outranks_the_setting() -> None:
+    settings = Settings(network="default")
+    assert Access.of(parse("couchbase://demo@h/b?network=external"), settings).settings.network == "external"
+    assert Access.of(parse("couchbase://demo@h/b"), settings).settings.network == "default"
+
+
+async def test_discovery_looks_for_the_hosts_behind_a_name_each_time(tmp_path: Path) -> None:
+    async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
+        records = {"_couchbase._tcp.db.invalid": ["0 0 1 localhost."]}
+        with NameServer(records) as server:
+            there = access_to(node, tmp_path, dns_server=server.address)
+            access = Access(parse("couchbase://demo@db.invalid/b"), there.password, there.settings)
+            with pytest.raises(ConnectFailed, match="localhost:1"):
+                await discover(access, SystemClock())
+            records["_couchbase._tcp.db.invalid"] = [f"0 0 {node.port} localhost."]
+            assert (await discover(access, SystemClock())).rev == 7
 
 
 async def test_high_seqnos_are_read_or_refused(tmp_path: Path) -> None:

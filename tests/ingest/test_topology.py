@@ -77,6 +77,35 @@ def test_the_network_is_the_one_whose_address_was_contacted() -> None:
     assert network_of(json.dumps(config()), "b.example") == "default"
 
 
+def test_host_and_port_together_tell_the_networks_of_one_host_apart() -> None:
+    rows = [
+        {
+            "hostname": "127.0.0.1",
+            "services": {"kv": 10 + number, "kvSSL": 20 + number},
+            "alternateAddresses": {
+                "external": {"hostname": "127.0.0.1", "ports": {"kv": 30 + number, "kvSSL": 40 + number}}
+            },
+        }
+        for number in range(2)
+    ]
+    text = json.dumps(config(nodesExt=rows))
+    for port, network in ((11, "default"), (21, "default"), (31, "external"), (41, "external"), (99, "default")):
+        assert network_of(text, "127.0.0.1", port) == network
+    assert network_of(text, "elsewhere", 31) == "default"
+
+
+def test_nodes_that_offer_only_tls_are_found_by_host_and_order() -> None:
+    rows = [{"services": {"kvSSL": port}, "hostname": host} for host, port in (("a", 1), ("b", 2), ("b", 3))]
+    found = parsed(
+        nodesExt=rows, vBucketServerMap={"serverList": ["b:11210", "b:11210", "a:11210"], "vBucketMap": [[0], [1], [2]]}
+    )
+    assert [(node.host, node.kv_port, node.tls_port) for node in found.nodes] == [
+        ("b", None, 2),
+        ("b", None, 3),
+        ("a", None, 1),
+    ]
+
+
 def test_a_server_without_extended_information_is_reached_as_the_list_says() -> None:
     assert parsed(nodesExt=[]).nodes == (Node("b.example", 11210), Node("a.example", 11210))
 

@@ -1,0 +1,271 @@
+"""A consumer whose source changes around it: maps that are announced, names that move, certificates that are exchanged.
+
+Polling for maps is off (ten minutes) wherever an announcement is what is tried.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.errors import AuthRejected, BucketChanged, ConfigError, NotSupported, TlsFailed
+from mirror.ingest.topology import parse_cluster_map
+from mirror.sandbox import NodeTls, SandboxCluster
+from mirror.sandbox.clustermap import NOWHERE
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Magic
+from tests.feed.authority import Authority
+from tests.feed.harness import Mirror
+from tests.feed.name_server import NameServer
+from tests.feed.test_consumer import VBUCKETS, assert_equal, follow, mirror_of, write
+
+NO_POLLING = {"map_poll_interval_s": 600}
+
+
+def source_of(**options: Any) -> SandboxCluster:
+    return SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1, **options)
+
+
+@pytest.mark.parametrize("profile", ["7.2", "8.0"])
+async def test_a_rebalance_is_followed_by_what_the_nodes_announce(profile: str, tmp_path: Path) -> None:
+    """Version 7.2 sends the map along, 8.0 says only that there is another."""
+    async with source_of(profile=profile) as cluster:
+        write(cluster, 100)
+        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
+        consumer = mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        added = await cluster.add_node()
+        await cluster.rebalance([0, added])
+        write(cluster, 100, "after")
+        await follow(mirror, cluster)
+        # The node that is out is let go of, the new one is in; nothing that was published came again.
+        ports = {cluster.nodes[0].port, cluster.nodes[added].port}
+        await mirror.until(
+            lambda: {int(str(node["address"]).rpartition(":")[2]) for node in consumer.status()["nodes"]} == ports,
+            "only the nodes of the map",
+        )
+        assert consumer.status()["counters"]["requested_again_bytes"] == 0
+        await mirror.stop()
+        assert_equal(mirror, cluster)
+
+
+async def test_where_nothing_is_announced_the_map_is_polled(tmp_path: Path) -> None:
+    async with source_of(profile="5.0") as cluster:
+        write(cluster, 50)
+        mirror = mirror_of(cluster, tmp_path)
+        consumer = mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        # Nobody streams what has no node, so nobody is told that it is elsewhere: only a look at the map shows it.
+        owners = cluster.bucket.map.owners
+        home, owners[3] = owners[3], NOWHERE
+        cluster.bucket.map_changed(3)
+        await mirror.until_state(3, "no-active-node")
+        owners[3] = home
+        cluster.bucket.map_changed(3)
+        write(cluster, 50, "after")
+        await follow(mirror, cluster)
+        assert consumer.status()["map"]["rev"] == cluster.bucket.map.rev
+        await mirror.stop()
+
+
+async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(tmp_path: Path) -> None:
+    """A node may be told of a map before the others have it (SDK RFC 75)."""
+    async with source_of() as cluster:
+        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
+        consumer = mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        cluster.bucket.map.bump()  # silently
+        rev = cluster.bucket.map.rev
+        notice = fr.encode(codec_kv.clustermap_notification(cluster.bucket.map.epoch, rev, b""))
+        for connection in cluster.faults.connections(node=1):
+            connection.link.send(notice)
+        await mirror.until(lambda: consumer.status()["map"]["rev"] == rev, "the announced map")
+        await mirror.stop()
+
+
+async def test_announcements_that_make_no_sense_harm_nobody(tmp_path: Path) -> None:
+    async with source_of() as cluster:
+        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
+        consumer = mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        before = consumer.status()["map"]
+        nonsense = [
+            codec_kv.clustermap_notification(9, 9, b"another-bucket"),
+            codec_kv.clustermap_notification(9, 9, b"", b"{not json"),
+            codec_kv.clustermap_notification(9, 9, b"", b'{"rev": 9000, "revEpoch": 9, "nodesExt": []}'),
+            fr.Frame(int(Magic.SERVER_REQUEST), 0x01, extras=b"\0\0\0\1", key=b"another-bucket"),
+            fr.Frame(int(Magic.SERVER_REQUEST), 0x01, extras=b"\0"),
+            fr.Frame(int(Magic.SERVER_REQUEST), 0x77),
+        ]
+        for connection in cluster.faults.connections():
+            connection.link.send(b"".join(map(fr.encode, nonsense)))
+        write(cluster, 50)
+        await follow(mirror, cluster)
+        assert consumer.status()["map"] == before
+        assert all(node["reconnects"] == 0 for node in consumer.status()["nodes"])
+        await mirror.stop()
+
+
+async def test_a_bucket_made_anew_is_known_before_a_stream_is_asked_for(tmp_path: Path) -> None:
+    """The same host, another bucket: not one stream request goes to it, or its emptiness would be followed."""
+    async with source_of() as cluster:
+        write(cluster, 50)
+        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
+        mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        asked = [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)]
+        await cluster.recreate_bucket()
+        assert isinstance(await mirror.fails(), BucketChanged)
+        assert [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)] == asked
+
+
+async def test_a_name_that_stands_for_other_hosts_now_is_looked_up_anew(tmp_path: Path) -> None:
+    """Every node that was known is gone; the name in DNS leads to where the cluster is now."""
+    async with source_of() as cluster:
+        write(cluster, 50)
+        record = "_couchbase._tcp.db.invalid"
+        with NameServer({record: [f"0 0 {cluster.nodes[0].port} localhost."]}) as server:
+            settings = {"dns_server": server.address}
+            mirror = mirror_of(cluster, tmp_path, settings=settings)
+            mirror.start("couchbase://demo@db.invalid/demo")
+            await follow(mirror, cluster)
+            added = await cluster.add_node()
+            for number in (0, 1):
+                await cluster.kill_node(number)
+            for vbid in range(VBUCKETS):
+                cluster.move(vbid, added)
+            server.records[record] = [f"0 0 {cluster.nodes[added].port} localhost."]
+            write(cluster, 50, "after")
+            await follow(mirror, cluster)
+            await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_alternate_addresses_are_used_for_every_node(tmp_path: Path) -> None:
+    async with source_of(advertised_host="node.internal.invalid", external_host="127.0.0.1") as cluster:
+        write(cluster, 50)
+        mirror = mirror_of(cluster, tmp_path)
+        consumer = mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        cluster.move(0, 1)
+        write(cluster, 50, "after")
+        await follow(mirror, cluster)
+        assert {str(node["address"]).rpartition(":")[0] for node in consumer.status()["nodes"]} == {"127.0.0.1"}
+        await mirror.stop()
+        assert_equal(mirror, cluster)
+
+
+async def test_ipv6(tmp_path: Path) -> None:
+    async with source_of(host="::1") as cluster:
+        write(cluster, 50)
+        mirror = mirror_of(cluster, tmp_path)
+        mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        await mirror.stop()
+        assert_equal(mirror, cluster)
+
+
+def secured(cluster: SandboxCluster, path: Path, authority: Authority, **settings: Any) -> Mirror:
+    return mirror_of(cluster, path, settings={"tls_ca_file": authority.ca_file, **settings})
+
+
+async def test_certificates_are_exchanged_without_a_restart(tmp_path: Path) -> None:
+    """The nodes get another certificate of another authority; the mirror's CA file is exchanged a while later."""
+    first = Authority(tmp_path)
+    (tmp_path / "second").mkdir()
+    second = Authority(tmp_path / "second")
+    tls = NodeTls(*first.sign("127.0.0.1"))
+    async with source_of(tls=tls, tls_only=True) as cluster:
+        write(cluster, 50)
+        mirror = secured(cluster, tmp_path, first)
+        consumer = mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        tls.rotate(*second.sign("127.0.0.1"))
+        write(cluster, 50, "rotated")
+        await follow(mirror, cluster)  # open connections go on
+        cluster.faults.cut()
+        await mirror.until(
+            lambda: all("authorities" in str(node["error"]) for node in consumer.status()["nodes"]), "refusal"
+        )
+        write(cluster, 50, "cut")
+        first.ca_file.write_bytes(first.ca_file.read_bytes() + second.ca_file.read_bytes())
+        await follow(mirror, cluster)
+        assert consumer.status()["counters"]["requested_again_bytes"] == 0
+        await mirror.stop()
+        assert_equal(mirror, cluster)
+
+
+async def test_a_client_certificate_is_exchanged_without_a_restart(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    nodes = authority.sign("127.0.0.1")
+    tls = NodeTls(*nodes, client_ca_file=authority.ca_file, clients_need_certificate=True)
+    cert, key = authority.sign(into="client", common_name="demo")
+    async with source_of(tls=tls) as cluster:
+        ours = {"tls_client_cert_file": cert, "tls_client_key_file": key}
+        mirror = secured(cluster, tmp_path, authority, **ours)
+        consumer = mirror.start(cluster.connection_string.replace("demo@", ""))
+        await follow(mirror, cluster)
+        cert.write_text("half a file")  # as somebody writes it just now
+        cluster.faults.cut()
+        await mirror.until(
+            lambda: all("client.pem cannot be used" in str(node["error"]) for node in consumer.status()["nodes"]),
+            "the file to be complained of",
+        )
+        write(cluster, 50)
+        authority.sign(into="client", common_name="demo")
+        await follow(mirror, cluster)
+        await mirror.stop()
+        assert_equal(mirror, cluster)
+
+
+async def test_refusals_at_the_start_end_it(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    tls = NodeTls(*authority.sign("127.0.0.1"))
+    async with source_of(tls=tls) as cluster:
+        cases: list[tuple[str, dict[str, Any], type[Exception]]] = [
+            (cluster.connection_string, {"tls_ca_file": stranger.ca_file}, TlsFailed),
+            (cluster.connection_string, {"tls_ca_file": tmp_path / "absent.pem"}, ConfigError),
+            (cluster.plain_connection_string.replace("demo@", "nobody@"), {}, AuthRejected),
+        ]
+        for number, (url, settings, kind) in enumerate(cases):
+            (path := tmp_path / str(number)).mkdir()
+            mirror = mirror_of(cluster, path, settings=settings)
+            mirror.start(url)
+            assert isinstance(await mirror.fails(), kind)
+
+
+async def test_a_node_without_a_port_of_our_kind_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+    """A node joins that offers no TLS: its vbuckets wait, with the reason."""
+    authority = Authority(tmp_path)
+    async with source_of(tls=NodeTls(*authority.sign("127.0.0.1"))) as cluster:
+        mirror = secured(cluster, tmp_path, authority)
+        consumer = mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        cluster.tls, kept = None, cluster.tls
+        added = await cluster.add_node()
+        cluster.tls = kept
+        cluster.move(5, added)
+        await mirror.until(lambda: "nowhere with TLS" in str(mirror.row(5)), "the reason")
+        write(cluster, 50)
+        await mirror.until(lambda: mirror.row(1)["published_seqno"] == cluster.vbucket(1).high_seqno, "the others")
+        cluster.move(5, 0)
+        await follow(mirror, cluster)
+        assert consumer.status()["error"] is None
+        await mirror.stop()
+        assert_equal(mirror, cluster)
+
+
+async def test_a_source_that_offers_only_tls_is_told_to_who_comes_without(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with source_of(tls=NodeTls(*authority.sign("127.0.0.1"))) as cluster:
+        # The plain port still answers, as for a moment while an operator changes it, and the map has it no more.
+        cluster.bucket.map.nodes = [type(node)(node.number, None, node.tls_port) for node in cluster.bucket.map.nodes]
+        cluster.bucket.map.bump()
+        rendered = parse_cluster_map(cluster.bucket.map.to_json(0, with_bucket=True), "127.0.0.1")
+        assert all(node.kv_port is None for node in rendered.nodes)
+        mirror = mirror_of(cluster, tmp_path)
+        mirror.start(f"couchbase://demo@127.0.0.1:{cluster.nodes[0].port}/demo")
+        assert isinstance(await mirror.fails(), NotSupported)
