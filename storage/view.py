@@ -976,8 +976,24 @@ class View:
         """
         return self._changes_of(end.vbid, start, raw, end)
 
+    def check_way(self, start: Token | None, end: Token) -> int:
+        """The seqno up to which both positions have one history. Raises ViewInvalidated where `changes_between` would
+        at its beginning.
+        """
+        return self._way(self._open(end.vbid), end.vbid, start, end)[2]
+
     def _changes_of(self, vbid: int, token: Token | None, raw: bool, end: Token | None = None) -> Iterator[Change]:
         opened = self._open(vbid)
+        served, lost, after = self._way(opened, vbid, token, end)
+        if token is not None and lost:
+            yield from self._retractions(opened, vbid, served, lost, token, after, raw)
+        for document in self._rows_of(opened, vbid, served, after, served.seqno, raw):
+            yield Change(document.kind.name.lower(), Token(Vbid(vbid), document.branch, document.seqno), document)
+
+    def _way(
+        self, opened: Opened, vbid: int, token: Token | None, end: Token | None
+    ) -> tuple[Served, chain.Chain, Seqno]:
+        """What is served (or stands at `end`), the chain that `token` stood on if it was left, and where both part."""
         with opened.environment.read() as txn:
             if end is None:
                 served = self._readable(opened.environment, txn, vbid)
@@ -1002,10 +1018,7 @@ class View:
                 if gap or (after < purged and token.seqno > 0):
                     what = "what was rolled back is" if gap else f"tombstones up to seqno {purged} are"
                     raise ViewInvalidated(f"{what} gone from history", vbid=vbid, hint="read it from the beginning")
-        if token is not None and lost:
-            yield from self._retractions(opened, vbid, served, lost, token, after, raw)
-        for document in self._rows_of(opened, vbid, served, after, served.seqno, raw):
-            yield Change(document.kind.name.lower(), Token(Vbid(vbid), document.branch, document.seqno), document)
+        return served, lost, after
 
     def _lost_chain(self, opened: Opened, txn: Any, vbid: int, token: Token) -> chain.Chain:
         try:

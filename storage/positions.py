@@ -1,0 +1,102 @@
+"""Where readers of changes may stop: published boundaries, and what they need to choose among them.
+
+Knows chains, boundaries and manifests of a View; must never know who asks, nor what a batch is. Every answer is read in
+one transaction. Invariant: a Boundary that is given lies on the chain that is served now and is kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from storage import branches, chain, keys, leases
+from storage.errors import CorruptedError
+from storage.model import Boundary, Manifest, Vbid
+from storage.view import View
+
+
+class Front(NamedTuple):
+    """How far a vbucket is published, and how far a reader's position has that history in common with it."""
+
+    boundary: Boundary | None
+    """The newest; None: nothing was published yet."""
+    common_seqno: int | None
+    """The position's own seqno where it is on the served chain, less after a rollback; None: nothing in common."""
+    row_count: int
+    mean_row_bytes: int
+
+
+def front(view: View, vbid: int, branch: int, seqno: int) -> Front:
+    """What is published, as seen from the position (branch, seqno); (0, 0) is the beginning."""
+    opened = view._open(vbid)
+    environment = opened.environment
+    with environment.read() as txn:
+        served = view._readable(environment, txn, vbid)
+        stat = txn.stat(opened.rows)
+        pages = stat["leaf_pages"] + stat["overflow_pages"]
+        mean = stat["psize"] * pages // max(1, stat["entries"])
+        common: int | None = 0
+        if seqno:
+            try:
+                whole = view._whole_chain(environment, txn, vbid, branch)
+                common = leases.common_seqno(served.links, chain.recut(whole, seqno))
+            except CorruptedError:
+                common = None
+        boundary = chain.newest_boundary(environment, txn, Vbid(vbid), served.links, served.seqno)
+        return Front(boundary, common, int(stat["entries"]), max(1, mean))
+
+
+def newest(view: View, vbid: int, to_seqno: int) -> Boundary | None:
+    """The newest kept boundary not above a seqno."""
+    opened = view._open(vbid)
+    with opened.environment.read() as txn:
+        served = view._readable(opened.environment, txn, vbid)
+        found = chain.newest_boundary(opened.environment, txn, Vbid(vbid), served.links, to_seqno)
+        return found if found is not None and found.seqno >= served.floor_seqno else None
+
+
+def following(view: View, vbid: int, after_seqno: int) -> Boundary | None:
+    """The oldest kept boundary above a seqno. Costs the rows of one snapshot, or less."""
+    opened = view._open(vbid)
+    with opened.environment.read() as txn:
+        served = view._readable(opened.environment, txn, vbid)
+        cursor = txn.cursor(opened.rows)
+        spans = txn.cursor(opened.environment.db(keys.DB_SPAN))
+        for link in reversed(served.links):
+            first = max(after_seqno + 1, link.base_seqno + 1, served.floor_seqno)
+            span_key = keys.SPAN_KEY.pack(vbid, link.branch, first)
+            if spans.set_range(span_key) and spans.key()[:6] == span_key[:6]:
+                (before,) = keys.SEQNO.unpack(spans.value())
+                if before < first:  # nothing lies between: on to the end of that snapshot
+                    first = int.from_bytes(spans.key()[6:], "big")
+            limit = keys.ROW.pack(link.branch, link.cut) + b"\xff"
+            if first > link.cut or not cursor.set_range(keys.ROW.pack(link.branch, first)):
+                continue
+            for key, value in cursor.iternext():
+                if key > limit:
+                    break
+                if len(key) == keys.BOUNDARY_KEY_SIZE:
+                    return chain.boundary_of(key, value, vbid)
+    return None
+
+
+def boundaries_between(view: View, vbid: int, branch: int, after_seqno: int, seqno: int) -> list[Boundary]:
+    """The kept boundaries on the way to (branch, seqno), above a seqno, rising."""
+    opened = view._open(vbid)
+    found = []
+    with opened.environment.read() as txn:
+        links = chain.recut(view._whole_chain(opened.environment, txn, vbid, branch), seqno)
+        for boundary in chain.boundaries(opened.environment, txn, Vbid(vbid), links):
+            if boundary.seqno <= after_seqno:
+                break
+            found.append(boundary)
+    found.reverse()
+    return found
+
+
+def manifest_at(view: View, vbid: int, branch: int, seqno: int) -> Manifest:
+    """Scopes and collections as of a position."""
+    opened = view._open(vbid)
+    with opened.environment.read() as txn:
+        links = chain.recut(view._whole_chain(opened.environment, txn, vbid, branch), seqno)
+        key = branches.manifest_key_on(opened.environment, txn, vbid, links)
+        return view._manifest(opened.environment, txn, vbid, key)

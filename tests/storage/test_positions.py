@@ -1,0 +1,112 @@
+"""Boundaries that readers of changes stop at, on a vbucket that lives through snapshots, rollbacks and purges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import directory, positions
+from storage.model import Collection, Seqno
+from storage.purge import Window
+from storage.view import View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.test_view import commit, put, system_event
+from tests.storage.test_writer import Clock, open_writer, publish
+
+A, B, C = keys_of(0, 3)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    directory.create(str(tmp_path / "mirror"), IDENTITY)
+    return str(tmp_path / "mirror")
+
+
+@pytest.fixture
+def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
+    opened = open_writer(path, clock=clock)
+    opened.save_failover_log(0, log())
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def view(path: str, writer: GroupWriter) -> Iterator[View]:
+    with open_view(path) as opened:
+        yield opened
+
+
+def fill(writer: GroupWriter, first_seqno: int, *lengths: int) -> None:
+    """Snapshots of so many mutations each."""
+    seqno = first_seqno
+    for length in lengths:
+        publish(writer, 0, [(A if at % 2 else B, b"%d" % at, at) for at in range(seqno, seqno + length)])
+        seqno += length
+
+
+def ends(view: View) -> list[int]:
+    """Every boundary, one after the other."""
+    found, position = [], 0
+    while (boundary := positions.following(view, 0, position)) is not None:
+        position = boundary.seqno
+        found.append(position)
+    return found
+
+
+def test_an_empty_vbucket_has_nowhere_to_go(view: View) -> None:
+    assert positions.front(view, 0, 0, 0).boundary is None
+    assert positions.following(view, 0, 0) is None
+    assert positions.newest(view, 0, 99) is None
+
+
+def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    fill(writer, 1, 3, 250, 1, 2)
+    assert ends(view) == [3, 253, 254, 256] == [each.seqno for each in reversed(view.boundaries(0))]
+    assert positions.newest(view, 0, 255).seqno == 254  # type: ignore[union-attr]
+    assert positions.newest(view, 0, 252).seqno == 3  # type: ignore[union-attr]
+    writer.rollback(0, 254)
+    fill(writer, 255, 120, 2)
+    assert ends(view) == [3, 253, 254, 374, 376]
+    assert [each.seqno for each in positions.boundaries_between(view, 0, 1, 3, 256)] == [253, 254, 256]
+    assert [each.seqno for each in positions.boundaries_between(view, 0, 2, 253, 376)] == [254, 374, 376]
+    writer._purger.window = Window(boundaries=2)
+    while (vbid := writer._purger.plan(clock.now)) is not None:
+        writer._purge(vbid, clock.now)
+    assert ends(view) == [374, 376]
+    assert positions.newest(view, 0, 373) is None
+
+
+def test_a_front_is_seen_from_where_a_reader_stands(writer: GroupWriter, view: View) -> None:
+    fill(writer, 1, 3, 4)
+    front = positions.front(view, 0, 1, 3)
+    assert front.boundary is not None
+    assert (front.boundary.branch, front.boundary.seqno, front.common_seqno) == (1, 7, 3)
+    assert front.row_count >= 7
+    assert front.mean_row_bytes > 30
+    writer.rollback(0, 3)
+    assert [positions.front(view, 0, *at).common_seqno for at in ((0, 0), (1, 3), (1, 7), (2, 3), (9, 1))] == [
+        0,
+        3,
+        3,
+        3,
+        None,
+    ]
+
+
+def test_collections_are_those_of_the_position(writer: GroupWriter, view: View) -> None:
+    orders = Collection(8, 0, "orders", Seqno(2))
+    put(writer, A, 1)
+    system_event(writer, 2, Collection(0, 0, "_default", Seqno(0)), orders, scopes={0: "_default"})
+    commit(writer, 2)
+    assert sorted(positions.manifest_at(view, 0, 1, 1).collections) == [0]
+    assert sorted(positions.manifest_at(view, 0, 1, 2).collections) == [0, 8]
