@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -63,6 +64,38 @@ def test_an_empty_bucket_is_caught_up_with(tmp_path: Path) -> None:
     with SandboxThread(SandboxCluster(vbuckets=4)) as empty:
         result = call("run", "--source", empty.connection_string, "--data", tmp_path, "--until-caught-up", "--json")
     assert (result.code, result.json["published_seqnos"], result.json["vbuckets_done"]) == (0, 0, 4)
+
+
+def test_some_of_the_vbuckets_are_mirrored_alone(source: SandboxThread, tmp_path: Path) -> None:
+    def run(data: Path, vbuckets: str, *flags: str) -> Any:
+        setting = f"vbuckets={vbuckets}"
+        return call(
+            "run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--set", setting, *flags
+        )
+
+    data = tmp_path / "part"
+    result = run(data, "4-9", "--json")
+    assert result.code == 0, result.err
+    assert result.json["vbuckets"] == result.json["vbuckets_done"] == 6
+    status = call("status", "--data", data, "--json").json
+    assert (status["vbucket_count"], status["vbuckets_held"]) == (16, 6)
+    assert [row["vbid"] for row in status["vbuckets"]] == list(range(4, 10))
+    assert status["totals"]["documents"] > 0
+    assert call("check", "--data", data).code == 0
+    scanned = {json.loads(line)["vbid"] for line in call("scan", "--data", data, "--json").out.splitlines()}
+    assert scanned <= set(range(4, 10))
+    elsewhere = call("scan", "--data", data, "--vbid", "3")
+    assert elsewhere.code == 1
+    assert "this mirror holds vbuckets 4 to 9" in elsewhere.err
+    for where, vbuckets, words in (
+        (data, "0-3", "was made to hold vbuckets 4-9"),
+        (tmp_path / "beyond", "4-16", "the bucket has 16"),
+        (tmp_path / "nonsense", "9-4", "no range of vbuckets"),
+    ):
+        refused = run(where, vbuckets)
+        assert refused.code == 2
+        assert words in refused.err
+    assert not (tmp_path / "beyond" / "mirror.json").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -20,11 +20,9 @@ from couchbase.exceptions import (
     BucketNotFoundException,
     CouchbaseException,
     DocumentNotFoundException,
-    FeatureUnavailableException,
     PathNotFoundException,
     UnsupportedOperation,
 )
-from couchbase.kv_range_scan import RangeScan
 from couchbase.options import ClusterOptions, GetOptions, UpsertOptions
 from couchbase.transcoder import RawBinaryTranscoder
 
@@ -164,8 +162,6 @@ def test_every_change_is_one_clear_error_and_no_wait(sdk: Cluster) -> None:
 
 def test_what_the_mirror_lacks_is_said_as_such(sdk: Cluster, mirror: MirrorThread) -> None:
     bucket = sdk.bucket("orders")
-    with pytest.raises(FeatureUnavailableException):
-        list(bucket.default_collection().scan(RangeScan()))
     with pytest.raises(CouchbaseException, match="collection"):
         bucket.scope("inventory").collection("none").get("a", GetOptions(timeout=timedelta(milliseconds=300)))
     with pytest.raises(AuthenticationException):

@@ -1,0 +1,222 @@
+"""The official Python SDK and whole services: scans, replicas, several mirrors of one bucket, and vbuckets in trouble.
+
+The mirrors are processes: the SDK holds the interpreter while it begins a scan, so nothing of a mirror could answer it
+from this one.
+"""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from couchbase import subdocument as sd
+from couchbase.cluster import Cluster
+from couchbase.exceptions import (
+    CouchbaseException,
+    DocumentNotFoundException,
+    MutationTokenOutdatedException,
+    UnAmbiguousTimeoutException,
+)
+from couchbase.kv_range_scan import PrefixScan, RangeScan, SamplingScan, ScanTerm
+from couchbase.mutation_state import MutationState
+from couchbase.options import GetOptions, ScanOptions
+
+from mirror import open_view
+from mirror.sandbox import SandboxCluster, SandboxThread
+from storage.keys import vbid_of
+from tests.crash.service import Service, until
+from tests.serve.test_official_sdk import VBUCKETS, connect, listener, string_of
+
+DOCUMENTS = {f"doc-{number:03}": {"n": number} for number in range(200)}
+HALF = VBUCKETS // 2
+SHORT = timedelta(milliseconds=500)
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[SandboxThread]:
+    with SandboxThread(SandboxCluster(vbuckets=VBUCKETS, bucket="orders")) as thread:
+        bucket = thread.cluster.bucket
+        for name, value in DOCUMENTS.items():
+            thread.call(bucket.set, name, value)
+        thread.call(bucket.create_scope, "inventory")
+        thread.call(bucket.create_collection, "inventory", "items")
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def writing(source: SandboxThread) -> Iterator[Any]:
+    cluster = connect(string_of(source))
+    yield cluster.bucket("orders").default_collection()
+    cluster.close()
+
+
+def caught_up(source: SandboxThread, data: Path) -> None:
+    """Wait until everything that the source has now is published."""
+    vbuckets = source.cluster.bucket.vbuckets
+    wanted = source.call(lambda: [each.high_seqno for each in vbuckets])
+    with open_view(str(data)) as view:
+        until("everything", lambda: all(each.published_seqno >= wanted[each.vbid] for each in view.states()))
+
+
+@contextmanager
+def mirror(source: SandboxThread, data: Path, *flags: str) -> Iterator[tuple[Service, str]]:
+    """A service, and its KV address as an SDK takes it."""
+    with Service(source.connection_string, data, "--workers", "1", "--groups", "2", *flags) as service:
+        service.start()
+        string = until("the KV port", lambda: listener(data))
+        caught_up(source, data)
+        yield service, string
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mirror") / "data"
+
+
+@pytest.fixture(scope="module")
+def sdk(source: SandboxThread, data: Path) -> Iterator[Cluster]:
+    with mirror(source, data, "--kv", "0") as (_, string):
+        cluster = connect(string)
+        yield cluster
+        cluster.close()
+
+
+@pytest.fixture
+def reading(sdk: Cluster) -> Any:
+    return sdk.bucket("orders").default_collection()
+
+
+def ids(found: Any) -> list[str]:
+    return sorted(item.id for item in found)
+
+
+def test_scans_find_what_is_there(sdk: Cluster, reading: Any) -> None:
+    found = {item.id: item.content_as[dict] for item in reading.scan(RangeScan())}
+    assert found == DOCUMENTS
+    some = RangeScan(ScanTerm("doc-010"), ScanTerm("doc-020", exclusive=True))
+    assert ids(reading.scan(some)) == [f"doc-{number:03}" for number in range(10, 20)]
+    assert ids(reading.scan(PrefixScan("doc-15"), ScanOptions(ids_only=True))) == [f"doc-15{n}" for n in range(10)]
+    assert ids(reading.scan(RangeScan(), ScanOptions(batch_item_limit=3, concurrency=8))) == sorted(DOCUMENTS)
+    assert list(reading.scan(PrefixScan("nothing"))) == []
+    sampled = ids(reading.scan(SamplingScan(30, seed=7)))
+    assert len(sampled) == 30
+    assert set(sampled) < set(DOCUMENTS)
+    assert list(sdk.bucket("orders").scope("inventory").collection("items").scan(RangeScan())) == []
+    with pytest.raises(CouchbaseException, match="Unable to start"):
+        list(sdk.bucket("orders").scope("inventory").collection("none").scan(RangeScan(), ScanOptions(timeout=SHORT)))
+
+
+def test_a_scan_sees_the_writes_that_it_is_told_of(writing: Any, reading: Any) -> None:
+    for number in range(20):
+        written = [writing.upsert(f"own-{each}", {"n": number}) for each in range(8)]
+        found = reading.scan(PrefixScan("own-"), ScanOptions(consistent_with=MutationState(*written)))
+        assert {item.id: item.content_as[dict] for item in found} == {f"own-{each}": {"n": number} for each in range(8)}
+    for each in range(8):
+        writing.remove(f"own-{each}")
+
+
+def test_a_write_that_was_lost_is_told_to_the_scan_that_waits_for_it(
+    source: SandboxThread, data: Path, writing: Any, reading: Any
+) -> None:
+    lost = writing.upsert("lost", {})
+    caught_up(source, data)
+    vbid = lost.mutation_token().partition_id
+    with open_view(str(data)) as view:
+        before = view.state(vbid).rollback_count
+        source.call(lambda: source.cluster.failover(vbid, lose=1))
+        until("the rollback", lambda: view.state(vbid).rollback_count > before)
+    with pytest.raises(MutationTokenOutdatedException):
+        list(reading.scan(PrefixScan("lost"), ScanOptions(consistent_with=MutationState(lost))))
+
+
+def test_a_mirror_is_its_own_replica(reading: Any) -> None:
+    assert reading.get_any_replica("doc-001").content_as[dict] == {"n": 1}
+    assert [each.content_as[dict] for each in reading.get_all_replicas("doc-001")] == [{"n": 1}]
+    assert reading.lookup_in_any_replica("doc-001", [sd.get("n")]).content_as[int](0) == 1
+    assert [each.content_as[int](0) for each in reading.lookup_in_all_replicas("doc-001", [sd.get("n")])] == [1]
+
+
+# Several mirrors of one bucket, each with its own vbuckets.
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+def read_all(collection: Any, names: Sequence[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+    for name in names:
+        assert collection.get(name, GetOptions(timeout=timeout)).content_as[dict] == DOCUMENTS[name]
+
+
+def test_mirrors_with_a_part_each_are_one_bucket_to_clients(source: SandboxThread, tmp_path: Path) -> None:
+    """An SDK reads everything by way of either, goes on with the rest while one is killed, and has it back after."""
+    ports = free_ports(2)
+    parts = [f"0-{HALF - 1}", f"{HALF}-{VBUCKETS - 1}"]
+    nodes = ",".join(f"127.0.0.1:{port}={part}" for port, part in zip(ports, parts, strict=True))
+    folders = [tmp_path / str(number) / "data" for number in range(2)]
+    with ExitStack() as stack:
+        services = []
+        for folder, port, part in zip(folders, ports, parts, strict=True):
+            folder.parent.mkdir()
+            flags = ("--kv", str(port), "--set", f"vbuckets={part}", "--set", f"kv_nodes={nodes}")
+            services.append(stack.enter_context(mirror(source, folder, *flags)))
+        for number, folder in enumerate(folders):
+            with open_view(str(folder)) as view:
+                assert [int(state.vbid) for state in view.states()] == list(range(number * HALF, (number + 1) * HALF))
+        clusters = [connect(string) for _, string in services]
+        collections = [cluster.bucket("orders").default_collection() for cluster in clusters]
+        for collection in collections:
+            read_all(collection, list(DOCUMENTS))
+            assert ids(collection.scan(RangeScan(), ScanOptions(ids_only=True))) == sorted(DOCUMENTS)
+        first = [name for name in DOCUMENTS if vbid_of(name.encode(), VBUCKETS) < HALF]
+        rest = [name for name in DOCUMENTS if name not in first]
+        services[1][0].kill_supervisor()
+        for collection in collections:
+            read_all(collection, first)
+            with pytest.raises(UnAmbiguousTimeoutException):
+                collection.get(rest[0], GetOptions(timeout=SHORT))
+        services[1][0].start()
+        for collection in collections:
+            read_all(collection, list(DOCUMENTS))
+        for cluster in clusters:
+            cluster.close()
+
+
+def test_a_key_that_is_nowhere_is_absent_at_the_mirror_that_would_hold_it(
+    source: SandboxThread, tmp_path: Path
+) -> None:
+    """And a vbucket that no mirror holds is an error, never an absent document."""
+    data = tmp_path / "data"
+    with mirror(source, data, "--kv", "0", "--http", "0", "--set", f"vbuckets=0-{HALF - 1}") as (_, string):
+        cluster = connect(string)
+        collection = cluster.bucket("orders").default_collection()
+        names = [f"none-{number}" for number in range(64)]
+        here = next(name for name in names if vbid_of(name.encode(), VBUCKETS) < HALF)
+        elsewhere = next(name for name in names if vbid_of(name.encode(), VBUCKETS) >= HALF)
+        with pytest.raises(DocumentNotFoundException):
+            collection.get(here)
+        with pytest.raises(UnAmbiguousTimeoutException):
+            collection.get(elsewhere, GetOptions(timeout=SHORT))
+        cluster.close()
+        url = until("the HTTP port", lambda: listener(data, "http"))
+        until("readiness, with half of the vbuckets", lambda: status_of(f"{url}/readyz") == 200)
+        documents = f"{url}/v1/collections/_default._default/documents"
+        assert [status_of(f"{documents}/{name}") for name in (here, elsewhere)] == [404, 421]
+        assert status_of(documents) == 200
+
+
+def status_of(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
