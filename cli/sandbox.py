@@ -53,6 +53,9 @@ def sandbox(
     profile: Annotated[
         str, typer.Option("--profile", help=f"The server's release that it is like: {', '.join(PROFILES)}.")
     ] = DEFAULT_PROFILE,
+    history: Annotated[
+        bool, typer.Option("--history", help="Keep every version, for change streams (as Magma does).")
+    ] = False,
     tls_cert: Annotated[
         Path | None,
         typer.Option("--tls-cert", metavar="FILE", help="Listen with TLS, too: its certificate.", show_default=False),
@@ -101,6 +104,7 @@ def sandbox(
             seed=seed,
             host=host,
             profile=profile,
+            history=history,
             tls=node_tls(tls_cert, tls_key, tls_client_ca, tls_minimum, need_client_cert=tls_need_client_cert),
             tls_only=tls_only,
             tls_port=tls_port,
@@ -185,8 +189,14 @@ def fault(
     Cluster: kill-node node=N, restart-node node=N [lose=N], failover-node node=N [lose=N], failover vbid=N [lose=N],
     move vbid=N node=N, add-node, rebalance [nodes=0,1], recreate-bucket, rotate-certificate [cert=FILE key=FILE].
 
-    Data: to-disk, purge, expire [vbid=N], create-scope scope=S, create-collection scope=S collection=C,
-    drop-scope scope=S, drop-collection path=S.C, flush-collection path=S.C, write count=N, rate rate=N.
+    Data: to-disk, expire [vbid=N], purge, discard-history [vbid=N] [below_seqno=N], set key=K value=V, delete key=K,
+    prepare key=K [value=V] leaves a durable write (a delete, without value) under way, commit key=K, abort key=K; each
+    with [collection=S.C] [vbid=N]. write count=N, rate rate=N.
+
+    Collections: create-scope scope=S, create-collection scope=S collection=C [max_ttl=N], modify-collection path=S.C
+    [max_ttl=N] [history=true], flush-collection path=S.C, drop-collection path=S.C, drop-scope scope=S.
+
+    Streams' shape: tune [antilag_items=N] [oso_share_max=SHARE].
 
     Looking: status, vbucket vbid=N.
     """

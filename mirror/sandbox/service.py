@@ -47,6 +47,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     profile: str = DEFAULT_PROFILE
     """Which server's release it is like: a name of `profile.PROFILES`."""
+    history: bool = False
+    """Every version is kept, for change streams."""
     tls: NodeTls | None = None
     tls_only: bool = False
     tls_port: int = 0
@@ -80,6 +82,7 @@ async def _serve(options: ServeOptions) -> None:
         port=options.port,
         replicas=options.replicas,
         profile=options.profile,
+        keeps_history=options.history,
         tls=options.tls,
         tls_only=options.tls_only,
         tls_port=options.tls_port,

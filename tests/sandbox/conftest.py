@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+
+from mirror.sandbox import SandboxCluster, Workload, WorkloadOptions
+from mirror.sandbox.control import ControlServer
 
 from .client import Client
 
@@ -18,3 +22,13 @@ async def _nothing_stays_open() -> AsyncIterator[None]:
     for cluster in Client.clusters:
         await cluster.stop()
     Client.clusters.clear()
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ControlServer]:
+    async with SandboxCluster(nodes=2, vbuckets=4) as cluster:
+        control = ControlServer(cluster, Workload(cluster.bucket, WorkloadOptions()), tmp_path / "s.sock")
+        await control.start()
+        yield control
+        await control.stop()
+    assert not control.path.exists()

@@ -13,6 +13,7 @@ import pytest
 from couchbase import subdocument as sd
 from couchbase.auth import PasswordAuthenticator
 from couchbase.cluster import Cluster
+from couchbase.durability import Durability, ServerDurability
 from couchbase.exceptions import (
     AuthenticationException,
     BucketNotFoundException,
@@ -27,6 +28,7 @@ from couchbase.options import (
     GetOptions,
     IncrementOptions,
     MutateInOptions,
+    RemoveOptions,
     ReplaceOptions,
     SignedInt64,
     UpsertOptions,
@@ -34,6 +36,7 @@ from couchbase.options import (
 from couchbase.transcoder import RawBinaryTranscoder
 
 from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.sandbox.item import CommitItem
 
 DIGITS = re.compile(r"\d+")
 
@@ -199,3 +202,26 @@ def test_a_client_finds_its_way_after_a_failover(source: SandboxThread) -> None:
             default.upsert(f"k{index}", {"n": -index})
         assert three.cluster.bucket.document_count == 50
         cluster.close()
+
+
+@pytest.mark.parametrize("profile", ["5.0", "5.5", "6.0", "6.5", "6.6", "7.0", "7.2", "7.6", "8.0"])
+def test_a_client_of_today_reads_and_writes_at_servers_of_every_age(profile: str) -> None:
+    """Durable writes, too, where the server has them: they are prepares and commits in the vbucket's log."""
+    durable = ServerDurability(Durability.MAJORITY)
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=16, replicas=1, profile=profile)) as source:
+        with_sdk = Cluster(plain_string(source), ClusterOptions(PasswordAuthenticator("demo", "demo")))
+        try:
+            default = with_sdk.bucket("demo").default_collection()
+            for index in range(8):
+                default.upsert(f"k{index}", {"n": index})
+            default.remove("k0")
+            assert default.get("k7").content_as[dict] == {"n": 7}
+            assert not default.exists("k0").exists
+            if source.cluster.bucket.profile.since(6, 5):
+                default.upsert("d", {"n": 1}, UpsertOptions(durability=durable))
+                default.remove("k1", RemoveOptions(durability=durable))
+                committed = [isinstance(item, CommitItem) for vb in source.cluster.vbuckets for item in vb.log]
+                assert committed.count(True) == 2
+                assert not default.exists("k1").exists
+        finally:
+            with_sdk.close()

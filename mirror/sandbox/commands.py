@@ -1,0 +1,347 @@
+"""What can be asked of a running source: each command's name, its arguments, and the call that it is.
+
+Knows commands and what of the cluster they call; must never know sockets or clients. Numbers of nodes begin at 0.
+Invariant: a command that is not understood changes nothing, and raises what says why (ValueError and its kin).
+
+    status                                           nodes, vbuckets, documents, connection string
+    vbucket       vbid                               seqnos, failover log, accepted stream requests
+    fault         kind, [node, name, dcp_only, future, bytes_per_second, pieces, after_pieces]
+                  kind: cut slow garble silence truncate stop-mid-snapshot clear
+                  kind: refuse-streams  status, [vbids, times, seqno]      requests are answered with a status
+                  kind: end-streams     reason, [vbids, node]              open streams end
+                  kind: mute-streams    [vbids, node]                      they fall silent, until clear
+                  kind: withhold-noops                                     until clear
+                  a status or reason is a name (ROLLBACK, lost-privileges) or its number
+    rotate-certificate  [cert, key]                  another certificate (by default: the old files read again)
+    user          user, [password, lacks]            made or changed; lacks: privileges, with commas between
+    kill-node     node                               its process dies
+    restart-node  node, [lose]                       and comes back; with lose it crashed
+    failover-node node, [lose]                       others take its vbuckets
+    failover      vbid, [lose]                       a vbucket fails over, its newest changes are lost
+    move          vbid, node                         a vbucket moves
+    add-node                                         a node joins (without vbuckets)
+    rebalance     [nodes]                            vbuckets are spread over these nodes, or all
+    to-disk, expire  [vbid]                          forget memory; run the expiry pager
+    purge, discard-history  [vbid, below_seqno]      compact: tombstones go; superseded versions go
+    set           key, value, [collection, vbid]     one document; delete: without value
+    prepare       key, [value, collection, vbid]     a durable write (without value: delete) that stays under way
+    commit, abort  key, [collection, vbid]           and its end
+    create-scope  scope
+    create-collection  scope, collection, [max_ttl]
+    modify-collection  path, [max_ttl, history]      other settings for scope.collection
+    drop-scope    scope
+    drop-collection, flush-collection  path          scope.collection
+    tune          [antilag_items, oso_share_max]     settings of the server that change what streams look like
+    recreate-bucket                                  deleted and made anew, empty
+    write         count                              the workload's next operations, at once
+    rate          rate                               operations per second of the workload from now on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from mirror.sandbox.bucket import DEFAULT_COLLECTION
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.faults import Faults
+from mirror.sandbox.item import Item
+from mirror.sandbox.users import ALL_PRIVILEGES
+from mirror.sandbox.workload import Workload
+from mirror.wire import codec_dcp
+from mirror.wire.constants import Status, StreamEndReason
+
+
+class Target(Protocol):
+    """What commands are for."""
+
+    cluster: SandboxCluster
+    workload: Workload | None
+
+
+Arguments = dict[str, Any]
+Code = TypeVar("Code", bound=IntEnum)
+Command = Callable[[Target, Arguments], Any | Awaitable[Any]]
+
+
+def _status(server: Target, _arguments: Arguments) -> Any:
+    cluster = server.cluster
+    owners = cluster.bucket.map.owners
+    return {
+        "connection_string": cluster.connection_string,
+        "bucket_uuid": cluster.bucket.map.bucket_uuid,
+        "documents": cluster.bucket.document_count,
+        "written": server.workload.written if server.workload else 0,
+        "vbuckets": len(owners),
+        "nodes": [
+            {
+                "node": node.number,
+                "port": node.port,
+                "tls_port": node.tls_port,
+                "alive": node.alive,
+                "connections": len(node.connections),
+                "vbuckets": owners.count(node.number),
+            }
+            for node in cluster.nodes
+        ],
+    }
+
+
+def _vbucket(server: Target, arguments: Arguments) -> Any:
+    vbucket, sent = server.cluster.vbucket(arguments["vbid"]), server.cluster.sent(arguments["vbid"])
+    return {
+        "vbid": vbucket.vbid,
+        "node": server.cluster.bucket.map.owners[vbucket.vbid],
+        "high_seqno": vbucket.high_seqno,
+        "purge_seqno": vbucket.purge_seqno,
+        "documents": vbucket.document_count,
+        "failover_log": [[entry.vbuuid, entry.seqno] for entry in vbucket.failover_log],
+        "frames_sent": sent.frames,
+        "bytes_sent": sent.bytes,
+        "stream_requests": [request.start_seqno for request in sent.stream_requests],
+    }
+
+
+def _fault(server: Target, arguments: Arguments) -> Any:
+    faults = server.cluster.faults
+    kind = arguments.pop("kind")
+    known: dict[str, Callable[..., int | None]] = {
+        "cut": faults.cut,
+        "slow": faults.slow,
+        "garble": faults.garble,
+        "silence": faults.silence,
+        "truncate": faults.truncate,
+        "stop-mid-snapshot": faults.stop_mid_snapshot,
+        "refuse-streams": partial(_refuse_streams, faults),
+        "end-streams": partial(_end_streams, faults),
+        "mute-streams": partial(_mute_streams, faults),
+        "withhold-noops": faults.withhold_noops,
+        "clear": faults.clear,
+    }
+    if kind not in known:
+        raise ValueError(f"no such fault: {kind}; there are: {', '.join(known)}")
+    count = known[kind](**arguments)
+    return {"streams" if kind == "end-streams" else "connections": count}
+
+
+def _refuse_streams(
+    faults: Faults, status: object, vbids: object = None, times: int | None = None, seqno: int | None = None
+) -> None:
+    value = None if seqno is None else codec_dcp.encode_rollback_seqno(seqno)
+    faults.refuse_streams(_one_of(Status, status), _vbids(vbids), times=times, value=value)
+
+
+def _end_streams(faults: Faults, reason: object, vbids: object = None, node: int | None = None) -> int:
+    return faults.end_streams(_one_of(StreamEndReason, reason), _vbids(vbids), node=node)
+
+
+def _mute_streams(faults: Faults, vbids: object = None, node: int | None = None) -> None:
+    faults.mute_streams(_vbids(vbids), node=node)
+
+
+def _one_of(kind: type[Code], said: object) -> Code:
+    """A status or reason by its name or number. Raises ValueError with the names that there are."""
+    for member in kind:
+        if said == int(member) or str(said).upper().replace("-", "_") == member.name:
+            return member
+    raise ValueError(f"no such {kind.__name__}: {said}; there are: {', '.join(member.name for member in kind)}")
+
+
+def _vbids(said: object) -> list[int] | None:
+    """A number, several, or none for all."""
+    if said is None:
+        return None
+    vbids = [vbid for vbid in (said if isinstance(said, list) else [said]) if isinstance(vbid, int)]
+    if said != vbids and [said] != vbids:
+        raise ValueError(f"vbids are numbers with commas between, not {said!r}")
+    return vbids
+
+
+def _user(server: Target, arguments: Arguments) -> Any:
+    users = server.cluster.bucket.users
+    name, lacks = arguments["user"], frozenset(str(arguments.get("lacks", "")).split(",")) - {""}
+    if not lacks <= ALL_PRIVILEGES:
+        raise ValueError(
+            f"no such privilege: {min(lacks - ALL_PRIVILEGES)}; there are: {', '.join(sorted(ALL_PRIVILEGES))}"
+        )
+    known = users.by_name.get(name)
+    password = arguments.get("password", known.password if known else None)
+    if password is None:
+        raise KeyError("password")
+    return {"privileges": sorted(users.add(name, str(password), ALL_PRIVILEGES - lacks).privileges)}
+
+
+def _rotate_certificate(server: Target, arguments: Arguments) -> Any:
+    tls = server.cluster.tls
+    if tls is None:
+        raise ValueError("the source speaks no TLS")
+    files = [Path(arguments[name]) if name in arguments else None for name in ("cert", "key")]
+    tls.rotate(*files)
+    return {"cert": str(tls.cert_file)}
+
+
+async def _kill(server: Target, arguments: Arguments) -> None:
+    await server.cluster.kill_node(arguments["node"])
+
+
+async def _restart(server: Target, arguments: Arguments) -> None:
+    await server.cluster.restart_node(arguments["node"], lose=arguments.get("lose"))
+
+
+async def _failover_node(server: Target, arguments: Arguments) -> None:
+    await server.cluster.failover_node(arguments["node"], lose=arguments.get("lose", 0))
+
+
+def _failover(server: Target, arguments: Arguments) -> Any:
+    return {"base_seqno": server.cluster.failover(arguments["vbid"], lose=arguments.get("lose", 0))}
+
+
+def _move(server: Target, arguments: Arguments) -> None:
+    server.cluster.move(arguments["vbid"], arguments["node"])
+
+
+async def _add_node(server: Target, _arguments: Arguments) -> Any:
+    return {"node": await server.cluster.add_node()}
+
+
+async def _rebalance(server: Target, arguments: Arguments) -> Any:
+    return {"moved": await server.cluster.rebalance(arguments.get("nodes"))}
+
+
+def _to_disk(server: Target, arguments: Arguments) -> None:
+    server.cluster.bucket.to_disk(arguments.get("vbid"))
+
+
+def _purge(server: Target, arguments: Arguments) -> None:
+    server.cluster.bucket.purge(arguments.get("vbid"), arguments.get("below_seqno"))
+
+
+def _discard_history(server: Target, arguments: Arguments) -> None:
+    server.cluster.bucket.discard_history(arguments.get("vbid"), arguments.get("below_seqno"))
+
+
+def _where(arguments: Arguments) -> dict[str, Any]:
+    return {"collection": arguments.get("collection", DEFAULT_COLLECTION), "vbid": arguments.get("vbid")}
+
+
+def _written(item: Item) -> Any:
+    return {"vbid": int.from_bytes(item.frame[6:8]), "seqno": item.seqno}
+
+
+def _set(server: Target, arguments: Arguments) -> Any:
+    value = str(arguments["value"])
+    return _written(server.cluster.bucket.set(str(arguments["key"]), value, **_where(arguments)))
+
+
+def _delete(server: Target, arguments: Arguments) -> Any:
+    return _written(server.cluster.bucket.delete(str(arguments["key"]), **_where(arguments)))
+
+
+def _prepare(server: Target, arguments: Arguments) -> Any:
+    value = str(arguments["value"]) if "value" in arguments else None
+    return _written(server.cluster.bucket.prepare(str(arguments["key"]), value, **_where(arguments)))
+
+
+def _commit(server: Target, arguments: Arguments) -> Any:
+    return _written(server.cluster.bucket.commit(str(arguments["key"]), **_where(arguments)))
+
+
+def _abort(server: Target, arguments: Arguments) -> Any:
+    return _written(server.cluster.bucket.abort(str(arguments["key"]), **_where(arguments)))
+
+
+def _tune(server: Target, arguments: Arguments) -> Any:
+    tuning = server.cluster.bucket.tuning
+    for name, content in arguments.items():
+        if name not in ("antilag_items", "oso_share_max") or not isinstance(content, int | float):
+            raise ValueError(f"{name}={content} is none of antilag_items=N, oso_share_max=SHARE")
+        setattr(tuning, name, content)
+    return {"antilag_items": tuning.antilag_items, "oso_share_max": tuning.oso_share_max}
+
+
+def _expire(server: Target, arguments: Arguments) -> Any:
+    return {"expired": server.cluster.bucket.expire_all(arguments.get("vbid"))}
+
+
+def _create_scope(server: Target, arguments: Arguments) -> Any:
+    return {"scope_id": server.cluster.bucket.create_scope(arguments["scope"])}
+
+
+def _create_collection(server: Target, arguments: Arguments) -> Any:
+    id_ = server.cluster.bucket.create_collection(
+        arguments["scope"], arguments["collection"], max_ttl=arguments.get("max_ttl")
+    )
+    return {"collection_id": id_}
+
+
+def _modify_collection(server: Target, arguments: Arguments) -> None:
+    server.cluster.bucket.modify_collection(
+        arguments["path"], max_ttl=arguments.get("max_ttl"), history=arguments.get("history", False)
+    )
+
+
+def _drop_scope(server: Target, arguments: Arguments) -> None:
+    server.cluster.bucket.drop_scope(arguments["scope"])
+
+
+def _drop_collection(server: Target, arguments: Arguments) -> None:
+    server.cluster.bucket.drop_collection(arguments["path"])
+
+
+def _flush_collection(server: Target, arguments: Arguments) -> None:
+    server.cluster.bucket.flush_collection(arguments["path"])
+
+
+async def _recreate(server: Target, _arguments: Arguments) -> None:
+    await server.cluster.recreate_bucket()
+
+
+def _write(server: Target, arguments: Arguments) -> Any:
+    if server.workload is None:
+        raise ValueError("there is no workload")
+    server.workload.write(arguments["count"])
+    return {"written": server.workload.written}
+
+
+def _rate(server: Target, arguments: Arguments) -> None:
+    if server.workload is None:
+        raise ValueError("there is no workload")
+    server.workload.set_rate(float(arguments["rate"]))
+
+
+COMMANDS: dict[str, Command] = {
+    "status": _status,
+    "vbucket": _vbucket,
+    "fault": _fault,
+    "user": _user,
+    "rotate-certificate": _rotate_certificate,
+    "kill-node": _kill,
+    "restart-node": _restart,
+    "failover-node": _failover_node,
+    "failover": _failover,
+    "move": _move,
+    "add-node": _add_node,
+    "rebalance": _rebalance,
+    "to-disk": _to_disk,
+    "purge": _purge,
+    "discard-history": _discard_history,
+    "set": _set,
+    "delete": _delete,
+    "prepare": _prepare,
+    "commit": _commit,
+    "abort": _abort,
+    "tune": _tune,
+    "expire": _expire,
+    "create-scope": _create_scope,
+    "create-collection": _create_collection,
+    "modify-collection": _modify_collection,
+    "drop-scope": _drop_scope,
+    "drop-collection": _drop_collection,
+    "flush-collection": _flush_collection,
+    "recreate-bucket": _recreate,
+    "write": _write,
+    "rate": _rate,
+}
