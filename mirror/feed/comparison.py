@@ -48,6 +48,7 @@ class Verdict(Enum):
 
 
 DIFFERENCES = frozenset((Verdict.MISSING_HERE, Verdict.MISSING_THERE, Verdict.DIFFERENT))
+COMPARED = DIFFERENCES | {Verdict.EQUAL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class VbucketResult:
         """The source has forgotten deletions above what the mirror holds: what only the mirror has says nothing."""
         if self.published_seqno < self.source_seqno:
             self.not_compared += self.missing_there
+            self.documents -= self.missing_there
             self.missing_there = 0
             self.differences = [each for each in self.differences if each.verdict is not Verdict.MISSING_THERE]
             if self.state == "different" and not self.difference_count:
@@ -141,6 +143,13 @@ class VbucketResult:
             self.state = "different"
             if len(self.differences) < DIFFERENCES_MAX:
                 self.differences.append(Difference(verdict, here, there))
+        if verdict in COMPARED:
+            if here is not None:
+                self.tombstones += here.deleted
+                self.documents += not here.deleted
+            if there is not None:
+                self.source_tombstones += there.deleted
+                self.source_documents += not there.deleted
 
 
 def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, source: Side) -> Verdict:
@@ -222,15 +231,11 @@ def compare(
                 return None
             moved[version.key] = right
             continue
-        if verdict in (Verdict.PURGED_HERE, Verdict.PURGED_THERE):
+        if verdict not in COMPARED:
             continue
         if left is not None:
             mine.add(left)
-            result.tombstones += left.deleted
-            result.documents += not left.deleted
         if right is not None:
             theirs.add(right)
-            result.source_tombstones += right.deleted
-            result.source_documents += not right.deleted
     result.digest, result.source_digest = mine.hex(), theirs.hex()
     return moved
