@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import bench, config, exits, sandbox, user
+from cli import bench, config, exits, pipeline, sandbox, user
 from cli.changes import changes
 from cli.check import check
 from cli.demo import demo
@@ -21,6 +21,7 @@ from cli.run import run
 from cli.scan import scan
 from cli.state import state
 from cli.status import status, top
+from cli.verify import verify
 from mirror import __version__
 
 app = typer.Typer(
@@ -58,9 +59,11 @@ app.command(rich_help_panel=LOOK)(scan)
 app.command(rich_help_panel=LOOK)(changes)
 app.command(rich_help_panel=LOOK)(state)
 app.command(rich_help_panel=LOOK)(check)
+app.command(rich_help_panel=LOOK)(verify)
 app.command(rich_help_panel=MIRROR)(rollback)
 app.add_typer(sandbox.app, name="sandbox", rich_help_panel=MIRROR)
 app.add_typer(user.app, name="user", rich_help_panel=MIRROR)
+app.add_typer(pipeline.app, name="pipeline", rich_help_panel=LOOK)
 app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
 app.add_typer(config.app, name="config", rich_help_panel=LOOK)
 

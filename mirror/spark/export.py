@@ -187,8 +187,10 @@ class _Delta(_Target):
         """The lock is held."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Give the lock up."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give the lock up; after an error remove what was written in vain."""
+        if kind is not None:
+            remove_orphans(self.folder, open_table(self.folder))
         self._lock.release()
 
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
@@ -215,13 +217,15 @@ class _Folder(_Target):
                     f"{target}: exists already",
                     hint="--overwrite replaces an export that is there; or give a new folder",
                 )
-            for left in self.folder.glob("*"):
-                if left.name != delta.LOCK_FILE:
-                    left.unlink()
-                    self.orphans_removed += 1
+            for left in self._left():
+                left.unlink()
+                self.orphans_removed += 1
         except BaseException:
-            self.__exit__()
+            self.__exit__(None)
             raise
+
+    def _left(self) -> list[Path]:
+        return [each for each in self.folder.iterdir() if each.name != delta.LOCK_FILE]
 
     def _may_go(self, overwrite: bool) -> bool:
         """Only an export or an empty folder is ever replaced."""
@@ -233,9 +237,9 @@ class _Folder(_Target):
         """The lock is held."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Give the lock up, and the folder where nothing is in it."""
-        if self.folder.is_dir() and {each.name for each in self.folder.iterdir()} <= {delta.LOCK_FILE}:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give the lock up, and the folder where nothing is in it; after an error remove what was written in vain."""
+        if self.folder.is_dir() and (kind is not None or not self._left()):
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
 

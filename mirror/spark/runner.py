@@ -12,10 +12,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from mirror.errors import MirrorError
@@ -56,19 +58,25 @@ class LocalRunner:
         if self.parallelism == 1 or len(tasks) <= 1:
             return self._run_here(function, tasks, progress)
         results: list[Any] = [None] * len(tasks)
+        before = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(
             min(self.parallelism, len(tasks)), multiprocessing.get_context("spawn"), self._prepare
         )
         try:
-            futures = {pool.submit(function, task): number for number, task in enumerate(tasks)}
+            with _no_interrupt():
+                futures = {pool.submit(function, task): number for number, task in enumerate(tasks)}
             for done, future in enumerate(as_completed(futures), 1):
                 results[futures[future]] = future.result()
                 if progress is not None:
                     progress(done, len(tasks))
-        except BrokenProcessPool as error:
-            raise MirrorError(
-                "a process of this job died", hint="was it killed, or is memory short? Nothing was committed"
-            ) from error
+        except BaseException as error:
+            for process in set(multiprocessing.active_children()) - before:
+                process.kill()  # what the others would still do is not wanted
+            if isinstance(error, BrokenProcessPool):
+                raise MirrorError(
+                    "a process of this job died", hint="was it killed, or is memory short? Nothing was committed"
+                ) from error
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
         return results
@@ -81,6 +89,16 @@ class LocalRunner:
             if progress is not None:
                 progress(done, len(tasks))
         return results
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """A terminal's Ctrl-C is not for processes that are started here: they are ended by whoever started them."""
+    kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, kept)
 
 
 class SparkRunner:

@@ -130,6 +130,8 @@ def test_a_broken_export_leaves_no_result_and_its_files_go_with_the_next_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(exports, "commit_parts" if delta_table else "sync_directory", killed)
+        for place in (exports._Delta, exports._Folder):
+            patch.setattr(place, "__exit__", lambda self, *_: self._lock.release())
         with pytest.raises(Killed):
             export(small.path, target, HERE, delta_table=delta_table)
     if delta_table:
@@ -141,6 +143,19 @@ def test_a_broken_export_leaves_no_result_and_its_files_go_with_the_next_run(
     assert done.orphans_removed >= done.files
     assert (in_table if delta_table else exported)(target) == scanned(small.path)
     assert len(list(target.glob("*.parquet"))) == done.files
+
+
+@pytest.mark.parametrize("delta_table", [False, True], ids=["parquet", "delta"])
+def test_an_export_that_fails_cleans_up_after_itself(
+    small: SmallMirror, tmp_path: Path, delta_table: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MirrorError("no")
+
+    monkeypatch.setattr(exports, "commit_parts" if delta_table else "sync_directory", fail)
+    with pytest.raises(MirrorError, match="no"):
+        export(small.path, tmp_path / "out", HERE, delta_table=delta_table)
+    assert list(tmp_path.rglob("*.parquet")) == []
 
 
 def test_a_finish_that_was_broken_between_its_renames_is_undone_first(small: SmallMirror, tmp_path: Path) -> None:

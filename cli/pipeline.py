@@ -1,0 +1,381 @@
+"""`pipeline`: the ready-made data pipelines: `export`, `sync`, `compare`, `backfill`.
+
+Knows the command line, how progress looks and where a pipeline runs (this machine's cores, or Spark); what one does is
+mirror.spark's. Invariants: the packages of the extra `spark` are imported only once one of these commands runs, and
+where they are missing the error says how to get them; progress goes to stderr; ^C and errors leave the targets as they
+were. `spark-submit .../cli/pipeline.py export ...` is the same command on the session that spark-submit configured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli import exits, options, output, render
+from cli.get import as_of_from
+from mirror.errors import ConfigError, ExitCode
+from storage.keys import split_key
+
+if TYPE_CHECKING:
+    from mirror.spark.compare import Compared
+    from mirror.spark.progress import BatchFigures
+    from mirror.spark.runner import Runner
+
+app = typer.Typer(
+    name="pipeline",
+    help="Exports, lake tables, comparison and parallel backfill; on this machine or on Spark.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+REMEDY = "pip install 'dcp-mirror[spark]'"
+PLAIN_INTERVAL_S = 5.0
+
+ToOption = Annotated[Path, typer.Option("--to", metavar="DIR", help="Where the result goes.", show_default=False)]
+MasterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--master",
+        metavar="URL",
+        help="Run on Spark: spark://host:port, local[4], yarn, ... Default: this machine, without Spark.",
+        show_default=False,
+    ),
+]
+SparkOption = Annotated[
+    bool, typer.Option("--spark", help="Run on Spark with the master of its own configuration, as under spark-submit.")
+]
+CollectionsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--collection", "-c", metavar="SCOPE.NAME,...", help="Only these collections; default: all.", show_default=False
+    ),
+]
+SourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--source",
+        "-s",
+        metavar="URL",
+        help="Read from here instead of --data: couchbase://user@host/bucket, or a mirror's DCP port.",
+        show_default=False,
+    ),
+]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option("--processes", min=1, max=1024, help="Processes of this machine; default: its cores."),
+]
+
+
+def need(*modules: str) -> None:
+    """Raise ConfigError with the remedy where packages of the extra are missing."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"pipelines need the package {module.partition('.')[0]} ({error})", hint=REMEDY) from None
+
+
+def under_spark_submit() -> bool:
+    """Whether spark-submit started this process: it says so in the environment of its child."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def collections_from(text: str | None) -> tuple[str, ...] | None:
+    """`--collection`: names with commas between; a bare name lies in the default scope."""
+    if text is None:
+        return None
+    return tuple(name if "." in name else f"_default.{name}" for name in text.replace(" ", "").split(","))
+
+
+@contextmanager
+def spark_session(name: str, master: str | None) -> Iterator[Any]:
+    """A session for a while; one that was there before goes on."""
+    need("pyspark", "pyarrow", "deltalake")
+    from pyspark.sql import SparkSession
+
+    from mirror.spark.session import session
+
+    found = SparkSession.getActiveSession()
+    made = None if found is not None else session(f"dcp-mirror {name}", master)
+    try:
+        yield found or made
+    finally:
+        if made is not None:
+            made.stop()
+
+
+@contextmanager
+def running(name: str, master: str | None, spark: bool, processes: int | None) -> Iterator[Runner]:
+    """Where the tasks of a pipeline run."""
+    need("pyarrow", "deltalake")
+    from mirror.spark.runner import LocalRunner, SparkRunner
+    from mirror.supervise.worker import die_with_parent
+
+    if master is None and not spark and not under_spark_submit():
+        yield LocalRunner(processes, die_with_parent)
+        return
+    if processes is not None:
+        raise ConfigError("--processes is for a run without Spark", hint="Spark's master says how many cores there are")
+    with spark_session(name, master) as session:
+        yield SparkRunner(session)
+
+
+@contextmanager
+def tasks_shown(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Tasks done, on stderr."""
+    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+
+        def progress(done: int, of: int) -> None:
+            line = f"{what}: {done} of {of} tasks"
+            screen.show(line, line)
+
+        yield progress
+
+
+@app.command()
+def export(
+    to: ToOption,
+    data: options.DataOption = None,
+    form: Annotated[str, typer.Option("--format", metavar="parquet|delta", help="What to write.")] = "parquet",
+    collection: CollectionsOption = None,
+    as_of: Annotated[
+        str | None,
+        typer.Option("--as-of", metavar="TIME", help="The newest kept boundaries not after this time (ISO 8601)."),
+    ] = None,
+    schema: Annotated[
+        str | None,
+        typer.Option(
+            "--schema",
+            metavar="COLUMNS",
+            help="Parse JSON documents into columns: 'total double, items array<struct<sku:string>>'.",
+            show_default=False,
+        ),
+    ] = None,
+    permissive: Annotated[
+        bool, typer.Option("--permissive", help="With --schema: nulls for a document that does not fit it, no error.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an export that is there (Delta: as its next version).")
+    ] = False,
+    processes: ProcessesOption = None,
+    master: MasterOption = None,
+    spark: SparkOption = False,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Write the mirror's documents as Parquet files or a Delta table, each vbucket at one boundary."""
+    if form not in ("parquet", "delta"):
+        raise ConfigError(f"--format {form!r}: must be parquet or delta", hint="parquet files need nothing to be read")
+    wanted = as_of_from(as_of)
+    if isinstance(wanted, int):
+        raise ConfigError("--as-of takes a time here: seqnos are a vbucket's own", hint="for example 2026-05-01T12:00Z")
+    path = options.data_directory(data, config)
+    with running("export", master, spark, processes) as runner, tasks_shown("export") as progress:
+        from mirror.spark.ddl import fields_of
+        from mirror.spark.export import export as run
+
+        done = run(
+            path,
+            to,
+            runner,
+            delta_table=form == "delta",
+            collections=collections_from(collection),
+            as_of_ms=wanted.ms if wanted is not None else None,
+            fields=None if schema is None else fields_of(schema),
+            permissive=permissive,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        output.print_json(asdict(done))
+        return
+    version = "" if done.version is None else f", version {done.version}"
+    typer.echo(
+        f"{done.target}: {done.documents:,} documents of {done.vbuckets} vbuckets in {done.files} files "
+        f"({render.size(done.bytes)}{version}), {render.duration(done.elapsed_s)}"
+    )
+
+
+@app.command()
+def sync(
+    to: ToOption,
+    data: options.DataOption = None,
+    source: SourceOption = None,
+    collection: CollectionsOption = None,
+    available_now: Annotated[
+        bool, typer.Option("--available-now", help="End once all that was there at the start is in the tables.")
+    ] = False,
+    trigger_s: Annotated[float, typer.Option("--trigger", min=0, help="Seconds from one batch to the next.")] = 10.0,
+    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Events of a batch, about.")] = 1_000_000,
+    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Stored bytes of a batch, about.")] = "1g",
+    on_lost_history: Annotated[
+        str,
+        typer.Option(
+            "--on-lost-history", metavar="fail|resync", help="What to do where the history to go on from is gone."
+        ),
+    ] = "fail",
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", metavar="DIR", help="Default: _checkpoint in --to.")
+    ] = None,
+    keep_hours: Annotated[
+        int, typer.Option("--keep-hours", min=0, help="How long files of older versions of the tables stay.")
+    ] = 168,
+    master: MasterOption = None,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Keep two Delta tables: TO/documents, what is current, and TO/changes, each event once. Goes on where it was."""
+    need("pyspark", "pyarrow", "deltalake")
+    wanted = {
+        "maxRowsPerBatch": str(max_rows),
+        "maxBytesPerBatch": max_bytes,
+        "onLostHistory": on_lost_history,
+        **({"collection": collection} if collection else {}),
+        **({"connection": source} if source else {"path": str(options.data_directory(data, config).absolute())}),
+    }
+    from mirror.spark.options import parse
+
+    parse({**wanted, "table": "changes"})  # what is wrong in itself is said before Java starts
+    from mirror.spark.sync import How
+    from mirror.spark.sync import sync as run
+
+    how = How(checkpoint=checkpoint, trigger_s=trigger_s, available_now=available_now, keep_hours=keep_hours)
+    with spark_session("sync", master) as spark, render.Screen(to_stderr=True) as screen, ending() as stop:
+
+        def show(figures: BatchFigures) -> None:
+            if as_json:
+                output.print_json(asdict(figures))
+                sys.stdout.flush()
+            line = batch_line(figures)
+            screen.show(line, line)
+
+        done = run(spark, wanted, to, how, on_figures=show, stop=stop)
+    if as_json:
+        output.print_json(asdict(done))
+    else:
+        typer.echo(
+            f"{to}: {done.events:,} events in {done.batches} batches, "
+            f"{done.inserted:,} inserted, {done.updated:,} updated, {done.deleted:,} deleted"
+        )
+
+
+def batch_line(figures: BatchFigures) -> str:
+    """One batch in one line."""
+    changed = ", ".join(
+        f"{value:,} {name}"
+        for name, value in (
+            ("inserted", figures.inserted),
+            ("updated", figures.updated),
+            ("deleted", figures.deleted),
+        )
+        if value is not None
+    )
+    lag = "" if figures.lag_seqnos is None else f" | {figures.lag_seqnos:,} seqnos behind"
+    rate = f"{render.number(figures.events_per_s)}/s, {render.duration(figures.duration_ms / 1000)}"
+    return f"batch {figures.batch} | {figures.events:,} events ({changed}) | {rate}{lag}"
+
+
+@contextmanager
+def ending() -> Iterator[threading.Event]:
+    """Set by Ctrl-C or SIGTERM: end after what is under way. A second Ctrl-C ends at once."""
+    stop = threading.Event()
+
+    def ask(number: int, _frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    kept = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+@app.command()
+def compare(
+    source: Annotated[str, typer.Option("--source", "-s", metavar="URL", help="couchbase://user@host/bucket")],
+    data: options.DataOption = None,
+    vbuckets: Annotated[
+        str | None, typer.Option("--vbuckets", metavar="0-511,600", help="Only these; default: all.")
+    ] = None,
+    processes: ProcessesOption = None,
+    master: MasterOption = None,
+    spark: SparkOption = False,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Compare the mirror with its source, key by key, in many tasks; exit code 3 where they differ, 1 where unsure."""
+    loaded = options.settings_from({"data": data, "source": source}, config=config).settings
+    path = options.data_directory(data, config)
+    with running("compare", master, spark, processes) as runner, tasks_shown("compare") as progress:
+        from mirror.spark.compare import compare as run
+        from mirror.spark.options import ranges
+
+        try:
+            vbids = None if vbuckets is None else sorted(ranges(vbuckets))
+        except ValueError as error:
+            raise ConfigError(f"--vbuckets {vbuckets!r}: {error}") from None
+        done = run(path, source, loaded, runner, vbids=vbids, progress=progress)
+    if as_json:
+        output.print_json(compared_object(done))
+    else:
+        for line in compared_lines(done):
+            typer.echo(line)
+    if done.different:
+        raise exits.Ended(ExitCode.DATA)
+    if done.unfinished:
+        raise exits.Ended(ExitCode.FAILED)
+
+
+def compared_object(done: Compared) -> dict[str, Any]:
+    """The verdict, in the shape of JSON.md."""
+    rows = []
+    for each in done.vbuckets:
+        row = {name: value for name, value in asdict(each).items() if name != "differences"}
+        row["differences"] = [
+            {"kind": found.verdict.value, "collection_id": split_key(found.key)[0]}
+            | output.key_fields(split_key(found.key)[1])
+            for found in each.differences
+        ]
+        rows.append(row)
+    equal = not done.different and not done.unfinished
+    return {"equal": equal, "elapsed_s": round(done.elapsed_s, 3), "vbuckets": rows}
+
+
+def compared_lines(done: Compared) -> Iterator[str]:
+    """The same for people: what differs, then the sum."""
+    for each in done.vbuckets:
+        if each.state != "equal":
+            yield (
+                f"vbucket {each.vbid}: {each.state}"
+                + (f", {each.difference_count:,} keys" if each.difference_count else "")
+                + (f" ({each.text})" if each.text else "")
+            )
+        for found in each.differences:
+            yield f"vbucket {each.vbid}\t{found.verdict.value}\t{output.for_people(split_key(found.key)[1])}"
+    states = Counter(each.state for each in done.vbuckets)
+    documents = sum(each.documents for each in done.vbuckets)
+    said = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    yield f"{len(done.vbuckets)} vbuckets ({said}), {documents:,} documents, {render.duration(done.elapsed_s)}"
+
+
+def main() -> None:
+    """Entry under spark-submit."""
+    sys.exit(exits.guarded(lambda: app(prog_name="pipeline", standalone_mode=False)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""`compare`: the mirror against its source, by tasks that each compare some vbuckets.
+
+Knows how vbuckets are dealt to tasks, and what the tasks' answers amount to; what a difference is, and why the answer
+is exact although both sides move, `feed.verify` says, which each task runs. Each task reads the source itself, through
+connections of its own, and the mirror where it runs; nothing but results travels. Invariants: a vbucket has one result;
+nothing is changed, on either side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mirror import client
+from mirror.config import Settings, from_wire, to_wire
+from mirror.errors import BucketChanged, ConfigError
+from mirror.feed.comparison import VbucketResult
+from mirror.feed.reader import SourceReader
+from mirror.feed.verify import WAIT_S, verify
+from mirror.spark.local import dealt
+from mirror.spark.runner import Progress, Runner
+from storage.view import open_view
+
+TASKS_PER_CORE = 4
+
+
+class Task(NamedTuple):
+    """What one task compares."""
+
+    data: str
+    source: str
+    settings: dict[str, Any]
+    """Without the password, which is looked for where the task runs."""
+    vbids: list[int]
+    bucket_uuid: str
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The verdict."""
+
+    vbuckets: list[VbucketResult]
+    elapsed_s: float
+
+    @property
+    def different(self) -> bool:
+        """True when some vbucket is not the source's."""
+        return any(each.state in ("different", "rollback") for each in self.vbuckets)
+
+    @property
+    def unfinished(self) -> bool:
+        """True when nothing can be said of some vbucket."""
+        return any(each.state not in ("equal", "different", "rollback") for each in self.vbuckets)
+
+
+def compare(
+    data: Path,
+    source: str,
+    settings: Settings,
+    runner: Runner,
+    *,
+    vbids: Sequence[int] | None = None,
+    wait_s: float = WAIT_S,
+    progress: Progress | None = None,
+) -> Compared:
+    """Compare all vbuckets of the mirror, or these. Raises MirrorError and the store's errors."""
+    start_s = time.monotonic()
+    data = data.absolute()
+    with open_view(str(data), stale_reads=True) as view:
+        identity, held = view.identity, [int(vbid) for vbid in view.vbids]
+    missing = sorted(set(vbids or ()) - set(held))
+    if missing:
+        raise ConfigError(f"{data} does not hold vbucket {missing[0]}", hint=f"it holds {held[0]} to {held[-1]}")
+    shares = dealt(list(vbids or held), runner.parallelism * TASKS_PER_CORE, identity.group_count)
+    wire = to_wire(settings)
+    tasks = [Task(str(data), source, wire, share, identity.bucket_uuid, wait_s) for share in shares]
+    found = [each for results in runner.run(compare_task, tasks, progress) for each in results]
+    return Compared(sorted(found, key=lambda each: each.vbid), time.monotonic() - start_s)
+
+
+def compare_task(task: Task) -> list[VbucketResult]:
+    """Compare the vbuckets of a task; called wherever a Runner runs it."""
+    with (
+        open_view(task.data, stale_reads=True) as view,
+        SourceReader(task.source, settings=from_wire(task.settings)) as reader,
+    ):
+        if reader.bucket_uuid and reader.bucket_uuid != task.bucket_uuid:
+            raise BucketChanged(f"the source has bucket {reader.bucket_uuid}, {task.data} mirrors {task.bucket_uuid}")
+        service = client.ask(Path(task.data), "status") is not None
+        return verify(task.data, view, reader, service=service, vbids=task.vbids, wait_s=task.wait_s)
