@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from mirror.errors import ConfigError
 
@@ -51,6 +57,11 @@ class Settings(BaseSettings):
     vbuckets: str | None = None
     """Hold these vbuckets alone (`0-511`), where several mirrors share a bucket; fixed when the data directory is made.
     None: all of them. `kv_nodes` tells clients who holds the rest."""
+    collections: Annotated[tuple[str, ...] | None, NoDecode] = None
+    """Mirror these collections alone (`scope.collection`, several parted by commas); fixed when the data directory is
+    made. One that does not exist yet is waited for. None, and no `scope`: what the directory was made for, or all."""
+    scope: str | None = None
+    """Mirror this scope alone, with whatever collections it has and gets; fixed when the data directory is made."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
     """What each commit forces to the disk; `storage/FORMAT.md`."""
 
@@ -87,6 +98,19 @@ class Settings(BaseSettings):
     """A vbucket behind its source that received nothing for this long is called stalled, and its stream reopened."""
     storage_retry_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 5.0
     """How often a group whose disk is full tries again."""
+
+    # what is asked of the source's streams
+    track_prepares: bool = False
+    """Receive both halves of sync writes (durable ones) instead of their outcome alone, and keep the open ones. Readers
+    see committed versions either way. Not together with `collections` or `scope`: no source filters such streams."""
+    change_streams: bool = False
+    """Ask for superseded versions where a bucket keeps them (Magma, 7.2 or newer): `changes` then shows what happened
+    between two snapshots, as far as the source's own retention reaches."""
+    out_of_order_backfill: bool = False
+    """Take the first fill of a single collection in the source's own order (7.0 or newer): faster for a small
+    collection of a large bucket; broken off, it begins anew. Only with `collections` of one name."""
+    compression: Literal["as_stored", "forced"] = "as_stored"
+    """`forced` has the source compress every value: less network and disk here for more of the source's processors."""
 
     # the source's security
     tls_ca_file: Path | None = None
@@ -146,6 +170,9 @@ class Settings(BaseSettings):
     """Requests of one connection answered before the others have their turn; the rest of its pipeline waits unread."""
     http_processes: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that share the HTTP address."""
+    dcp_processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share the DCP address. One sends some hundred thousand documents a second; another core, another
+    connection's streams."""
     ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     """A mirror further behind its source than this is not ready (`/readyz`), and its page calls a vbucket lagging."""
     refill_reads: Literal["unavailable", "stale"] = "unavailable"
@@ -180,6 +207,14 @@ class Settings(BaseSettings):
     """Least level of messages on stderr."""
     log_json: bool = False
     """Log lines as JSON objects."""
+
+    @field_validator("collections", mode="before")
+    @classmethod
+    def _parted(cls, value: Any) -> Any:
+        """From the environment and flags it is one text."""
+        if isinstance(value, str):
+            value = tuple(name.strip() for name in value.split(",") if name.strip())
+        return value or None
 
     @field_validator("source", "kv", "http", "dcp", mode="before")
     @classmethod
@@ -258,6 +293,12 @@ def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = N
             f"({settings.retry_delay_max_ms})",
             hint="make the first pause no longer than the longest",
             setting="retry_delay_min_ms",
+        )
+    if settings.track_prepares and (settings.collections or settings.scope):
+        raise ConfigError(
+            "track_prepares is set for a mirror of single collections",
+            hint="a source sends both halves of sync writes for a whole bucket alone: give up one of the two",
+            setting="track_prepares",
         )
     return Loaded(settings, provenance)
 

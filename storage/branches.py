@@ -55,7 +55,7 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
         fields = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))
     except CorruptedError as error:
         raise CorruptedError(error.message, path=environment.path, vbid=vbid, hint=error.hint) from error
-    staging, staged, staging_published, indexed, snapshot, log, purge, rollbacks, last = fields
+    staging, staged, staging_published, indexed, snapshot, log, purge, rollbacks, last, stream_filter = fields
     if staged < staging_published or (staging == branch and staging_published != published):
         raise CorruptedError(
             f"positions contradict each other (published {published}, staged {staged})",
@@ -90,6 +90,7 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
         manifest=manifest,
         rollback_count=rollbacks,
         last_rollback_ms=last,
+        stream_filter=stream_filter,
     )
     return Loaded(state, indexed, manifest_key if staging == branch else (0, 0), above)
 
@@ -221,6 +222,7 @@ def _put_state(
         changes.get("source_purge_seqno", state.source_purge_seqno),
         changes.get("rollback_count", state.rollback_count),
         changes.get("last_rollback_ms", state.last_rollback_ms),
+        changes.get("stream_filter", state.stream_filter),
     )
     txn.put(keys.VBID_KEY.pack(state.vbid), row, db=environment.db(keys.DB_STATE))
 
@@ -257,7 +259,19 @@ def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary:
     from_vbuuid = newest.vbuuid if newest is not None else 0
     record = records.encode_rollback(state.branch, state.published_seqno, branch, at, from_vbuuid, to_vbuuid, now_ms)
     txn.put(keys.ROLLBACK_KEY.pack(vbid, number), record, db=environment.db(keys.DB_ROLLBACK))
-    _put_state(environment, txn, state, branch, at, failover_log=log, rollback_count=number, last_rollback_ms=now_ms)
+    # What the streams of the served copy were filtered to was forgotten when the refill began: then nobody knows.
+    unknown = state.stream_filter is not None and state.staging_branch != state.branch
+    _put_state(
+        environment,
+        txn,
+        state,
+        branch,
+        at,
+        failover_log=log,
+        rollback_count=number,
+        last_rollback_ms=now_ms,
+        stream_filter="" if unknown else state.stream_filter,
+    )
 
 
 def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_key: ManifestKey, now_ms: int) -> None:
@@ -318,4 +332,7 @@ def begin_refill(
         pub[5] |= keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
     txn.put(vbid_key, keys.PUB.pack(*pub), db=environment.db(keys.DB_PUB))
     log = state.failover_log if reason is BranchReason.OSO else ()
-    _put_state(environment, txn, state, branch, 0, failover_log=log, source_purge_seqno=Seqno(0))
+    kept_filter = state.stream_filter if reason is BranchReason.OSO else None
+    _put_state(
+        environment, txn, state, branch, 0, failover_log=log, source_purge_seqno=Seqno(0), stream_filter=kept_filter
+    )

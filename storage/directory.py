@@ -84,6 +84,8 @@ def _fields(identity: Identity) -> dict[str, object]:
     found = asdict(identity)
     if identity.held is None:
         del found["held"]
+    if not identity.selection:
+        del found["selection"]
     return found
 
 
@@ -133,7 +135,8 @@ def load(path: str) -> Identity:
             hint="use the version of dcp-mirror that wrote it",
         )
     try:
-        identity = Identity(**{field.name: data[field.name] for field in fields(Identity) if field.name != "held"})
+        required = [field.name for field in fields(Identity) if field.name not in ("held", "selection")]
+        identity = Identity(**{name: data[name] for name in required}, selection=data.get("selection", ""))
         held = data.get("held")
         if held is not None:
             first, last = held
@@ -144,7 +147,7 @@ def load(path: str) -> Identity:
         ) from None
     except KeyError as error:
         raise CorruptedError(f"lacks {error}", path=file_path, hint="restore it from a backup") from error
-    texts = (identity.cluster_uuid, identity.bucket_name, identity.bucket_uuid)
+    texts = (identity.cluster_uuid, identity.bucket_name, identity.bucket_uuid, identity.selection)
     numbers = (identity.vbucket_count, identity.group_count, *(identity.held or ()))
     if (
         not all(isinstance(text, str) for text in texts)

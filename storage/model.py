@@ -123,6 +123,8 @@ class VbucketState:
     """As of `staged_seqno`."""
     rollback_count: int = 0
     last_rollback_ms: int | None = None
+    stream_filter: str | None = None
+    """What the streams of the staging branch were filtered to, in the words of whoever asked; None: to nothing."""
 
 
 class Document(NamedTuple):
@@ -164,6 +166,8 @@ class Identity:
     group_count: int
     held: tuple[int, int] | None = None
     """The first and the last vbucket that this mirror holds, where other mirrors hold the rest; None: it holds all."""
+    selection: str = ""
+    """What of the bucket is mirrored, in the words of whoever made the mirror; empty: all of it."""
 
     @property
     def vbids(self) -> range:

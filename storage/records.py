@@ -183,21 +183,23 @@ def encode_deletion(
     return HEADER.pack(MAGIC, opcode, len(wire_key), len(extras), 0, 0, body_length, 0, cas) + extras + wire_key
 
 
-StateFields = tuple[int, int, int, int, SnapshotRange | None, tuple[FailoverEntry, ...], int, int, int | None]
+StateFields = tuple[
+    int, int, int, int, SnapshotRange | None, tuple[FailoverEntry, ...], int, int, int | None, str | None
+]
 
 
 def _pack(*fields: Any) -> bytes:
     return bytes(msgpack.packb((1, *fields)))
 
 
-def _unpack(data: bytes | None, what: str, count: int) -> list[Any]:
+def _unpack(data: bytes | None, what: str, *counts: int) -> list[Any]:
     if data is None:
         raise CorruptedError(f"the {what} record is missing", hint="run `dcp-mirror check`")
     try:
         fields = msgpack.unpackb(data)
     except Exception as error:
         raise CorruptedError(f"the {what} record cannot be read: {error}") from error
-    if not isinstance(fields, list) or len(fields) != count + 1 or fields[0] != 1:
+    if not isinstance(fields, list) or len(fields) - 1 not in counts or fields[0] != 1:
         raise CorruptedError(f"the {what} record has an unknown shape")
     return fields[1:]
 
@@ -235,6 +237,7 @@ def encode_state(
     source_purge_seqno: int,
     rollback_count: int,
     last_rollback_ms: int | None,
+    stream_filter: str | None = None,
 ) -> bytes:
     """A row of `state`."""
     return _pack(
@@ -247,12 +250,14 @@ def encode_state(
         source_purge_seqno,
         rollback_count,
         last_rollback_ms,
+        *(() if stream_filter is None else (stream_filter,)),
     )
 
 
 def decode_state(data: bytes | None) -> StateFields:
     """The fields of `encode_state`, in its order."""
-    branch, staged, published, indexed, snapshot, log, purge, rollbacks, last = _unpack(data, "state", 9)
+    fields = _unpack(data, "state", 9, 10)
+    branch, staged, published, indexed, snapshot, log, purge, rollbacks, last = fields[:9]
     return (
         branch,
         staged,
@@ -263,6 +268,7 @@ def decode_state(data: bytes | None) -> StateFields:
         purge,
         rollbacks,
         last,
+        fields[9] if len(fields) > 9 else None,
     )
 
 

@@ -471,6 +471,12 @@ class GroupWriter:
             vbucket.change(source_purge_seqno=Seqno(source_purge_seqno))
         vbucket.dirty = True
 
+    def save_filter(self, vbid: int, text: str) -> None:
+        """Keep what the streams of the staging branch are filtered to, never later than their first rows."""
+        vbucket = self._vbuckets[vbid]
+        vbucket.change(stream_filter=text)
+        vbucket.dirty = True
+
     # -- committing -----------------------------------------------------------------------------------------------
 
     def commit(self, *, flush_open: bool = False) -> CommitResult:
@@ -619,6 +625,7 @@ class GroupWriter:
                 state.source_purge_seqno,
                 state.rollback_count,
                 state.last_rollback_ms,
+                state.stream_filter,
             ),
             db=self.environment.db(keys.DB_STATE),
         )

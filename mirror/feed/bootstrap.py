@@ -11,9 +11,10 @@ with a remedy. Sources: protocol facts 2.2; kv_engine docs/BinaryProtocol.md (HE
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -35,6 +36,7 @@ from mirror.feed.sasl import SaslError, ScramClient, choose_mechanism, plain_enc
 from mirror.feed.srv import first_addresses
 from mirror.feed.tls import Tls, hung_up, only_tls, speaks_tls
 from mirror.feed.transport import Link, Opaques, open_link
+from mirror.ingest.selection import MalformedManifest, SourceManifest
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, network_of, parse_cluster_map
 from mirror.wire.codec_dcp import decode_all_vb_seqnos
 from mirror.wire.codec_kv import get_cluster_config
@@ -177,21 +179,53 @@ def read_map(config: bytes, address: Address, settings: Settings, *, network: st
         raise HandshakeFailed(f"{address} sent a cluster map that makes no sense: {error}", node=str(address)) from None
 
 
-async def fetch_high_seqnos(link: Link, settings: Settings) -> dict[int, int]:
-    """Ask a node for the high seqnos of its active vbuckets: {vbid: seqno}. Raises ClusterError."""
-    answer = await link.request(
-        Opcode.GET_ALL_VB_SEQNOS,
-        extras=struct.pack(">I", VbucketState.ACTIVE),
-        timeout_s=settings.request_timeout_s,
-    )
+async def fetch_high_seqnos(
+    link: Link, settings: Settings, collection_ids: Sequence[int] | None = None
+) -> dict[int, int]:
+    """Ask a node for the high seqnos of its active vbuckets: {vbid: seqno}; with collections, the highest of theirs.
+
+    A collection that the node does not know (yet, or any more) has none. Raises ClusterError.
+    """
+    wanted = [b""] if collection_ids is None else [struct.pack(">I", each) for each in collection_ids]
+    asked = [
+        link.request(
+            Opcode.GET_ALL_VB_SEQNOS,
+            extras=struct.pack(">I", VbucketState.ACTIVE) + collection,
+            timeout_s=settings.request_timeout_s,
+        )
+        for collection in wanted
+    ]
+    highest: dict[int, int] = {}
+    for answer in await asyncio.gather(*asked):
+        if answer.status == Status.UNKNOWN_COLLECTION and collection_ids is not None:
+            continue
+        if answer.status != Status.SUCCESS:
+            raise HandshakeFailed(
+                f"{link.address} gives no high seqnos: {status_name(answer.status)}", node=str(link.address)
+            )
+        try:
+            for vbid, seqno in decode_all_vb_seqnos(answer.value):
+                highest[vbid] = max(seqno, highest.get(vbid, 0))
+        except RemoteProtocolError as error:
+            raise HandshakeFailed(f"{link.address} broke the protocol: {error}", node=str(link.address)) from None
+    return highest
+
+
+async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
+    """Ask a node for the bucket's scopes and collections. Raises ClusterError."""
+    answer = await link.request(Opcode.GET_COLLECTIONS_MANIFEST, timeout_s=settings.request_timeout_s)
     if answer.status != Status.SUCCESS:
         raise HandshakeFailed(
-            f"{link.address} gives no high seqnos: {status_name(answer.status)}", node=str(link.address)
+            f"{link.address} gives no collections: {status_name(answer.status)}",
+            hint="the bucket may still be warming up",
+            node=str(link.address),
         )
     try:
-        return dict(decode_all_vb_seqnos(answer.value))
-    except RemoteProtocolError as error:
-        raise HandshakeFailed(f"{link.address} broke the protocol: {error}", node=str(link.address)) from None
+        return SourceManifest.parse(answer.value)
+    except MalformedManifest as error:
+        raise HandshakeFailed(
+            f"{link.address} sent collections that make no sense: {error}", node=str(link.address)
+        ) from None
 
 
 async def discover(

@@ -10,7 +10,8 @@ Invariants:
   its states again and asks for its streams anew;
 - the map only ever moves forward in (epoch, rev); a map of another bucket than the stored one ends the consumer with
   `BucketChanged`; local data is never deleted for anything that a connection or a map says;
-- a vbucket whose source is ahead and that receives nothing is noticed, reported and asked for anew.
+- a vbucket whose source is ahead and that receives nothing is noticed, reported and asked for anew (`watch`);
+- a mirror of some collections asks for streams once it knows which these are (`collection_watch`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import structlog
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported
-from mirror.feed.bootstrap import Access, discover, fetch_high_seqnos, fetch_newer_map, read_map
+from mirror.feed.bootstrap import Access, discover, fetch_newer_map, read_map
+from mirror.feed.collection_watch import CollectionWatch
 from mirror.feed.connection_string import Address, ConnectionString
 from mirror.feed.nodes import NodeKeeper, pause_s
 from mirror.feed.performer import perform
@@ -36,13 +38,15 @@ from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.srv import first_addresses
 from mirror.feed.transport import Opaques
 from mirror.feed.vbucket import VbucketActor
+from mirror.feed.watch import SourceWatch
 from mirror.ingest import events as happenings
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import BeginRefill, Status
+from mirror.ingest.selection import Resolved, Selection
 from mirror.ingest.topology import ClusterMap, Node
 from mirror.wire import events as ev
 from mirror.wire.codec_kv import decode_clustermap_notification
-from mirror.wire.constants import ServerOpcode
+from mirror.wire.constants import ControlKey, ServerOpcode
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 from storage.errors import Full, SeqnoOrder, StorageError
@@ -64,6 +68,22 @@ MAP_TIMEOUT_S = 2.0
 """A node that takes longer to say its map is left for the next one: a failover is not to wait for a dead node."""
 FREE_BYTES_TO_RESUME = 2
 """Times `batch_bytes_max` that must be free before a group whose disk was full tries again."""
+
+
+def judge_streams(settings: Settings, selection: Selection) -> None:
+    """Refuse settings that no source can meet for what is mirrored. Raises ConfigError."""
+    if settings.track_prepares and not selection.whole:
+        raise ConfigError(
+            f"track_prepares is set, and the data directory mirrors {selection}",
+            hint="a source sends both halves of sync writes for a whole bucket alone: leave the setting out",
+            setting="track_prepares",
+        )
+    if settings.out_of_order_backfill and len(selection.collections) != 1:
+        raise ConfigError(
+            f"out_of_order_backfill is set, and {selection} is mirrored",
+            hint="a source does so for a single collection alone: leave the setting out, or name one collection",
+            setting="out_of_order_backfill",
+        )
 
 
 class Group:
@@ -126,7 +146,10 @@ class Consumer:
         self._map_wanted = asyncio.Event()
         self._announced = (0, 0)  # the newest (epoch, revision) that a node spoke of
         self._map_turn = 0
-        self._polls: dict[Address, asyncio.Task[None]] = {}
+        selection = Selection.parse(identity.selection)
+        judge_streams(settings, selection)
+        self._collections = CollectionWatch(selection, self, settings, self.clock)
+        self._source_watch = SourceWatch(self, settings, self.clock, self._task_ended)
         self._work_wanted = asyncio.Event()
         self._ending: asyncio.Future[None] | None = None
         self._stop_asked = False
@@ -143,7 +166,13 @@ class Consumer:
             self._ending.set_result(None)
         tasks = [
             asyncio.create_task(work(), name=f"feed {work.__name__}")
-            for work in (self._follow_map, self._poll_seqnos, self._step_writers, self._poll_persistence)
+            for work in (
+                self._follow_map,
+                self._watch_source,
+                self._step_writers,
+                self._poll_persistence,
+                self._watch_collections,
+            )
         ]
         for task in tasks:
             task.add_done_callback(self._task_ended)
@@ -168,10 +197,6 @@ class Consumer:
         await self._finished.wait()
 
     async def _wind_up(self) -> None:
-        polls = list(self._polls.values())
-        for task in polls:
-            task.cancel()
-        await asyncio.gather(*polls, return_exceptions=True)
         for actor in self._actors.values():
             actor.drop_machine()
         await asyncio.gather(*(keeper.stop() for keeper in self._nodes.values()), *self._stopping_keepers)
@@ -204,7 +229,7 @@ class Consumer:
         else:
             self._take_map(await self._first_discovery())
         while True:
-            ready = self._ready_sessions()
+            ready = self.ready_sessions()
             announced = bool(ready) and all(session.handshake.announces_maps for session in ready)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(
@@ -232,12 +257,13 @@ class Consumer:
             await self.clock.sleep(pause_s(attempt, self.settings, self.clock.jitter()))
             attempt += 1
 
-    def _ready_sessions(self) -> list[NodeSession]:
+    def ready_sessions(self) -> list[NodeSession]:
+        """Connections that can be asked."""
         return [keeper.session for keeper in self._nodes.values() if keeper.session is not None and keeper.ready]
 
     async def _refresh_once(self) -> None:
         """Ask the ready nodes, each time another first, until one gives a map; without any, as at the start."""
-        ready = self._ready_sessions()
+        ready = self.ready_sessions()
         self._map_turn += 1
         turn = self._map_turn % max(1, len(ready))
         answered = False
@@ -319,8 +345,7 @@ class Consumer:
             self._nodes[address] = keeper
             keeper.start()
         elif keeper.session is not None and keeper.ready:
-            session = keeper.session
-            self._guarded(vbid, partial(actor.attach, session))
+            self._attach(vbid, keeper.session)
 
     def _retire_nodes(self) -> None:
         """Close what no vbucket of ours needs any more."""
@@ -333,6 +358,9 @@ class Consumer:
     def _make_session(self, address: Address) -> NodeSession:
         session = NodeSession(self._access, address, self, self.clock, name=self._dcp_name, opaques=self._opaques)
         session.map_watch = self
+        session.with_prepares = self.settings.track_prepares
+        session.with_history = self.settings.change_streams
+        session.with_oso = self.settings.out_of_order_backfill
         return session
 
     # -- what nodes bring -----------------------------------------------------------------------------------------
@@ -343,9 +371,17 @@ class Consumer:
         session = keeper.session
         assert session is not None
         for vbid in self._vbids_at(keeper.address):
-            actor = self._actors[vbid]
             if self._group_of[vbid].error is None:
-                self._guarded(vbid, partial(actor.attach, session))
+                self._attach(vbid, session)
+        self._collections.look()
+
+    def _attach(self, vbid: int, session: NodeSession) -> None:
+        """Let a vbucket ask for its stream, if there is something to ask for."""
+        actor = self._actors[vbid]
+        if self._collections.streams:
+            self._guarded(vbid, partial(actor.attach, session))
+        else:
+            actor.report(Status.WAITING, self._collections.text)
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
         """A refusal at the very start ends the consumer; later failures are waited out and shown."""
@@ -403,8 +439,7 @@ class Consumer:
 
     def on_event(self, vbid: int, event: ev.Event) -> None:
         """Any other message of a stream."""
-        actor = self._actors[vbid]
-        actor.last_progress = self.clock.monotonic()
+        self._actors[vbid].progressed()
         self.enter(vbid, event)
 
     def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
@@ -534,8 +569,7 @@ class Consumer:
             keeper = None if address is None else self._nodes.get(address)
             actor.revive()
             if keeper is not None and keeper.session is not None and keeper.ready:
-                session = keeper.session
-                self._guarded(actor.vbid, partial(actor.attach, session))
+                self._attach(actor.vbid, keeper.session)
 
     async def _step_writers(self) -> None:
         """Background work of the store (key rows, syncs), in slices between which sockets are served."""
@@ -563,33 +597,64 @@ class Consumer:
 
     # -- how far the source is ------------------------------------------------------------------------------------
 
-    async def _poll_seqnos(self) -> None:
-        while True:
-            for address, keeper in self._nodes.items():
-                if address not in self._polls:  # a node that is slow to answer does not keep the others waiting
-                    task = asyncio.create_task(self._poll_node(keeper))
-                    self._polls[address] = task
-                    task.add_done_callback(partial(self._poll_ended, address))
-            self._watch_progress()
-            await self.clock.sleep(self.settings.seqno_poll_interval_s)
+    async def _watch_source(self) -> None:
+        await self._source_watch.run()
 
-    def _poll_ended(self, address: Address, task: asyncio.Task[None]) -> None:
-        self._polls.pop(address, None)
-        self._task_ended(task)
+    @property
+    def keepers(self) -> Mapping[Address, NodeKeeper]:
+        """The nodes."""
+        return self._nodes
 
-    async def _poll_node(self, keeper: NodeKeeper) -> None:
-        session = keeper.session
-        if session is None or not session.ready:
-            return
-        try:
-            seqnos = await fetch_high_seqnos(session.link, self.settings)
-        except ClusterError as error:
-            log.debug("no high seqnos from node", node=str(keeper.address), error=str(error))
-            return
-        for vbid in self._vbids_at(keeper.address):
-            if vbid in seqnos:
-                self._actors[vbid].source_high_seqno = seqnos[vbid]
-                self._guarded(vbid, partial(self._actors[vbid].handle, happenings.HighSeqno(seqnos[vbid])))
+    @property
+    def polled_collections(self) -> Sequence[int] | None:
+        """The collections whose high seqnos count; None: the bucket's."""
+        return self._collections.polled_collections
+
+    def actors_at(self, address: Address) -> list[VbucketActor]:
+        """The vbuckets whose node that is."""
+        return [self._actors[vbid] for vbid in self._vbids_at(address)]
+
+    def guarded(self, vbid: int, work: Callable[[], None]) -> None:
+        """Do something that may fail as the store fails."""
+        self._guarded(vbid, work)
+
+    def reopen(self, vbid: int, cause: str) -> None:
+        """Ask for a vbucket's stream anew, over the connection that it has."""
+        actor = self._actors[vbid]
+        session = actor.session
+        if session is not None:
+            self._guarded(vbid, partial(actor.detach, happenings.Stop(cause)))
+            self._attach(vbid, session)
+
+    # -- which collections ----------------------------------------------------------------------------------------
+
+    async def _watch_collections(self) -> None:
+        await self._collections.run()
+
+    @property
+    def shown(self) -> Resolved:
+        """What of the bucket streams are asked for."""
+        return self._collections.resolved
+
+    @property
+    def has_system_collections(self) -> bool:
+        """Whether the cluster map says that there are collections of the server's own."""
+        return self.cluster_map is not None and self.cluster_map.system_collections
+
+    def refresh_collections(self, vbid: int) -> None:
+        """A vbucket was told of an unknown collection, or that all it had is gone."""
+        self._collections.look(vbid)
+
+    def on_collections(self, waiting: set[int]) -> None:
+        """There is something to ask for that was not asked for."""
+        for vbid, actor in self._actors.items():
+            address = self._node_of[vbid]
+            keeper = None if address is None else self._nodes.get(address)
+            if keeper is None or keeper.session is None or not keeper.ready or self._group_of[vbid].error is not None:
+                continue
+            if self._collections.selection.whole and not (vbid in waiting and actor.refused):
+                continue
+            self._attach(vbid, keeper.session)
 
     async def _poll_persistence(self) -> None:
         if self._poller is not None:
@@ -600,23 +665,6 @@ class Consumer:
         found = [self._address(node) for node in self.cluster_map.copies_of(vbid)] if self.cluster_map else []
         known = [address for address in found if address is not None]
         return known if len(known) == len(found) else []
-
-    def _watch_progress(self) -> None:
-        """A stream that is open and brings nothing although its source is ahead is asked for anew."""
-        now = self.clock.monotonic()
-        for vbid, actor in self._actors.items():
-            high = actor.source_high_seqno
-            session = actor.session
-            if session is None or high is None or not actor.streaming:
-                continue
-            if actor.writer.state(vbid).staged_seqno >= high:
-                actor.last_progress = now
-            elif now - actor.last_progress > self.settings.stall_timeout_s:
-                actor.stalls += 1
-                actor.last_error = f"stalled: nothing for {now - actor.last_progress:.0f} s, the source is at {high}"
-                log.warning("stalled", vbid=vbid, high_seqno=high, stalls=actor.stalls)
-                self._guarded(vbid, partial(actor.detach, happenings.Stop("stalled")))
-                self._guarded(vbid, partial(actor.attach, session))
 
     # -- what people see and ask ----------------------------------------------------------------------------------
 
@@ -652,7 +700,22 @@ class Consumer:
             },
             "map": None if new is None else {"rev_epoch": new.rev_epoch, "rev": new.rev, "nodes": len(new.nodes)},
             "error": self._error,
+            "selection": str(self._collections.selection),
+            "warnings": self._collections.warnings + self._unmet_wishes(),
         }
+
+    def _unmet_wishes(self) -> list[str]:
+        """What was asked for that a node does not offer."""
+        asked = [ControlKey.CHANGE_STREAMS] if self.settings.change_streams else []
+        if self.settings.out_of_order_backfill:
+            asked.append(ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS)
+        sessions = self.ready_sessions()
+        return [
+            f"{session.address} does not offer {name.decode()}, which the settings ask for; going on without"
+            for name in asked
+            for session in sessions
+            if not session.controls.get(name.decode(), False)
+        ]
 
     def _histories(self) -> dict[int, History]:
         """Of the groups that can be read."""
@@ -730,7 +793,7 @@ class Consumer:
         actor.went_back(result.boundary_seqno)
         actor.revive()
         if session is not None and session.ready:
-            self._guarded(vbid, partial(actor.attach, session))
+            self._attach(vbid, session)
         return {
             "vbid": vbid,
             "boundary_seqno": int(result.boundary_seqno),
@@ -757,7 +820,7 @@ class Consumer:
         state = group.writer.state(vbid)
         actor.revive()
         if session is not None and session.ready:
-            self._guarded(vbid, partial(actor.attach, session))
+            self._attach(vbid, session)
         if state.published_seqno and state.staging_branch == state.branch:
             raise MirrorError(f"vb {vbid} cannot be filled anew", hint="make room on the disk for a second copy of it")
         return {"vbid": vbid, "staging_branch": int(state.staging_branch)}

@@ -70,6 +70,10 @@ class Actor(Protocol):
         """Get a new map, or take this one."""
         ...
 
+    def refresh_collections(self) -> None:
+        """Ask which collections there are now."""
+        ...
+
     def reconnect(self, cause: str) -> None:
         """Close the connection and log in again."""
         ...
@@ -90,7 +94,7 @@ def perform(actor: Actor, instructions: Sequence[Instruction]) -> None:
         if answer is None:
             continue
         perform(actor, actor.tell(answer))
-        if isinstance(answer, happenings.StagingRefused):
+        if isinstance(answer, (happenings.StagingRefused, happenings.PrepareMissing)):
             return  # the rest of the list stood on what was refused
 
 
@@ -115,6 +119,10 @@ def _answer_marker(actor: Actor, asked: Any) -> None:
 
 def _refresh_map(actor: Actor, asked: Any) -> None:
     actor.refresh_map(asked.config)
+
+
+def _refresh_collections(actor: Actor, _asked: Any) -> None:
+    actor.refresh_collections()
 
 
 def _reconnect(actor: Actor, asked: Any) -> None:
@@ -149,7 +157,37 @@ def _advance(actor: Actor, asked: Any) -> Any:
 def _stage_system_event(actor: Actor, asked: Any) -> Any:
     writer = actor.writer
     try:
-        writer.system_event(actor.vbid, asked.seqno, asked.row_value, asked.manifest, asked.open_snapshot)
+        writer.system_event(
+            actor.vbid, asked.seqno, asked.row_value, asked.manifest, asked.open_snapshot, asked.unordered
+        )
+    except SeqnoOrder as error:
+        return happenings.StagingRefused(writer.state(actor.vbid), str(error))
+    return None
+
+
+def _stage_prepare(actor: Actor, asked: Any) -> Any:
+    writer = actor.writer
+    try:
+        writer.prepare(actor.vbid, asked.seqno, asked.frame, asked.open_snapshot)
+    except SeqnoOrder as error:
+        return happenings.StagingRefused(writer.state(actor.vbid), str(error))
+    return None
+
+
+def _commit_prepare(actor: Actor, asked: Any) -> Any:
+    writer = actor.writer
+    try:
+        if writer.commit_prepare(actor.vbid, asked.seqno, asked.key, asked.open_snapshot):
+            return None
+    except SeqnoOrder as error:
+        return happenings.StagingRefused(writer.state(actor.vbid), str(error))
+    return happenings.PrepareMissing(writer.state(actor.vbid), asked.seqno)
+
+
+def _abort_prepare(actor: Actor, asked: Any) -> Any:
+    writer = actor.writer
+    try:
+        writer.abort_prepare(actor.vbid, asked.seqno, asked.key, asked.open_snapshot)
     except SeqnoOrder as error:
         return happenings.StagingRefused(writer.state(actor.vbid), str(error))
     return None
@@ -162,6 +200,10 @@ def _publish(actor: Actor, asked: Any) -> None:
 
 def _save_failover_log(actor: Actor, asked: Any) -> None:
     actor.writer.save_failover_log(actor.vbid, asked.failover_log, asked.source_purge_seqno)
+
+
+def _save_filter(actor: Actor, asked: Any) -> None:
+    actor.writer.save_filter(actor.vbid, asked.text)
 
 
 def _roll_back(actor: Actor, asked: Any) -> Any:
@@ -209,11 +251,10 @@ def _begin_refill(actor: Actor, _asked: Any) -> Any:
     return happenings.RefillBegun(writer.state(actor.vbid))
 
 
-def _begin_oso(actor: Actor, _asked: Any) -> Any:
+def _begin_oso(actor: Actor, _asked: Any) -> None:
     actor.commit()
     actor.writer.begin_oso(actor.vbid)
     actor.reroute()
-    return happenings.OsoBegun(actor.writer.state(actor.vbid))
 
 
 def _retry_after(actor: Actor, asked: Any) -> None:
@@ -230,12 +271,17 @@ _DEEDS: dict[type[Instruction], Callable[[Actor, Any], Any]] = {
     deeds.GetFailoverLog: _get_failover_log,
     deeds.AnswerMarker: _answer_marker,
     deeds.RefreshMap: _refresh_map,
+    deeds.RefreshCollections: _refresh_collections,
     deeds.Reconnect: _reconnect,
     deeds.StageRows: _stage_rows,
     deeds.Advance: _advance,
     deeds.StageSystemEvent: _stage_system_event,
+    deeds.StagePrepare: _stage_prepare,
+    deeds.CommitPrepare: _commit_prepare,
+    deeds.AbortPrepare: _abort_prepare,
     deeds.PublishSnapshot: _publish,
     deeds.SaveFailoverLog: _save_failover_log,
+    deeds.SaveFilter: _save_filter,
     deeds.RollbackTo: _roll_back,
     deeds.AbandonStaged: _abandon,
     deeds.BeginRefill: _begin_refill,

@@ -19,6 +19,7 @@ from mirror.ingest.backoff import delay_s
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import Instruction, RequestStream, RetryReason, Status
 from mirror.ingest.machine import Phase, VbucketMachine
+from mirror.ingest.selection import Resolved
 from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
@@ -42,6 +43,15 @@ class Surroundings(Protocol):
 
     def touch_group(self, vbid: int) -> None:
         """The group has something to commit before long."""
+        ...
+
+    @property
+    def shown(self) -> Resolved:
+        """What of the bucket streams are asked for."""
+        ...
+
+    def refresh_collections(self, vbid: int) -> None:
+        """Find out which collections there are now; the vbucket waits for it."""
         ...
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
@@ -73,6 +83,8 @@ class VbucketActor:
         self.last_progress = around.clock.monotonic()
         self.last_error: str | None = None
         self.stalls = 0
+        self.stalled_streams = 0
+        """How many streams in a row stood still, though the source is ahead; 0 when the last one brought something."""
         self.violations = 0
         self.gate: PersistenceGate | None = None
         """Holds complete snapshots back until the source has persisted them; None: nothing is held back."""
@@ -102,8 +114,15 @@ class VbucketActor:
         self.session = session
         self.opaque = None
         self.last_progress = self._around.clock.monotonic()
+        shown = self._around.shown
+        session.stream_filter = {} if shown.filter is None else shown.filter.fields
         self.handle(
-            happenings.Start(collections=session.handshake.collections, sends_purge_seqno=session.sends_purge_seqno)
+            happenings.Start(
+                collections=session.handshake.collections,
+                sends_purge_seqno=session.sends_purge_seqno,
+                filter=shown.filter,
+                scope_names=shown.scope_names,
+            )
         )
 
     def detach(self, event: happenings.Stop | happenings.ConnectionLost | happenings.NoActiveNode) -> None:
@@ -119,6 +138,11 @@ class VbucketActor:
     def streaming(self) -> bool:
         """True while a stream is open."""
         return self.machine is not None and self.machine.phase is Phase.STREAMING
+
+    @property
+    def refused(self) -> bool:
+        """True while the vbucket waits for people, or for collections."""
+        return self.machine is not None and self.machine.phase is Phase.REFUSED
 
     def went_back(self, seqno: int) -> None:
         """The store was rolled back by hand: what lies above may come again without being asked for again."""
@@ -137,7 +161,9 @@ class VbucketActor:
             return
         self.documents += len(rows)
         self.bytes += byte_count
-        self.last_progress = self._around.clock.monotonic()
+        self.progressed()
+        if self.session is not None and self.machine.status is not Status.STREAMING:
+            self.session.backfill_at = self.last_progress
         self.last_data_ms = self._around.clock.wall_ms()
         if int.from_bytes(rows[0][0][4:12]) <= self._held_seqno:
             self.requested_again_bytes += sum(
@@ -145,6 +171,18 @@ class VbucketActor:
             )
         perform(self, self.machine.handle_run(opaque, rows, byte_count))
         self._around.touch_group(self.vbid)
+
+    def progressed(self) -> None:
+        """The stream is well."""
+        self.last_progress = self._around.clock.monotonic()
+        self.stalled_streams = 0
+
+    def stalled(self, text: str) -> None:
+        """The stream stands still though the source is ahead."""
+        self.stalls += 1
+        self.stalled_streams += 1
+        self.last_error = text
+        self.last_progress = self._around.clock.monotonic()
 
     # -- what the performer asks for ------------------------------------------------------------------------------
 
@@ -235,6 +273,10 @@ class VbucketActor:
         """Get a new cluster map, or read this one."""
         self._around.refresh_map(config, self.vbid)
 
+    def refresh_collections(self) -> None:
+        """Ask which collections there are now."""
+        self._around.refresh_collections(self.vbid)
+
     def reconnect(self, cause: str) -> None:
         """Close the connection and log in again."""
         if self.session is not None:
@@ -271,8 +313,8 @@ class VbucketActor:
         published = int(state.published_seqno)
         return {
             "vbid": self.vbid,
-            "state": str(self.status),
-            "text": self.text,
+            "state": "stalled" if self.stalled_streams else str(self.status),
+            "text": self.last_error if self.stalled_streams else self.text,
             "branch": int(state.branch),
             "vbuuid": int(state.failover_log[0].vbuuid) if state.failover_log else 0,
             "failover_log": [[int(entry.vbuuid), int(entry.seqno)] for entry in state.failover_log],
@@ -286,6 +328,7 @@ class VbucketActor:
             "last_data_ms": self.last_data_ms,
             "last_error": self.last_error,
             "stalls": self.stalls,
+            "open_prepares": len(self.writer.open_prepares(self.vbid)),
             "rollback_count": state.rollback_count,
             "last_rollback_ms": state.last_rollback_ms,
             "persisted_seqno": self.gate.persisted_seqno if self.gate is not None else None,

@@ -1,7 +1,7 @@
 """From the messages of a stream to whole snapshots: what is staged, and when it may be seen.
 
-Knows the newest complete boundary, the position, the open snapshot, the manifest at the position and open sync writes.
-Must never know requests, answers, connections or retries: those are the machine's.
+Knows the newest complete boundary, the position, the open snapshot and the manifest at the position. Must never know
+requests, answers, connections or retries: those are the machine's.
 
 Promises: the seqno strictly rises in a vbucket and never passes the open snapshot's end; nothing of an open snapshot
 is published before its end. The rules are those of protocol facts 2.6 and 2.7:
@@ -22,23 +22,32 @@ A message that breaks a rule raises Violation; what was put into `out` before st
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import replace
 
 from mirror.ingest import collections
 from mirror.ingest.events import Row
-from mirror.ingest.instructions import Advance, BeginOso, Instruction, PublishSnapshot, StageRows, StageSystemEvent
+from mirror.ingest.instructions import (
+    AbortPrepare,
+    Advance,
+    BeginOso,
+    CommitPrepare,
+    Instruction,
+    PublishSnapshot,
+    StagePrepare,
+    StageRows,
+    StageSystemEvent,
+)
 from mirror.ingest.offset import is_resumable
-from mirror.ingest.prepares import Prepares, PreparesOverflow, committed_row_value
+from mirror.ingest.selection import StreamFilter
 from mirror.wire.codec_dcp import encode
 from mirror.wire.constants import OsoFlag, SnapshotFlag
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import Abort, Commit, OsoSnapshot, Prepare, SeqnoAdvanced, SnapshotMarker, SystemEvent
 from mirror.wire.system_events import decode_system_event
-from storage.model import SEQNO_MAX, Branch, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
 
-_ROW_KEY = struct.Struct(">IQ")
 _DEFAULT_COLLECTION_PREFIX = b"\0"
 _DISK = int(SnapshotFlag.DISK)  # a plain int: an IntFlag takes a microsecond per test
 
@@ -50,41 +59,37 @@ class Violation(Exception):
     """The source sent what cannot be part of a stream that follows the rules."""
 
 
-class Untrackable(Exception):
-    """The stream follows the rules, but this program cannot: asking again would not help."""
-
-
 class Assembler:
     """Assembles the snapshots of one vbucket, over any number of streams."""
 
     __slots__ = (
-        "_branch",
         "_collections",
+        "_filter",
         "_held_snapshot",
         "_oso_high_seqno",
         "_purge_seqno",
         "_replaces_end",
         "_resumed_end",
+        "_scope_names",
         "_vbid",
         "boundary_seqno",
         "manifest",
         "open_snapshot",
         "oso",
         "position_seqno",
-        "prepares",
     )
 
     def __init__(self, vbid: Vbid) -> None:
         """Start empty: `load` comes first."""
         self._vbid = vbid
         self._collections = True
-        self.prepares = Prepares()
+        self._filter: StreamFilter | None = None
+        self._scope_names: Mapping[int, str] = {}
         self.boundary_seqno = Seqno(0)
         self.position_seqno = Seqno(0)
         self.manifest = Manifest.initial()
         self.open_snapshot: SnapshotRange | None = None
         self.oso = False
-        self._branch = Branch(0)
         self._held_snapshot: SnapshotRange | None = None
         self._oso_high_seqno = 0
         self._purge_seqno: int | None = None
@@ -93,7 +98,6 @@ class Assembler:
 
     def load(self, state: VbucketState) -> None:
         """Take over what the store holds."""
-        self._branch = state.staging_branch
         self.boundary_seqno = state.staging_published_seqno
         if state.open_snapshot is None and state.staged_seqno > self.boundary_seqno:
             self.boundary_seqno = state.staged_seqno  # complete, and published as soon as the store has its key rows
@@ -102,16 +106,11 @@ class Assembler:
         self.manifest = state.manifest
         resumable = is_resumable(self.boundary_seqno, self.position_seqno, state.open_snapshot)
         self.open_snapshot = self._held_snapshot = state.open_snapshot if resumable else None
-        self.prepares.undo_to(self.position_seqno if resumable else self.boundary_seqno)
         self.oso = False
         self._oso_high_seqno = 0
         self._purge_seqno = None
         self._replaces_end = False
         self._resumed_end = Seqno(0)
-
-    def oso_begun(self, state: VbucketState) -> None:
-        """Write rows on the branch that was opened for the out-of-order snapshot."""
-        self._branch = state.staging_branch
 
     @property
     def holds_part(self) -> bool:
@@ -123,9 +122,18 @@ class Assembler:
         """True if what is staged may be continued where the source agrees."""
         return not self.oso and is_resumable(self.boundary_seqno, self.position_seqno, self.open_snapshot)
 
-    def begin_stream(self, *, inside_snapshot: bool, collections_granted: bool) -> None:
+    def begin_stream(
+        self,
+        *,
+        inside_snapshot: bool,
+        collections_granted: bool,
+        stream_filter: StreamFilter | None = None,
+        scope_names: Mapping[int, str] | None = None,
+    ) -> None:
         """Follow a stream that was accepted."""
         self._collections = collections_granted
+        self._filter = stream_filter
+        self._scope_names = scope_names or {}
         self._replaces_end = inside_snapshot
         if inside_snapshot and self.open_snapshot is not None:
             self._resumed_end = self.open_snapshot.end_seqno
@@ -225,7 +233,7 @@ class Assembler:
             self._check_next(event.seqno)
         self._check_bound(event.seqno)
         seqno = Seqno(event.seqno)
-        self.manifest = collections.apply(self.manifest, content, seqno)
+        self.manifest = collections.apply(self._manifest_before(), content, seqno, self._scope_names)
         within = self.open_snapshot or OSO_RANGE
         row_value = encode(replace(event, stream_id=None), opaque=0)
         out.append(
@@ -236,38 +244,32 @@ class Assembler:
         else:
             self._moved_to(seqno, "system event", out)
 
+    def _manifest_before(self) -> Manifest:
+        """The default collection needs no event to exist; where it is left out it is not spoken of."""
+        shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
+        return self.manifest if shown else collections.without_default(self.manifest)
+
     def prepare(self, event: Prepare, out: list[Instruction]) -> None:
-        """Remember the first half of a sync write; it takes a seqno and nothing of it is visible."""
-        self._check_next(event.seqno)
-        try:
-            self.prepares.prepared(event)
-        except PreparesOverflow:
-            raise Untrackable(
-                "more durable writes are open than can be remembered; mirror this bucket without enable_sync_writes"
-            ) from None
-        self._advance(event.seqno, "prepare", out)
+        """Stage the first half of a sync write; it takes a seqno and nothing of it is visible."""
+        within = self._check_next(event.seqno)
+        frame = encode(replace(event, key=self._stored_key(event.key), stream_id=None), opaque=0)
+        out.append(StagePrepare(self._vbid, "prepare", Seqno(event.seqno), frame, within))
+        self._moved_to(event.seqno, "prepare", out)
 
     def commit(self, event: Commit, out: list[Instruction]) -> None:
         """Stage the prepared write under the commit's seqno."""
-        self._check_next(event.seqno)
-        prepare = self.prepares.settled(event.key)
-        if prepare is None:
-            raise Untrackable(
-                f"a commit at {event.seqno} of a durable write whose prepare was not seen by this process; "
-                "mirror this bucket without enable_sync_writes"
-            )
-        assert self.open_snapshot is not None  # _check_next said so
-        key_prefix = b"" if self._collections else _DEFAULT_COLLECTION_PREFIX
-        value = committed_row_value(prepare, event.seqno, key_prefix)
-        rows = [(_ROW_KEY.pack(self._branch, event.seqno), value)]
-        out.append(StageRows(self._vbid, "commit", rows, len(value), self.open_snapshot))
+        within = self._check_next(event.seqno)
+        out.append(CommitPrepare(self._vbid, "commit", Seqno(event.seqno), self._stored_key(event.key), within))
         self._moved_to(event.seqno, "commit", out)
 
     def abort(self, event: Abort, out: list[Instruction]) -> None:
         """Forget the prepared write; one that was never seen is no error (its prepare was deduplicated away)."""
-        self._check_next(event.seqno)
-        self.prepares.settled(event.key)
-        self._advance(event.seqno, "abort", out)
+        within = self._check_next(event.seqno)
+        out.append(AbortPrepare(self._vbid, "abort", Seqno(event.seqno), self._stored_key(event.key), within))
+        self._moved_to(event.seqno, "abort", out)
+
+    def _stored_key(self, key: bytes) -> bytes:
+        return key if self._collections else _DEFAULT_COLLECTION_PREFIX + key
 
     def oso_snapshot(self, event: OsoSnapshot, out: list[Instruction]) -> None:
         """Begin or end a snapshot without order: only ever the first one, from 0."""
@@ -283,7 +285,6 @@ class Assembler:
                 raise Violation("the end of an out-of-order snapshot that had not begun")
             self.oso = False
             self.position_seqno = self.boundary_seqno = Seqno(self._oso_high_seqno)
-            self.prepares.boundary_reached()
             out.append(PublishSnapshot(self._vbid, "oso end", self.position_seqno, Seqno(0)))
 
     def stream_ended_regularly(self, out: list[Instruction]) -> None:
@@ -297,8 +298,8 @@ class Assembler:
 
     # --- the rules ---
 
-    def _check_next(self, seqno: int) -> None:
-        """Refuse a single message whose seqno is not the open snapshot's next."""
+    def _check_next(self, seqno: int) -> SnapshotRange:
+        """Refuse a single message whose seqno is not the open snapshot's next; returns that."""
         if self.oso:
             raise Violation(f"a sync write at {seqno} inside an out-of-order snapshot")
         if self.open_snapshot is None or self._replaces_end:
@@ -307,6 +308,7 @@ class Assembler:
             raise Violation(f"a message at {seqno} after {self.position_seqno}: seqnos must rise")
         if seqno > self.open_snapshot.end_seqno:
             raise Violation(f"a message at {seqno}, beyond the end of its snapshot at {self.open_snapshot.end_seqno}")
+        return self.open_snapshot
 
     @staticmethod
     def _check_bound(seqno: int) -> None:
@@ -344,7 +346,6 @@ class Assembler:
         self.open_snapshot = self._held_snapshot = None
         self._purge_seqno = None
         self._resumed_end = Seqno(0)
-        self.prepares.boundary_reached()
 
     @property
     def from_disk(self) -> bool:

@@ -10,7 +10,7 @@ an end without a begin, or a scope's end without its collections' ends, is no er
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +22,32 @@ from mirror.wire.events import (
     ScopeDropped,
     SystemEventContent,
 )
-from storage.model import Collection, Manifest, ManifestUid, Seqno
+from storage.model import DEFAULT_COLLECTION, Collection, Manifest, ManifestUid, Seqno
+
+DEFAULT_SCOPE = 0
 
 
-def apply(manifest: Manifest, content: SystemEventContent, seqno: Seqno) -> Manifest:
-    """Return the manifest as it stands from `seqno` on."""
+def apply(
+    manifest: Manifest, content: SystemEventContent, seqno: Seqno, scope_names: Mapping[int, str] | None = None
+) -> Manifest:
+    """Return the manifest as it stands from `seqno` on.
+
+    `scope_names` are known from elsewhere: a stream of single collections brings no scope's events.
+    """
     changed = _RULES[type(content)](manifest, content, seqno)
+    if scope_names and isinstance(content, (CollectionCreated, CollectionModified)):
+        scope_id = content.scope_id
+        if scope_id not in changed.scopes and scope_id in scope_names:
+            changed = replace(changed, scopes=changed.scopes | {scope_id: scope_names[scope_id]})
     return replace(changed, uid=ManifestUid(max(manifest.uid, content.manifest_uid)))
+
+
+def without_default(manifest: Manifest) -> Manifest:
+    """Return a manifest that does not speak of the default collection: that of a mirror which leaves it out."""
+    collections = {cid: entry for cid, entry in manifest.collections.items() if cid != DEFAULT_COLLECTION}
+    in_use = {entry.scope_id for entry in collections.values()}
+    scopes = {sid: name for sid, name in manifest.scopes.items() if sid != DEFAULT_SCOPE or sid in in_use}
+    return replace(manifest, scopes=scopes, collections=collections)
 
 
 def _with_collection(manifest: Manifest, collection: Collection) -> Manifest:

@@ -9,9 +9,10 @@ what carries another opaque than its stream's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from mirror.ingest.selection import StreamFilter
 from storage.model import SEQNO_MAX, FailoverEntry, VbucketState, Vbuuid
 
 Row = tuple[bytes, bytes]
@@ -34,6 +35,10 @@ class Start:
     sends_purge_seqno: bool = False
     """V2.2 markers were granted (8.0): a mid-snapshot request may say which purge seqno its rows were taken at."""
     end_seqno: int = SEQNO_MAX
+    filter: StreamFilter | None = None
+    """What streams are asked for; None: the whole bucket."""
+    scope_names: Mapping[int, str] = field(default_factory=dict)
+    """By id, for streams of single collections: those bring no scope's events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +179,19 @@ class RefillRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class OsoBegun:
-    """BeginOso was performed. Handed in at once, before the next event of the stream."""
-
-    state: VbucketState
-
-
-@dataclass(frozen=True, slots=True)
 class StagingRefused:
     """The store refused rows (seqnos not rising inside a run): the rest of that list of instructions was dropped."""
 
     state: VbucketState
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareMissing:
+    """CommitPrepare was not performed: no prepare of that key is held. The rest of that list was dropped."""
+
+    state: VbucketState
+    seqno: int
 
 
 LocalEvent = (
@@ -208,8 +214,8 @@ LocalEvent = (
     | Abandoned
     | RefillBegun
     | RefillRefused
-    | OsoBegun
     | StagingRefused
+    | PrepareMissing
 )
 
 __all__ = [
@@ -221,7 +227,7 @@ __all__ = [
     "LocalEvent",
     "NoActiveNode",
     "NoBoundary",
-    "OsoBegun",
+    "PrepareMissing",
     "Published",
     "RefillBegun",
     "RefillRefused",

@@ -5,7 +5,8 @@ vbucket and its `cause`, so that an effect can be traced to what brought it abou
 
 What a performer owes, for all of them:
 - instructions of one list are performed in list order; where one fails, the rest of its list is dropped and the
-  machine is told (StagingRefused), or, where the store itself failed, replaced by a new one made from the stored state;
+  machine is told (StagingRefused, PrepareMissing), or, where the store itself failed, replaced by a new one made from
+  the stored state;
 - the instructions that say "answered by" are followed by that event, and until then nothing is sent for the vbucket;
 - durable before acknowledged: AnswerMarker is only returned for a snapshot whose Published was handed in.
 
@@ -96,6 +97,11 @@ class RefreshMap(Instruction):
 
 
 @dataclass(slots=True)
+class RefreshCollections(Instruction):
+    """Ask which collections there are now. A filter that differs comes with a new Start."""
+
+
+@dataclass(slots=True)
 class Reconnect(Instruction):
     """Close the connection and log in again: its authentication or bucket is no longer good."""
 
@@ -140,6 +146,35 @@ class StageSystemEvent(Instruction):
 
 
 @dataclass(slots=True)
+class StagePrepare(Instruction):
+    """Stage the first half of a sync write: it takes its seqno, and no reader sees it."""
+
+    seqno: Seqno
+    frame: bytes
+    """The PREPARE message in stored form."""
+    open_snapshot: SnapshotRange
+
+
+@dataclass(slots=True)
+class CommitPrepare(Instruction):
+    """Stage what was prepared of a key as a row of its own. Answered by PrepareMissing where nothing was."""
+
+    seqno: Seqno
+    key: bytes
+    """With its collection id prefix."""
+    open_snapshot: SnapshotRange
+
+
+@dataclass(slots=True)
+class AbortPrepare(Instruction):
+    """Forget what was prepared of a key, if anything was; the abort takes its seqno."""
+
+    seqno: Seqno
+    key: bytes
+    open_snapshot: SnapshotRange
+
+
+@dataclass(slots=True)
 class PublishSnapshot(Instruction):
     """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
 
@@ -157,6 +192,13 @@ class SaveFailoverLog(Instruction):
 
     failover_log: tuple[FailoverEntry, ...]
     source_purge_seqno: int | None = None
+
+
+@dataclass(slots=True)
+class SaveFilter(Instruction):
+    """Keep what the streams of the staging branch are filtered to, no later than the first row of the stream."""
+
+    text: str
 
 
 @dataclass(slots=True)
@@ -181,7 +223,7 @@ class BeginRefill(Instruction):
 
 @dataclass(slots=True)
 class BeginOso(Instruction):
-    """Open a branch for an out-of-order snapshot. Answered by OsoBegun, at once."""
+    """Open a branch for an out-of-order snapshot, before anything that follows in the list."""
 
 
 # --- towards people and clocks ---

@@ -34,7 +34,7 @@ from enum import Enum, auto
 from typing import Any
 
 from mirror.ingest import events as ev
-from mirror.ingest.assembler import Assembler, Untrackable, Violation
+from mirror.ingest.assembler import Assembler, Violation
 from mirror.ingest.instructions import (
     AbandonStaged,
     AnswerMarker,
@@ -44,6 +44,7 @@ from mirror.ingest.instructions import (
     Instruction,
     PublishSnapshot,
     Reconnect,
+    RefreshCollections,
     RefreshMap,
     Report,
     RequestStream,
@@ -51,6 +52,7 @@ from mirror.ingest.instructions import (
     RetryReason,
     RollbackTo,
     SaveFailoverLog,
+    SaveFilter,
     Status,
 )
 from mirror.ingest.offset import StreamOffset, resume_offset
@@ -127,6 +129,7 @@ class VbucketMachine:
         "_retry_reason",
         "_rollback_rounds",
         "_source_purge_seqno",
+        "_stored_filter",
         "durable_seqno",
         "failover_log",
         "high_seqno",
@@ -163,6 +166,7 @@ class VbucketMachine:
         self._marker_acks: list[tuple[int, int]] = []
         self._retry_reason: RetryReason | None = None
         self._source_purge_seqno = 0
+        self._stored_filter: str | None = None
         self._marker_purge_seqno = 0
         self._next_vbuuid: Vbuuid | None = None
         self._common_tried = False
@@ -286,10 +290,22 @@ class VbucketMachine:
         """Ask for a stream from where the store stands; whatever cannot be continued is dropped first."""
         if not self._connected:
             self._idle(out)
-        elif self._assembler.holds_part and not self._assembler.resumable:
+        elif self._assembler.holds_part and not (self._assembler.resumable and self._filter_continues):
             self._abandon(f"{cause}: staged rows cannot be continued", None, out)
-        else:
+        elif self._filter_continues:
             self._request(cause, out)
+        else:
+            self._refill("the collections that are asked for are not those of what is held", out)
+
+    @property
+    def _filter_continues(self) -> bool:
+        """True if a stream may go on from what is held: what its filter shows was not left out before."""
+        asked, stored = self._features.filter, self._stored_filter
+        if not self._assembler.position_seqno:
+            return True
+        if asked is None:
+            return stored is None
+        return asked.continues(stored, self._assembler.manifest.collections)
 
     def _request(self, cause: str, out: list[Instruction]) -> None:
         assembler = self._assembler
@@ -326,8 +342,15 @@ class VbucketMachine:
         if log and log != self.failover_log:
             self.failover_log = log
             out.append(SaveFailoverLog(self.vbid, "stream accepted", log))
+        features = self._features
+        if features.filter is not None and features.filter.text != self._stored_filter:
+            self._stored_filter = features.filter.text
+            out.append(SaveFilter(self.vbid, "stream accepted", features.filter.text))
         self._assembler.begin_stream(
-            inside_snapshot=self._offset.inside_snapshot, collections_granted=self._features.collections
+            inside_snapshot=self._offset.inside_snapshot,
+            collections_granted=features.collections,
+            stream_filter=features.filter,
+            scope_names=features.scope_names,
         )
         self._report_streaming(out)
 
@@ -460,8 +483,16 @@ class VbucketMachine:
         self._marker_acks = [waiting for waiting in self._marker_acks if waiting[0] > event.seqno]
         out.extend(AnswerMarker(self.vbid, "published", opaque) for opaque in due)
 
-    def _oso_begun(self, event: ev.OsoBegun, _out: list[Instruction]) -> None:
-        self._assembler.oso_begun(event.state)
+    def _prepare_missing(self, event: ev.PrepareMissing, out: list[Instruction]) -> None:
+        """Its first half came before anybody here tracked such writes: from 0 the source sends what it holds."""
+        self._load(event.state)
+        text = f"a durable write that is committed at {event.seqno} was prepared before such writes were tracked here"
+        self._close_stream("prepare missing", out)
+        if self._assembler.boundary_seqno:
+            self._refill(text, out)
+        else:
+            self._report(Status.WAITING, text, out)
+            self._abandon("prepare missing", RetryReason.VIOLATION, out)
 
     def _staging_refused(self, event: ev.StagingRefused, out: list[Instruction]) -> None:
         self._load(event.state)
@@ -481,9 +512,6 @@ class VbucketMachine:
             _ASSEMBLE[type(event)](self._assembler, event, out)
         except Violation as violation:
             self._violated(str(violation), out)
-        except Untrackable as untrackable:
-            self._close_stream("untrackable", out)
-            self._refuse(str(untrackable), out)
         else:
             self._noticed(out)
 
@@ -553,12 +581,17 @@ class VbucketMachine:
     def _react(self, reaction: Reaction, cause: str, config: bytes, out: list[Instruction]) -> None:
         if reaction.action is Action.STOP:
             self._refuse(reaction.text, out)
+        elif reaction.action is Action.WAIT_FOR_COLLECTIONS:
+            self._refuse(reaction.text, out)
+            out.append(RefreshCollections(self.vbid, cause))
         elif reaction.action is Action.GO_BACK:
             self._rollback_rounds += 1
             self._go_back(0, reaction.text, out)
         else:
             if reaction.action is Action.REFRESH_MAP:
                 out.append(RefreshMap(self.vbid, cause, config))
+            elif reaction.action is Action.REFRESH_COLLECTIONS:
+                out.append(RefreshCollections(self.vbid, cause))
             elif reaction.action is Action.REOPEN:
                 self._close_stream(cause, out)
             elif reaction.action is Action.RECONNECT:
@@ -610,6 +643,7 @@ class VbucketMachine:
         self._assembler.load(state)
         self.failover_log = tuple(state.failover_log)
         self._source_purge_seqno = int(state.source_purge_seqno)
+        self._stored_filter = state.stream_filter
         self.refilling = state.staging_branch != state.branch and not self._assembler.boundary_seqno
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
@@ -693,8 +727,8 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Move]] = {
     Phase.STREAMING: _ALWAYS
     | {
         ev.RowsRun: VbucketMachine._rows_run,
-        ev.OsoBegun: VbucketMachine._oso_begun,
         ev.StagingRefused: VbucketMachine._staging_refused,
+        ev.PrepareMissing: VbucketMachine._prepare_missing,
         SnapshotMarker: VbucketMachine._marker,
         SeqnoAdvanced: VbucketMachine._stream_message,
         SystemEvent: VbucketMachine._stream_message,

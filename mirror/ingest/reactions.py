@@ -27,6 +27,10 @@ class Action(Enum):
     """Close whatever stream the source believes to be open, and ask again after a delay."""
     RECONNECT = auto()
     """Log in again, and ask again after a delay."""
+    REFRESH_COLLECTIONS = auto()
+    """Ask which collections there are, and ask for the stream again after a delay."""
+    WAIT_FOR_COLLECTIONS = auto()
+    """Ask which collections there are, and wait until there are some to ask for."""
     GO_BACK = auto()
     """The source cannot continue from there at all: drop the open snapshot, else search for common history."""
     STOP = auto()
@@ -64,8 +68,8 @@ STREAM_ENDS: dict[int, Reaction] = {
     ),
     StreamEndReason.ROLLBACK: Reaction(Action.RETRY, "the source rolled back; asking where to", _ENDED),
     StreamEndReason.FILTER_EMPTY: Reaction(
-        Action.STOP,
-        "every collection that was asked for is dropped, nothing more will come; choose other collections and restart",
+        Action.WAIT_FOR_COLLECTIONS,
+        "every collection that is mirrored here was dropped at the source; waiting for one of that name to be created",
     ),
     StreamEndReason.LOST_PRIVILEGES: Reaction(
         Action.STOP,
@@ -102,13 +106,15 @@ REFUSALS: dict[int, Reaction] = {
         Action.STOP, "the source streams with xattrs only where noops are on: the control enable_noop was not accepted"
     ),
     Status.UNKNOWN_COLLECTION: Reaction(
-        Action.RETRY,
-        "the node does not know a collection that was asked for: its manifest is older, or the collection is dropped",
+        Action.REFRESH_COLLECTIONS,
+        "the node does not know a collection that was asked for: its manifest is older, or the collection is dropped; "
+        "looking at what there is and asking again",
         RetryReason.COLLECTION_UNKNOWN,
     ),
     Status.UNKNOWN_SCOPE: Reaction(
-        Action.RETRY,
-        "the node does not know a scope that was asked for: its manifest is older, or the scope is dropped",
+        Action.REFRESH_COLLECTIONS,
+        "the node does not know a scope that was asked for: its manifest is older, or the scope is dropped; "
+        "looking at what there is and asking again",
         RetryReason.COLLECTION_UNKNOWN,
     ),
     Status.DCP_STREAM_ID_INVALID: Reaction(

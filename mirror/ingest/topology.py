@@ -23,6 +23,8 @@ HOST_PLACEHOLDER = "$HOST"
 
 VIEWS = "couchapi"
 """The capability of buckets that have views, as only persistent ones have."""
+SYSTEM_CAPABILITIES = frozenset(("querySystemCollection", "mobileSystemCollection"))
+"""Those of buckets with a scope `_system`: all of a 7.6 cluster or newer."""
 
 VBUCKET_COUNT_MAX = 65_536
 """A vbucket id has 16 bits on the wire; more rows than that cannot be a map."""
@@ -64,6 +66,8 @@ class ClusterMap:
     """Of each vbucket the replicas that have a node, by index into `nodes`."""
     ephemeral: bool = False
     """The bucket lives in memory alone: nothing of it is ever persisted."""
+    system_collections: bool = False
+    """The bucket has collections of the server's own, which only the privileged see."""
     network: str = "default"
     """Whose addresses the nodes have: later maps of the same source are to be read by the same."""
 
@@ -141,6 +145,7 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
         cluster_uuid=_text_or_none(config.get("clusterUUID"), "clusterUUID"),
         replicas=replicas,
         ephemeral=_is_ephemeral(config),
+        system_collections=not SYSTEM_CAPABILITIES.isdisjoint(config.get("bucketCapabilities") or ()),
         network=network,
     )
 

@@ -78,6 +78,9 @@ class Actor:
     def refresh_map(self, config: bytes) -> None:
         self.done.append(("map", config))
 
+    def refresh_collections(self) -> None:
+        self.done.append("collections")
+
     def reconnect(self, cause: str) -> None:
         self.done.append(("reconnect", cause))
 
@@ -212,11 +215,67 @@ def test_a_refill_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
 
 
 def test_answer_of_an_instruction_is_performed_before_the_next_of_the_list(actor: Actor) -> None:
-    actor.answers[happenings.OsoBegun] = [deeds.Report(VBID, "t", deeds.Status.BACKFILLING, "oso")]
-    perform(actor, [deeds.BeginOso(VBID, "t"), deeds.RefreshMap(VBID, "t", b"config")])
+    actor.answers[happenings.Abandoned] = [deeds.Report(VBID, "t", deeds.Status.WAITING, "abandoned")]
+    perform(actor, [deeds.AbandonStaged(VBID, "t"), deeds.RefreshMap(VBID, "t", b"config")])
     prefix = actor.writer.row_prefix(0)
-    assert actor.done == ["commit", ("reroute", prefix), ("report", deeds.Status.BACKFILLING), ("map", b"config")]
-    assert prefix != b"\0\0\0\1"
+    assert actor.done == ["commit", ("reroute", prefix), ("report", deeds.Status.WAITING), ("map", b"config")]
+
+
+def test_rows_that_follow_the_begin_of_an_unordered_snapshot_go_to_its_branch(actor: Actor) -> None:
+    """They were scanned for the old one. Whatever comes in any order is taken in any order, system events too."""
+    within = SnapshotRange(Seqno(0), Seqno(0))
+    made = rows(actor.writer, 7, 3)
+    event = encode_event(ev.SystemEvent(0, 5, 0, 0, b"c", bytes(16)))
+    perform(
+        actor,
+        [
+            deeds.BeginOso(VBID, "t"),
+            deeds.StageRows(VBID, "t", made, 9, within, unordered=True),
+            deeds.StageSystemEvent(VBID, "t", Seqno(5), event, Manifest.initial(), within, unordered=True),
+            publish(7),
+        ],
+    )
+    actor.writer.commit()
+    assert actor.told == []
+    assert actor.writer.state(0).published_seqno == 7
+    assert actor.writer.row_prefix(0) != b"\0\0\0\1"
+
+
+def test_a_sync_write_is_staged_half_by_half(actor: Actor) -> None:
+    within = SnapshotRange(Seqno(1), Seqno(9))
+    frame = encode_event(ev.Prepare(0, b"\0k", 1, 1, 1, value=b"{}"))
+    perform(actor, [deeds.StagePrepare(VBID, "t", Seqno(1), frame, within)])
+    assert actor.writer.open_prepares(0) == {b"\0k": 1}
+    perform(actor, [deeds.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within)])
+    assert actor.writer.open_prepares(0) == {}
+    perform(actor, [deeds.AbortPrepare(VBID, "t", Seqno(3), b"\0k", within)])
+    assert actor.writer.state(0).staged_seqno == 3
+    assert actor.told == []
+
+
+def test_a_commit_without_its_prepare_ends_its_list_and_the_machine_learns_of_it(actor: Actor) -> None:
+    within = SnapshotRange(Seqno(1), Seqno(9))
+    perform(actor, [deeds.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within), publish(9)])
+    assert actor.told == [happenings.PrepareMissing(actor.writer.state(0), 2)]
+    assert not actor.writer.publishing(0)
+
+
+@pytest.mark.parametrize("kind", [deeds.StagePrepare, deeds.CommitPrepare, deeds.AbortPrepare])
+def test_a_half_that_does_not_rise_ends_its_list(actor: Actor, kind: Any) -> None:
+    within = SnapshotRange(Seqno(1), Seqno(9))
+    frame = encode_event(ev.Prepare(0, b"\0k", 5, 1, 1, value=b"{}"))
+    perform(actor, [deeds.StagePrepare(VBID, "t", Seqno(5), frame, within)])
+    what = frame if kind is deeds.StagePrepare else b"\0k"
+    perform(actor, [kind(VBID, "t", Seqno(5), what, within), publish(9)])
+    (told,) = actor.told
+    assert isinstance(told, happenings.StagingRefused)
+    assert not actor.writer.publishing(0)
+
+
+def test_what_streams_are_filtered_to_is_kept(actor: Actor) -> None:
+    perform(actor, [deeds.SaveFilter(VBID, "t", "collections 8")])
+    actor.writer.commit()
+    assert actor.writer.state(0).stream_filter == "collections 8"
 
 
 def test_staged_rows_are_abandoned_and_the_published_stay(actor: Actor) -> None:
@@ -256,8 +315,15 @@ def test_the_rest_is_handed_on(actor: Actor) -> None:
         [
             deeds.CloseStream(VBID, "t", 5),
             deeds.AnswerMarker(VBID, "t", 6),
+            deeds.RefreshCollections(VBID, "unknown"),
             deeds.Reconnect(VBID, "stale"),
             deeds.RetryAfter(VBID, "t", deeds.RetryReason.SOURCE_BUSY, 3),
         ],
     )
-    assert actor.done == [("close", 5), ("marker", 6), ("reconnect", "stale"), ("retry", "source-busy", 3)]
+    assert actor.done == [
+        ("close", 5),
+        ("marker", 6),
+        "collections",
+        ("reconnect", "stale"),
+        ("retry", "source-busy", 3),
+    ]

@@ -9,14 +9,25 @@ from typing import Any
 
 import pytest
 
-from mirror.ingest.assembler import OSO_RANGE, Assembler, Untrackable, Violation
-from mirror.ingest.instructions import Advance, BeginOso, Instruction, PublishSnapshot, StageRows, StageSystemEvent
+from mirror.ingest.assembler import OSO_RANGE, Assembler, Violation
+from mirror.ingest.instructions import (
+    AbortPrepare,
+    Advance,
+    BeginOso,
+    CommitPrepare,
+    Instruction,
+    PublishSnapshot,
+    StagePrepare,
+    StageRows,
+    StageSystemEvent,
+)
+from mirror.ingest.selection import StreamFilter
 from mirror.wire.codec_dcp import decode
 from mirror.wire.constants import MarkerVersion, OsoFlag
 from mirror.wire.events import (
     Abort,
+    CollectionCreated,
     Commit,
-    Mutation,
     OsoSnapshot,
     Prepare,
     ScopeCreated,
@@ -116,8 +127,9 @@ def _short(instruction: Instruction) -> Any:
         (rows(5), ("rows", 5)),
         (advanced(5), ("advance", 5)),
         (scope(5), ("system event", 5)),
-        (prepared(5), ("advance", 5)),
-        (aborted(5), ("advance", 5)),
+        (prepared(5), StagePrepare),
+        (committed(5), CommitPrepare),
+        (aborted(5), AbortPrepare),
     ],
 )
 def test_whatever_carries_the_end_completes_the_snapshot(last: Message, staged: Any) -> None:
@@ -128,8 +140,8 @@ def test_whatever_carries_the_end_completes_the_snapshot(last: Message, staged: 
 
 def test_a_commit_at_the_end_completes_the_snapshot() -> None:
     assert said(assembler_at(), marker(0, 5), prepared(4), committed(5)) == [
-        ("advance", 4),
-        ("rows", 5),
+        StagePrepare,
+        CommitPrepare,
         ("publish", 5),
     ]
 
@@ -445,39 +457,58 @@ def test_inside_it_neither_markers_nor_sync_writes_can_come(message: Message) ->
 # --- sync writes ---
 
 
-def test_a_commit_is_staged_as_a_mutation_with_its_prepares_value() -> None:
+def test_sync_writes_are_staged_half_by_half_and_end_snapshots_as_rows_do() -> None:
     assembler = assembler_at()
     out: list[Instruction] = []
-    for message in (marker(0, 9), prepared(4), committed(6)):
+    for message in (marker(0, 6), prepared(4), committed(6), marker(7, 9), aborted(9)):
         message(assembler, out)
-    staged = out[-1]
-    assert isinstance(staged, StageRows)
-    [(key, value)] = staged.rows
-    assert key == (1).to_bytes(4) + (6).to_bytes(8)
-    frame, _ = decode_frame(value)
-    assert decode(frame) == Mutation(0, b"\0k", 6, 1, 5, value=b"v")
+    first, second, published, third, also = out
+    assert isinstance(first, StagePrepare)
+    frame, _ = decode_frame(first.frame)
+    assert isinstance(decode(frame), Prepare)
+    assert (second, third) == (
+        CommitPrepare(Vbid(0), "commit", Seqno(6), b"\0k", SnapshotRange(Seqno(0), Seqno(6), 1)),
+        AbortPrepare(Vbid(0), "abort", Seqno(9), b"\0k", SnapshotRange(Seqno(7), Seqno(9), 1)),
+    )
+    assert [each.seqno for each in (published, also) if isinstance(each, PublishSnapshot)] == [6, 9]
 
 
-def test_an_aborted_write_is_forgotten() -> None:
-    with pytest.raises(Untrackable, match="prepare was not seen"):
-        said(assembler_at(), marker(0, 9), prepared(4), aborted(5), committed(6))
-
-
-def test_an_abort_of_a_prepare_that_was_deduplicated_away_is_no_error() -> None:
-    assert said(assembler_at(), marker(0, 9), aborted(4)) == [("advance", 4)]
-
-
-def test_a_commit_without_its_prepare_cannot_be_tracked() -> None:
-    with pytest.raises(Untrackable, match="enable_sync_writes"):
-        said(assembler_at(), marker(0, 9), committed(4))
-
-
-def test_after_an_abandoned_snapshot_the_commit_comes_again_and_finds_its_prepare() -> None:
+def test_without_collections_their_keys_get_the_default_collections_id() -> None:
     assembler = assembler_at()
-    said(assembler, marker(0, 4), prepared(4), marker(5, 9), committed(6))
-    assembler.load(ToyStore().holding(4).state())
-    assembler.begin_stream(inside_snapshot=False, collections_granted=True)
-    assert said(assembler, marker(5, 9), committed(6)) == [("rows", 6)]
+    assembler.begin_stream(inside_snapshot=False, collections_granted=False)
+    out: list[Instruction] = []
+    for message in (marker(0, 9), prepared(4), committed(6), aborted(7)):
+        message(assembler, out)
+    assert isinstance(out[0], StagePrepare)
+    assert decode_frame(out[0].frame)[0].key == b"\0\0k"
+    assert [each.key for each in out if isinstance(each, (CommitPrepare, AbortPrepare))] == [b"\0\0k"] * 2
+
+
+# --- what is left out ---
+
+
+def created(seqno: int, collection_id: int, scope_id: int = 8) -> Message:
+    content = CollectionCreated(3, scope_id, collection_id, "airline")
+    event = encode_system_event(content, vbid=0, seqno=seqno)
+    return lambda assembler, out: assembler.system_event(event, out)
+
+
+def test_a_stream_of_one_collection_learns_its_scopes_name_from_elsewhere() -> None:
+    assembler = assembler_at()
+    only = StreamFilter(collection_ids=(9,))
+    names = {8: "inventory", 0: "_default"}
+    assembler.begin_stream(inside_snapshot=False, collections_granted=True, stream_filter=only, scope_names=names)
+    said(assembler, marker(0, 9), created(4, 9))
+    assert assembler.manifest.scopes == {8: "inventory"}
+    assert [entry.name for entry in assembler.manifest.collections.values()] == ["airline"], "no word of the default"
+
+
+@pytest.mark.parametrize("shown", [None, StreamFilter(collection_ids=(0, 9)), StreamFilter(scope_id=0)])
+def test_where_the_default_collection_is_mirrored_it_is_in_the_manifest(shown: StreamFilter | None) -> None:
+    assembler = assembler_at()
+    assembler.begin_stream(inside_snapshot=False, collections_granted=True, stream_filter=shown)
+    said(assembler, marker(0, 9), created(4, 9, scope_id=0))
+    assert set(assembler.manifest.collections) == {0, 9}
 
 
 # --- states ---

@@ -6,6 +6,7 @@ that requests say what the store holds.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,22 @@ from mirror.ingest import events as ev
 from mirror.ingest import instructions as ins
 from mirror.ingest.instructions import RetryReason
 from mirror.ingest.machine import ROLLBACK_ROUNDS_MAX, STORE_PHASES, TRANSITIONS, Phase, VbucketMachine
+from mirror.ingest.selection import StreamFilter
 from mirror.wire.constants import OsoFlag, SnapshotFlag, Status, StreamEndReason, StreamRequestFlag
-from mirror.wire.events import Commit, OsoSnapshot, SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamEvent
+from mirror.wire.events import (
+    Abort,
+    CollectionCreated,
+    CollectionDropped,
+    Commit,
+    Mutation,
+    OsoSnapshot,
+    Prepare,
+    SeqnoAdvanced,
+    SnapshotMarker,
+    StreamEnd,
+    StreamEvent,
+)
+from mirror.wire.system_events import encode_system_event
 from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
 from tests.ingest.source_model import row
 from tests.ingest.toy_store import Rig, ToyStore
@@ -274,12 +289,151 @@ def test_it_is_caught_up_when_the_sources_high_seqno_is_durable() -> None:
     assert rig.machine.caught_up
 
 
-def test_a_commit_that_cannot_be_tracked_stops_and_says_what_mends_it() -> None:
+def test_a_commit_whose_prepare_came_before_anybody_tracked_them_is_fetched_from_the_start() -> None:
     rig = streaming_at(100)
     marker(rig, 101, 102)
-    assert kinds(rig.tell(Commit(0, b"\0k", 90, 101, opaque=rig.opaque_counter))) == [ins.CloseStream]
+    done = rig.tell(Commit(0, b"\0k", 90, 101, opaque=rig.opaque_counter))
+    assert kinds(done) == [ins.CommitPrepare, ins.CloseStream, ins.BeginRefill, ins.RequestStream]
+    assert asked(rig) == (0, 0, 0, 0)
+    assert rig.store.served.seqno == 100
+    assert any("before such writes were tracked" in report.text for report in rig.reports)
+
+
+def test_a_commit_without_its_prepare_in_the_first_fill_is_waited_out() -> None:
+    rig = streaming_at()
+    marker(rig, 1, 9)
+    rows(rig, 1)
+    done = rig.tell(Commit(0, b"\0k", 4, 5, opaque=rig.opaque_counter))
+    assert kinds(done) == [ins.CommitPrepare, ins.CloseStream, ins.AbandonStaged, ins.RetryAfter]
+    rig.tell(ev.RetryDue())
+    assert asked(rig) == (0, 0, 0, 0)
+
+
+def test_sync_writes_become_visible_by_their_commit_and_never_by_an_abort() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 106)
+    rig.tell(Prepare(0, b"\0k", 101, 1, 5, value=b"kept", opaque=rig.opaque_counter))
+    rig.tell(Prepare(0, b"\0l", 102, 1, 5, value=b"lost", opaque=rig.opaque_counter))
+    rig.tell(Commit(0, b"\0k", 101, 104, opaque=rig.opaque_counter))
+    rig.tell(Abort(0, b"\0l", 102, 106, opaque=rig.opaque_counter))
+    assert rig.store.served.seqno == 106
+    [document] = rig.store.served.documents.values()
+    assert isinstance(document, Mutation)
+    assert (document.seqno, document.value) == (104, b"kept")
+
+
+def test_after_a_rollback_between_the_halves_the_commit_may_come_again() -> None:
+    rig = streaming_at(100)
+    marker(rig, 101, 101)
+    rig.tell(Prepare(0, b"\0k", 101, 1, 5, value=b"v", opaque=rig.opaque_counter))
+    marker(rig, 102, 102)
+    rig.tell(Commit(0, b"\0k", 101, 102, opaque=rig.opaque_counter))
+    ended(rig, StreamEndReason.STATE_CHANGED)
+    rig.tell(ev.RetryDue())
+    rollback(rig, 101)
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    marker(rig, 102, 105)
+    rig.tell(Commit(0, b"\0k", 101, 105, opaque=rig.opaque_counter))
+    assert [document.seqno for document in rig.store.served.documents.values()] == [105]
+
+
+# --- what is mirrored of the bucket ---
+
+AIRLINE = StreamFilter(collection_ids=(8,))
+BOTH = StreamFilter(collection_ids=(8, 9))
+
+
+def filtered(rig: Rig, wanted: StreamFilter) -> list[type]:
+    return kinds(rig.tell(ev.Start(filter=wanted)))
+
+
+def created(rig: Rig, seqno: int, collection_id: int) -> None:
+    content = CollectionCreated(1, 0, collection_id, f"c{collection_id}")
+    rig.tell(replace(encode_system_event(content, vbid=0, seqno=seqno), opaque=rig.opaque_counter))
+
+
+def dropped(rig: Rig, seqno: int, collection_id: int) -> None:
+    content = CollectionDropped(2, 0, collection_id)
+    rig.tell(replace(encode_system_event(content, vbid=0, seqno=seqno), opaque=rig.opaque_counter))
+
+
+def filtered_at(wanted: StreamFilter, *boundaries: int) -> Rig:
+    """A rig that holds boundaries of a stream so filtered, with the collections it names."""
+    store = ToyStore()
+    rig = Rig(store)
+    filtered(rig, wanted)
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG))
+    for boundary in boundaries:
+        marker(rig, boundary, boundary)
+        created(rig, boundary, wanted.collection_ids[boundaries.index(boundary)])
+    return rig
+
+
+def test_what_a_stream_is_filtered_to_is_kept_before_its_rows() -> None:
+    rig = Rig(ToyStore())
+    assert filtered(rig, AIRLINE) == [ins.RequestStream]
+    done = kinds(rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG)))
+    assert done == [ins.SaveFailoverLog, ins.SaveFilter]
+    assert rig.store.stream_filter == AIRLINE.text
+
+
+def test_the_same_filter_goes_on_where_it_was() -> None:
+    rig = filtered_at(BOTH, 50, 100)
+    assert filtered(rig, BOTH) == [ins.CloseStream, ins.RequestStream]
+    assert asked(rig) == (100, 100, 100, 0xA)
+
+
+def test_a_collection_that_was_left_out_till_now_is_fetched_from_the_start() -> None:
+    """Its documents between its creation and our position would never come."""
+    rig = filtered_at(AIRLINE, 100)
+    assert filtered(rig, BOTH) == [ins.CloseStream, ins.BeginRefill, ins.RequestStream]
+    assert asked(rig) == (0, 0, 0, 0)
+    assert rig.store.served.seqno == 100
+    assert kinds(rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG)))[-1] is ins.SaveFilter
+    marker(rig, 1, 120)
+    rows(rig, 110)
+    rig.tell(ev.ConnectionLost())
+    assert filtered(rig, BOTH) == [ins.RequestStream]
+    assert asked(rig)[0] == 110, "the refill is of the new filter"
+
+
+def test_a_collection_whose_end_was_seen_may_be_left_out() -> None:
+    rig = filtered_at(BOTH, 50, 100)
+    marker(rig, 101, 110)
+    dropped(rig, 110, 9)
+    assert filtered(rig, AIRLINE) == [ins.CloseStream, ins.RequestStream]
+    assert asked(rig)[0] == 110
+
+
+def test_a_collection_that_is_gone_without_a_word_is_not_kept_for_ever() -> None:
+    """It was dropped while nobody listened, and a stream that leaves it out will never say so."""
+    rig = filtered_at(BOTH, 50, 100)
+    assert filtered(rig, AIRLINE) == [ins.CloseStream, ins.BeginRefill, ins.RequestStream]
+
+
+@pytest.mark.parametrize("stored", [None, "", "scope 8", "of a later version"])
+def test_what_is_not_known_to_have_been_shown_counts_as_left_out(stored: str | None) -> None:
+    store = ToyStore().holding(100, LOG)
+    store.stream_filter = stored
+    rig = Rig(store)
+    assert filtered(rig, AIRLINE) == [ins.BeginRefill, ins.RequestStream]
+
+
+def test_part_of_a_snapshot_of_another_filter_is_dropped() -> None:
+    rig = filtered_at(AIRLINE)
+    marker(rig, 1, 120)
+    rows(rig, 110)
+    assert filtered(rig, BOTH) == [ins.CloseStream, ins.AbandonStaged, ins.RequestStream]
+    assert asked(rig) == (0, 0, 0, 0)
+
+
+def test_when_all_that_is_mirrored_was_dropped_it_waits_for_another_of_that_name() -> None:
+    rig = filtered_at(AIRLINE, 100)
+    marker(rig, 101, 110)
+    dropped(rig, 110, 8)
+    assert kinds(ended(rig, StreamEndReason.FILTER_EMPTY)) == [ins.RefreshCollections]
     assert rig.machine.phase is Phase.REFUSED
-    assert "enable_sync_writes" in rig.machine.text
+    assert filtered(rig, StreamFilter(collection_ids=(10,))) == [ins.BeginRefill, ins.RequestStream]
 
 
 # --- rollback ---
@@ -549,11 +703,15 @@ def test_after_any_other_end_of_a_stream_a_full_request_is_made(reason: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("reason", "word"), [(StreamEndReason.FILTER_EMPTY, "dropped"), (StreamEndReason.LOST_PRIVILEGES, "privilege")]
+    ("reason", "word", "asks"),
+    [
+        (StreamEndReason.FILTER_EMPTY, "dropped", [ins.RefreshCollections]),
+        (StreamEndReason.LOST_PRIVILEGES, "privilege", []),
+    ],
 )
-def test_an_end_that_no_request_can_mend_stops_and_says_so(reason: int, word: str) -> None:
+def test_an_end_that_no_request_can_mend_stops_and_says_so(reason: int, word: str, asks: list[type]) -> None:
     rig = streaming_at(100)
-    assert kinds(ended(rig, reason)) == []
+    assert kinds(ended(rig, reason)) == asks
     assert rig.machine.phase is Phase.REFUSED
     assert word in rig.reports[-1].text
     assert kinds(rig.tell(ev.RetryDue())) == []
@@ -635,8 +793,8 @@ def test_a_refill_that_is_published_just_before_the_source_breaks_the_protocol_i
         (Status.ETMPFAIL, [ins.RetryAfter]),
         (Status.EBUSY, [ins.RetryAfter]),
         (Status.NOT_SUPPORTED, []),
-        (Status.UNKNOWN_COLLECTION, [ins.RetryAfter]),
-        (Status.UNKNOWN_SCOPE, [ins.RetryAfter]),
+        (Status.UNKNOWN_COLLECTION, [ins.RefreshCollections, ins.RetryAfter]),
+        (Status.UNKNOWN_SCOPE, [ins.RefreshCollections, ins.RetryAfter]),
         (Status.DCP_STREAM_ID_INVALID, []),
         (Status.AUTH_STALE, [ins.Reconnect, ins.RetryAfter]),
         (Status.NO_BUCKET, [ins.Reconnect, ins.RetryAfter]),
@@ -838,7 +996,7 @@ ALWAYS = {"Start", "Stop", "ConnectionLost", "NoActiveNode", "HighSeqno", "Publi
 LEGAL = {
     Phase.IDLE: set(),
     Phase.REQUESTING: {"StreamRequested", "StreamAccepted", "StreamRollback", "StreamRefused"},
-    Phase.STREAMING: STREAM_EVENTS | {"RowsRun", "OsoBegun", "StagingRefused"},
+    Phase.STREAMING: STREAM_EVENTS | {"RowsRun", "PrepareMissing", "StagingRefused"},
     Phase.ASKING_LOG: {"FailoverLogReceived", "FailoverLogRefused"},
     Phase.ROLLING_BACK: {"RolledBack", "NoBoundary"},
     Phase.ABANDONING: {"Abandoned"},
@@ -879,6 +1037,10 @@ ANY_EVENT: st.SearchStrategy[ev.LocalEvent | StreamEvent] = st.one_of(
     st.builds(lambda seqno, opaque: SeqnoAdvanced(0, seqno, opaque=opaque), SEQNOS, OPAQUES),
     st.builds(lambda flags, opaque: OsoSnapshot(0, flags, opaque=opaque), st.integers(0, 4), OPAQUES),
     st.builds(lambda reason, opaque: StreamEnd(0, reason, opaque=opaque), st.integers(0, 10), OPAQUES),
+    st.builds(lambda seqno, opaque: Prepare(0, b"\0k", seqno, 1, 5, opaque=opaque), SEQNOS, OPAQUES),
+    st.builds(lambda seqno, opaque: Commit(0, b"\0k", 0, seqno, opaque=opaque), SEQNOS, OPAQUES),
+    st.builds(lambda seqno, opaque: Abort(0, b"\0k", 0, seqno, opaque=opaque), SEQNOS, OPAQUES),
+    st.builds(lambda wanted: ev.Start(filter=wanted), st.sampled_from([None, AIRLINE, BOTH, StreamFilter(8)])),
 )
 
 

@@ -38,6 +38,7 @@ from storage.model import (
     Vbid,
     VbucketState,
 )
+from storage.prepares import committed_row
 
 Documents = dict[bytes, Mutation | Deletion | Expiration]
 
@@ -59,6 +60,8 @@ class Line:
     open_snapshot: SnapshotRange | None = None
     manifest: Manifest = field(default_factory=Manifest.initial)
     published: bool = False
+    prepares: list[tuple[int, bytes, bytes | None]] = field(default_factory=list)
+    """(seqno, key, PREPARE frame), rising; None: what settled it."""
 
 
 class ToyStore:
@@ -72,6 +75,7 @@ class ToyStore:
         self.staging_branch = 1
         self.failover_log: tuple[FailoverEntry, ...] = ()
         self.purge_seqno = 0
+        self.stream_filter: str | None = None
         self.rollbacks: list[tuple[int, int]] = []
         self.published: list[int] = []
 
@@ -98,6 +102,7 @@ class ToyStore:
             source_purge_seqno=Seqno(self.purge_seqno),
             local_purge_seqno=Seqno(0),
             manifest=line.manifest,
+            stream_filter=self.stream_filter,
         )
 
     def holding(
@@ -144,6 +149,32 @@ class ToyStore:
         line.open_snapshot = asked.open_snapshot
         line.manifest = asked.manifest
 
+    def _StagePrepare(self, asked: ins.StagePrepare) -> None:
+        frame, _ = wire_frame.decode(asked.frame)
+        self._settle(asked, frame.key, asked.frame)
+
+    def _CommitPrepare(self, asked: ins.CommitPrepare) -> Any:
+        line = self.staging
+        found = [frame for _, key, frame in line.prepares if key == asked.key]
+        if not found or found[-1] is None:
+            return ev.PrepareMissing(self.state(), asked.seqno)
+        line.staged.append((asked.seqno, committed_row(found[-1], asked.seqno)))
+        self._settle(asked, asked.key, None)
+        return None
+
+    def _AbortPrepare(self, asked: ins.AbortPrepare) -> None:
+        self._settle(asked, asked.key, None)
+
+    def _settle(self, asked: ins.StagePrepare | ins.CommitPrepare | ins.AbortPrepare, key: bytes, frame: Any) -> None:
+        line = self.staging
+        assert line.position < asked.seqno <= asked.open_snapshot.end_seqno
+        line.prepares.append((asked.seqno, key, frame))
+        line.position = asked.seqno
+        line.open_snapshot = asked.open_snapshot
+
+    def _SaveFilter(self, asked: ins.SaveFilter) -> None:
+        self.stream_filter = asked.text
+
     def _Advance(self, asked: ins.Advance) -> None:
         assert asked.seqno > self.staging.position
         self.staging.position = asked.seqno
@@ -176,7 +207,8 @@ class ToyStore:
         if kept[-1].seqno == 0:
             return ev.NoBoundary()
         self.rollbacks.append((line.boundaries[-1].seqno, kept[-1].seqno))
-        self._open_branch(Line(kept, [], kept[-1].seqno, None, kept[-1].manifest, True))
+        prepares = [each for each in line.prepares if each[0] <= kept[-1].seqno]
+        self._open_branch(Line(kept, [], kept[-1].seqno, None, kept[-1].manifest, True, prepares))
         self.served_branch = self.staging_branch
         self.failover_log = tuple(entry for entry in self.failover_log if entry.seqno <= kept[-1].seqno)
         return ev.RolledBack(self.state())
@@ -190,6 +222,7 @@ class ToyStore:
             else Line()
         )
         self.staging.manifest = line.boundaries[-1].manifest
+        self.staging.prepares = [each for each in line.prepares if each[0] <= self.staging.position]
         if served:
             self.served_branch = self.staging_branch
         return ev.Abandoned(self.state())
@@ -197,11 +230,11 @@ class ToyStore:
     def _BeginRefill(self, _asked: ins.BeginRefill) -> Any:
         assert self.served.seqno, "a refill without anything to keep"
         self._open_branch(Line())
+        self.stream_filter = None
         return ev.RefillBegun(self.state())
 
-    def _BeginOso(self, _asked: ins.BeginOso) -> Any:
+    def _BeginOso(self, _asked: ins.BeginOso) -> None:
         self._open_branch(Line())
-        return ev.OsoBegun(self.state())
 
     def _open_branch(self, line: Line) -> None:
         self.branch += 1
@@ -221,6 +254,9 @@ def _apply(documents: Documents, row_value: bytes) -> None:
         return
     assert isinstance(event, (Mutation, Deletion, Expiration))
     documents[event.key] = event
+
+
+FOR_THE_SOURCE = (ins.CloseStream, ins.GetFailoverLog, ins.RetryAfter, ins.AnswerMarker, ins.RefreshCollections)
 
 
 class Rig:
@@ -264,13 +300,13 @@ class Rig:
                 answer = ev.StreamRequested(self.opaque_counter)
             elif isinstance(instruction, ins.Report):
                 self.reports.append(instruction)
-            elif isinstance(instruction, (ins.CloseStream, ins.GetFailoverLog, ins.RetryAfter, ins.AnswerMarker)):
+            elif isinstance(instruction, FOR_THE_SOURCE):
                 self.outbox.append(instruction)
             else:
                 answer = self.store.perform(instruction)
             if answer is not None:
                 done += self._perform(self.machine.handle(answer))
-            if isinstance(answer, ev.StagingRefused):
+            if isinstance(answer, (ev.StagingRefused, ev.PrepareMissing)):
                 break
         self.machine.validate()
         return done

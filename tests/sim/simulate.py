@@ -257,7 +257,7 @@ class World:
         for vbid in range(VBUCKETS):
             self.mirror.follow_map(vbid)
             self.mirror.poll(vbid)
-        self.mirror.consumer._watch_progress()
+        self.mirror.consumer._source_watch.judge()
         self.clock.advance(min(self.loop.next_due_in() or 0.05, 5.0))
         self.loop.run_due()
 
@@ -518,7 +518,7 @@ class World:
 
     def poll(self) -> None:
         self.mirror.poll(self.vbid())
-        self.mirror.consumer._watch_progress()
+        self.mirror.consumer._source_watch.judge()
 
     def pass_time(self) -> None:
         """Time goes on, mostly to the next timer."""

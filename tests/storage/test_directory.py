@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from storage import directory
@@ -33,6 +35,17 @@ def test_a_creation_that_was_cut_short_counts_as_empty_and_can_be_repeated(tmp_p
         directory.load(path)
     directory.create(path, IDENTITY)
     assert directory.load(path) == IDENTITY
+
+
+def test_what_was_selected_is_part_of_the_identity(tmp_path: Path) -> None:
+    selected = replace(IDENTITY, selection="scope inventory")
+    directory.create(str(tmp_path), selected)
+    assert directory.load(str(tmp_path)) == selected
+    stored = directory.identity_bytes(selected, 0)
+    with pytest.raises(WrongBucket):
+        directory.check_identity(stored, IDENTITY, 0, "x")
+    whole = directory.identity_bytes(IDENTITY, 0)
+    assert len(msgpack.unpackb(whole)) == 7, "a mirror of the whole bucket is as it always was"
 
 
 def test_every_vbucket_is_in_one_group() -> None:

@@ -96,14 +96,16 @@ def test_damaged_rows_raise_corrupted_and_nothing_else(garbage: bytes, position:
 LOGS = st.lists(st.tuples(U64, U64), max_size=25)
 
 
-@given(U32, U64, U64, st.none() | st.tuples(U64, U64, st.integers(0, 255)), LOGS, st.none() | U64)
+@given(
+    U32, U64, U64, st.none() | st.tuples(U64, U64, st.integers(0, 255)), LOGS, st.none() | U64, st.none() | st.text()
+)
 def test_a_state_is_read_as_it_was_written(
     branch: int, staged: int, published: int, snapshot: tuple[int, int, int] | None, log: list[tuple[int, int]],
-    last: int | None,
+    last: int | None, stream_filter: str | None,
 ) -> None:  # fmt: skip
     range_ = SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None
     entries = tuple(FailoverEntry(Vbuuid(uuid), Seqno(seqno)) for uuid, seqno in log)
-    fields = (branch, staged, published, 3, range_, entries, 5, 6, last)
+    fields = (branch, staged, published, 3, range_, entries, 5, 6, last, stream_filter)
     assert records.decode_state(records.encode_state(*fields)) == fields
 
 

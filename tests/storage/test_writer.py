@@ -688,6 +688,28 @@ def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer:
         assert [boundary.vbuuid for boundary in view.boundaries(0)] == [77]
 
 
+def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
+    """Whoever resumes must know what was left out: a refill begins anew, what is served beside it claims nothing."""
+    assert writer.state(0).stream_filter is None
+    writer.save_filter(0, "collections 8")
+    publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
+    publish(writer, 0, [(keys_of(0, 1)[0], b"y", 2)])
+    assert writer.rollback(0, 1).boundary_seqno == 1
+    assert writer.state(0).stream_filter == "collections 8"
+    writer.begin_oso(0)
+    assert writer.state(0).stream_filter == "collections 8"
+    writer.begin_refill(0)
+    assert writer.state(0).stream_filter is None
+    writer.save_filter(0, "collections 8,9")
+    writer.commit()
+    crash(writer)
+    writer = open_writer(path)
+    assert writer.state(0).stream_filter == "collections 8,9"
+    assert writer.rollback(0, 1).boundary_seqno == 1
+    assert writer.state(0).stream_filter == "", "of the served copy nobody knows it any more"
+    writer.close()
+
+
 def test_the_copy_that_is_served_beside_a_refill_is_of_its_own_history(path: str, writer: GroupWriter) -> None:
     """A rollback on command during a refill gave the old copy the failover log of the refill's stream: the source took
     its documents for its own past, and they stayed for ever.

@@ -1,0 +1,159 @@
+"""Which collections a mirror's streams are asked for: its names, found in the source's manifest and found again.
+
+Knows a selection, the newest manifest that any node gave, and who waits for another; must never know streams or the
+store. Invariants: manifests only ever move forward in their uid; a name that does not exist is waited for, and said;
+whoever was refused for an unknown collection, or lost all it had, is told once something fits again. A user without
+the privilege to look up the server's own collections gets streams that silently leave them out (protocol facts 2.2):
+that is noticed here, since the cluster map says that there are some, and the manifest does not show them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.config import Settings
+from mirror.errors import ClusterError, NotSupported
+from mirror.feed.bootstrap import fetch_manifest
+from mirror.feed.session import NodeSession
+from mirror.ingest.selection import Resolved, Selection, SourceManifest
+
+log = structlog.get_logger("feed")
+
+HIDDEN = (
+    "the source's own collections (scope _system) are not mirrored: the user may not look them up, so the source "
+    "leaves them out; grant it the privilege SystemCollectionLookup if they are wanted (role data_dcp_reader)"
+)
+PAUSE_MIN_S = 0.2
+"""Between two looks at the manifest, whoever asks."""
+
+
+class Mirroring(Protocol):
+    """Whose collections these are."""
+
+    def ready_sessions(self) -> Sequence[NodeSession]:
+        """Connections that can be asked."""
+        ...
+
+    @property
+    def has_system_collections(self) -> bool:
+        """Whether the cluster map says that there are collections of the server's own."""
+        ...
+
+    def on_collections(self, waiting: set[int]) -> None:
+        """There is something to ask for that was not asked for; these vbuckets wait for it in particular."""
+        ...
+
+
+class CollectionWatch:
+    """Follows the source's manifest for one selection."""
+
+    def __init__(self, selection: Selection, mirroring: Mirroring, settings: Settings, clock: Clock) -> None:
+        """Nothing is known yet; a whole bucket needs nothing to begin."""
+        self.selection = selection
+        self.resolved = Resolved(-1, None, () if selection.whole else ("?",))
+        self.hidden = False
+        """The server's own collections are left out, since this user may not see them."""
+        self._mirroring = mirroring
+        self._settings = settings
+        self._clock = clock
+        self._wanted = asyncio.Event()
+        self._waiting: set[int] = set()
+        self._turn = 0
+        self._said: tuple[str, ...] = ()
+
+    @property
+    def streams(self) -> bool:
+        """True if there is something to ask for."""
+        return self.resolved.streams
+
+    @property
+    def text(self) -> str:
+        """Why nothing is asked for, for people."""
+        if self.resolved.uid < 0:
+            return "asking the source which collections there are"
+        names = ", ".join(self.resolved.missing)
+        what = "scope" if self.selection.scope is not None else "collection"
+        return f"the source has no {what} {names} (yet, or any more); waiting for it to be created"
+
+    @property
+    def polled_collections(self) -> Sequence[int] | None:
+        """The collections whose high seqnos say how far our streams will come; None: the bucket's."""
+        return self.resolved.collection_ids if self.hidden or not self.selection.whole else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What people should know."""
+        found = [HIDDEN] if self.hidden and self.selection.whole else []
+        if self.resolved.missing and self.resolved.uid >= 0:
+            found.append(self.text)
+        return found
+
+    def look(self, vbid: int | None = None) -> None:
+        """Look at the manifest before long; the vbucket is told when there is something to ask for."""
+        if vbid is not None:
+            self._waiting.add(vbid)
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Follow the manifest until cancelled. Raises NotSupported where the source has no collections to choose."""
+        while True:
+            polls = bool(self.selection.collections or self.resolved.missing or self._waiting or self.hidden)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.map_poll_interval_s if polls else None):
+                    await self._wanted.wait()
+            self._wanted.clear()
+            await self._look_once()
+            if self.selection.whole and self._waiting:  # nothing can be missing: its stream is asked for as before
+                self._tell()
+            await self._clock.sleep(PAUSE_MIN_S)
+
+    async def _look_once(self) -> None:
+        """Ask one node, each time another first, until one answers."""
+        sessions = list(self._mirroring.ready_sessions())
+        self._turn += 1
+        turn = self._turn % max(1, len(sessions))
+        for session in sessions[turn:] + sessions[:turn]:
+            if not session.handshake.collections:
+                if self.selection.whole:
+                    return
+                raise NotSupported(
+                    f"{session.address} knows no collections, and {self.selection} is to be mirrored",
+                    hint="Couchbase Server 7.0 or newer has them; mirror the whole bucket into a new data directory",
+                    node=str(session.address),
+                )
+            try:
+                manifest = await fetch_manifest(session.link, self._settings)
+            except ClusterError as error:
+                log.debug("no collections from node", node=str(session.address), error=str(error))
+            else:
+                self.take(manifest)
+                return
+
+    def take(self, manifest: SourceManifest) -> None:
+        """Let the streams follow a manifest, unless it is older than the one before."""
+        before = self.resolved
+        if manifest.uid < before.uid:
+            return
+        self.resolved = self.selection.resolve(manifest)
+        hidden = self._mirroring.has_system_collections and manifest.hides_system
+        if hidden and not self.hidden and self.selection.whole:
+            log.warning(HIDDEN)
+        self.hidden = hidden
+        if self.resolved.missing != self._said:
+            self._said = self.resolved.missing
+            if self._said:
+                log.warning(self.text)
+        # Streams that show something which is gone end by themselves, and bring the word of it: they are left alone.
+        news = before.uid < 0 or (self.resolved.filter is not None and not self.resolved.filter.within(before.filter))
+        if news and not self.selection.whole:
+            self._tell()
+
+    def _tell(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        self._mirroring.on_collections(waiting)

@@ -1,0 +1,144 @@
+"""How far the source is, and which streams stand still: asked of every node, judged for every vbucket.
+
+Knows the source's high seqnos, what each vbucket holds, and when its connection brought what; must never know what a
+message means. A stream that stands still though the source is ahead is asked for anew, and the second time in a row the
+whole connection is made anew: a window that leaked shut, or a node that answers and does not stream, is mended by
+nothing less (pains 1, 12, 24). Invariants: a vbucket is called stalled from then on until its stream brings something
+or the source turns out not to be ahead; while a connection is busy with a disk snapshot of one vbucket, the others that
+wait for their turn are not stalled; a node that does not say how far it is counts as one that does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.config import Settings
+from mirror.errors import ClusterError, SourceTimeout
+from mirror.feed.bootstrap import fetch_high_seqnos
+from mirror.feed.connection_string import Address
+from mirror.feed.nodes import NodeKeeper
+from mirror.feed.vbucket import VbucketActor
+from mirror.ingest import events as happenings
+
+log = structlog.get_logger("feed")
+
+STREAMS_BEFORE_RECONNECT = 2
+"""Streams of a vbucket that may stand still in a row before the connection is blamed."""
+COLLECTIONS_PER_S = 50
+"""High seqnos of collections asked of a node in a second at most; more collections are asked for more rarely."""
+
+
+class Watched(Protocol):
+    """Whose streams these are."""
+
+    @property
+    def keepers(self) -> Mapping[Address, NodeKeeper]:
+        """The nodes."""
+        ...
+
+    @property
+    def polled_collections(self) -> Sequence[int] | None:
+        """The collections whose high seqnos count; None: the bucket's."""
+        ...
+
+    def actors_at(self, address: Address) -> Iterable[VbucketActor]:
+        """The vbuckets whose node that is."""
+        ...
+
+    def guarded(self, vbid: int, work: Callable[[], None]) -> None:
+        """Do something that may fail as the store fails."""
+        ...
+
+    def reopen(self, vbid: int, cause: str) -> None:
+        """Ask for the vbucket's stream anew."""
+        ...
+
+
+class SourceWatch:
+    """Polls the nodes and judges the vbuckets, until cancelled."""
+
+    def __init__(
+        self, watched: Watched, settings: Settings, clock: Clock, on_defect: Callable[[asyncio.Task[None]], None]
+    ):
+        """`on_defect` is told of every poll that ended, for the sake of those that ended in a defect."""
+        self._watched = watched
+        self._settings = settings
+        self._clock = clock
+        self._on_defect = on_defect
+        self._polls: dict[Address, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Poll and judge."""
+        try:
+            while True:
+                for address, keeper in self._watched.keepers.items():
+                    if address not in self._polls:  # a node that is slow to answer does not keep the others waiting
+                        task = asyncio.create_task(self._poll(keeper))
+                        self._polls[address] = task
+                        task.add_done_callback(partial(self._ended, address))
+                self.judge()
+                asked = self._watched.polled_collections or ()
+                await self._clock.sleep(max(self._settings.seqno_poll_interval_s, len(asked) / COLLECTIONS_PER_S))
+        finally:
+            polls = list(self._polls.values())
+            for task in polls:
+                task.cancel()
+            await asyncio.gather(*polls, return_exceptions=True)
+
+    def _ended(self, address: Address, task: asyncio.Task[None]) -> None:
+        self._polls.pop(address, None)
+        self._on_defect(task)
+
+    async def _poll(self, keeper: NodeKeeper) -> None:
+        session = keeper.session
+        if session is None or not session.ready:
+            return
+        try:
+            seqnos = await fetch_high_seqnos(session.link, self._settings, self._watched.polled_collections)
+        except SourceTimeout as error:
+            session.close(error)
+            return
+        except ClusterError as error:
+            log.debug("no high seqnos from node", node=str(keeper.address), error=str(error))
+            return
+        for actor in self._watched.actors_at(keeper.address):
+            if actor.vbid in seqnos:
+                actor.source_high_seqno = seqnos[actor.vbid]
+                self._watched.guarded(actor.vbid, partial(actor.handle, happenings.HighSeqno(seqnos[actor.vbid])))
+
+    def judge(self) -> None:
+        """A stream that is open and brings nothing although its source is ahead is asked for anew."""
+        for address in list(self._watched.keepers):
+            for actor in list(self._watched.actors_at(address)):
+                self._judge(actor)
+
+    def _judge(self, actor: VbucketActor) -> None:
+        now = self._clock.monotonic()
+        high, session = actor.source_high_seqno, actor.session
+        if session is None or high is None or not actor.streaming:
+            return
+        if actor.writer.state(actor.vbid).staged_seqno >= high:
+            actor.progressed()
+            return
+        limit_s = self._settings.stall_timeout_s
+        silence_s = now - actor.last_progress
+        if silence_s <= limit_s or now - session.backfill_at <= limit_s:
+            return
+        actor.stalled(f"stalled: nothing for {silence_s:.0f} s, the source is at {high}; asking for the stream anew")
+        log.warning("stalled", vbid=actor.vbid, high_seqno=high, stalls=actor.stalls, node=str(session.address))
+        if actor.stalled_streams >= STREAMS_BEFORE_RECONNECT:
+            session.close(
+                SourceTimeout(
+                    f"{session.address} answers and does not stream vb {actor.vbid}: nothing for {silence_s:.0f} s, "
+                    f"it is at {high}",
+                    node=str(session.address),
+                )
+            )
+        else:
+            self._watched.reopen(actor.vbid, "stalled")

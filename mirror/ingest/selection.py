@@ -1,0 +1,221 @@
+"""What of a bucket is mirrored: all of it, one scope, or collections by name; and what that means to the source today.
+
+Knows names, ids and the source's manifest (GET_COLLECTIONS_MANIFEST; kv_engine docs/Collections.md). Must never know
+connections, nor where a vbucket stands. Names are what people choose and what identifies a mirror; ids are what a
+stream is asked for, and a name that is dropped and made again has another one. Invariants: a selection has one
+canonical text, and a filter too; a filter names only what the manifest holds, since a source refuses any other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mirror.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9_%-]{1,251}")
+COLLECTIONS_MAX = 1000
+"""Collections that one mirror is asked for by name; a bucket holds no more."""
+SYSTEM_SCOPE = "_system"
+"""Where the server's own services keep their documents, since 7.6 in every bucket."""
+
+
+class MalformedManifest(Exception):
+    """The source sent a manifest that makes no sense."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceManifest:
+    """Scopes and collections as the source names them now."""
+
+    uid: int
+    scopes: dict[str, int]
+    collections: dict[tuple[str, str], int]
+    """(scope name, collection name) -> collection id."""
+
+    @staticmethod
+    def parse(body: bytes) -> SourceManifest:
+        """Read a manifest. Raises MalformedManifest."""
+        try:
+            found = json.loads(body)
+            scopes = {str(scope["name"]): int(scope["uid"], 16) for scope in found["scopes"]}
+            collections = {
+                (str(scope["name"]), str(entry["name"])): int(entry["uid"], 16)
+                for scope in found["scopes"]
+                for entry in scope.get("collections", ())
+            }
+            return SourceManifest(int(found["uid"], 16), scopes, collections)
+        except (ValueError, KeyError, TypeError) as error:
+            raise MalformedManifest(f"{type(error).__name__}: {error}") from None
+
+    @property
+    def hides_system(self) -> bool:
+        """True if the server's own scope is not there, or not shown to this user."""
+        return SYSTEM_SCOPE not in self.scopes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFilter:
+    """What streams are asked for: a scope by id, or collections by id."""
+
+    scope_id: int | None = None
+    collection_ids: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Canonical: what the store keeps beside the position."""
+        if self.scope_id is not None:
+            return f"scope {self.scope_id:x}"
+        return "collections " + ",".join(f"{each:x}" for each in self.collection_ids)
+
+    @staticmethod
+    def parse(text: str) -> StreamFilter | None:
+        """Read `text`; None where it says nothing that is known."""
+        kind, _, ids = text.partition(" ")
+        try:
+            if kind == "scope":
+                return StreamFilter(scope_id=int(ids, 16))
+            if kind == "collections":
+                return StreamFilter(collection_ids=tuple(int(each, 16) for each in ids.split(",")))
+        except ValueError:
+            pass
+        return None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What goes into the JSON value of a stream request."""
+        if self.scope_id is not None:
+            return {"scope": f"{self.scope_id:x}"}
+        return {"collections": [f"{each:x}" for each in self.collection_ids]}
+
+    def shows_by_itself(self, collection_id: int, scope_id: int) -> bool:
+        """Whether it shows a collection that exists without any event."""
+        return self.scope_id == scope_id if self.scope_id is not None else collection_id in self.collection_ids
+
+    def within(self, other: StreamFilter | None) -> bool:
+        """True if it shows nothing that the other one would not."""
+        if other is None or self.scope_id is not None or other.scope_id is not None:
+            return self == other
+        return set(self.collection_ids) <= set(other.collection_ids)
+
+    def continues(self, before: str | None, held_ids: Iterable[int]) -> bool:
+        """Say whether a stream so filtered can go on where one filtered to `before` came to.
+
+        It may show less than before only where what it leaves out is known to be gone (not among `held_ids`), and
+        nothing more: what was left out until here would never come.
+        """
+        if before is None or before == self.text:
+            return before is not None
+        old = StreamFilter.parse(before)
+        if old is None or old.scope_id is not None or self.scope_id is not None:
+            return False
+        gone = set(old.collection_ids) - set(self.collection_ids)
+        return set(self.collection_ids) <= set(old.collection_ids) and not gone & set(held_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A selection in terms of a manifest."""
+
+    uid: int
+    filter: StreamFilter | None
+    """None: the whole bucket, or (with `missing`) nothing that exists."""
+    missing: tuple[str, ...] = ()
+    """Names that the source does not know (yet, or any more)."""
+    collection_ids: tuple[int, ...] = ()
+    """The collections whose high seqnos say how far the streams will come."""
+    scope_names: Mapping[int, str] = field(default_factory=dict)
+    """Streams of single collections bring no scope's events."""
+
+    @property
+    def streams(self) -> bool:
+        """True if there is something to stream."""
+        return self.filter is not None or not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What people asked for, by name; neither: the whole bucket."""
+
+    scope: str | None = None
+    collections: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(scope: str | None, collections: Iterable[str] | None) -> Selection:
+        """Judge names. Raises ConfigError."""
+        names = tuple(sorted(set(collections or ())))
+        if scope is not None and names:
+            raise ConfigError(
+                "both a scope and collections are given",
+                hint="give --scope NAME alone, or name each collection as --collection SCOPE.NAME",
+                setting="scope",
+            )
+        if scope is not None and not _NAME.fullmatch(scope):
+            raise ConfigError(f"{scope!r} is not the name of a scope", hint="--scope NAME", setting="scope")
+        for name in names:
+            before, dot, after = name.partition(".")
+            if not (dot and _NAME.fullmatch(before) and _NAME.fullmatch(after)):
+                raise ConfigError(
+                    f"{name!r} is not the name of a collection",
+                    hint="write SCOPE.COLLECTION, such as inventory.airline or _default._default",
+                    setting="collections",
+                )
+        if len(names) > COLLECTIONS_MAX:
+            raise ConfigError(
+                f"{len(names)} collections are given", hint=f"at most {COLLECTIONS_MAX}", setting="collections"
+            )
+        return Selection(scope, names)
+
+    @staticmethod
+    def parse(text: str) -> Selection:
+        """Read `text`. Raises ConfigError."""
+        kind, _, names = text.partition(" ")
+        if kind == "scope":
+            return Selection.of(names, None)
+        if kind == "collections":
+            return Selection.of(None, names.split(","))
+        if text:
+            raise ConfigError(f"the mirror holds {text!r}, which this version does not know", hint="use a newer one")
+        return Selection()
+
+    @property
+    def text(self) -> str:
+        """Canonical: part of a mirror's identity. Empty for the whole bucket."""
+        if self.scope is not None:
+            return f"scope {self.scope}"
+        return "collections " + ",".join(self.collections) if self.collections else ""
+
+    @property
+    def whole(self) -> bool:
+        """True if nothing is left out."""
+        return not self.text
+
+    def __str__(self) -> str:
+        """For people."""
+        return self.text.replace(",", ", ") or "the whole bucket"
+
+    def resolve(self, manifest: SourceManifest) -> Resolved:
+        """Find the names in a manifest."""
+        scope_names = {scope_id: name for name, scope_id in manifest.scopes.items()}
+        if self.scope is not None:
+            scope_id = manifest.scopes.get(self.scope)
+            if scope_id is None:
+                return Resolved(manifest.uid, None, (self.scope,), (), scope_names)
+            ids = tuple(sorted(cid for (scope, _), cid in manifest.collections.items() if scope == self.scope))
+            return Resolved(manifest.uid, StreamFilter(scope_id), (), ids, scope_names)
+        if self.collections:
+            found: list[int] = []
+            missing: list[str] = []
+            for name in self.collections:
+                scope, _, collection = name.partition(".")
+                collection_id = manifest.collections.get((scope, collection))
+                if collection_id is None:
+                    missing.append(name)
+                else:
+                    found.append(collection_id)
+            ids = tuple(sorted(found))
+            return Resolved(manifest.uid, StreamFilter(None, ids) if ids else None, tuple(missing), ids, scope_names)
+        return Resolved(manifest.uid, None, (), tuple(sorted(manifest.collections.values())), scope_names)
