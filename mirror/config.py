@@ -177,7 +177,8 @@ class Settings(BaseSettings):
     """A mirror further behind its source than this is not ready (`/readyz`), and its page calls a vbucket lagging."""
     refill_reads: Literal["unavailable", "stale"] = "unavailable"
     """What readers get of a vbucket that is filled anew because its history was lost: `temporarily unavailable` until
-    it is whole again, or the old copy. In-process readers may ask for the old copy all the same."""
+    it is whole again, or the old copy, which holds what the source has lost. SDKs try again until their own timeout and
+    then say that the failure is temporary. In-process readers may ask for the old copy all the same."""
 
     # housekeeping
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600

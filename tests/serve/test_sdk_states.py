@@ -1,0 +1,138 @@
+"""What the official SDK reports of a vbucket in each state: never an absent document where nobody can know it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from couchbase import subdocument as sd
+from couchbase.exceptions import DocumentNotFoundException, TemporaryFailException
+from couchbase.options import ExistsOptions, GetAnyReplicaOptions, GetOptions, LookupInOptions
+
+from tests.serve.kv_rig import Endpoint, Store, serving
+from tests.serve.test_official_sdk import connect
+
+SHORT = timedelta(milliseconds=300)
+LONG = timedelta(seconds=60)
+KEY = b"key"
+JSON = 1
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "get": lambda collection: collection.get("key", GetOptions(timeout=SHORT)).content_as[dict],
+    "exists": lambda collection: collection.exists("key", ExistsOptions(timeout=SHORT)).exists,
+    "lookup_in": lambda collection: collection.lookup_in("key", [sd.get("n")], LookupInOptions(timeout=SHORT)),
+    "get_any_replica": lambda collection: collection.get_any_replica("key", GetAnyReplicaOptions(timeout=SHORT)),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path, vbuckets=1)
+
+
+def write(store: Store, number: int, seqno: int, *, publish: bool = True) -> None:
+    store.put(KEY, b'{"n":%d}' % number, seqno, datatype=JSON, publish=publish)
+
+
+@asynccontextmanager
+async def reading(store: Store, *, stale_allowed: bool = False) -> AsyncIterator[Any]:
+    """A collection at an endpoint over the store."""
+    async with serving(store.path, stale_allowed=stale_allowed) as endpoint:
+        cluster = await asyncio.to_thread(connect, f"couchbase://127.0.0.1:{endpoint.port}")
+        bucket = await asyncio.to_thread(cluster.bucket, "orders")
+        yield bucket.default_collection()
+        await asyncio.to_thread(cluster.close)
+    store.close()
+
+
+async def temporary(collection: Any) -> None:
+    """Every read is a temporary failure once its timeout is over: the SDK tries again until then."""
+    for read in READS.values():
+        with pytest.raises(TemporaryFailException):
+            await asyncio.to_thread(read, collection)
+
+
+async def got(collection: Any, limit: timedelta = SHORT) -> int:
+    found = await asyncio.to_thread(collection.get, "key", GetOptions(timeout=limit))
+    return int(found.content_as[dict]["n"])
+
+
+async def test_before_the_first_stream_is_accepted_nothing_is_absent(store: Store) -> None:
+    async with reading(store) as collection:
+        await temporary(collection)
+
+
+async def test_while_the_first_backfill_comes_in_nothing_is_absent(store: Store) -> None:
+    store.logs()
+    write(store, 1, 5, publish=False)
+    async with reading(store) as collection:
+        await temporary(collection)
+
+
+async def test_an_empty_vbucket_has_no_documents(store: Store) -> None:
+    store.logs()
+    async with reading(store) as collection:
+        with pytest.raises(DocumentNotFoundException):
+            await got(collection)
+        assert not await asyncio.to_thread(READS["exists"], collection)
+
+
+async def test_while_a_vbucket_is_filled_anew_its_old_copy_is_withheld(store: Store) -> None:
+    store.logs()
+    write(store, 1, 5)
+    store.writer.begin_refill(0)
+    store.writer.commit()
+    async with reading(store) as collection:
+        await temporary(collection)
+
+
+async def test_or_is_given_where_the_operator_wants_that(store: Store) -> None:
+    store.logs()
+    write(store, 1, 5)
+    store.writer.begin_refill(0)
+    store.writer.commit()
+    async with reading(store, stale_allowed=True) as collection:
+        assert await got(collection) == 1
+        for read in READS.values():
+            await asyncio.to_thread(read, collection)
+
+
+async def test_after_a_rollback_the_version_before_it_is_read_at_once(store: Store) -> None:
+    store.logs()
+    write(store, 1, 5)
+    write(store, 2, 6)
+    async with reading(store) as collection:
+        assert await got(collection) == 2
+        store.writer.rollback(0, 5)
+        assert await got(collection) == 1
+
+
+async def test_a_read_that_was_tried_again_succeeds_when_the_vbucket_is_there(store: Store) -> None:
+    async with reading(store) as collection:
+        waiting = asyncio.create_task(got(collection, LONG))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        store.logs()
+        write(store, 1, 5)
+        assert await waiting == 1
+
+
+async def test_the_refusal_says_why(store: Store) -> None:
+    async with serving(store.path) as endpoint:
+        await _refused(endpoint, b"nothing of the vbucket is published yet")
+        store.logs()
+        write(store, 1, 5)
+        store.writer.begin_refill(0)
+        store.writer.commit()
+        await _refused(endpoint, b"the vbucket is being filled anew")
+    store.close()
+
+
+async def _refused(endpoint: Endpoint, why: bytes) -> None:
+    client = await endpoint.sdk()
+    assert why in (await client.get(b"\0" + KEY)).value
