@@ -38,6 +38,9 @@ log = structlog.get_logger("kv")
 class KvServer:
     """The endpoint."""
 
+    connection_type: type[KvConnection] = KvConnection
+    """What a connection becomes."""
+
     def __init__(
         self,
         bucket: KvBucket,
@@ -76,7 +79,7 @@ class KvServer:
             assert not address.tls or tls is not None, "addresses were checked against the settings"
             context = tls if address.tls else None
             limit_s = HANDSHAKE_LIMIT_S if context is not None else None
-            factory = partial(KvConnection, self, address)
+            factory = partial(self.connection_type, self, address)
             create = loop.create_server if address.path is None else loop.create_unix_server
             self._servers.append(
                 await create(factory, sock=listening, ssl=context, ssl_handshake_timeout=limit_s, backlog=BACKLOG)

@@ -17,12 +17,12 @@ from mirror.serve.auth import server_tls, users_of
 from mirror.serve.kv_map import named_nodes
 from mirror.serve.listener import Address, Reserved, check_addresses, parse_addresses, reserve
 
-KINDS = ("kv", "http")
+KINDS = ("kv", "http", "dcp")
 SLOTS_PER_KIND = 1000
 """Slots 0 to 999 are workers, 1000 to 1999 KV processes, and so on."""
 
 _BOTH = {"log_level", "log_json", "refill_reads"}
-_PREFIXES = ("kv", "http", "reader_", "users_", "listen_", "ready_")
+_PREFIXES = ("kv", "http", "dcp", "reader_", "users_", "listen_", "ready_")
 _LIVE = {"workers", "kv_nodes", *(f"{kind}_processes" for kind in KINDS)}
 """What takes effect without a process started anew."""
 
@@ -118,7 +118,7 @@ def url_of(kind: str, address: Address) -> str:
     """An address as clients write it."""
     if address.path is not None:
         return f"unix:{address.path}"
-    scheme = {"kv": "couchbase", "http": "http"}[kind] + ("s" if address.tls else "")
+    scheme = {"kv": "couchbase", "http": "http", "dcp": "couchbase"}[kind] + ("s" if address.tls else "")
     return f"{scheme}://{address.authority}"
 
 

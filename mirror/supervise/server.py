@@ -18,6 +18,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire
 from mirror.errors import ConfigError
 from mirror.serve.auth import server_tls, users_of
+from mirror.serve.dcp_server import DcpServer
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
 from mirror.serve.kv_server import KvServer
@@ -35,6 +36,8 @@ Sockets = list[tuple[Address, socket.socket]]
 class KvServing:
     """The work of a KV process."""
 
+    server_type: type[KvServer] = KvServer
+
     def __init__(self, settings: Settings, sockets: Sockets, revision: int) -> None:
         """Open the mirror. Raises StorageError, ConfigError."""
         clock = SystemClock()
@@ -42,10 +45,10 @@ class KvServing:
         self._users = users_of(settings)
         self._bucket = KvBucket(str(settings.data), clock, stale_allowed=settings.refill_reads == "stale")
         self._addresses = [address for address, _ in sockets]
-        self._server = KvServer(
+        self._server = self.server_type(
             self._bucket,
             self._users,
-            self._map(settings.kv_nodes, revision),
+            self._first_map(settings, revision),
             clock,
             limits=Limits.of(settings),
             requests_per_turn=settings.kv_pipeline_max,
@@ -81,6 +84,9 @@ class KvServing:
         self._server.change_map(self._map(command["kv_nodes"], command["revision"]))
         return {}
 
+    def _first_map(self, settings: Settings, revision: int) -> ClusterMap:
+        return self._map(settings.kv_nodes, revision)
+
     def _map(self, kv_nodes: str | None, revision: int) -> ClusterMap:
         identity = self._bucket.identity
         nodes = [own_node(self._addresses, identity.held)] if kv_nodes is None else named_nodes(kv_nodes)
@@ -88,6 +94,15 @@ class KvServing:
         if cluster_map.uncovered:
             log.warning("clients cannot find some vbuckets: no mirror holds them", vbuckets=cluster_map.uncovered)
         return cluster_map
+
+
+class DcpServing(KvServing):
+    """The work of a DCP process."""
+
+    server_type = DcpServer
+
+    def _first_map(self, _settings: Settings, revision: int) -> ClusterMap:
+        return self._map(None, revision)  # the addresses of `kv_nodes` are KV's
 
 
 async def open_server(start: Message) -> Work:
@@ -113,9 +128,9 @@ async def open_server(start: Message) -> Work:
         http = HttpServer(settings, listening, stored_status, SystemClock(), name=f"http-{number}")
         await http.start()
         return http
-    kv = KvServing(settings, sockets, start["revision"])
-    await kv.start()
-    return kv
+    serving = (DcpServing if kind == "dcp" else KvServing)(settings, sockets, start["revision"])
+    await serving.start()
+    return serving
 
 
 if __name__ == "__main__":

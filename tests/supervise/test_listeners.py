@@ -19,7 +19,9 @@ def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
     listeners.reserve()
     assert listeners.desired(settings) == {1000: (), 1001: (), 2000: ()}
     assert listeners.desired(settings.model_copy(update={"kv_processes": 1})) == {1000: (), 2000: ()}
-    assert [kind_of(slot) for slot in (0, 999, 1000, 1999, 2000, 3000)] == [None, None, "kv", "kv", "http", None]
+    assert [kind_of(slot) for slot in (0, 999, 1000, 1999, 2000, 3000, 4000)] == [
+        None, None, "kv", "kv", "http", "dcp", None,
+    ]  # fmt: skip
     started = listeners.start_fields(1001)
     assert (started["kind"], started["revision"], len(started["listeners"])) == ("kv", 7, 2)
     (inherited,) = listeners.inherited(1000)
@@ -81,6 +83,7 @@ def test_a_map_that_changed_has_a_later_revision() -> None:
     ("changed", "worker", "server"),
     [
         ({"kv_pipeline_max"}, False, True),
+        ({"dcp"}, False, True),
         ({"users_file", "reader_idle_timeout_s"}, False, True),
         ({"commit_interval_ms"}, True, False),
         ({"log_level"}, True, True),

@@ -1,0 +1,166 @@
+"""Which changes of a vbucket a DCP stream shows: the JSON value of a stream request, judged and remembered.
+
+Knows the keys of the value (protocol facts 2.4; kv_engine docs/dcp/documentation/commands/stream-request.md), manifests
+and what a reader may read. Must never know seqnos of streams, snapshots or connections. Invariants: a client without
+collections gets the default collection and no system events; a filter names collections by id, or a scope, whose
+collections are those of the manifest at each snapshot's end; nothing passes that the reader may not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from mirror.serve.auth import Reader
+from mirror.serve.kv_bucket import UNKNOWN_COLLECTION_CONTEXT, Refused
+from mirror.wire.constants import Status
+from mirror.wire.events import CollectionDropped, ScopeCreated, ScopeDropped, SystemEventContent
+from storage.model import DEFAULT_COLLECTION, Manifest
+
+_HEX = re.compile(r"[0-9a-fA-F]{1,16}")
+_DECIMAL = re.compile(r"[0-9]{1,20}")
+_KNOWN = {"uid", "collections", "scope", "sid", "purge_seqno"}
+
+
+class StreamFilter:
+    """What passes."""
+
+    def __init__(
+        self,
+        *,
+        collections: frozenset[int] | None = None,
+        scope_id: int | None = None,
+        legacy: bool = False,
+        stream_id: int | None = None,
+        purge_seqno: int | None = None,
+    ) -> None:
+        """Without collections and scope everything passes. `legacy`: the client has never heard of collections."""
+        self.collections = collections
+        self.scope_id = scope_id
+        self.legacy = legacy
+        self.stream_id = stream_id
+        self.purge_seqno = purge_seqno
+        self._ended: set[int] = set()
+        self._scope_ended = False
+
+    @property
+    def all(self) -> bool:
+        """True when nothing is held back."""
+        return self.collections is None and self.scope_id is None
+
+    @property
+    def empty(self) -> bool:
+        """True when nothing can ever pass again: the client was told of the end of all that it asked for."""
+        if self.scope_id is not None:
+            return self._scope_ended
+        return self.collections is not None and self.collections <= self._ended
+
+    def begins(self, manifest: Manifest) -> dict[int, int] | None:
+        """The collections that pass, as of a manifest, with the seqno that their rows are above; None: all."""
+        if self.all:
+            return None
+        return {
+            number: int(entry.begin_seqno)
+            for number, entry in manifest.collections.items()
+            if (entry.scope_id == self.scope_id if self.collections is None else number in self.collections)
+        }
+
+    def shows(self, content: SystemEventContent) -> bool:
+        """Whether a system event passes; that of an end is remembered."""
+        if self.all:
+            return True
+        if self.legacy:
+            return False
+        if isinstance(content, (ScopeCreated, ScopeDropped)):
+            shown = content.scope_id == self.scope_id
+            self._scope_ended |= shown and isinstance(content, ScopeDropped)
+            return shown
+        if self.collections is None:
+            return content.scope_id == self.scope_id
+        if isinstance(content, CollectionDropped):
+            self._ended.add(content.collection_id)
+        return content.collection_id in self.collections
+
+
+def parse(
+    value: bytes, manifest: Manifest, reader: Reader, *, has_collections: bool, has_stream_ids: bool
+) -> StreamFilter:
+    """The filter that a stream request asks for. Raises Refused."""
+    if not has_collections:
+        if value:
+            raise Refused(Status.EINVAL, "A filter needs collections")
+        found = StreamFilter(collections=frozenset({DEFAULT_COLLECTION}), legacy=True)
+        _check_reader(found, manifest, reader)
+        return found
+    asked = _object(value) if value else {}
+    if value and not _KNOWN & asked.keys():
+        raise Refused(Status.EINVAL, "The value of the request has no known key")
+    stream_id = asked.get("sid")
+    if (stream_id is not None) != has_stream_ids:
+        raise Refused(Status.DCP_STREAM_ID_INVALID)
+    if stream_id is not None and not (type(stream_id) is int and 0 < stream_id <= 0xFFFF):
+        raise Refused(Status.DCP_STREAM_ID_INVALID)
+    if "uid" in asked:
+        _hex(asked["uid"])
+    if "scope" in asked and "collections" in asked:
+        raise Refused(Status.EINVAL, "A scope and collections cannot both be asked for")
+    collections = scope_id = None
+    if "scope" in asked:
+        scope_id = _hex(asked["scope"])
+        if scope_id not in manifest.scopes:
+            raise Refused(Status.UNKNOWN_SCOPE, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
+    elif "collections" in asked:
+        names = asked["collections"]
+        if not isinstance(names, list) or not names:
+            raise Refused(Status.EINVAL, "`collections` must be a list of ids")
+        collections = frozenset(_hex(name) for name in names)
+        if not collections <= manifest.collections.keys():
+            raise Refused(Status.UNKNOWN_COLLECTION, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
+    found = StreamFilter(
+        collections=collections,
+        scope_id=scope_id,
+        stream_id=stream_id,
+        purge_seqno=_purge_seqno(asked.get("purge_seqno")),
+    )
+    _check_reader(found, manifest, reader)
+    return found
+
+
+def _check_reader(found: StreamFilter, manifest: Manifest, reader: Reader) -> None:
+    """Refuse what would show more than the reader may read; what a scope will hold one day included."""
+    if reader.reads_all:
+        return
+    if found.scope_id is not None:
+        allowed = f"{manifest.scopes[found.scope_id]}.*" in reader.patterns
+    else:
+        entries = [manifest.collections.get(number) for number in found.collections or ()]
+        allowed = bool(entries) and all(
+            entry is not None and reader.may_read(manifest.scopes.get(entry.scope_id, ""), entry.name)
+            for entry in entries
+        )
+    if not allowed:
+        raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read all that the stream would show")
+
+
+def _object(value: bytes) -> dict[str, object]:
+    try:
+        asked = json.loads(value)
+    except (ValueError, RecursionError):
+        asked = None
+    if not isinstance(asked, dict):
+        raise Refused(Status.EINVAL, "The value of the request must be a JSON object")
+    return asked
+
+
+def _hex(text: object) -> int:
+    if not isinstance(text, str) or not _HEX.fullmatch(text):
+        raise Refused(Status.EINVAL, "Ids are hexadecimal strings")
+    return int(text, 16)
+
+
+def _purge_seqno(text: object) -> int | None:
+    if text is None:
+        return None
+    if not isinstance(text, str) or not _DECIMAL.fullmatch(text):
+        raise Refused(Status.EINVAL, "`purge_seqno` is a decimal string")
+    return int(text)

@@ -1,0 +1,94 @@
+"""The DCP endpoint of one process: a KV endpoint whose connections can become producers.
+
+Knows what differs from the KV endpoint: names of connections, the watch over the store, and who may be silent. The
+rest (listeners, limits, login, the sweep) is the KV endpoint's. Invariants: of two connections of one name in this
+process the newer one lives (kv_engine docs/dcp/documentation/commands/open-connection.md); a client that only listens
+is not idle.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.serve.auth import Users
+from mirror.serve.dcp_connection import DcpConnection
+from mirror.serve.dcp_producer import Counters
+from mirror.serve.dcp_watch import Watch
+from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_connection import KvConnection
+from mirror.serve.kv_map import ClusterMap
+from mirror.serve.kv_server import KvServer
+from mirror.serve.listener import Address
+
+log = structlog.get_logger("dcp")
+
+
+class DcpServer(KvServer):
+    """The endpoint."""
+
+    connection_type = DcpConnection
+
+    def __init__(self, bucket: KvBucket, users: Users, cluster_map: ClusterMap, clock: Clock, **limits: Any) -> None:
+        """Not listening yet; `limits` are those of the KV endpoint."""
+        super().__init__(bucket, users, cluster_map, clock, **limits)
+        self.bucket = bucket
+        self.watch = Watch(lambda: bucket.view)
+        self.dcp_counters = Counters()
+        self._names: dict[str, DcpConnection] = {}
+
+    async def start(self, sockets: Sequence[tuple[Address, socket.socket]], tls: ssl.SSLContext | None = None) -> None:
+        """Serve what connects to these sockets."""
+        self.watch.start()
+        await super().start(sockets, tls)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Stop listening, and let go of the clients."""
+        await super().stop(grace_s)
+        await self.watch.stop()
+
+    def status(self) -> dict[str, int]:
+        """Numbers that only rise, but for the connections that are open now."""
+        found = {name.replace("kv_", "dcp_"): number for name, number in super().status().items()}
+        counters = self.dcp_counters
+        return found | {
+            "dcp_streams_opened": counters.opened_streams,
+            "dcp_streams_closed": counters.closed_streams,
+            "dcp_streams_refused": counters.refused_streams,
+            "dcp_rollbacks": counters.rollbacks,
+            "dcp_snapshots": counters.snapshots,
+            "dcp_documents": counters.rows,
+            "dcp_stream_bytes": counters.sent_bytes,
+        }
+
+    # -- what connections ask
+
+    def named(self, connection: DcpConnection, name: str) -> None:
+        """The connection took a name; another one that has it is hung up on."""
+        older = self._names.get(name)
+        if older is not None and older is not connection:
+            log.info("a client took the name of another", name=name)
+            older.abort()
+        self._names[name] = connection
+
+    def closed(self, connection: KvConnection) -> None:
+        """A client is gone."""
+        producer = connection.producer if isinstance(connection, DcpConnection) else None
+        if producer is not None and self._names.get(producer.name) is connection:
+            del self._names[producer.name]
+        super().closed(connection)
+
+    # -- the sweep
+
+    def sweep(self) -> None:
+        """Hang up on the idle and on those who take nothing. Who has streams and asked for no noops may listen."""
+        for connection in self.connections:
+            producer = connection.producer if isinstance(connection, DcpConnection) else None
+            if producer is not None and producer.streams and not producer.negotiated.noop_enabled:
+                connection.heard_s = self.now_s
+        super().sweep()

@@ -1,0 +1,221 @@
+"""One DCP stream of one vbucket: what comes next, snapshot by snapshot, and when it is over.
+
+Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, protocol facts 2.6, 2.7) and the store's
+rows; concepts are those of streaming from a replica: nothing that is not complete is sent. Must never know sockets,
+windows or tasks: it is asked for at most so many bytes and gives whole messages. Invariants:
+- every snapshot sent ends at a seqno that the mirror had published, and is complete there for what the filter shows;
+- seqnos rise; a key comes once in a snapshot, in its newest version at the snapshot's end;
+- everything sent belongs to the history whose failover log the client was given: when that changes, or the mirror
+  takes back what was sent, or a tombstone that the client needs is gone, the stream ends and the client asks anew;
+- nothing is held between two calls but positions; a call does a bounded amount of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from mirror.serve.dcp_controls import Negotiated
+from mirror.serve.dcp_encoder import MUTATION, RowEncoder, with_stream_id
+from mirror.serve.dcp_filter import StreamFilter
+from mirror.wire import codec_dcp
+from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
+from mirror.wire.errors import ProtocolError
+from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
+from storage import stream as store
+from storage.errors import StorageError
+from storage.stream import Left, Standing
+from storage.view import View
+
+DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
+MEMORY = int(SnapshotFlag.MEMORY | SnapshotFlag.CHECKPOINT)
+
+BACKLOG_OF_DISK = 10_000
+"""A client that lacks more seqnos than this gets them as a backfill, even if it was streaming already."""
+
+PIECE_BYTES = 256 * 1024
+"""Rows read in one transaction, and for one turn of a stream."""
+
+PIECES_PER_TURN = 4
+"""Pieces of which the filter showed nothing, before the others have their turn."""
+
+log = structlog.get_logger("dcp")
+
+
+class DcpStream:
+    """A stream that was accepted."""
+
+    def __init__(
+        self,
+        request: StreamRequest,
+        standing: Standing,
+        stream_filter: StreamFilter,
+        negotiated: Negotiated,
+        view: Callable[[], View],
+    ) -> None:
+        """`standing` is what the request was judged by; `view` gives the view to read through, now."""
+        self.vbid = request.vbid
+        self.opaque = request.opaque
+        self.stream_id = stream_filter.stream_id
+        self.position_seqno = request.start_seqno
+        """Everything up to here was sent, or held back by the filter."""
+        self.end_seqno = request.end_seqno
+        if request.flags & (StreamRequestFlag.TO_LATEST | StreamRequestFlag.DISK_ONLY):
+            self.end_seqno = min(self.end_seqno, standing.seqno)
+        self.ended = False
+        self.waiting = False
+        """Nothing to say until something is published."""
+        self.snapshot_count = 0
+        self.row_count = 0
+        self._view = view
+        self._branch = standing.branch
+        self._failover_log = standing.failover_log
+        self._filter = stream_filter
+        self._encoder = RowEncoder(negotiated, stream_filter, no_value=bool(request.flags & StreamRequestFlag.NO_VALUE))
+        self._tells_advance = negotiated.collections
+        self._marker_version = negotiated.marker_version
+        self._first_start_seqno = min(request.start_seqno, request.snap_start_seqno)
+        self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
+        self._shared_seqno = request.start_seqno
+        """What the client holds is of the served history if this seqno is. In the middle of a snapshot that is its end:
+        what it left out as superseded up to there has to stay so."""
+        if request.start_seqno != request.snap_start_seqno:
+            self._shared_seqno = request.snap_end_seqno
+        self._holds_nothing = request.start_seqno == 0
+        """The client has no document but those of this stream's first snapshot."""
+        self._pinned: Standing | None = None
+        self._begins: Mapping[int, int] | None = None
+        self._marker_end_seqno = 0
+        self._last_sent_seqno = 0
+
+    def take(self, bytes_max: int) -> bytes:
+        """The next messages: stops with the one that reaches the limit. Empty when there is nothing to send now."""
+        out = bytearray()
+        self.waiting = False
+        pieces = 0
+        try:
+            while len(out) < bytes_max and pieces < PIECES_PER_TURN and not (self.ended or self.waiting):
+                if self._pinned is None:
+                    self._begin(out)
+                elif self.position_seqno < self._pinned.seqno:
+                    self._fill(out, min(bytes_max - len(out), PIECE_BYTES))
+                    pieces += 1
+                else:
+                    self._finish(out)
+        except Left as left:
+            log.info("a stream ends", vbid=self.vbid, why=str(left))
+            out += self.end(StreamEndReason.STATE_CHANGED if left.rolled_back else StreamEndReason.SLOW)
+        except (StorageError, ProtocolError, ValueError) as error:
+            log.error("a stream cannot be read", vbid=self.vbid, error=str(error))
+            out += self.end(StreamEndReason.BACKFILL_FAIL)
+        return bytes(out)
+
+    def end(self, reason: StreamEndReason) -> bytes:
+        """End the stream, now. Returns the message that says so; empty when it was over already."""
+        if self.ended:
+            return b""
+        self.ended = True
+        return self._message(StreamEnd(self.vbid, int(reason), opaque=self.opaque))
+
+    # -- snapshots
+
+    def _begin(self, out: bytearray) -> None:
+        """Begin the next snapshot, or see why there is none."""
+        now = store.standing(self._view(), self.vbid)
+        position = self.position_seqno
+        shared = now.has(self._branch, max(position, self._shared_seqno))
+        if not (now.whole and shared) or now.failover_log != self._failover_log:
+            out += self.end(StreamEndReason.STATE_CHANGED)
+        elif self._filter.empty:
+            out += self.end(StreamEndReason.FILTER_EMPTY)
+        elif position >= self.end_seqno:
+            out += self.end(StreamEndReason.OK)
+        elif now.seqno <= position:
+            self.waiting = True
+        elif self._minds_tombstones and not self._holds_nothing and position < now.local_purge_seqno:
+            out += self.end(StreamEndReason.STATE_CHANGED)
+        else:
+            self._branch, self._shared_seqno = now.branch, 0
+            self._open(out, now)
+
+    def _open(self, out: bytearray, now: Standing) -> None:
+        position = self.position_seqno
+        begins = self._filter.begins(now.manifest)
+        end_seqno = now.seqno
+        if self._filter.legacy and begins is not None:  # without SeqnoAdvanced only a document can carry the end
+            end_seqno = store.last_document_seqno(self._view(), self.vbid, now, position, begins)
+            if end_seqno == position:
+                self.position_seqno = now.seqno
+                return
+        first = self.snapshot_count == 0
+        self.snapshot_count += 1
+        self._pinned, self._begins = now, begins
+        self._marker_end_seqno, self._last_sent_seqno = end_seqno, 0
+        disk = first or end_seqno - position > BACKLOG_OF_DISK
+        version = self._marker_version if disk else MarkerVersion.V1
+        marker = SnapshotMarker(
+            self.vbid,
+            self._first_start_seqno if first else position + 1,
+            end_seqno,
+            DISK if disk else MEMORY,
+            0 if version == MarkerVersion.V1 else end_seqno,
+            purge_seqno=now.purge_seqno if version == MarkerVersion.V2_2 else 0,
+            version=int(version),
+            opaque=self.opaque,
+        )
+        out += self._message(marker)
+
+    def _fill(self, out: bytearray, bytes_max: int) -> None:
+        """Go on with the snapshot by at most so many bytes."""
+        assert self._pinned is not None
+        minded = self._minds_tombstones and not self._holds_nothing
+        rows, position = store.rows(
+            self._view(),
+            self.vbid,
+            self._pinned,
+            self.position_seqno,
+            bytes_max=bytes_max,
+            begins=self._begins,
+            tombstones_from=self.position_seqno if minded else None,
+        )
+        messages: list[bytes] = []
+        add = messages.append
+        encode = self._encoder.encode
+        plain, unwanted = self._encoder.plain, self._encoder.unwanted_datatype
+        left = bytes_max
+        last = b""
+        for key, row in rows:
+            if left <= 0:
+                position = int.from_bytes(last[4:])
+                break
+            if not (plain and row[1] == MUTATION and not row[5] & unwanted):
+                row = encode(row)
+                if not row:
+                    continue
+            add(row)
+            left -= len(row)
+            last = key
+        if not messages:
+            self.position_seqno = position
+            return
+        at = len(out)
+        out += b"".join(messages)
+        vbid, opaque = self.vbid.to_bytes(2), self.opaque.to_bytes(4)
+        for message in messages:
+            out[at + 6 : at + 8] = vbid
+            out[at + 12 : at + 16] = opaque
+            at += len(message)
+        self.row_count += len(messages)
+        self.position_seqno, self._last_sent_seqno = position, int.from_bytes(last[4:])
+
+    def _finish(self, out: bytearray) -> None:
+        """All rows of the snapshot were sent."""
+        if self._last_sent_seqno < self._marker_end_seqno and self._tells_advance:
+            out += self._message(SeqnoAdvanced(self.vbid, self._marker_end_seqno, opaque=self.opaque))
+        self._pinned = None
+        self._holds_nothing = False
+
+    def _message(self, event: SnapshotMarker | SeqnoAdvanced | StreamEnd) -> bytes:
+        message = codec_dcp.encode(event)
+        return message if self.stream_id is None else with_stream_id(message, self.stream_id)

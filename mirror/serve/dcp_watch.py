@@ -1,0 +1,85 @@
+"""Who waits for which vbucket to serve something new, in one process.
+
+Knows the store's commits and callbacks; must never know connections or what is done with the news. Invariants: whatever
+is served after `follow` is told, once or more often; without followers nothing is asked; the price of a look does not
+depend on how many wait, nor, as long as nothing happens, on the number of vbuckets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from storage.errors import StorageError
+from storage.stream import Commits
+from storage.view import View
+from storage.wait import POLL_MIN_S, next_delay_s
+
+FAILED_DELAY_S = 1.0
+
+log = structlog.get_logger("dcp")
+
+News = Callable[[int], None]
+"""Takes the vbucket that serves something new."""
+
+
+class Watch:
+    """The process's look at the store."""
+
+    def __init__(self, view: Callable[[], View]) -> None:
+        """`view` gives the view to look through, now."""
+        self._view = view
+        self._viewed: View | None = None
+        self._commits = Commits()
+        self._followers: dict[int, list[News]] = {}
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look, as soon as somebody follows."""
+        self._task = asyncio.create_task(self._run(), name="dcp watch")
+
+    async def stop(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def follow(self, vbid: int, news: News) -> None:
+        """Tell of a vbucket from now on."""
+        self._followers.setdefault(vbid, []).append(news)
+        self._wanted.set()
+
+    def leave(self, vbid: int, news: News) -> None:
+        """Tell no more; for each `follow` one."""
+        followers = self._followers[vbid]
+        followers.remove(news)
+        if not followers:
+            del self._followers[vbid]
+        if not self._followers:
+            self._wanted.clear()
+
+    def look(self) -> int:
+        """Tell what is new; returns how many vbuckets serve something else than at the last look."""
+        view = self._view()
+        if view is not self._viewed:  # a group was made anew: all of it is news
+            self._viewed, self._commits = view, Commits()
+        group_count = view.identity.group_count
+        found = self._commits.news(view, {vbid % group_count: vbid for vbid in self._followers})
+        for vbid in found:
+            for news in tuple(self._followers.get(vbid, ())):
+                news(vbid)
+        return len(found)
+
+    async def _run(self) -> None:
+        delay_s = POLL_MIN_S
+        while True:
+            await self._wanted.wait()
+            try:
+                delay_s = POLL_MIN_S if self.look() else next_delay_s(delay_s)
+            except StorageError as error:
+                log.error("the store cannot be looked at", error=str(error))
+                delay_s = FAILED_DELAY_S
+            await asyncio.sleep(delay_s)

@@ -1,0 +1,260 @@
+"""Rows of a vbucket in the order of seqnos, for those who send them on: as stored, one version of each key, up to a
+boundary that was served.
+
+Knows both trees of a vbucket, its chain and its state; never who reads. What a follower is told in one `standing`, and
+each piece of `rows`, is of one LMDB transaction; between pieces nothing is held. Invariants: the rows of a range up to
+a boundary are those whose key has no later version that is visible there, and every system event; their seqnos rise;
+a piece costs what it looks at, and looks at no more than it is told; `Left` says that the rest of a range cannot be
+had any more, before a single row of it was given that contradicts the others.
+
+What may be missing: tombstones at or below `Standing.purge_seqno`. The store's own purger took those up to
+local_purge_seqno. Those that the source had purged before it sent its first snapshot lie at or below its purge seqno
+where it told one, and in any case at or below the end of that snapshot, which is the floor as long as that was never
+raised; everything later came in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from storage import branches, chain, keys, records
+from storage.model import FailoverEntry, Manifest
+from storage.view import Opened, View
+
+PIECE_ROWS = 2_000
+"""Rows looked at in one transaction at most."""
+
+_SYSTEM_EVENT = 0x5F
+
+Row = tuple[bytes, bytes]
+"""Row key (branch, seqno) and frame."""
+
+
+class Left(Exception):
+    """A range cannot be read to its end: history went another way, or is gone."""
+
+    def __init__(self, message: str, *, rolled_back: bool) -> None:
+        """`rolled_back`: another history is served now; else the floor has passed the range's end."""
+        super().__init__(message)
+        self.rolled_back = rolled_back
+
+
+class Standing(NamedTuple):
+    """What one vbucket serves, of one moment."""
+
+    branch: int
+    seqno: int
+    """Published: a boundary, or 0."""
+    links: chain.Chain
+    """Its chain, newest first, cut there."""
+    floor_seqno: int
+    failover_log: tuple[FailoverEntry, ...]
+    source_purge_seqno: int
+    local_purge_seqno: int
+    manifest: Manifest
+    whole: bool
+    """False while nothing complete is served, or it is filled anew."""
+
+    @property
+    def purge_seqno(self) -> int:
+        """A follower that holds less than this may hold documents whose deletion it will never be told."""
+        source = min(self.source_purge_seqno, self.floor_seqno) if self.source_purge_seqno else self.floor_seqno
+        return max(self.local_purge_seqno, source)
+
+    def has(self, branch: int, seqno: int) -> bool:
+        """Whether a position is on the served history."""
+        return any(link.branch == branch and seqno <= link.cut for link in self.links)
+
+
+def standing(view: View, vbid: int) -> Standing:
+    """What a vbucket serves now. Raises StorageError."""
+    opened = view._open(vbid)
+    environment = opened.environment
+    with environment.read() as txn:
+        data = txn.get(opened.vbid_key, db=opened.pub)
+        branch, seqno, floor, m_branch, m_seqno, _ = branches.unpack_pub(data, environment.path, vbid)
+        links = chain.recut(view._whole_chain(environment, txn, vbid, branch), seqno)
+        manifest = view._manifest(environment, txn, vbid, (m_branch, m_seqno))
+        state = records.decode_state(txn.get(opened.vbid_key, db=environment.db(keys.DB_STATE)))
+        local_purge_seqno = branches.purge_row(environment, txn, vbid)[1]
+    staging, staged, _, _, open_snapshot, log, source_purge_seqno, *_ = state
+    whole = staging == branch and bool(log) and (seqno > 0 or (not staged and open_snapshot is None))
+    return Standing(branch, seqno, links, floor, log, source_purge_seqno, local_purge_seqno, manifest, whole)
+
+
+class Commits:
+    """Notices that something was published, at a price that does not depend on the number of vbuckets."""
+
+    def __init__(self) -> None:
+        """Everything is news the first time."""
+        self._numbers: dict[int, int] = {}
+        self._seen: dict[int, bytes] = {}
+
+    def news(self, view: View, groups: Mapping[int, int]) -> list[int]:
+        """The vbuckets of these groups (group -> some vbucket of it) that serve something else than last time."""
+        found = []
+        for group, vbid in groups.items():
+            opened = view._open(vbid)
+            number = opened.environment.env.info()["last_txnid"]
+            if self._numbers.get(group) == number:
+                continue
+            self._numbers[group] = number
+            with opened.environment.read() as txn:
+                for key, data in txn.cursor(opened.pub).iternext():
+                    each = int.from_bytes(key, "big")
+                    if self._seen.get(each) != data:
+                        self._seen[each] = data
+                        found.append(each)
+        return found
+
+
+def rows(
+    view: View,
+    vbid: int,
+    pinned: Standing,
+    after_seqno: int,
+    *,
+    bytes_max: int,
+    rows_max: int = PIECE_ROWS,
+    begins: Mapping[int, int] | None = None,
+    tombstones_from: int | None = None,
+) -> tuple[list[Row], int]:
+    """The next rows of (after_seqno, pinned.seqno], and the seqno up to which that was all.
+
+    `begins` names the collections that are wanted, and the seqno that their rows must be above; None: all there are.
+    With `tombstones_from` the reader holds documents from before that seqno, so no tombstone above it may be missing.
+    Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises Left.
+    """
+    opened = view._open(vbid)
+    with opened.environment.read() as txn:
+        _check(view, opened, txn, vbid, pinned, tombstones_from)
+        found, position = _look(opened, txn, pinned.links, after_seqno, rows_max, bytes_max)
+        if begins is None and pinned.manifest.uid:
+            begins = begins_of(pinned.manifest)
+        if begins is not None:
+            found = [row for row in found if _is_wanted(row, begins)]
+        return _newest(opened, txn, pinned.links, found, all_there=position == pinned.seqno), position
+
+
+def begins_of(manifest: Manifest) -> dict[int, int]:
+    """For each collection that exists, the seqno that its documents are above."""
+    return {number: int(entry.begin_seqno) for number, entry in manifest.collections.items()}
+
+
+def last_document_seqno(view: View, vbid: int, pinned: Standing, after_seqno: int, begins: Mapping[int, int]) -> int:
+    """Seqno of the last row of these collections in (after_seqno, pinned.seqno]; `after_seqno` without one.
+
+    Walks backwards, a transaction for each piece of the way. Raises Left.
+    """
+    opened = view._open(vbid)
+    for link in pinned.links:
+        low, high = max(after_seqno, link.base_seqno), link.cut
+        while high > low:
+            with opened.environment.read() as txn:
+                _check(view, opened, txn, vbid, pinned, None)
+                found = _look_back(opened, txn, keys.PREFIX.pack(link.branch), low, high)
+            for row in found:
+                if row[1][1] != _SYSTEM_EVENT and _is_wanted(row, begins):
+                    return int.from_bytes(row[0][4:])
+            high = int.from_bytes(found[-1][0][4:]) - 1 if len(found) == PIECE_ROWS else low
+    return after_seqno
+
+
+def _check(view: View, opened: Opened, txn: Any, vbid: int, pinned: Standing, tombstones_from: int | None) -> None:
+    """Raise Left unless all that `pinned` sees is still served and kept."""
+    environment = opened.environment
+    data = txn.get(opened.vbid_key, db=opened.pub)
+    branch, seqno, floor, _, _, flags = branches.unpack_pub(data, environment.path, vbid)
+    if branch != pinned.branch or seqno < pinned.seqno:
+        links = chain.recut(view._whole_chain(environment, txn, vbid, branch), seqno)
+        if not any(link.branch == pinned.branch and pinned.seqno <= link.cut for link in links):
+            raise Left(f"a rollback or refill passed seqno {pinned.seqno}", rolled_back=True)
+    if flags & keys.PUB_STALE:
+        raise Left("the vbucket is being filled anew", rolled_back=True)
+    if floor > pinned.seqno:
+        raise Left(f"history before seqno {floor} is gone", rolled_back=False)
+    if tombstones_from is not None and tombstones_from < branches.purge_row(environment, txn, vbid)[1]:
+        raise Left(f"tombstones above seqno {tombstones_from} are gone", rolled_back=False)
+
+
+def _look(
+    opened: Opened, txn: Any, links: chain.Chain, after_seqno: int, rows_max: int, bytes_max: int
+) -> tuple[list[Row], int]:
+    """The rows of the chain that come next, all versions, and how far that is."""
+    found: list[Row] = []
+    add = found.append
+    left = bytes_max
+    cursor = txn.cursor(opened.rows)
+    for link in reversed(links):
+        low = max(after_seqno, link.base_seqno)
+        prefix = keys.PREFIX.pack(link.branch)
+        if low >= link.cut or not cursor.set_range(prefix + (low + 1).to_bytes(8)):
+            continue
+        end = prefix + link.cut.to_bytes(8)
+        for row in cursor.iternext():
+            key, frame = row
+            if key > end:
+                break
+            if len(key) == keys.ROW_KEY_SIZE:
+                add(row)
+                left -= len(frame)
+                if left <= 0 or len(found) == rows_max:
+                    return found, int.from_bytes(key[4:])
+    return found, links[0].cut
+
+
+def _look_back(opened: Opened, txn: Any, prefix: bytes, low: int, high: int) -> list[Row]:
+    """At most PIECE_ROWS rows (low, high] of a branch, falling."""
+    found: list[Row] = []
+    cursor = txn.cursor(opened.rows)
+    first = prefix + low.to_bytes(8) + b"\xff"
+    if cursor.prev() if cursor.set_range(prefix + high.to_bytes(8) + b"\xff") else cursor.last():
+        for row in cursor.iterprev():
+            if row[0] <= first:
+                break
+            if len(row[0]) == keys.ROW_KEY_SIZE:
+                found.append(row)
+                if len(found) == PIECE_ROWS:
+                    break
+    return found
+
+
+def _is_wanted(row: Row, begins: Mapping[int, int]) -> bool:
+    """Whether it is a system event, or of a collection that is wanted."""
+    key, frame = row
+    if frame[1] == _SYSTEM_EVENT:
+        return True
+    start = 24 + frame[4]
+    collection_id = frame[start]
+    if collection_id >= 0x80:
+        collection_id = keys.split_key(frame[start : start + 5])[0]
+    begin = begins.get(collection_id)
+    return begin is not None and int.from_bytes(key[4:]) > begin
+
+
+def _newest(opened: Opened, txn: Any, links: chain.Chain, found: list[Row], *, all_there: bool) -> list[Row]:
+    """Those that no later version replaces. `all_there`: no row follows these."""
+    cursor = txn.cursor(opened.keys)
+    seek = cursor.set_range_dup
+    cuts = {keys.PREFIX.pack(link.branch): link.cut.to_bytes(8) for link in links}
+    seen: set[bytes] = set()
+    kept: list[Row] = []
+    for row in reversed(found):
+        key, frame = row
+        if frame[1] != _SYSTEM_EVENT:
+            start = 24 + frame[4]
+            wire_key = frame[start : start + (frame[2] << 8 | frame[3])]
+            if wire_key in seen:
+                continue
+            seen.add(wire_key)
+            if not all_there and seek(wire_key, key + b"\xff"):  # some version comes later: is it visible?
+                later = cursor.value()
+                if later[:4] == key[:4] and later[4:12] <= cuts[key[:4]]:
+                    continue
+                newest = chain.newest_version(cursor, wire_key, links)
+                if newest is None or newest[:12] != key:
+                    continue
+        kept.append(row)
+    kept.reverse()
+    return kept
