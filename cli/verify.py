@@ -1,0 +1,244 @@
+"""`verify`: the mirror against its source, and `--repair` of what differs.
+
+Knows how to open both, and how to say what was found; how two copies are compared is `mirror.feed.verify`'s. Exit code
+0 when every vbucket is equal (after a repair: when it is then), 1 when not. Works with the service up or down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import client, options, output, render
+from cli.exits import Ended
+from mirror.config import Settings
+from mirror.errors import BucketChanged, ConfigError, ExitCode
+from mirror.feed.comparison import Difference, VbucketResult
+from mirror.feed.reader import SourceReader
+from mirror.feed.repair import refill
+from mirror.feed.verify import WAIT_S
+from mirror.feed.verify import verify as compare
+from storage import keys
+from storage.digest import Fingerprint
+from storage.view import View, open_view
+
+PLAIN_INTERVAL_S = 5.0
+COUNTED = (
+    "documents",
+    "tombstones",
+    "source_documents",
+    "source_tombstones",
+    "missing_here",
+    "missing_there",
+    "different",
+    "purged_here",
+    "purged_there",
+    "moved",
+    "not_compared",
+)
+REPAIRED = ("different", "unreadable")
+"""States that fetching anew mends; the others mend themselves once the service streams."""
+
+
+def verify(
+    data: options.DataOption = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", "-s", metavar="URL", help="Connection string of the source.", show_default=False),
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Fetch the vbuckets that differ anew, beside their old copies.")
+    ] = False,
+    vbid: Annotated[list[int] | None, typer.Option("--vbid", help="Only these vbuckets.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Differing keys to print for people.")] = 20,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, help="Seconds for a running mirror to publish what was read.")
+    ] = WAIT_S,
+    config: options.ConfigOption = None,
+    pairs: options.SetOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Compare every version of every key with the source. Exit code 1 when something differs."""
+    settings = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs).settings
+    path, url = needed(settings)
+    service = client.ask(path, "ping") is not None
+    started = time.monotonic()
+    with (
+        open_view(str(path), stale_reads=True) as view,
+        SourceReader(url, settings=settings) as reader,
+        render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen,
+    ):
+        same_bucket(view, reader)
+        vbids = wanted_vbuckets(view, vbid)
+        progress = Progress(screen)
+        results = compare(str(path), view, reader, service=service, vbids=vbids, wait_s=wait, progress=progress)
+        broken = [result.vbid for result in results if result.state in REPAIRED] if repair else []
+        if broken:
+
+            def refilled(done: int, of: int) -> None:
+                screen.show(line := f"{done} of {of} vbuckets fetched anew", line)
+
+            refill(view, url, settings, broken, progress=refilled)
+            again = compare(str(path), view, reader, service=service, vbids=broken, wait_s=wait, progress=progress)
+            results = sorted([result for result in results if result.vbid not in broken] + again, key=by_vbid)
+    facts = {
+        "data": str(path),
+        "source": url,
+        "service": "up" if service else "down",
+        "ok": all(result.equal for result in results),
+        "repaired": broken,
+        "elapsed_s": round(time.monotonic() - started, 3),
+        "totals": totals(results),
+    }
+    if as_json:
+        output.print_json(facts | {"vbuckets": [vbucket_object(result) for result in results]})
+    else:
+        say(facts, results, limit)
+    if not facts["ok"]:
+        raise Ended(ExitCode.FAILED)
+
+
+def needed(settings: Settings) -> tuple[Path, str]:
+    """Both sides. Raises ConfigError."""
+    if settings.data is None:
+        raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA", setting="data")
+    if settings.source is None:
+        raise ConfigError(
+            "no source is given", hint="give --source couchbase://user@host/bucket or set DCP_MIRROR_SOURCE"
+        )
+    return settings.data, settings.source
+
+
+def same_bucket(view: View, reader: SourceReader) -> None:
+    """Refuse to compare two buckets. Raises BucketChanged."""
+    identity = view.identity
+    if identity.bucket_uuid and reader.bucket_uuid and identity.bucket_uuid != reader.bucket_uuid:
+        raise BucketChanged(
+            f"bucket {identity.bucket_name} at the source has uuid {reader.bucket_uuid}, "
+            f"the data directory mirrors uuid {identity.bucket_uuid}"
+        )
+    if identity.vbucket_count != reader.vbucket_count:
+        raise BucketChanged(
+            f"the source has {reader.vbucket_count} vbuckets, the data directory {identity.vbucket_count}"
+        )
+
+
+def wanted_vbuckets(view: View, asked: list[int] | None) -> list[int]:
+    """The vbuckets to compare. Raises ConfigError."""
+    held = [int(vbid) for vbid in view.vbids]
+    for vbid in asked or ():
+        if vbid not in held:
+            raise ConfigError(f"this mirror holds no vbucket {vbid}", hint=f"it holds {held[0]} to {held[-1]}")
+    return sorted(set(asked)) if asked else held
+
+
+def by_vbid(result: VbucketResult) -> int:
+    """For sorting."""
+    return result.vbid
+
+
+class Progress:
+    """Vbuckets done, the rate of rows, the time left."""
+
+    def __init__(self, screen: render.Screen) -> None:
+        """From now on."""
+        self._screen = screen
+        self._since = time.monotonic()
+
+    def __call__(self, done: int, of: int, rows: int) -> None:
+        """Show it."""
+        elapsed_s = max(time.monotonic() - self._since, 0.001)
+        left = render.duration(elapsed_s / done * (of - done)) if done else "?"
+        line = (
+            f"compared {done} of {of} vbuckets, {render.number(rows)} rows, {rows / elapsed_s:,.0f} rows/s, {left} left"
+        )
+        self._screen.show(line, line)
+
+
+def totals(results: list[VbucketResult]) -> dict[str, Any]:
+    """Sums over vbuckets."""
+    sums: dict[str, Any] = {"vbuckets": len(results), "states": dict(Counter(result.state for result in results))}
+    return sums | {name: sum(getattr(result, name) for result in results) for name in COUNTED}
+
+
+def vbucket_object(result: VbucketResult) -> dict[str, Any]:
+    """The result of a vbucket, as `cli/JSON.md` promises it."""
+    return {
+        "vbid": result.vbid,
+        "state": result.state,
+        "detail": result.text,
+        "branch": result.branch,
+        "published_seqno": result.published_seqno,
+        "source_seqno": result.source_seqno,
+        **{name: getattr(result, name) for name in COUNTED},
+        "digest": result.digest,
+        "source_digest": result.source_digest,
+        "differences": [difference_object(each) for each in result.differences],
+    }
+
+
+def difference_object(difference: Difference) -> dict[str, Any]:
+    """A key that differs."""
+    collection_id, key = keys.split_key(difference.key)
+    return {
+        "kind": difference.verdict.value,
+        "collection_id": collection_id,
+        **output.key_fields(key),
+        "here": version_object(difference.here),
+        "there": version_object(difference.there),
+    }
+
+
+def version_object(version: Fingerprint | None) -> dict[str, Any] | None:
+    """One side of it."""
+    if version is None:
+        return None
+    fields = {name: getattr(version, name) for name in ("seqno", "rev_seqno", "cas", "deleted")}
+    return fields | {"digest": version.digest.hex()}
+
+
+def say(facts: dict[str, Any], results: list[VbucketResult], limit: int) -> None:
+    """The same for people."""
+    left = limit
+    for result in results:
+        if not result.equal:
+            counts = ", ".join(
+                f"{getattr(result, name):,} {words}"
+                for name, words in (
+                    ("different", "different"),
+                    ("missing_here", "missing here"),
+                    ("missing_there", "missing at the source"),
+                )
+                if getattr(result, name)
+            )
+            typer.echo(
+                f"vbucket {result.vbid}: {'; '.join(part for part in (result.state, counts, result.text) if part)}"
+            )
+        for difference in result.differences[: max(0, left)]:
+            left -= 1
+            key = output.for_people(keys.split_key(difference.key)[1])
+            sides = f"here {seqno_of(difference.here)}, source {seqno_of(difference.there)}"
+            typer.echo(f"  {difference.verdict.value.replace('_', ' ')}\t{key}\t{sides}")
+    sums = facts["totals"]
+    count = sums["different"] + sums["missing_here"] + sums["missing_there"]
+    if count > limit:
+        typer.echo(f"  ... {count - limit:,} more keys: --json names up to 100 of each vbucket")
+    if facts["repaired"]:
+        typer.echo(f"fetched anew: {len(facts['repaired'])} vbuckets")
+    verdict = "equal" if facts["ok"] else f"NOT equal: {sums['vbuckets'] - sums['states'].get('equal', 0)} vbuckets"
+    more = f", {sums['not_compared']:,} keys changed meanwhile and were not compared" if sums["not_compared"] else ""
+    typer.echo(
+        f"{facts['data']}: {verdict} ({sums['vbuckets']} vbuckets, {sums['documents']:,} documents and "
+        f"{sums['tombstones']:,} tombstones compared in {render.duration(facts['elapsed_s'])}{more})"
+    )
+
+
+def seqno_of(version: Fingerprint | None) -> str:
+    """In words."""
+    if version is None:
+        return "nothing"
+    return f"{'tombstone' if version.deleted else 'version'} at seqno {version.seqno}"

@@ -1,0 +1,130 @@
+"""Fetching vbuckets of a mirror anew, beside their old copies: through the service that runs, or without one.
+
+Knows how to ask a service, or to own the groups for as long as it takes, and when a new copy is served; must never know
+why a vbucket is to be fetched anew. Invariants: what is served stays as it was until the new copy is whole; a service
+that runs keeps its groups; an end before the time leaves every vbucket either as it was or with a refill that the next
+start goes on with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mirror import client
+from mirror.clock import Clock, SystemClock
+from mirror.config import Settings
+from mirror.errors import MirrorError, SourceTimeout, SupervisionError
+from mirror.feed.connection_string import parse
+from mirror.feed.consumer import Consumer
+from storage import directory
+from storage.view import View
+from storage.writer import GroupWriter
+
+TIMEOUT_S = 60.0
+"""Without a vbucket more that is done."""
+POLL_S = 0.05
+
+Progress = Callable[[int, int], None]
+
+
+def refill(
+    view: View,
+    source: str,
+    settings: Settings,
+    vbids: Sequence[int],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    progress: Progress = lambda _done, _of: None,
+) -> None:
+    """Fetch the vbuckets anew and return when all are served. `view` is opened with `stale_reads`.
+
+    Raises MirrorError, Locked (somebody else owns a group), and what the source refuses.
+    """
+    path = view.path
+    first = next(iter(vbids), None)
+    if first is None:
+        return
+    answer = client.ask(Path(path), "refill", vbid=first)
+    if answer is None:
+        asyncio.run(_refill_here(path, source, settings, vbids, timeout_s, progress, SystemClock()))
+        return
+    wanted = {first: int(answer["result"]["staging_branch"])}
+    for vbid in vbids[1:]:
+        answer = client.ask(Path(path), "refill", vbid=vbid)
+        if answer is None:
+            raise SupervisionError("the service went away", hint="start it again: it goes on with the refills")
+        wanted[vbid] = int(answer["result"]["staging_branch"])
+    since = time.monotonic()
+    left = dict(wanted)
+    while left:
+        done = [vbid for vbid, branch in left.items() if view.pin(vbid).branch >= branch and not view.stale(vbid)]
+        for vbid in done:
+            del left[vbid]
+            since = time.monotonic()
+            progress(len(wanted) - len(left), len(wanted))
+        if time.monotonic() - since > timeout_s:
+            raise _late(left, timeout_s)
+        time.sleep(POLL_S)
+
+
+async def _refill_here(
+    path: str,
+    source: str,
+    settings: Settings,
+    vbids: Sequence[int],
+    timeout_s: float,
+    progress: Progress,
+    clock: Clock,
+) -> None:
+    """Own the groups, and be their worker for as long as it takes."""
+    identity = directory.load(path)
+    groups = sorted({vbid % identity.group_count for vbid in vbids})
+    writers: list[GroupWriter] = []
+    try:
+        writers.extend(  # one after the other, so that those that were opened are closed when one is not
+            GroupWriter.open(
+                directory.group_path(path, group),
+                group=group,
+                vbids=directory.group_vbids(identity, group),
+                identity=identity,
+                sync=settings.sync,
+                clock_ms=clock.wall_ms,
+                refill_reads=settings.refill_reads,
+            )
+            for group in groups
+        )
+        consumer = Consumer(settings, source=parse(source), writers=writers, identity=identity, clock=clock)
+        work = asyncio.create_task(consumer.run())
+        try:
+            for vbid in vbids:
+                await consumer.request({"op": "refill", "vbid": vbid})
+            writer_of = {int(vbid): writer for writer in writers for vbid in writer.vbids}
+            left = set(vbids)
+            since = clock.monotonic()
+            while left and not work.done():
+                await asyncio.sleep(POLL_S)
+                states = {vbid: writer_of[vbid].state(vbid) for vbid in left}
+                done = {vbid for vbid, state in states.items() if state.staging_branch == state.branch}
+                if done:
+                    left -= done
+                    since = clock.monotonic()
+                    progress(len(vbids) - len(left), len(vbids))
+                if clock.monotonic() - since > timeout_s:
+                    raise _late(left, timeout_s, str(consumer.status()["error"] or ""))
+        finally:
+            await consumer.stop()
+            await work
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+def _late(left: Sequence[int] | set[int] | dict[int, int], timeout_s: float, why: str = "") -> MirrorError:
+    more = f": {why}" if why else ""
+    return SourceTimeout(
+        f"vb {min(left)} and {len(left) - 1} more are not whole again after {timeout_s:g} s{more}",
+        hint="`dcp-mirror status` says why; the refill goes on while the service runs",
+    )

@@ -1,0 +1,91 @@
+"""`verify`: equal, different, mended; and every mistake one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.thread import SandboxThread
+from storage import directory, keys
+from tests.cli.conftest import call
+
+ALTERED = 3
+
+
+@pytest.fixture
+def altered(mirrored: Path, tmp_path: Path) -> Path:
+    """A copy of the mirror in which one byte of one value of vbucket 3 is another."""
+    data = tmp_path / "data"
+    shutil.copytree(mirrored, data, ignore=shutil.ignore_patterns("*.sock"))
+    group = directory.group_path(str(data), ALTERED % 4)
+    with lmdb.open(group, max_dbs=64, map_size=1 << 30) as environment:
+        tree = environment.open_db(keys.rows_db(ALTERED), create=False)
+        with environment.begin(write=True) as txn:
+            rows = [(key, row) for key, row in txn.cursor(tree) if len(key) == keys.ROW_KEY_SIZE and row[1] == 0x57]
+            row_key, row = rows[-1]
+            txn.put(row_key, row[:-1] + bytes([row[-1] ^ 1]), db=tree)
+    return data
+
+
+def test_a_mirror_equals_its_source(source: SandboxThread, mirrored: Path) -> None:
+    result = call("verify", "--data", mirrored, "--source", source.connection_string, "--json")
+    assert result.code == 0, result.err
+    facts = result.json
+    assert (facts["ok"], facts["service"], facts["repaired"]) == (True, "down", [])
+    assert facts["totals"]["states"] == {"equal": 16}
+    assert facts["totals"]["documents"] == facts["totals"]["source_documents"] == 183
+    assert facts["totals"]["tombstones"] == 20
+    assert [row["vbid"] for row in facts["vbuckets"]] == list(range(16))
+    assert all(row["digest"] == row["source_digest"] and row["differences"] == [] for row in facts["vbuckets"])
+    plain = call("verify", "--data", mirrored, "--source", source.connection_string, "--vbid", "3")
+    assert plain.code == 0
+    assert "equal (1 vbuckets" in plain.out
+
+
+def test_an_altered_row_is_named_and_mended(source: SandboxThread, altered: Path) -> None:
+    result = call("verify", "--data", altered, "--source", source.connection_string, "--json")
+    assert result.code == 1
+    (row,) = [row for row in result.json["vbuckets"] if row["state"] != "equal"]
+    assert (row["vbid"], row["state"], row["different"], row["missing_here"]) == (ALTERED, "different", 1, 0)
+    (difference,) = row["differences"]
+    assert difference["kind"] == "different"
+    assert difference["key"].startswith("order::")
+    assert difference["here"]["seqno"] == difference["there"]["seqno"]
+    assert difference["here"]["digest"] != difference["there"]["digest"]
+    plain = call("verify", "--data", altered, "--source", source.connection_string)
+    assert plain.code == 1
+    assert difference["key"] in plain.out
+    assert "NOT equal: 1 vbuckets" in plain.out
+    mended = call("verify", "--data", altered, "--source", source.connection_string, "--repair", "--json")
+    assert mended.code == 0, mended.err
+    assert (mended.json["repaired"], mended.json["ok"]) == ([ALTERED], True)
+    assert call("check", "--data", altered, "--deep").code == 0
+    again = call("verify", "--data", altered, "--source", source.connection_string, "--repair")
+    assert again.code == 0
+    assert "fetched anew" not in again.out
+
+
+def test_every_mistake_is_one_line(source: SandboxThread, mirrored: Path, tmp_path: Path) -> None:
+    url = source.connection_string
+    for code, said, arguments, env in (
+        (2, "no source is given", ["--data", mirrored], {}),
+        (2, "no data directory", ["--source", url], {}),
+        (2, "no mirror", ["--data", tmp_path, "--source", url], {}),
+        (2, "holds no vbucket 99", ["--data", mirrored, "--source", url, "--vbid", "99"], {}),
+        (4, "wrong user or password", ["--data", mirrored, "--source", url], {"DCP_MIRROR_PASSWORD": "no"}),
+        (1, "cannot be reached", ["--data", mirrored, "--source", "couchbase://demo@127.0.0.1:1/demo"], {}),
+    ):
+        result = call("verify", *arguments, env=env)
+        assert (result.code, said in result.complaint) == (code, True), (arguments, result.code, result.err)
+        assert result.out == ""
+
+
+def test_another_bucket_is_refused(mirrored: Path) -> None:
+    with SandboxThread(SandboxCluster(vbuckets=16)) as other:
+        result = call("verify", "--data", mirrored, "--source", other.connection_string)
+    assert result.code == 3
+    assert "uuid" in result.complaint

@@ -1,0 +1,80 @@
+"""Vbuckets fetched anew without a service: served as they were until whole, and a group that is owned stays so."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mirror.errors import AuthRejected, MirrorError
+from mirror.feed.repair import refill
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.wire.constants import Status
+from storage.check import check
+from storage.errors import Locked
+from storage.view import open_view
+from tests.feed.test_verify import VBUCKETS, cluster, filled, mirror_of, states, verified, write
+
+__all__ = ["cluster"]
+
+
+def refill_now(path: str, source: str, settings: object, vbids: list[int], **options: object) -> None:
+    with open_view(path, stale_reads=True) as view:
+        refill(view, source, settings, vbids, **options)  # type: ignore[arg-type]
+
+
+async def test_vbuckets_are_whole_again_on_branches_of_their_own(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 200)
+    mirror = await filled(cluster, tmp_path)
+    write(cluster, 20, "later")
+    told: list[tuple[int, int]] = []
+    await asyncio.to_thread(
+        refill_now,
+        mirror.path,
+        cluster.connection_string,
+        mirror.settings,
+        [1, 2],
+        progress=lambda done, of: told.append((done, of)),
+    )
+    assert told[-1] == (2, 2)
+    results = await verified(mirror, cluster, service=False, vbids=[1, 2])
+    assert states(results) == ["equal", "equal"]
+    assert all(result.branch > 1 and result.not_compared == 0 for result in results)
+    with open_view(mirror.path) as view:
+        assert [view.pin(vbid).branch for vbid in (0, 3)] == [1, 1]
+    assert check(mirror.path).problems == []
+
+
+async def test_nothing_to_do_asks_nobody(tmp_path: Path, cluster: SandboxCluster) -> None:
+    mirror = await filled(cluster, tmp_path)
+    refill_now(mirror.path, "couchbase://demo@127.0.0.1:1/demo", mirror.settings, [])
+
+
+async def test_a_group_that_somebody_owns_is_left_alone(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 20)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    with pytest.raises(Locked):
+        await asyncio.to_thread(refill_now, mirror.path, cluster.connection_string, mirror.settings, [1])
+    await mirror.stop()
+
+
+async def test_a_source_that_refuses_leaves_the_old_copy_and_a_refill_to_go_on_with(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 100)
+    mirror = await filled(cluster, tmp_path)
+    cluster.faults.refuse_streams(Status.ETMPFAIL, [1])
+    with pytest.raises(MirrorError, match="vb 1 and 0 more are not whole"):
+        await asyncio.to_thread(refill_now, mirror.path, cluster.connection_string, mirror.settings, [1], timeout_s=0.5)
+    with open_view(mirror.path, stale_reads=True) as view:
+        assert view.count(1) == sum(1 for _ in cluster.vbucket(1).state_at())
+    cluster.faults.clear()
+    mirror.start(cluster.connection_string)
+    await mirror.until(lambda: mirror.row(1)["branch"] > 1 and mirror.row(1)["state"] == "streaming", "refilled")
+    await mirror.stop()
+    assert states(await verified(mirror, cluster, service=False)) == ["equal"] * VBUCKETS
+    mirror.password_file.write_text("wrong")
+    with pytest.raises(AuthRejected):
+        await asyncio.to_thread(refill_now, mirror.path, cluster.connection_string, mirror.settings, [1])
