@@ -32,6 +32,28 @@ SetOption = Annotated[
         show_default=False,
     ),
 ]
+TlsCaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca-file", metavar="FILE", help="CA certificates (PEM) of a couchbases:// source.", show_default=False
+    ),
+]
+TlsCertOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-client-cert-file", metavar="FILE", help="Log in with this certificate (PEM).", show_default=False
+    ),
+]
+TlsKeyOption = Annotated[
+    Path | None,
+    typer.Option("--tls-client-key-file", metavar="FILE", help="The certificate's key.", show_default=False),
+]
+NetworkOption = Annotated[
+    str | None,
+    typer.Option(
+        "--network", metavar="auto|default|external", help="Which of the source's addresses.", show_default=False
+    ),
+]
 CollectionOption = Annotated[
     str | None,
     typer.Option("--collection", "-c", metavar="SCOPE.NAME", help="Collection, by name or id.", show_default=False),

@@ -18,34 +18,23 @@ import typer
 from cli import options, output, render
 from cli.exits import Ended
 from mirror.clock import SystemClock
-from mirror.config import Loaded, Settings
-from mirror.errors import ConfigError
+from mirror.config import Loaded
 from mirror.feed.connection_string import parse
 from mirror.supervise import logs
 from mirror.supervise.replace import set_aside_another_bucket
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor
 
-LISTENERS = ("dcp",)
-"""Known settings without a listener in this version."""
-
-
-def refuse_what_is_not_there(settings: Settings) -> None:
-    """A listener that somebody asked for and that this version does not have is an error, not a silence."""
-    asked = [name for name in LISTENERS if getattr(settings, name) is not None]
-    if asked:
-        raise ConfigError(
-            f"this version has no {asked[0]} listener",
-            hint="read through the command line or `mirror.open_view`",
-            setting=asked[0],
-        )
-
 
 def run(
     source: Annotated[
         str | None,
         typer.Option(
-            "--source", "-s", metavar="URL", help="couchbase://user@host[:port][,host2]/bucket", show_default=False
+            "--source",
+            "-s",
+            metavar="URL",
+            help="couchbase[s]://user@host[:port][,host2]/bucket; one name without a port may be a DNS SRV record.",
+            show_default=False,
         ),
     ] = None,
     data: options.DataOption = None,
@@ -70,6 +59,19 @@ def run(
         str | None,
         typer.Option("--http", metavar="ADDR", help="Serve HTTP and the status page here.", show_default=False),
     ] = None,
+    dcp: Annotated[
+        str | None,
+        typer.Option(
+            "--dcp",
+            metavar="ADDR",
+            help="Be a DCP source here: for other mirrors, Spark, any DCP client.",
+            show_default=False,
+        ),
+    ] = None,
+    tls_ca_file: options.TlsCaOption = None,
+    tls_client_cert_file: options.TlsCertOption = None,
+    tls_client_key_file: options.TlsKeyOption = None,
+    network: options.NetworkOption = None,
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,
     until_caught_up: Annotated[
@@ -91,6 +93,8 @@ def run(
     """
     flags = {
         "source": source, "data": data, "workers": workers, "groups": groups, "sync": sync, "kv": kv, "http": http,
+        "dcp": dcp, "tls_ca_file": tls_ca_file, "tls_client_cert_file": tls_client_cert_file,
+        "tls_client_key_file": tls_client_key_file, "network": network,
     }  # fmt: skip
 
     def read() -> Loaded:
@@ -100,7 +104,6 @@ def run(
     settings = loaded.settings
     if settings.source is not None:
         parse(settings.source)
-    refuse_what_is_not_there(settings)
     logs.set_up(settings.log_level, json=settings.log_json)
     if replace_bucket:
         set_aside = asyncio.run(set_aside_another_bucket(settings, look_up_with(SystemClock())))

@@ -86,12 +86,11 @@ class Service:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*COMMAND, *self._arguments],
-                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 start_new_session=True,
-                **self._more,
+                **{"env": environment(), **self._more},
             )
 
     @property
