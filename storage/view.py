@@ -1013,6 +1013,10 @@ class View:
                         raise ViewInvalidated(
                             "the vbucket was filled anew since this token", vbid=vbid, hint="read it from the beginning"
                         )
+                    if not any(link.base_seqno == after and link.branch > token.branch for link in served.links):
+                        raise ViewInvalidated(
+                            "the token is ahead of what is published", vbid=vbid, hint="read it from the beginning"
+                        )
                 purged = branches.purge_row(opened.environment, txn, vbid)[1]
                 gap = any(link.kept_seqno < link.cut and after < link.cut for link in lost)
                 if gap or (after < purged and token.seqno > 0):

@@ -19,14 +19,15 @@ and of changes, further:
                 a null key: collection_dropped, collection_flushed: all documents of the collection in this
                 vbucket up to here are gone; resync: the whole vbucket is void (its history could not be followed), and
                 what comes next is all of it, from the beginning
-    branch      the line of history that the version stands on; over a connection the number of rollbacks and resyncs
-                that the reader went through
+    branch      the line of history that the version stands on; over a connection the number of resyncs that the stream
+                went through
     vbuuid      the source's name of that history
-    snapshot_end_seqno      end of the snapshot that published the version
+    snapshot_end_seqno      the boundary that published the version (of those that are kept); of a retraction or
+                restoration the boundary that was gone back to
     at_branch, at_seqno     where the event itself stands. Rises strictly for each key, also across rollbacks, where
-                seqno falls: (branch, seqno) of the version for published events; for a retraction or
-                restoration the new branch and the boundary at which it begins, so the two of one key share it, and the
-                restoration has the last word. This pair is what an upsert is to compare
+                seqno falls (and begins anew with a resync): (branch, seqno) of the version for published events; for a
+                retraction or restoration the new branch and the boundary at which it begins, so the two of one key
+                share it, and the restoration has the last word. This pair is what an upsert is to compare
 """
 
 from __future__ import annotations

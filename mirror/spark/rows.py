@@ -192,6 +192,14 @@ def change_row(
     )
 
 
+def control_row(
+    kind: str, vbid: int, collection: str, branch: int, seqno: int, vbuuid: int, snapshot_end_seqno: int
+) -> tuple[Any, ...]:
+    """A change that is not about one document, as a row in the order of `columns.CHANGES`."""
+    document = (None, collection or None, vbid, signed(seqno), None, None, None, None, None, None)
+    return (*document, kind, branch, signed(vbuuid), signed(snapshot_end_seqno), branch, signed(seqno))
+
+
 def change_batches(rows: Iterable[tuple[Any, ...]], names: Sequence[str]) -> Iterator[Any]:
     """Rows of `change_row` as record batches with the columns `names`."""
     schema = pa.schema([CHANGES.field(name) for name in names])

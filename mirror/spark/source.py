@@ -25,9 +25,15 @@ from mirror.spark.failures import clearly, told_clearly
 from mirror.spark.filters import accept
 from mirror.spark.local import Shape, Wanted
 from mirror.spark.options import Options, parse
+from mirror.spark.stream import ChangesReader, ChangesStream
 
 MARK = "_"
 """In front of the names of columns that are not of the body, in a schema that a user gave."""
+
+OWN_COLUMNS = ConfigError(
+    "table=changes has columns of its own",
+    hint="choose some of them with option columns, and take value apart with from_json",
+)
 
 
 class MirrorSource(DataSource):
@@ -38,6 +44,8 @@ class MirrorSource(DataSource):
         """Refuses options that are wrong in themselves."""
         super().__init__(dict(options))
         self._options = parse(options)
+        if self._options.path is not None:
+            local.opened(self._options.path).close()
         self._own_schema = True
 
     @classmethod
@@ -57,7 +65,9 @@ class MirrorSource(DataSource):
         """For a batch."""
         options = self._options
         if options.table == "changes":
-            raise NotImplementedError
+            if self._own_schema:
+                raise OWN_COLUMNS
+            return ChangesReader(options)
         shape = shape_of(to_arrow_schema(schema, timezone="UTC"), options, self._own_schema)
         mark = MARK if self._own_schema else ""
         return (PushdownDocumentsReader if options.pushdown else DocumentsReader)(options, shape, mark)
@@ -65,7 +75,12 @@ class MirrorSource(DataSource):
     @told_clearly
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """For a stream."""
-        raise NotImplementedError
+        refusal = None
+        if self._options.table != "changes":
+            refusal = ConfigError("documents cannot be streamed", hint="set option table=changes")
+        elif self._own_schema:
+            refusal = OWN_COLUMNS
+        return ChangesStream(self._options, refusal)
 
 
 def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:

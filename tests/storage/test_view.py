@@ -221,6 +221,12 @@ def test_a_token_is_its_three_numbers() -> None:
     assert Token.parse("7:2:55") == Token(Vbid(7), Branch(2), Seqno(55))
 
 
+def test_a_token_ahead_of_what_is_published_is_refused(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(A, b"1", 1)])
+    with pytest.raises(ViewInvalidated, match="ahead of what is published"):
+        list(view.changes(0, since=Token(Vbid(0), Branch(1), Seqno(5))))
+
+
 def test_a_token_of_an_unknown_branch_is_refused(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     with pytest.raises(ViewInvalidated, match="no branch 9"):

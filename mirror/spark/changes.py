@@ -1,0 +1,297 @@
+"""Changes of a mirror's directory, for Spark: how far a batch goes, and the rows between two offsets.
+
+Knows views, positions and leases; must never know Spark. Invariants: the rows of a vbucket between two offsets are a
+function of these two alone. Argument: an offset names (branch, seqno) at a published boundary. Branches are never
+renumbered, their parents and bases never change, and a row never does, so the way from one to the other (back to where
+the two histories part, with what is void and what is valid again there; then forward) is the same whenever it is asked
+for, also when a rollback has meanwhile left the later one. What can change is that the purger takes versions away: it
+does not while a lease holds the earlier offset, and once it has passed the later one, or has removed a tombstone above
+the earlier one or a retracted row, the store refuses (`View.check_way`), which is lost history, and nothing is guessed.
+Between the two, a version that the purger took has a newer one of its key before the later offset: the state there is
+the same, as with the source's own dedup.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mirror.client import ServiceSaidNo
+from mirror.errors import MirrorError
+from mirror.lease import Lease
+from mirror.spark.local import chosen_vbids, dealt, opened
+from mirror.spark.offsets import BEGINNING, At, Lag, Offset, admit, decode
+from mirror.spark.options import Options
+from mirror.spark.rows import change_row, control_row
+from storage import positions
+from storage.errors import Unavailable, ViewInvalidated
+from storage.model import Boundary, Branch, Manifest, Seqno, Vbid
+from storage.view import Token, View
+
+ORIGIN = "path"
+
+
+class LostHistory(MirrorError):
+    """A stream's position is no longer kept."""
+
+    default_hint = "begin with a new checkpoint, or set onLostHistory=resync: a row says so, and all of it is sent anew"
+
+
+class Way(NamedTuple):
+    """What a task reads of one vbucket."""
+
+    vbid: int
+    start: At
+    end: At
+    anew: bool
+    """All of it, after a row of kind resync; not what changed since `start`."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one task reads."""
+
+    ways: tuple[Way, ...]
+
+
+class LocalChanges:
+    """The driver's side of a stream."""
+
+    def __init__(self, options: Options) -> None:
+        """Open the mirror. Raises what stands in the way."""
+        assert options.path is not None
+        self._options = options
+        self._view = opened(options.path)
+        self._vbids = chosen_vbids(self._view, options)
+        self.bucket_uuid = self._view.identity.bucket_uuid
+        self._known: set[int] = set()
+        self._turn = 0
+        self._target: Mapping[int, int] | None = None
+        self._lease: Lease | None = None
+        self._leased_s = 0.0
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._lease is not None:
+            self._lease.leave()
+        self._view.close()
+
+    # -- offsets --------------------------------------------------------------------------------------------------
+
+    def beginning(self) -> Offset:
+        """Before everything."""
+        return Offset(ORIGIN, self.bucket_uuid)
+
+    def front(self) -> Offset:
+        """All that is published now. Raises Unavailable for a vbucket that is being filled anew."""
+        found = {}
+        for vbid in self._vbids:
+            front = positions.front(self._view, vbid, 0, 0).boundary
+            if front is not None:
+                found[vbid] = at_of(front)
+        return Offset(ORIGIN, self.bucket_uuid, found)
+
+    def stop_at_front(self) -> None:
+        """Nothing that is published later is given from now on."""
+        self._target = {vbid: at.seqno for vbid, at in self.front().at.items()}
+
+    def decode(self, given: Mapping[str, Any]) -> Offset:
+        """An offset of this stream."""
+        return decode(given, ORIGIN, self.bucket_uuid)
+
+    def latest(self, start: Offset, limited: bool) -> Offset:
+        """Where the next batch ends. Raises LostHistory."""
+        lags: dict[int, Lag] = {}
+        anew: set[int] = set()
+        for vbid, published in zip(self._view.vbids, self._view.published(), strict=True):
+            at = start.of(vbid)
+            if vbid not in self._vbids or (vbid in self._known and at[:2] == published[:2]):
+                continue
+            lag, lost = self._lag(vbid, at, limited)
+            self._known.add(vbid)
+            if lag is not None:
+                lags[vbid] = lag
+            if lost:
+                anew.add(vbid)
+        ends, self._turn = admit(lags, self._turn, self._newest, self._following)
+        moved = {vbid: end._replace(fresh=int(vbid in anew)) for vbid, end in ends.items()}
+        self._hold(start)
+        return Offset(ORIGIN, self.bucket_uuid, {**start.at, **moved})
+
+    def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
+        """What there is to go on with, and whether it is everything, anew."""
+        try:
+            seen = positions.front(self._view, vbid, at.branch, at.seqno)
+        except Unavailable:
+            return None, False  # wait: the position is looked at again when it is there
+        front = seen.boundary
+        if front is not None and self._target is not None and front.seqno > (limit := self._target.get(vbid, 0)):
+            front = positions.newest(self._view, vbid, limit)
+        if front is None or (vbid in self._known and at[:2] == (front.branch, front.seqno)):
+            return None, False
+        if at.branch == front.branch and at.seqno > front.seqno and at.vbuuid == front.vbuuid:
+            return None, False  # wait: after a power cut, or out of a backup, the mirror fetches its last commits again
+        lost = self._lost(vbid, at, front)
+        if lost:
+            if not self._options.resync:
+                raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}")
+            base_seqno = 0
+        elif at[:2] == (front.branch, front.seqno):
+            return None, False
+        else:
+            base_seqno = min(at.seqno, seen.common_seqno or 0)
+        weight = 0.0
+        if limited:
+            weight = max(1 / self._options.max_rows, seen.mean_row_bytes / self._options.max_bytes)
+            weight *= min(1.0, seen.row_count / max(1, front.seqno - base_seqno))
+        return Lag(base_seqno, at_of(front), bool(lost) or base_seqno < at.seqno, weight or 1e-18), bool(lost)
+
+    def _lost(self, vbid: int, at: At, front: Boundary) -> str:
+        """Why what changed since a position cannot be told; empty: it can."""
+        if not at.seqno:
+            return ""
+        try:
+            self._view.check_way(token(vbid, at), token(vbid, at_of(front)))
+            if vbid not in self._known:
+                there = positions.boundaries_between(self._view, vbid, at.branch, at.seqno - 1, at.seqno)
+                if there and there[0].vbuuid != at.vbuuid:
+                    return f"the checkpoint's position {at.branch}:{at.seqno} is of another history of the source"
+        except ViewInvalidated as error:
+            return f"the checkpoint's position {at.branch}:{at.seqno} cannot be followed: {error.message}"
+        return ""
+
+    def _newest(self, vbid: int, seqno: int) -> At | None:
+        found = positions.newest(self._view, vbid, seqno)
+        return at_of(found) if found is not None else None
+
+    def _following(self, vbid: int, seqno: int) -> At | None:
+        found = positions.following(self._view, vbid, seqno)
+        return at_of(found) if found is not None else None
+
+    def _hold(self, start: Offset) -> None:
+        """Keep the history that batches from here on need. An older lease holds more, so there is no hurry."""
+        if self._lease is not None and time.monotonic() - self._leased_s < self._options.lease_seconds / 3:
+            return
+        held = {vbid: (at.branch, at.seqno) for vbid, at in start.at.items() if at.seqno and vbid in self._vbids}
+        if not held:
+            return
+        assert self._options.path is not None
+        before = self._lease
+        try:
+            self._lease = Lease(self._options.path, held, name="spark changes", seconds=self._options.lease_seconds)
+        except ServiceSaidNo:  # a position that the floor has passed, though it can be followed yet; or too many leases
+            return
+        self._leased_s = time.monotonic()
+        if before is not None:
+            before.release()
+
+    # -- batches --------------------------------------------------------------------------------------------------
+
+    def plan(self, start: Offset, end: Offset) -> list[Work]:
+        """The tasks of the batch between two offsets. Raises LostHistory."""
+        ways: dict[int, Way] = {}
+        for vbid, to in end.at.items():
+            since = start.of(vbid)
+            if to == since or not to.seqno:
+                continue
+            lost = to.fresh == 0 and self._lost_between(vbid, since, to)
+            if lost and not self._options.resync:
+                raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}")
+            if lost and self._lost_between(vbid, BEGINNING, to):
+                continue  # the end is gone, too: what comes after finds that, and begins anew
+            ways[vbid] = Way(vbid, since, to, bool(lost or to.fresh))
+        shares = dealt(list(ways), self._options.partitions, self._view.identity.group_count)
+        return [Work(tuple(ways[vbid] for vbid in share)) for share in shares if share]
+
+    def _lost_between(self, vbid: int, since: At, to: At) -> str:
+        try:
+            self._view.check_way(token(vbid, since) if since.seqno else None, token(vbid, to))
+        except ViewInvalidated as error:
+            return f"what lies between {since.branch}:{since.seqno} and {to.branch}:{to.seqno} is gone: {error.message}"
+        return ""
+
+
+def at_of(boundary: Boundary) -> At:
+    """A boundary as a position."""
+    return At(int(boundary.branch), int(boundary.seqno), int(boundary.vbuuid))
+
+
+def token(vbid: int, at: At) -> Token:
+    """A position as the store knows it."""
+    return Token(Vbid(vbid), Branch(at.branch), Seqno(at.seqno))
+
+
+def read(path: str, work: Work) -> Iterator[tuple[Any, ...]]:
+    """The rows of a task, each vbucket's in their order."""
+    with opened(path) as view:
+        for way in work.ways:
+            yield from rows_between(view, way)
+
+
+def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
+    """Changes of one vbucket as rows."""
+    vbid, end = way.vbid, way.end
+    since = None
+    if way.anew:
+        yield control_row("resync", vbid, "", end.branch, 0, end.vbuuid, end.seqno)
+    elif way.start.seqno:
+        since = token(vbid, way.start)
+    base_seqno = view.check_way(since, token(vbid, end))
+    boundaries = positions.boundaries_between(view, vbid, end.branch, base_seqno, end.seqno)
+    ahead = iter(boundaries)
+    until = next(ahead, None)
+    manifest = positions.manifest_at(view, vbid, end.branch, base_seqno)
+    names = names_of(manifest)
+    names_lost: Mapping[int, str] = {}
+    at = (end.branch, base_seqno)
+    vbuuids = (way.start.vbuuid, end.vbuuid)
+    for change in view.changes_between(since, token(vbid, end)):
+        document = change.document
+        if document is None:
+            assert change.rollback is not None
+            at = (change.rollback.to_branch, change.rollback.to_seqno)
+            vbuuids = (way.start.vbuuid, change.rollback.to_vbuuid)
+            names_lost = names_of(positions.manifest_at(view, vbid, way.start.branch, way.start.seqno))
+        elif change.kind in ("retraction", "restoration"):
+            retracted = change.kind == "retraction"
+            name = _name(names_lost if retracted else names, document.collection_id)
+            yield change_row(document, name, change.kind, vbuuids[not retracted], at[1], at)
+        else:
+            while until is not None and until.seqno < document.seqno:
+                until = next(ahead, None)
+            ends, vbuuid = (until.seqno, until.vbuuid) if until is not None else (end.seqno, end.vbuuid)
+            here = (int(document.branch), int(document.seqno))
+            if change.kind == "system_event":
+                after = positions.manifest_at(view, vbid, *here)
+                for kind, name in gone_collections(manifest, after):
+                    yield control_row(kind, vbid, name, *here, vbuuid, ends)
+                manifest, names = after, names_of(after)
+            else:
+                name = _name(names, document.collection_id)
+                yield change_row(document, name, change.kind, vbuuid, ends, here)
+
+
+def names_of(manifest: Manifest) -> dict[int, str]:
+    """`scope.collection` by id."""
+    return {
+        each.collection_id: f"{manifest.scopes.get(each.scope_id, '?')}.{each.name}"
+        for each in manifest.collections.values()
+    }
+
+
+def gone_collections(before: Manifest, after: Manifest) -> Iterator[tuple[str, str]]:
+    """What a system event took away: kind and name."""
+    names = names_of(before)
+    for collection_id, entry in before.collections.items():
+        now = after.collections.get(collection_id)
+        if now is None:
+            yield "collection_dropped", names[collection_id]
+        elif now.begin_seqno != entry.begin_seqno:
+            yield "collection_flushed", names[collection_id]
+
+
+def _name(names: Mapping[int, str], collection_id: int) -> str:
+    """Without a name: a collection that was dropped before what is kept of its vbucket began."""
+    return names.get(collection_id) or f"?.0x{collection_id:x}"

@@ -1,0 +1,133 @@
+"""Offsets of a stream: where each vbucket stands, as Spark keeps it in a checkpoint, and how far the next batch goes.
+
+Knows numbers only: no store, no connection, no Spark. Invariants: an offset names published boundaries (over a
+connection: seqnos) with their branch and vbuuid, so that two offsets alone decide what is between them; what `admit`
+returns lies between start and front, is a boundary of each vbucket, and moves on whenever there is something to move
+to, however small the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mirror.errors import ConfigError
+
+FORMAT = 1
+
+
+class At(NamedTuple):
+    """Where one vbucket stands."""
+
+    branch: int = 0
+    seqno: int = 0
+    vbuuid: int = 0
+    fresh: int = 0
+    """1: the batch that ends here begins anew, with everything (a resync)."""
+    since_seqno: int = 0
+    """Over a connection: where the batch that ends here began."""
+
+
+BEGINNING = At()
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Where all vbuckets stand; those that are not named, at the beginning."""
+
+    origin: str
+    """path or connection: their numbers do not mean the same."""
+    bucket_uuid: str
+    at: Mapping[int, At] = field(default_factory=dict)
+
+    def of(self, vbid: int) -> At:
+        """Where one stands."""
+        return self.at.get(vbid, BEGINNING)
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON, with no more numbers than are needed."""
+        return {
+            "format": FORMAT,
+            "origin": self.origin,
+            "bucket_uuid": self.bucket_uuid,
+            "vbuckets": {str(vbid): _without_zeros(at) for vbid, at in sorted(self.at.items()) if at != BEGINNING},
+        }
+
+
+def _without_zeros(at: At) -> list[int]:
+    numbers = list(at)
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
+
+
+def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str) -> Offset:
+    """An offset out of a checkpoint. Raises ConfigError when it is none of this source."""
+    try:
+        if given["format"] != FORMAT:
+            raise ConfigError(f"the checkpoint is of format {given['format']}; this program knows {FORMAT}")
+        found = Offset(
+            str(given["origin"]),
+            str(given["bucket_uuid"]),
+            {int(vbid): At(*map(int, numbers)) for vbid, numbers in given["vbuckets"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the checkpoint cannot be read as one of this source: {error!r}") from None
+    if found.origin != origin:
+        raise ConfigError(
+            f"the checkpoint was made with option {found.origin}, not {origin}", hint="use another checkpoint"
+        )
+    if found.bucket_uuid != bucket_uuid:
+        raise ConfigError(
+            f"the checkpoint is of the bucket with uuid {found.bucket_uuid}, this is {bucket_uuid}",
+            hint="the bucket was made anew or is another one: begin with a new checkpoint",
+        )
+    return found
+
+
+class Lag(NamedTuple):
+    """What a vbucket has to offer."""
+
+    base_seqno: int
+    """Up to here, start and front have one history."""
+    front: At
+    turned: bool
+    """The start lies beyond the base: there is something to take back, whatever comes after."""
+    weight: float
+    """Of the limit, that a seqno costs."""
+
+
+def admit(
+    lags: Mapping[int, Lag],
+    first: int,
+    newest: Callable[[int, int], At | None],
+    following: Callable[[int, int], At | None],
+) -> tuple[dict[int, At], int]:
+    """Where each vbucket is to go, all costs together about 1, and which vbucket is to be first the next time.
+
+    `newest(vbid, seqno)` gives the newest boundary not above a seqno, `following(vbid, seqno)` the next one above.
+    The turn goes round, so that none waits for ever; a vbucket whose next boundary is further away than the limit goes
+    there all the same if it is the first of a batch.
+    """
+    order = sorted(lags)
+    order = [vbid for vbid in order if vbid >= first] + [vbid for vbid in order if vbid < first]
+    left = 1.0
+    ends: dict[int, At] = {}
+    cut = None
+    for vbid in order:
+        lag = lags[vbid]
+        end: At | None = lag.front
+        allowed = int(left / lag.weight) if left > 0 else 0
+        if lag.front.seqno - lag.base_seqno > allowed:
+            end = newest(vbid, lag.base_seqno + allowed)
+            if end is not None and end.seqno < lag.base_seqno + (0 if lag.turned else 1):
+                end = None
+            if end is None and not ends:
+                end = following(vbid, lag.base_seqno)
+            if cut is None:
+                cut = vbid
+        if end is not None:
+            ends[vbid] = end
+            left -= (end.seqno - lag.base_seqno) * lag.weight
+    return ends, first if cut is None else cut

@@ -1,0 +1,132 @@
+"""Changes, as a stream and as a batch: what PySpark asks of a reader, told to whom it concerns.
+
+Knows PySpark's interface; what an offset is and what lies between two of them is `changes`' (path) and `remote`'s
+(connection). The driver's side lives as long as the query does, in a process of its own; the tasks' side is pickled.
+Invariants: a limit is obeyed unless the engine asks for all; with AvailableNow nothing is given that was published
+after the query began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+
+from mirror.errors import ConfigError
+from mirror.spark import changes
+from mirror.spark.failures import clearly, told_clearly
+from mirror.spark.options import Options
+from mirror.spark.rows import change_batches
+
+
+@dataclass(repr=False)
+class Task(InputPartition):
+    """What one task reads."""
+
+    work: changes.Work
+
+
+def driver_of(options: Options) -> changes.LocalChanges:
+    """Who knows offsets."""
+    return changes.LocalChanges(options)
+
+
+def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
+    """The batches of a task."""
+    assert isinstance(task, Task)
+    assert options.path is not None
+    with clearly():
+        wanted = options.collections
+        rows = changes.read(options.path, task.work)
+        if wanted is not None:
+            rows = (row for row in rows if row[1] is None or row[1] in wanted)
+        yield from change_batches(rows, options.names)
+
+
+class ChangesReader(DataSourceReader):
+    """All changes up to now, as a batch."""
+
+    def __init__(self, options: Options) -> None:
+        """Nothing is opened."""
+        self._options = options
+
+    @told_clearly
+    def partitions(self) -> Sequence[InputPartition]:
+        """From the beginning to what is published."""
+        driver = driver_of(self._options)
+        try:
+            return [Task(work) for work in driver.plan(driver.beginning(), driver.front())]
+        finally:
+            driver.close()
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """The batches of a task."""
+        return rows_of(self._options, partition)
+
+
+class ChangesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Changes as they are published."""
+
+    def __init__(self, options: Options, refusal: ConfigError | None = None) -> None:
+        """Nothing is opened before the first question. `refusal` is raised then: where a reader is made, PySpark's own
+        clearing up would hide it.
+        """
+        self._options = options
+        self._refusal = refusal
+        self._opened: changes.LocalChanges | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a task needs."""
+        return {"_options": self._options, "_refusal": None, "_opened": None}
+
+    @property
+    def _driver(self) -> changes.LocalChanges:
+        if self._refusal is not None:
+            raise self._refusal
+        if self._opened is None:
+            self._opened = driver_of(self._options)
+        return self._opened
+
+    @told_clearly
+    def initialOffset(self) -> dict[str, Any]:
+        """Where a query without a checkpoint begins."""
+        return (self._driver.front() if self._options.latest else self._driver.beginning()).encode()
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """The limit in rows; that in bytes is obeyed with it."""
+        return ReadMaxRows(self._options.max_rows)
+
+    @told_clearly
+    def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        """Where the next batch ends."""
+        driver = self._driver
+        return driver.latest(driver.decode(start), not isinstance(limit, ReadAllAvailable)).encode()
+
+    @told_clearly
+    def prepareForTriggerAvailableNow(self) -> None:
+        """What is published now is where the query ends."""
+        self._driver.stop_at_front()
+
+    @told_clearly
+    def reportLatestOffset(self) -> dict[str, Any]:
+        """What is published now, for the query's status."""
+        return self._driver.front().encode()
+
+    @told_clearly
+    def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
+        """The tasks of a batch."""
+        driver = self._driver
+        return [Task(work) for work in driver.plan(driver.decode(start), driver.decode(end))]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """The batches of a task."""
+        return rows_of(self._options, partition)
+
+    def stop(self) -> None:
+        """Let go."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
