@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from random import Random
 
 from mirror.sandbox.bucket import vbucket_of
@@ -21,7 +22,7 @@ COLLECTION = "shop.carts"
 class Load:
     """`run` it as a task of the sandbox's loop, or do some operations at once by `write`."""
 
-    def __init__(self, cluster: SandboxCluster, seed: int, *, rate: float, keys: int) -> None:
+    def __init__(self, cluster: SandboxCluster, seed: int, *, rate: float, keys: int, collections: bool = True) -> None:
         """Nothing is written yet."""
         self.rate = rate
         self.written = 0
@@ -33,15 +34,14 @@ class Load:
         self._by_vbid: list[list[bytes]] = [[] for _ in range(count)]
         for key in self._keys:
             self._by_vbid[vbucket_of(key, count)].append(key)
-        self._deeds = (
+        deeds: tuple[tuple[Callable[[], None], float], ...] = (
             (self._set, 60),
             (self._delete, 12),
             (self._expire, 6),
             (self._multi_write, 12),
-            (self._collection_write, 10),
             (self._forget_memory, 0.3),
-            (self._new_collection, 0.1),
         )
+        self._deeds = deeds + (((self._collection_write, 10), (self._new_collection, 0.1)) if collections else ())
 
     async def run(self) -> None:
         """Write at the rate until cancelled."""

@@ -6,8 +6,9 @@ from typing import Any
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how much memory the large backfill took."""
+    """Say how much memory the large backfill took, and what the story of each cluster had sent."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         facts = dict(report.user_properties)
-        if "memory" in facts:
-            terminalreporter.write_line(f"{report.nodeid}: {facts['memory']}")
+        for name in ("memory", "sent"):
+            if name in facts:
+                terminalreporter.write_line(f"{report.nodeid}: {facts[name]}")
