@@ -18,9 +18,6 @@ from mirror.wire.frame import Frame
 
 
 def _open(session: Session, frame: Frame) -> Reply | None:
-    if not session.may(DCP_PRODUCER):
-        context = "Authorization failure: can't execute DCP_OPEN operation without the DcpProducer privilege"
-        return session.refuse(Status.EACCESS, context, with_reference=True)
     if session.producer is not None:
         return _out_of_place(session, "The connection is already opened as a DCP connection")
     event = codec_dcp.decode(frame)
@@ -114,7 +111,7 @@ def _out_of_place(session: Session, context: str) -> Reply | None:
 
 
 OPERATIONS: dict[int, Operation] = {
-    Opcode.DCP_OPEN: Operation(_open),
+    Opcode.DCP_OPEN: Operation(_open, privilege=DCP_PRODUCER),
     Opcode.DCP_CONTROL: Operation(_control),
     Opcode.DCP_STREAM_REQ: Operation(_stream_request),
     Opcode.DCP_CLOSE_STREAM: Operation(_close_stream),

@@ -14,6 +14,7 @@ from mirror.document import values
 from mirror.sandbox.documents import DocumentError, Mode
 from mirror.sandbox.item import Item
 from mirror.sandbox.session import Handler, Operation, Reply, Session
+from mirror.sandbox.users import META_READ, READ, WRITE
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_kv
 from mirror.wire.constants import Datatype, Feature, FrameInfoId, Opcode, Status, VbucketState
@@ -315,4 +316,12 @@ _HANDLERS: dict[int, Handler] = {
     Opcode.GETQ_META: _quiet_hit(_get_meta),
 }
 
-OPERATIONS: dict[int, Operation] = {opcode: Operation(handler) for opcode, handler in _HANDLERS.items()}
+_READS = frozenset(
+    (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_REPLICA, Opcode.GET_LOCKED, Opcode.UNLOCK_KEY)
+)
+_METAS = frozenset((Opcode.GET_META, Opcode.GETQ_META))
+
+OPERATIONS: dict[int, Operation] = {
+    opcode: Operation(handler, privilege=READ if opcode in _READS else META_READ if opcode in _METAS else WRITE)
+    for opcode, handler in _HANDLERS.items()
+}

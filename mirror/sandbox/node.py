@@ -29,7 +29,7 @@ from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.constants import Feature, Magic, Status, StreamEndReason, VbucketState
+from mirror.wire.constants import Feature, Magic, Status, StreamEndReason, VbucketState, opcode_name
 from mirror.wire.errors import ProtocolError, RemoteProtocolError
 from mirror.wire.frame import Frame
 
@@ -227,6 +227,8 @@ class NodeConnection(asyncio.Protocol):
             return session.refuse(Status.UNKNOWN_COMMAND)
         if not session.bucket_selected and not operation.without_bucket:
             return Reply(Status.NO_BUCKET)
+        if operation.privilege and not session.may(operation.privilege):
+            return session.refuse_privilege(opcode_name(frame.opcode), operation.privilege)
         try:
             return operation.handle(session, frame)
         except DocumentError as error:

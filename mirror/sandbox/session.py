@@ -131,6 +131,11 @@ class Session:
             body["manifest_uid"] = f"{self.bucket.manifest.uid:x}"
         return Reply(status, value=json.dumps(body, separators=(",", ":")).encode(), datatype=JSON)
 
+    def refuse_privilege(self, what: str, privilege: str) -> Reply:
+        """The answer to who may not do this."""
+        context = f"Authorization failure: can't execute {what} operation without the {privilege} privilege"
+        return self.refuse(Status.EACCESS, context, with_reference=True)
+
     def refuse_collection(self, status: int = Status.UNKNOWN_COLLECTION) -> Reply:
         """The answer for a collection or scope that the manifest does not have."""
         return self.refuse(status, "Unknown scope or collection in operation", manifest=True)
@@ -146,3 +151,5 @@ class Operation:
     handle: Handler
     before_login: bool = False
     without_bucket: bool = False
+    privilege: str = ""
+    """Who lacks it is refused."""

@@ -11,6 +11,7 @@ import struct
 
 from mirror.feed.sasl import HASHES, MECHANISMS, SaslError, ScramServer, plain_decode
 from mirror.sandbox.session import JSON, Handler, Operation, Reply, Session
+from mirror.sandbox.users import META_READ
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire.constants import Feature, Opcode, Status, VbucketState
 from mirror.wire.errormap import error_map
@@ -297,8 +298,13 @@ _WITH_BUCKET: dict[int, Handler] = {
     Opcode.STAT: _stat,
 }
 
+_METAS = frozenset((Opcode.GET_ALL_VB_SEQNOS, Opcode.GET_FAILOVER_LOG, Opcode.OBSERVE_SEQNO))
+
 OPERATIONS: dict[int, Operation] = (
     {opcode: Operation(handler, before_login=True, without_bucket=True) for opcode, handler in _EARLY.items()}
     | {opcode: Operation(handler, without_bucket=True) for opcode, handler in _WITHOUT_BUCKET.items()}
-    | {opcode: Operation(handler) for opcode, handler in _WITH_BUCKET.items()}
+    | {
+        opcode: Operation(handler, privilege=META_READ if opcode in _METAS else "")
+        for opcode, handler in _WITH_BUCKET.items()
+    }
 )

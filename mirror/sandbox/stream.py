@@ -291,12 +291,16 @@ class ProducerStream:
         for position in range(first - 1, last):
             item = log[position]
             superseded = item.next_seqno
-            gone = superseded and superseded <= as_of and not superseded == item.seqno > purge_seqno
-            if gone and (item.seqno < history or superseded == item.seqno or not keeps(item)):
+            if (
+                superseded
+                and superseded <= as_of
+                and not superseded == item.seqno > purge_seqno
+                and (item.seqno < history or superseded == item.seqno or not keeps(item))
+            ):
                 continue
             if (passes is None or passes(item)) and (item.frame[1] == MUTATION or shows(item)):
-                left_out = 0
                 yield item
+                left_out = 0
             elif antilag:
                 left_out += 1
                 if left_out == antilag:

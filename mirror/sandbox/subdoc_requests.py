@@ -14,6 +14,7 @@ from mirror.sandbox.documents import DocumentError, Mode
 from mirror.sandbox.item import Item
 from mirror.sandbox.session import Operation, Reply, Session
 from mirror.sandbox.subdoc import Draft
+from mirror.sandbox.users import READ, WRITE
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_kv
 from mirror.wire.codec_kv import LookupResult, MutationResult, MutationSpec
@@ -160,10 +161,10 @@ _MUTATIONS = (
 )
 
 OPERATIONS: dict[int, Operation] = (
-    {int(opcode): Operation(_lookup_one) for opcode in LOOKUPS[1:]}
-    | {int(opcode): Operation(_mutate_one) for opcode in _MUTATIONS}
+    {int(opcode): Operation(_lookup_one, privilege=READ) for opcode in LOOKUPS[1:]}
+    | {int(opcode): Operation(_mutate_one, privilege=WRITE) for opcode in _MUTATIONS}
     | {
-        int(Opcode.SUBDOC_MULTI_LOOKUP): Operation(_lookup_many),
-        int(Opcode.SUBDOC_MULTI_MUTATION): Operation(_mutate_many),
+        int(Opcode.SUBDOC_MULTI_LOOKUP): Operation(_lookup_many, privilege=READ),
+        int(Opcode.SUBDOC_MULTI_MUTATION): Operation(_mutate_many, privilege=WRITE),
     }
 )

@@ -216,3 +216,27 @@ async def test_privileges_are_looked_up_for_each_operation() -> None:
         assert "DcpProducer" in json.loads(refused.value)["error"]["context"]
         user.privileges = ALL_PRIVILEGES
         assert (await client.ask(opening)).status == Status.SUCCESS
+
+
+@pytest.mark.parametrize(
+    ("privilege", "request_"),
+    [
+        ("Read", fr.request(Opcode.GET, key=b"\0k")),
+        ("Read", fr.request(Opcode.SUBDOC_GET, key=b"\0k", extras=b"\0\1\0", value=b"a")),
+        ("Upsert", fr.request(Opcode.SUBDOC_DELETE, key=b"\0k", extras=b"\0\1\0", value=b"a")),
+        ("Upsert", fr.request(Opcode.DELETE, key=b"\0k")),
+        ("MetaRead", fr.request(Opcode.GET_META, key=b"\0k")),
+        ("MetaRead", fr.request(Opcode.GET_ALL_VB_SEQNOS)),
+        ("MetaRead", codec_kv.observe_seqno(0, 1)),
+        ("DcpProducer", codec_dcp.to_frame(codec_dcp.ev.DcpOpen(b"x", 1))),
+    ],
+)
+async def test_each_operation_needs_its_privilege(privilege: str, request_: Frame) -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.set("k", {"a": 1})
+        cluster.add_user("most", "pw", ALL_PRIVILEGES - {privilege})
+        client = await Client.login(cluster, user="most", password="pw")
+        refused = await client.ask(request_)
+        assert refused.status == Status.EACCESS
+        assert f"without the {privilege} privilege" in json.loads(refused.value)["error"]["context"]
+        assert (await client.ask(codec_kv.get_collections_manifest())).status == 0
