@@ -43,15 +43,20 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
             if os.path.exists(os.path.join(folder, DATA_FILE)):  # left by a creation that did not reach mirror.json
                 os.unlink(os.path.join(folder, DATA_FILE))
             create_environment(folder, group, group_vbids(identity, group), identity, time_ms=time_ms)
-        temporary = os.path.join(path, FILE + ".new")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, **_fields(identity)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, os.path.join(path, FILE))
-        sync_directory(path)
+        write_description(path, identity)
     except OSError as error:
         raise storage_error(error, path) from error
+
+
+def write_description(path: str, identity: Identity) -> None:
+    """`mirror.json`, the last step of making a mirror. Raises OSError."""
+    temporary = os.path.join(path, FILE + ".new")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump({"format": FORMAT, **_fields(identity)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, os.path.join(path, FILE))
+    sync_directory(path)
 
 
 def create_environment(path: str, group: int, vbids: Sequence[int], identity: Identity, *, time_ms: int = 0) -> None:

@@ -1,0 +1,83 @@
+"""Environments as closed files: what was in them is in the mirror that is made of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from storage import directory, handover
+from storage.check import check
+from storage.errors import CorruptedError, NotAMirror, StorageError
+from storage.model import Identity
+from storage.view import open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.test_writer import publish
+
+
+def packed(scratch: Path, target: Path, group: int, identity: Identity = IDENTITY) -> int:
+    """A group made by itself, as on a machine of its own, with two documents in each vbucket."""
+    vbids = directory.group_vbids(identity, group)
+    scratch.mkdir(parents=True, exist_ok=True)
+    directory.create_environment(str(scratch), group, vbids, identity)
+    writer = GroupWriter.open(
+        str(scratch), group=group, vbids=vbids, identity=identity, clock_ms=lambda: 1_000, map_size=1 << 30
+    )
+    for vbid in vbids:
+        writer.save_failover_log(vbid, log())
+        publish(writer, vbid, [(key, b"value", seqno) for seqno, key in enumerate(keys_of(vbid, 2), 1)])
+    writer.close()
+    return handover.pack(str(scratch), group, identity, str(target))
+
+
+def test_groups_made_apart_are_a_mirror_together(tmp_path: Path) -> None:
+    target = tmp_path / "mirror"
+    target.mkdir()
+    sizes = [packed(tmp_path / f"scratch-{group}", target, group) for group in range(2)]
+    with pytest.raises(NotAMirror):
+        open_view(str(target))
+    handover.describe(str(target), IDENTITY)
+    assert check(str(target), deep=True).problems == []
+    with open_view(str(target)) as view:
+        assert len(list(view.scan())) == 2 * IDENTITY.vbucket_count
+        assert view.identity == IDENTITY
+    assert [os.path.getsize(target / f"group-000{group}" / "data.mdb") for group in range(2)] == sizes
+    assert sorted(path.name for path in target.iterdir()) == ["group-0000", "group-0001", "mirror.json"]
+
+
+def test_a_group_that_is_missing_is_named_and_no_mirror_is_made(tmp_path: Path) -> None:
+    target = tmp_path / "mirror"
+    target.mkdir()
+    packed(tmp_path / "scratch", target, 0)
+    with pytest.raises(CorruptedError, match=r"group-0001: the group is missing"):
+        handover.describe(str(target), IDENTITY)
+    assert not directory.exists(str(target))
+
+
+def test_a_second_attempt_at_a_group_leaves_the_first(tmp_path: Path) -> None:
+    target = tmp_path / "mirror"
+    target.mkdir()
+    size = packed(tmp_path / "one", target, 0)
+    before = (target / "group-0000" / "data.mdb").stat().st_ino
+    assert packed(tmp_path / "two", target, 0) == size
+    assert (target / "group-0000" / "data.mdb").stat().st_ino == before
+    assert [path.name for path in target.iterdir()] == ["group-0000"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="nowhere"):
+        packed(tmp_path / "scratch", tmp_path / "nowhere", 0)
+
+
+def test_nothing_of_the_copy_is_lost_to_compaction(tmp_path: Path) -> None:
+    target = tmp_path / "mirror"
+    target.mkdir()
+    packed(tmp_path / "scratch", target, 0)
+    packed(tmp_path / "scratch1", target, 1)
+    handover.describe(str(target), IDENTITY)
+    with open_view(str(target)) as view:
+        state = view.state(0)
+        assert (state.published_seqno, state.failover_log) == (2, tuple(log()))
+        assert [document.value for document in view.scan(0)] == [b"value"] * 2
