@@ -151,7 +151,12 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
 
 
 def _is_ephemeral(config: dict[str, Any]) -> bool:
-    """Only buckets that persist have views, which is how SDKs tell them apart (capability `couchapi`)."""
+    """Newer maps say it (ns_server, bucket_info_cache: `bucketType`); else only what persists has views (`couchapi`).
+
+    The second alone would be wrong of buckets with the Magma engine, which persist and have no views.
+    """
+    if isinstance(config.get("bucketType"), str):
+        return bool(config["bucketType"] == "ephemeral")
     if config.get("nodeLocator") != "vbucket" or "bucketCapabilities" not in config:
         return False
     return VIEWS not in _list(config["bucketCapabilities"], "bucketCapabilities")

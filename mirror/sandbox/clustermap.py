@@ -112,7 +112,7 @@ class ClusterMap:
             for owner, replicas in zip(self.owners, self.replicas, strict=True)
         ]
         config |= {
-            "bucketType": "membase",
+            "bucketType": "ephemeral" if self.ephemeral else "membase",
             "name": self.bucket,
             "nodeLocator": "vbucket",
             "uuid": self.bucket_uuid,

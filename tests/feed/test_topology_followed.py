@@ -16,7 +16,7 @@ from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.clustermap import NOWHERE
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.constants import Magic
+from mirror.wire.constants import Magic, VbucketState
 from tests.feed.authority import Authority
 from tests.feed.harness import Mirror
 from tests.feed.name_server import NameServer
@@ -107,6 +107,23 @@ async def test_announcements_that_make_no_sense_harm_nobody(tmp_path: Path) -> N
         assert consumer.status()["map"] == before
         assert all(node["reconnects"] == 0 for node in consumer.status()["nodes"])
         await mirror.stop()
+
+
+@pytest.mark.parametrize("profile", ["7.2", "8.0"])
+async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_asked_again(profile: str, tmp_path: Path) -> None:
+    """NOT_MY_VBUCKET with the map that we have (7.2), and without one (8.0, which knows that we have it)."""
+    async with source_of(profile=profile) as cluster:
+        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
+        mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        cluster.set_vbucket_state(5, VbucketState.DEAD)
+        await mirror.until(lambda: "does not serve" in (mirror.row(5)["last_error"] or ""), "NOT_MY_VBUCKET")
+        write(cluster, 50)
+        await mirror.until_published(4, cluster.vbucket(4).high_seqno)
+        cluster.set_vbucket_state(5, VbucketState.ACTIVE)
+        await follow(mirror, cluster)
+        await mirror.stop()
+        assert_equal(mirror, cluster)
 
 
 async def test_a_bucket_made_anew_is_known_before_a_stream_is_asked_for(tmp_path: Path) -> None:

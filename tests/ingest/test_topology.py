@@ -216,8 +216,10 @@ def test_copies_are_the_active_node_and_the_replicas_that_have_one() -> None:
         ({"nodeLocator": "vbucket", "bucketCapabilities": ["dcp", "couchapi"]}, False),
         ({"nodeLocator": "vbucket", "bucketCapabilities": ["dcp"]}, True),
         ({"bucketCapabilities": ["dcp"]}, False),
+        ({"nodeLocator": "vbucket", "bucketCapabilities": ["dcp"], "bucketType": "membase"}, False),
+        ({"nodeLocator": "vbucket", "bucketCapabilities": ["dcp"], "bucketType": "ephemeral"}, True),
     ],
 )
-def test_a_bucket_without_views_is_ephemeral(more: dict[str, object], ephemeral: bool) -> None:
+def test_a_bucket_is_ephemeral_by_its_type_or_where_that_is_not_said_by_having_no_views(more: dict[str, object], ephemeral: bool) -> None:
     config = {"vBucketServerMap": {"serverList": ["h:1"], "vBucketMap": [[0]]}} | more
     assert parse_cluster_map(json.dumps(config), "h").ephemeral is ephemeral
