@@ -22,6 +22,7 @@ from mirror.feed.reader import SourceReader
 from mirror.feed.repair import refill
 from mirror.feed.verify import WAIT_S
 from mirror.feed.verify import verify as compare
+from mirror.supervise import logs
 from storage import keys
 from storage.digest import Fingerprint
 from storage.view import View, open_view
@@ -65,26 +66,30 @@ def verify(
     """Compare every version of every key with the source. Exit code 1 when something differs."""
     settings = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs).settings
     path, url = needed(settings)
+    logs.set_up("debug" if settings.log_level == "debug" else "warning", json=settings.log_json)
     service = client.ask(path, "ping") is not None
     started = time.monotonic()
     with (
-        open_view(str(path), stale_reads=True) as view,
         SourceReader(url, settings=settings) as reader,
         render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen,
     ):
-        same_bucket(view, reader)
-        vbids = wanted_vbuckets(view, vbid)
         progress = Progress(screen)
-        results = compare(str(path), view, reader, service=service, vbids=vbids, wait_s=wait, progress=progress)
+
+        def look(vbids: list[int] | None) -> list[VbucketResult]:
+            with open_view(str(path), stale_reads=True) as view:
+                same_bucket(view, reader)
+                wanted = wanted_vbuckets(view, vbids)
+                return compare(str(path), view, reader, service=service, vbids=wanted, wait_s=wait, progress=progress)
+
+        results = look(vbid)
         broken = [result.vbid for result in results if result.state in REPAIRED] if repair else []
         if broken:
 
             def refilled(done: int, of: int) -> None:
                 screen.show(line := f"{done} of {of} vbuckets fetched anew", line)
 
-            refill(view, url, settings, broken, progress=refilled)
-            again = compare(str(path), view, reader, service=service, vbids=broken, wait_s=wait, progress=progress)
-            results = sorted([result for result in results if result.vbid not in broken] + again, key=by_vbid)
+            refill(str(path), url, settings, broken, progress=refilled)
+            results = sorted([result for result in results if result.vbid not in broken] + look(broken), key=by_vbid)
     facts = {
         "data": str(path),
         "source": url,

@@ -20,7 +20,7 @@ from mirror.errors import MirrorError, SourceTimeout, SupervisionError
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
 from storage import directory
-from storage.view import View
+from storage.view import View, open_view
 from storage.writer import GroupWriter
 
 TIMEOUT_S = 60.0
@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 
 def refill(
-    view: View,
+    path: str,
     source: str,
     settings: Settings,
     vbids: Sequence[int],
@@ -39,11 +39,10 @@ def refill(
     timeout_s: float = TIMEOUT_S,
     progress: Progress = lambda _done, _of: None,
 ) -> None:
-    """Fetch the vbuckets anew and return when all are served. `view` is opened with `stale_reads`.
+    """Fetch the vbuckets anew and return when all are served. No view of the mirror may be open in this process.
 
     Raises MirrorError, Locked (somebody else owns a group), and what the source refuses.
     """
-    path = view.path
     first = next(iter(vbids), None)
     if first is None:
         return
@@ -57,6 +56,11 @@ def refill(
         if answer is None:
             raise SupervisionError("the service went away", hint="start it again: it goes on with the refills")
         wanted[vbid] = int(answer["result"]["staging_branch"])
+    with open_view(path, stale_reads=True) as view:
+        _wait(view, wanted, timeout_s, progress)
+
+
+def _wait(view: View, wanted: dict[int, int], timeout_s: float, progress: Progress) -> None:
     since = time.monotonic()
     left = dict(wanted)
     while left:

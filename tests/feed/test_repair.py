@@ -20,8 +20,7 @@ __all__ = ["cluster"]
 
 
 def refill_now(path: str, source: str, settings: object, vbids: list[int], **options: object) -> None:
-    with open_view(path, stale_reads=True) as view:
-        refill(view, source, settings, vbids, **options)  # type: ignore[arg-type]
+    refill(path, source, settings, vbids, **options)  # type: ignore[arg-type]
 
 
 async def test_vbuckets_are_whole_again_on_branches_of_their_own(cluster: SandboxCluster, tmp_path: Path) -> None:
