@@ -167,7 +167,46 @@ LINK_FAULTS = ("cut", "slow", "garble", "silence", "truncate", "stop-mid-snapsho
 STREAM_FAULTS = ("refuse-streams", "end-streams", "mute-streams", "withhold-noops")
 
 
-@app.command()
+FAULT_HELP = """Ask a running sandbox for trouble, and print its answer as JSON.
+
+CONNECTIONS, each with [node=N] [name=TEXT] [future=true]; clear ends it
+  cut, silence, truncate, stop-mid-snapshot, slow bytes_per_second=N
+  garble [pieces=N], clear
+
+STREAMS; clear ends it. A status or reason is a name or a number
+  refuse-streams status=ROLLBACK [vbids=0,1] [times=N] [seqno=N]
+  end-streams reason=lost-privileges [vbids=0,1] [node=N]
+  mute-streams [vbids=0,1] [node=N]
+  withhold-noops
+  tune [antilag_items=N] [oso_share_max=SHARE]
+
+CLUSTER
+  kill-node node=N, restart-node node=N [lose=N]
+  failover-node node=N [lose=N], failover vbid=N [lose=N]
+  move vbid=N node=N, add-node, rebalance [nodes=0,1]
+  recreate-bucket, rotate-certificate [cert=FILE key=FILE]
+  user user=NAME [password=P] [lacks=DcpStream,SystemCollectionLookup]
+
+DATA
+  write count=N, rate rate=N: the workload's next operations
+  set key=K value=V, delete key=K, each with [collection=S.C] [vbid=N]
+  prepare key=K [value=V]: a durable write (no value: delete) under way
+  commit key=K, abort key=K: its end
+  to-disk [vbid=N], expire [vbid=N]
+  purge [vbid=N] [below_seqno=N], discard-history [vbid=N] [below_seqno=N]
+
+COLLECTIONS
+  create-scope scope=S, drop-scope scope=S
+  create-collection scope=S collection=C [max_ttl=N]
+  modify-collection path=S.C [max_ttl=N] [history=true]
+  flush-collection path=S.C, drop-collection path=S.C
+
+LOOKING
+  status, vbucket vbid=N
+"""
+
+
+@app.command(help=FAULT_HELP.replace("[", "\\["))  # else they are taken for markup
 def fault(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="What is to happen; the list is below.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Its arguments.")] = None,
@@ -177,29 +216,7 @@ def fault(
     port: Annotated[int | None, typer.Option("--port", "-p", help="Or its first port.", show_default=False)] = None,
     control: ControlOption = None,
 ) -> None:
-    """Ask a running sandbox for trouble, and print its answer as JSON.
-
-    Connections: cut, slow bytes_per_second=N, garble [pieces=N], silence, truncate, stop-mid-snapshot, clear; each
-    takes node=N, name=TEXT, future=true.
-
-    Streams: refuse-streams status=NAME [vbids=0,1] [times=N] [seqno=N] answers requests with a status (ROLLBACK to a
-    seqno), end-streams reason=NAME [vbids=0,1] [node=N], mute-streams [vbids=0,1] [node=N], withhold-noops; clear ends
-    them all. user user=NAME [password=P] [lacks=DcpStream,SystemCollectionLookup] makes a user or takes privileges.
-
-    Cluster: kill-node node=N, restart-node node=N [lose=N], failover-node node=N [lose=N], failover vbid=N [lose=N],
-    move vbid=N node=N, add-node, rebalance [nodes=0,1], recreate-bucket, rotate-certificate [cert=FILE key=FILE].
-
-    Data: to-disk, expire [vbid=N], purge, discard-history [vbid=N] [below_seqno=N], set key=K value=V, delete key=K,
-    prepare key=K [value=V] leaves a durable write (a delete, without value) under way, commit key=K, abort key=K; each
-    with [collection=S.C] [vbid=N]. write count=N, rate rate=N.
-
-    Collections: create-scope scope=S, create-collection scope=S collection=C [max_ttl=N], modify-collection path=S.C
-    [max_ttl=N] [history=true], flush-collection path=S.C, drop-collection path=S.C, drop-scope scope=S.
-
-    Streams' shape: tune [antilag_items=N] [oso_share_max=SHARE].
-
-    Looking: status, vbucket vbid=N.
-    """
+    """Ask a running sandbox for trouble, and print its answer as JSON."""
     given = arguments_from(arguments or [])
     where = socket_of(source, port, control)
     if kind in LINK_FAULTS + STREAM_FAULTS:

@@ -67,6 +67,35 @@ Code = TypeVar("Code", bound=IntEnum)
 Command = Callable[[Target, Arguments], Any | Awaitable[Any]]
 
 
+_REFUSALS = (
+    Status.KEY_EEXISTS,
+    Status.EINVAL,
+    Status.NOT_MY_VBUCKET,
+    Status.AUTH_STALE,
+    Status.ERANGE,
+    Status.ROLLBACK,
+    Status.EACCESS,
+    Status.ENOMEM,
+    Status.NOT_SUPPORTED,
+    Status.ETMPFAIL,
+    Status.UNKNOWN_COLLECTION,
+    Status.UNKNOWN_SCOPE,
+    Status.DCP_STREAM_ID_INVALID,
+)
+"""What servers refuse stream requests with; any other status is taken as well."""
+
+
+def check_numbers(server: Target, arguments: Arguments) -> None:
+    """Vbuckets and nodes that are named must be there. Raises ValueError."""
+    counts = {"vbid": len(server.cluster.vbuckets), "node": len(server.cluster.nodes)}
+    counts |= {f"{name}s": count for name, count in counts.items()}
+    for name in arguments.keys() & counts.keys():
+        said = arguments[name]
+        for number in said if isinstance(said, list) else [said]:
+            if number is not None and (not isinstance(number, int) or not 0 <= number < counts[name]):
+                raise ValueError(f"{name}={number}: there are 0 to {counts[name] - 1}")
+
+
 def _status(server: Target, _arguments: Arguments) -> Any:
     cluster = server.cluster
     owners = cluster.bucket.map.owners
@@ -143,21 +172,19 @@ def _mute_streams(faults: Faults, vbids: object = None, node: int | None = None)
 
 
 def _one_of(kind: type[Code], said: object) -> Code:
-    """A status or reason by its name or number. Raises ValueError with the names that there are."""
+    """A status or reason by its name or number. Raises ValueError with the usual names."""
     for member in kind:
         if said == int(member) or str(said).upper().replace("-", "_") == member.name:
             return member
-    raise ValueError(f"no such {kind.__name__}: {said}; there are: {', '.join(member.name for member in kind)}")
+    usual = ", ".join(member.name for member in (_REFUSALS if kind is Status else kind))
+    raise ValueError(f"no such {kind.__name__}: {said}; there are: {usual}")
 
 
-def _vbids(said: object) -> list[int] | None:
+def _vbids(said: Any) -> list[int] | None:
     """A number, several, or none for all."""
     if said is None:
         return None
-    vbids = [vbid for vbid in (said if isinstance(said, list) else [said]) if isinstance(vbid, int)]
-    if said != vbids and [said] != vbids:
-        raise ValueError(f"vbids are numbers with commas between, not {said!r}")
-    return vbids
+    return [int(vbid) for vbid in (said if isinstance(said, list) else [said])]
 
 
 def _user(server: Target, arguments: Arguments) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 from mirror.errors import ConfigError, ConnectFailed, MirrorError
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.commands import COMMANDS
+from mirror.sandbox.commands import COMMANDS, check_numbers
 from mirror.sandbox.documents import DocumentError
 from mirror.sandbox.workload import Workload
 
@@ -65,12 +65,15 @@ class ControlServer:
         except (ValueError, KeyError, TypeError, AttributeError):
             return {"ok": False, "error": f"no such command; there are: {', '.join(COMMANDS)}"}
         try:
+            check_numbers(self, command)
             result = handler(self, command)
             if isinstance(result, Awaitable):
                 result = await result
         except KeyError as error:
             return {"ok": False, "error": f"{error.args[0]} is missing"}
-        except (TypeError, ValueError, LookupError, DocumentError, MirrorError) as error:
+        except DocumentError as error:
+            return {"ok": False, "error": f"refused as a client would be: {error}"}
+        except (TypeError, ValueError, LookupError, MirrorError) as error:
             return {"ok": False, "error": str(error) or type(error).__name__}
         return {"ok": True, "result": result}
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.sandbox import arguments_from, socket_of
+from cli.sandbox import FAULT_HELP, LINK_FAULTS, STREAM_FAULTS, arguments_from, socket_of
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import parse
+from mirror.sandbox.commands import COMMANDS
 from mirror.sandbox.control import default_path
 from tests.cli.conftest import LIMIT_S, background, call
 
@@ -51,6 +52,13 @@ def test_a_profile_that_is_not_there_is_named() -> None:
     assert (wrong.code, wrong.out) == (2, "")
     assert "no server profile '4.x'" in wrong.complaint
     assert "7.2" in wrong.complaint
+
+
+def test_the_help_names_every_command_and_what_may_be_left_out() -> None:
+    shown = call("sandbox", "fault", "--help").out
+    assert "[lose=N]" in shown
+    words = set(FAULT_HELP.replace(",", " ").replace(";", " ").split())
+    assert words >= {*COMMANDS, *LINK_FAULTS, *STREAM_FAULTS} - {"fault"}
 
 
 def test_nobody_to_ask(tmp_path: Path) -> None:
