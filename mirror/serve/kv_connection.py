@@ -24,14 +24,14 @@ import structlog
 
 from mirror.serve import kv_documents, kv_requests, kv_scans
 from mirror.serve.kv_bucket import Refused
+from mirror.serve.kv_fast import Counters, fast_get
 from mirror.serve.kv_session import Later, Operation, Reply, Session
 from mirror.serve.listener import Address
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.constants import HEADER_SIZE, Datatype, Magic, Opcode, Status
+from mirror.wire.constants import HEADER_SIZE, Magic, Opcode, Status
 from mirror.wire.errors import ProtocolError, RemoteProtocolError
 from mirror.wire.frame import HEADER, Frame
-from storage.errors import StorageError
 
 OPERATIONS: dict[int, Operation] = kv_requests.OPERATIONS | kv_documents.OPERATIONS | kv_scans.OPERATIONS
 
@@ -47,24 +47,12 @@ LATER_MAX = 64
 _REQUEST, _FLEX_REQUEST = int(Magic.REQUEST), int(Magic.FLEX_REQUEST)
 _GET = int(Opcode.GET)
 _GOOD = frozenset({int(Status.SUCCESS), int(Status.RANGE_SCAN_MORE), int(Status.RANGE_SCAN_COMPLETE)})
-_JSON, _XATTR = int(Datatype.JSON), int(Datatype.XATTR)
-_NOT_PLAIN = int(Datatype.XATTR | Datatype.SNAPPY)
 _HELLO = int(Opcode.HELLO)
 _QUITQ = int(Opcode.QUITQ)
 
 T = TypeVar("T")
 
 log = structlog.get_logger("kv")
-
-
-class Counters:
-    """What one process has done for its readers."""
-
-    __slots__ = ("bytes_sent", "errors", "hits", "misses", "refused", "requests")
-
-    def __init__(self) -> None:
-        """All zero."""
-        self.requests = self.hits = self.misses = self.refused = self.errors = self.bytes_sent = 0
 
 
 class Host(Protocol):
@@ -245,7 +233,7 @@ class KvConnection(asyncio.Protocol):
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
         """Answer requests from `pos` on; returns where it stopped, and sets what it waits for."""
-        host = self._host
+        host, counters = self._host, self._host.counters
         end = len(data)
         gathered = 0
         for _ in range(host.requests_per_turn):
@@ -262,7 +250,7 @@ class KvConnection(asyncio.Protocol):
                 self._wanted = size
                 return pos
             else:
-                answer = self._get(data, pos, size) if data[pos + 1] == _GET else b""
+                answer = fast_get(self.session, counters, data, pos, size) if data[pos + 1] == _GET else b""
                 if not answer:
                     frame, _ = fr.decode(data, pos)
                     answer = self._answer(frame)
@@ -277,47 +265,6 @@ class KvConnection(asyncio.Protocol):
             if self._ended or self._paused or self._goodbye or self._held:
                 break
         return pos
-
-    def _get(self, data: bytes, pos: int, size: int) -> bytes:
-        """The answer to a GET that finds its document and needs nothing done to it: most requests by far, so written
-        out. Empty: it is none of these, and whoever handles GET knows what to say.
-        """
-        session = self.session
-        magic, _, key_length, extras_length, _, vbucket, body_length, opaque, _ = HEADER.unpack_from(data, pos)
-        reader = session.reader
-        if magic != _REQUEST or extras_length or key_length != body_length or reader is None or not reader.reads_all:
-            return b""
-        key = data[pos + HEADER_SIZE : pos + size]
-        if session.collections:
-            if not 2 <= key_length <= 251 or key[0] >= 0x80:
-                return b""
-        elif 1 <= key_length <= 250:
-            key = b"\0" + key
-        else:
-            return b""
-        began = perf_counter()
-        try:
-            found = session.bucket.view.find(key)
-        except StorageError:
-            return b""
-        document = found.document
-        if document is None or found.stale or (session.bucket_selected and vbucket != document.vbid):
-            return b""
-        datatype, value = document.datatype, document.value
-        if datatype & _NOT_PLAIN and (datatype & _XATTR or not session.snappy):
-            return b""
-        if not session.json:
-            datatype &= ~_JSON
-        counters = self._host.counters
-        counters.requests += 1
-        counters.hits += 1
-        if session.tracing:
-            framing = codec_kv.encode_server_duration((perf_counter() - began) * 1e6)
-            key_field = len(framing) << 8
-            head = HEADER.pack(0x18, _GET, key_field, 4, datatype, 0, 7 + len(value), opaque, document.cas) + framing
-        else:
-            head = HEADER.pack(0x81, _GET, 0, 4, datatype, 0, 4 + len(value), opaque, document.cas)
-        return b"%b%b%b" % (head, document.flags.to_bytes(4), value)
 
     def _refuse_large(self, data: bytes, pos: int) -> bytes:
         """The answer to a request whose body is not even looked at."""

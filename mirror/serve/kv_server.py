@@ -21,7 +21,8 @@ import structlog
 from mirror.clock import Clock
 from mirror.serve.auth import Users
 from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_connection import Counters, KvConnection
+from mirror.serve.kv_connection import KvConnection
+from mirror.serve.kv_fast import Counters
 from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_session import Session
 from mirror.serve.listener import BACKLOG, Address, Limits

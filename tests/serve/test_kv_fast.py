@@ -1,0 +1,116 @@
+"""The short way to a document against the long one: the same bytes, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.document import values
+from mirror.serve import kv_documents
+from mirror.serve.auth import Reader
+from mirror.serve.kv_bucket import KvBucket, Refused
+from mirror.serve.kv_fast import Counters, fast_get
+from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.kv_session import Reply, Session
+from mirror.serve.listener import Address
+from mirror.wire import frame as fr
+from mirror.wire.constants import Feature, Opcode
+from mirror.wire.frame import Frame
+from storage.model import Collection, Seqno
+from tests.serve.kv_rig import DEFAULT, Store, users
+
+FEATURES = (Feature.COLLECTIONS, Feature.SNAPPY, Feature.JSON, Feature.TRACING)
+BODY = b'{"n":"' + b"x" * 100 + b'"}'
+READERS = (None, Reader("all"), Reader("some", ("s.c",)))
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[KvBucket]:
+    """A vbucket that has documents of every sort, and one that is filled anew."""
+    store = Store(tmp_path, vbuckets=1)
+    store.logs()
+    store.collections(1, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)), Collection(300, 8, "wide", Seqno(0)))
+    store.put(b"plain", b"value", 2, flags=7, cas=99)
+    store.put(b"json", BODY, 3, datatype=values.JSON)
+    store.put(b"snappy", *values.deflate(BODY, 0)[:1], 4, datatype=values.SNAPPY | values.JSON)
+    joined, datatype = values.join({b"k": b"1"}, BODY, values.JSON)
+    store.put(b"xattr", joined, 5, datatype=datatype)
+    store.put(b"old", b"x", 6, expiry=1)
+    store.put(b"inside", b"x", 7, cid=8)
+    store.put(b"inside", b"x", 8, cid=300)
+    store.put(b"gone", b"x", 9)
+    store.delete(b"gone", 10)
+    opened = KvBucket(store.path, SystemClock(), stale_allowed=False)
+    yield opened
+    opened.close()
+    store.close()
+
+
+def requests() -> list[Frame]:
+    keys = [
+        b"plain",
+        b"json",
+        b"snappy",
+        b"xattr",
+        b"old",
+        b"gone",
+        b"none",
+        b"inside",
+        b"k" * 250,
+        b"k" * 251,
+        b"",
+        b"\0",
+    ]
+    prefixes = [b"", b"\0", b"\x08", b"\xac\x02", b"\x09", b"\x80"]
+    return [
+        *(fr.request(Opcode.GET, key=prefix + key, opaque=5) for key in keys for prefix in prefixes),
+        fr.request(Opcode.GET, key=b"plain", vbucket=3),
+        fr.request(Opcode.GET, key=b"\0plain", extras=b"abcd"),
+        fr.request(Opcode.GET, key=b"\0plain", value=b"v"),
+        fr.request(Opcode.GET, key=b"\0plain", framing=b"\x22\0\x05"),
+    ]
+
+
+def slowly(session: Session, frame: Frame) -> Reply | None:
+    """What the table's row for GET says; None: a refusal."""
+    assert session.reader is not None
+    try:
+        reply = kv_documents.OPERATIONS[Opcode.GET].handle(session, frame)
+    except (Refused, ValueError):
+        return None
+    assert isinstance(reply, Reply)
+    return reply
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("selected", [False, True])
+def test_the_short_way_says_what_the_long_one_says_or_nothing(
+    bucket: KvBucket, reader: Reader | None, selected: bool
+) -> None:
+    cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
+    answered = 0
+    for count in range(len(FEATURES) + 1):
+        for granted in combinations(FEATURES, count):
+            session = Session(bucket, users(), cluster_map, b"secret", plain_allowed=True, reader=reader)
+            session.grant(frozenset(map(int, granted)))
+            session.bucket_selected = selected
+            counters = Counters()
+            for frame in requests():
+                data = b"before" + fr.encode(frame)
+                short = fast_get(session, counters, data, 6, len(data) - 6)
+                if not short:
+                    continue
+                answered += 1
+                told, _ = fr.decode(short)
+                reply = slowly(session, frame)
+                assert reply is not None
+                assert bool(told.framing) is (Feature.TRACING in granted)
+                assert (told.status, told.opcode, told.opaque, told.key) == (0, Opcode.GET, frame.opaque, b"")
+                assert (told.extras, told.value, told.cas) == (reply.extras, reply.value, reply.cas)
+                assert told.datatype == reply.datatype
+            assert (counters.requests, counters.misses, counters.refused) == (counters.hits, 0, 0)
+    assert (answered > 0) is (reader is not None and reader.reads_all)
