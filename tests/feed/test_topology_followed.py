@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, ConfigError, NotSupported, TlsFailed
+from mirror.feed.consumer import Consumer
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import NodeTls, SandboxCluster
-from mirror.sandbox.clustermap import NOWHERE
+from mirror.sandbox.clustermap import NOWHERE, ClusterMap
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Magic, VbucketState
@@ -52,13 +53,18 @@ async def test_a_rebalance_is_followed_by_what_the_nodes_announce(profile: str, 
         assert_equal(mirror, cluster)
 
 
-async def test_where_nothing_is_announced_the_map_is_polled(tmp_path: Path) -> None:
-    async with source_of(profile="5.0") as cluster:
+@pytest.mark.parametrize(
+    ("profile", "settings"), [("7.2", NO_POLLING), ("8.0", NO_POLLING), ("5.0", {"map_poll_interval_s": 0.1})]
+)
+async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_else_by_polling(
+    profile: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nobody streams what has no node, so nobody is told where it is but by the map."""
+    async with source_of(profile=profile) as cluster:
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path)
+        mirror = mirror_of(cluster, tmp_path, settings=settings)
         consumer = mirror.start(cluster.connection_string)
         await follow(mirror, cluster)
-        # Nobody streams what has no node, so nobody is told that it is elsewhere: only a look at the map shows it.
         owners = cluster.bucket.map.owners
         home, owners[3] = owners[3], NOWHERE
         cluster.bucket.map_changed(3)
@@ -71,18 +77,28 @@ async def test_where_nothing_is_announced_the_map_is_polled(tmp_path: Path) -> N
         await mirror.stop()
 
 
-async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(tmp_path: Path) -> None:
+async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A node may be told of a map before the others have it (SDK RFC 75)."""
     async with source_of() as cluster:
         mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
         consumer = mirror.start(cluster.connection_string)
         await follow(mirror, cluster)
-        cluster.bucket.map.bump()  # silently
-        rev = cluster.bucket.map.rev
-        notice = fr.encode(codec_kv.clustermap_notification(cluster.bucket.map.epoch, rev, b""))
-        for connection in cluster.faults.connections(node=1):
-            connection.link.send(notice)
-        await mirror.until(lambda: consumer.status()["map"]["rev"] == rev, "the announced map")
+        current = ClusterMap.to_json
+        old = cluster.bucket.map.to_json(0, with_bucket=True)
+
+        def late(found: ClusterMap, this_node: int, *, with_bucket: bool) -> bytes:
+            return old if this_node == 0 else current(found, this_node, with_bucket=with_bucket)
+
+        monkeypatch.setattr(ClusterMap, "to_json", late)
+        for _ in range(2):  # the nodes are asked in turn, so node 0 is the first once
+            cluster.bucket.map.bump()  # silently
+            rev = cluster.bucket.map.rev
+            notice = fr.encode(codec_kv.clustermap_notification(cluster.bucket.map.epoch, rev, b""))
+            for connection in cluster.faults.connections(node=1):
+                connection.link.send(notice)
+            await mirror.until(lambda rev=rev: consumer.status()["map"]["rev"] == rev, "the announced map")
         await mirror.stop()
 
 
@@ -126,8 +142,17 @@ async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_asked_again(profile:
         assert_equal(mirror, cluster)
 
 
-async def test_a_bucket_made_anew_is_known_before_a_stream_is_asked_for(tmp_path: Path) -> None:
-    """The same host, another bucket: not one stream request goes to it, or its emptiness would be followed."""
+async def test_a_bucket_made_anew_is_known_before_a_stream_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same host, another bucket: not one stream request goes to it, or its emptiness would be followed.
+
+    Whoever reconnects sees it: the look at the map that a lost connection brings about may come too late.
+    """
+
+    async def too_late(_consumer: Consumer) -> None: ...
+
+    monkeypatch.setattr(Consumer, "_refresh_once", too_late)
     async with source_of() as cluster:
         write(cluster, 50)
         mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
