@@ -340,6 +340,41 @@ def compare(
         raise exits.Ended(ExitCode.FAILED)
 
 
+@app.command()
+def backfill(
+    source: Annotated[str, typer.Option("--source", "-s", metavar="URL", help="couchbase://user@host/bucket")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The mirror's data directory to be.")],
+    groups: Annotated[
+        int | None, typer.Option("--groups", help="Groups of vbuckets, a task each; fixed from then on.")
+    ] = None,
+    scratch: Annotated[
+        Path | None,
+        typer.Option("--scratch", metavar="DIR", help="On the disk of each machine; default: its temporary folder."),
+    ] = None,
+    processes: ProcessesOption = None,
+    master: MasterOption = None,
+    spark: SparkOption = False,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Pull a bucket by many tasks into a mirror's data directory, from which `run` goes on. Can be repeated."""
+    settings = options.settings_from({"source": source, "groups": groups}, config=config).settings
+    with running("backfill", master, spark, processes) as runner, tasks_shown("backfill") as progress:
+        from mirror.spark.backfill import backfill as run
+
+        place = None if scratch is None else str(scratch)
+        done = run(source, to, settings, runner, groups=groups, scratch=place, progress=progress)
+    if as_json:
+        output.print_json(asdict(done))
+        return
+    again = f", {done.groups_done_before} of them by an earlier run" if done.groups_done_before else ""
+    typer.echo(
+        f"{done.target}: {done.vbuckets} vbuckets of {done.bucket} in {done.groups} groups{again}; "
+        f"{done.received_documents:,} documents received, {render.size(done.file_bytes)}, "
+        f"{render.duration(done.elapsed_s)}"
+    )
+
+
 def compared_object(done: Compared) -> dict[str, Any]:
     """The verdict, in the shape of JSON.md."""
     rows = []

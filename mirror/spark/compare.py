@@ -21,7 +21,7 @@ from mirror.feed.comparison import VbucketResult
 from mirror.feed.reader import SourceReader
 from mirror.feed.verify import WAIT_S, verify
 from mirror.spark.local import dealt
-from mirror.spark.runner import Progress, Runner
+from mirror.spark.runner import Progress, Runner, quiet_logs
 from storage.view import open_view
 
 TASKS_PER_CORE = 4
@@ -84,6 +84,7 @@ def compare(
 
 def compare_task(task: Task) -> list[VbucketResult]:
     """Compare the vbuckets of a task; called wherever a Runner runs it."""
+    quiet_logs()
     with (
         open_view(task.data, stale_reads=True) as view,
         SourceReader(task.source, settings=from_wire(task.settings)) as reader,

@@ -9,16 +9,20 @@ the machinery between.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
+
+import structlog
 
 from mirror.errors import MirrorError
 from storage.errors import StorageError
@@ -165,6 +169,14 @@ class _Guarded:
             if error.retryable:
                 raise RuntimeError(as_text(error)) from error
             return None, error
+
+
+def quiet_logs() -> None:
+    """Errors alone, on stderr: what a task has to say it returns or raises, and stdout may belong to data."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
 
 
 def as_text(error: BaseException) -> str:

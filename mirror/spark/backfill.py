@@ -1,0 +1,245 @@
+"""`backfill`: a bucket pulled by many tasks at once, a group of vbuckets each, into files that a mirror goes on from.
+
+Knows how the groups are dealt out, where their files go and when the directory is a mirror; what pulling a group means
+is the consumer's, the same that a worker of the service runs, over a GroupWriter on the disk of the machine where the
+task runs. So histories, collections, rollbacks in the middle and everything else are as they always are. A group that
+is caught up is closed and handed over as one compacted file; no LMDB environment is ever open on what may be a network
+file system. Invariants: the target is a mirror (`mirror.json`) only once every group is there; until then its name is
+`<target>.incomplete`, and the next run goes on with the groups that are missing, if it is of the same bucket; a vbucket
+is caught up when it has published what the source had when its task first heard of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mirror.clock import SystemClock
+from mirror.config import Settings, from_wire, to_wire
+from mirror.errors import ConfigError, MirrorError, NotSupported, SourceTimeout
+from mirror.feed.bootstrap import Access, discover
+from mirror.feed.connection_string import parse
+from mirror.feed.consumer import Consumer
+from mirror.spark.delta import LOCK_FILE, FolderLock
+from mirror.spark.parts import folder_error
+from mirror.spark.runner import Progress, Runner, quiet_logs
+from storage import directory, handover
+from storage.model import Identity
+from storage.purge import Window
+from storage.writer import GroupWriter
+
+IDENTITY_FILE = "backfill.json"
+POLL_S = 0.05
+SEQNO_POLL_S = 0.2
+"""A group is done when the source has been asked how far it is."""
+SILENCE_S = 120.0
+"""A task to which the source sends nothing for so long, although it is behind, gives up."""
+
+
+class Task(NamedTuple):
+    """What one task pulls."""
+
+    source: str
+    settings: dict[str, Any]
+    """Without the password, which is looked for where the task runs."""
+    identity: Identity
+    group: int
+    scratch: str | None
+    folder: str
+    silence_s: float
+
+
+class Pulled(NamedTuple):
+    """What a task did."""
+
+    group: int
+    seqnos: int
+    received_documents: int
+    received_bytes: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class Backfilled:
+    """What a backfill did."""
+
+    target: str
+    bucket: str
+    vbuckets: int
+    groups: int
+    groups_done_before: int
+    seqnos: int
+    received_documents: int
+    received_bytes: int
+    file_bytes: int
+    elapsed_s: float
+
+
+def backfill(
+    source: str,
+    target: Path,
+    settings: Settings,
+    runner: Runner,
+    *,
+    groups: int | None = None,
+    scratch: str | None = None,
+    silence_s: float = SILENCE_S,
+    progress: Progress | None = None,
+) -> Backfilled:
+    """Pull the bucket into `target`, which becomes a mirror. `scratch`: a folder on the disk of each machine.
+
+    Raises MirrorError and the store's errors.
+    """
+    start_s = time.monotonic()
+    target = target.absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: exists already", hint="give a new folder; `run --data` goes on with a mirror")
+    identity = asyncio.run(_identity(source, settings, groups))
+    folder = target.with_name(target.name + ".incomplete")
+    with FolderLock(folder):
+        _begin(folder, identity)
+        missing = [group for group in range(identity.group_count) if not handover.is_packed(str(folder), group)]
+        wire = to_wire(settings)
+        tasks = [Task(source, wire, identity, group, scratch, str(folder), silence_s) for group in missing]
+        pulled = runner.run(backfill_task, tasks, progress)
+        for each in pulled:
+            path = Path(directory.group_path(str(folder), each.group))
+            if not handover.is_packed(str(folder), each.group):
+                raise MirrorError(
+                    f"{path} was written by an executor and is not here",
+                    hint="give a folder that the driver and all executors share",
+                )
+        _finish(folder, target, identity)
+    return Backfilled(
+        target=str(target),
+        bucket=identity.bucket_name,
+        vbuckets=identity.vbucket_count,
+        groups=identity.group_count,
+        groups_done_before=identity.group_count - len(missing),
+        seqnos=sum(each.seqnos for each in pulled),
+        received_documents=sum(each.received_documents for each in pulled),
+        received_bytes=sum(each.received_bytes for each in pulled),
+        file_bytes=sum(each.file_bytes for each in pulled),
+        elapsed_s=time.monotonic() - start_s,
+    )
+
+
+async def _identity(source: str, settings: Settings, groups: int | None) -> Identity:
+    """Whose mirror it is going to be, asked of the source."""
+    found = await discover(Access.of(parse(source), settings), SystemClock())
+    if not found.bucket_name or not found.bucket_uuid or not found.vbucket_count:
+        raise NotSupported(
+            "the source does not say which bucket it serves", hint="only Couchbase buckets can be mirrored"
+        )
+    count = min(groups or settings.groups, found.vbucket_count)
+    return Identity(found.cluster_uuid or "", found.bucket_name, found.bucket_uuid, found.vbucket_count, count)
+
+
+def _begin(folder: Path, identity: Identity) -> None:
+    """Go on with what an earlier run left, if it is of this identity; else begin anew."""
+    note = folder / IDENTITY_FILE
+    wanted = json.dumps(asdict(identity), sort_keys=True)
+    try:
+        if not note.exists() or note.read_text() != wanted:
+            for each in folder.iterdir():
+                if each.is_dir():
+                    shutil.rmtree(each)
+            note.write_text(wanted)
+        for left in folder.glob("*.new"):  # of attempts that were killed while they handed over
+            shutil.rmtree(left, ignore_errors=True)
+    except OSError as error:
+        raise folder_error(folder, error) from error
+
+
+def _finish(folder: Path, target: Path, identity: Identity) -> None:
+    handover.describe(str(folder), identity)
+    try:
+        for name in (IDENTITY_FILE, LOCK_FILE):
+            (folder / name).unlink()
+        if target.exists():
+            target.rmdir()  # it was empty
+        folder.rename(target)
+        directory.sync_directory(str(target.parent))
+    except OSError as error:
+        raise folder_error(target, error) from error
+
+
+def backfill_task(task: Task) -> Pulled:
+    """Pull a group and hand it over; called wherever a Runner runs it."""
+    quiet_logs()
+    settings = from_wire(task.settings).model_copy(update={"seqno_poll_interval_s": SEQNO_POLL_S})
+    clock = SystemClock()
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="dcp-mirror-backfill-", dir=task.scratch)
+    except OSError as error:
+        raise folder_error(Path(task.scratch or tempfile.gettempdir()), error) from error
+    with scratch as place:
+        vbids = directory.group_vbids(task.identity, task.group)
+        directory.create_environment(place, task.group, vbids, task.identity, time_ms=clock.wall_ms())
+        writer = GroupWriter.open(
+            place,
+            group=task.group,
+            vbids=vbids,
+            identity=task.identity,
+            sync="unsafe",  # a crash of this machine costs the group, which is then pulled again
+            clock_ms=clock.wall_ms,
+            window=Window(
+                time_ms=settings.history_s * 1000,
+                boundaries=settings.history_boundaries,
+                size_bytes=settings.history_bytes,
+            ),
+        )
+        try:
+            figures = asyncio.run(_pull(task, settings, writer))
+        finally:
+            writer.close()
+        return figures._replace(file_bytes=handover.pack(place, task.group, task.identity, task.folder))
+
+
+async def _pull(task: Task, settings: Settings, writer: GroupWriter) -> Pulled:
+    consumer = Consumer(
+        settings, source=parse(task.source), writers=[writer], identity=task.identity, worker=f"backfill-{task.group}"
+    )
+    running = asyncio.create_task(consumer.run())
+    marks: dict[int, int] = {}
+    received, heard_s = -1, time.monotonic()
+    try:
+        while True:
+            await asyncio.wait({running}, timeout=POLL_S)
+            if running.done():
+                running.result()
+                raise MirrorError(f"group {task.group}: the consumer ended by itself")
+            for vbid, seqno in consumer.source_high_seqnos().items():
+                marks[vbid] = min(seqno, marks.get(vbid, seqno))  # lower after a failover that lost writes
+            if len(marks) == len(writer.vbids) and consumer.caught_up(marks):
+                break
+            status = consumer.status()
+            if (problem := status["groups"][0]["error"]) is not None:
+                raise MirrorError(f"group {task.group}: {problem}")
+            now_received = status["counters"]["received_bytes"]
+            if now_received != received:
+                received, heard_s = now_received, time.monotonic()
+            elif time.monotonic() - heard_s > task.silence_s:
+                late = next(row for row in status["vbuckets"] if row["vbid"] not in marks or not _there(row, marks))
+                raise SourceTimeout(
+                    f"vbucket {late['vbid']} does not come on: {late['last_error'] or late['state']}",
+                    hint="see the cluster's health; another run goes on with the groups that are missing",
+                )
+        counters = consumer.status()["counters"]
+    finally:
+        await consumer.stop()
+        await asyncio.gather(running, return_exceptions=True)
+    while writer.step():
+        writer.commit()
+    seqnos = sum(int(writer.state(vbid).published_seqno) for vbid in writer.vbids)
+    return Pulled(task.group, seqnos, counters["received_documents"], counters["received_bytes"], 0)
+
+
+def _there(row: dict[str, Any], marks: dict[int, int]) -> bool:
+    return bool(row["state"] == "streaming" and row["published_seqno"] >= marks[row["vbid"]])

@@ -1,0 +1,172 @@
+"""Backfills: a mirror like any other, of which `run` goes on without asking for anything again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.config import Settings, load
+from mirror.errors import ConfigError, ConnectFailed, MirrorError, SourceTimeout
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.thread import SandboxThread
+from mirror.spark import backfill as backfills
+from mirror.spark.backfill import Backfilled, backfill, backfill_task
+from mirror.spark.runner import LocalRunner
+from storage.check import check
+from storage.view import open_view
+from tests.cli.conftest import call
+from tests.crash.judge import judge
+from tests.crash.service import Service, until
+
+VBUCKETS = 16
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "demo")
+    return load().settings
+
+
+def fill(cluster: SandboxCluster) -> None:
+    """Documents in two collections, one of them new, some deleted, some rewritten."""
+    cluster.bucket.create_scope("s")
+    cluster.bucket.create_collection("s", "c")
+    for number in range(400):
+        cluster.set(f"order::{number:03}", b'{"number": %d}' % number)
+        cluster.set(f"line::{number:03}", b'{"line": %d}' % number, collection="s.c")
+    for number in range(0, 400, 10):
+        cluster.delete(f"order::{number:03}")
+        cluster.set(f"line::{number:03}", b'{"line": -1}', collection="s.c")
+
+
+@pytest.fixture
+def source() -> Iterator[SandboxThread]:
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=VBUCKETS)) as thread:
+        thread.call(fill, thread.cluster)
+        yield thread
+
+
+def is_the_sources(source: SandboxThread, data: Path) -> None:
+    assert check(str(data), deep=True).problems == []
+    source.call(lambda: judge(source.cluster, data, live=False))
+
+
+def asked_from(source: SandboxThread) -> list[list[int]]:
+    """Where each accepted stream of each vbucket began."""
+    return [
+        [each.start_seqno for each in source.call(source.cluster.sent, vbid).stream_requests]
+        for vbid in range(VBUCKETS)
+    ]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_mirror_is_the_sources_and_run_goes_on_without_a_resync(
+    source: SandboxThread, settings: Settings, tmp_path: Path, processes: int
+) -> None:
+    seen: list[tuple[int, int]] = []
+    done = backfill(
+        source.connection_string,
+        tmp_path / "data",
+        settings,
+        LocalRunner(processes),
+        groups=4,
+        progress=lambda *each: seen.append(each),
+    )
+    assert (done.vbuckets, done.groups, done.groups_done_before) == (VBUCKETS, 4, 0)
+    assert seen == [(number, 4) for number in range(1, 5)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+    is_the_sources(source, tmp_path / "data")
+    with open_view(str(tmp_path / "data")) as view:
+        published = [int(state.published_seqno) for state in view.states()]
+    assert asked_from(source) == [[0]] * VBUCKETS
+    source.call(source.cluster.set, "new", b"{}")
+    result = call("run", "--source", source.connection_string, "--data", tmp_path / "data", "--until-caught-up")
+    assert result.code == 0, result.err
+    assert asked_from(source) == [[0, seqno] for seqno in published]
+    is_the_sources(source, tmp_path / "data")
+
+
+def test_a_run_that_broke_off_is_gone_on_with(
+    source: SandboxThread, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def some(task: backfills.Task) -> Any:
+        if task.group == 2:
+            raise MirrorError("the machine is gone")
+        return backfill_task(task)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backfills, "backfill_task", some)
+        with pytest.raises(MirrorError, match="the machine is gone"):
+            backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4)
+    assert not (tmp_path / "data").exists()
+    done: Backfilled = backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4)
+    assert done.groups_done_before == 2
+    assert asked_from(source) == [[0]] * VBUCKETS
+    is_the_sources(source, tmp_path / "data")
+
+
+def test_what_is_left_of_another_bucket_or_other_groups_is_begun_anew(
+    source: SandboxThread, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MirrorError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backfills, "_finish", fail)
+        with pytest.raises(MirrorError, match="killed"):
+            backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4)
+    done = backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=2)
+    assert (done.groups, done.groups_done_before) == (2, 0)
+    is_the_sources(source, tmp_path / "data")
+
+
+def test_the_source_may_write_and_lose_history_meanwhile(
+    source: SandboxThread, settings: Settings, tmp_path: Path
+) -> None:
+    """Between two groups: what the first group has is rolled back by `run`, the rest is right at once."""
+
+    def harm(done: int, of: int) -> None:
+        if done == 2:
+            for vbid in range(VBUCKETS):
+                source.call(source.cluster.failover, vbid, lose=3)
+            source.call(source.cluster.set, "after", b"{}")
+
+    backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4, progress=harm)
+    with Service(source.connection_string, tmp_path / "data") as service:
+        service.start()
+
+        def same() -> bool:
+            with open_view(str(tmp_path / "data")) as view:
+                return all(
+                    view.state(vbid).published_seqno == source.call(lambda v=vbid: source.cluster.vbucket(v).high_seqno)
+                    and view.state(vbid).failover_log[0].vbuuid
+                    == source.call(lambda v=vbid: source.cluster.vbucket(v).failover_log[0].vbuuid)
+                    for vbid in range(VBUCKETS)
+                )
+
+        until("the mirror to follow the source", same)
+        service.terminate()
+    is_the_sources(source, tmp_path / "data")
+
+
+def test_what_cannot_be_is_said_at_once(source: SandboxThread, settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.doc").touch()
+    with pytest.raises(ConfigError, match="exists already"):
+        backfill(source.connection_string, tmp_path / "full", settings, LocalRunner(1))
+    with pytest.raises(ConnectFailed):
+        backfill("couchbase://demo@127.0.0.1:1/demo", tmp_path / "data", settings, LocalRunner(1))
+    with pytest.raises(MirrorError, match="/no/such/folder"):
+        backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), scratch="/no/such/folder")
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_source_that_falls_silent_is_given_up_by_name(
+    source: SandboxThread, settings: Settings, tmp_path: Path
+) -> None:
+    source.call(lambda: source.cluster.faults.mute_streams([5]))
+    with pytest.raises(SourceTimeout, match="vbucket 5 does not come on"):
+        backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4, silence_s=4)
