@@ -1,0 +1,92 @@
+"""A data frame into parts (parts.py) by Spark's own means, without pandas and without collecting a row.
+
+Knows Spark's interface for writers in Python; never what becomes of the parts. Executors write them; Spark hands what
+the successful tasks said to `commit`, in a Python process of the driver's machine, which leaves it in a file that the
+driver reads: `write_parts` is all of that in one call. Invariant: parts of failed or doubled attempts are not told of.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
+
+from mirror.errors import MirrorError
+from mirror.spark.columns import CHANGES
+from mirror.spark.parts import Part, PartWriter, text_keys
+from mirror.spark.runner import as_text, error_of
+
+NAME = "dcp_mirror_parts"
+
+
+@dataclass
+class Told(WriterCommitMessage):
+    """What a task wrote, or why it could not."""
+
+    parts: list[Part]
+    problem: str | None = None
+
+
+class PartsSink(DataSource):
+    """Events of `changes` into parts."""
+
+    @classmethod
+    def name(cls) -> str:
+        """As in `format(...)`."""
+        return NAME
+
+    def writer(self, schema: Any, overwrite: bool) -> Writer:
+        """For one data frame."""
+        return Writer(self.options["folder"], self.options["prefix"], self.options["told"])
+
+
+class Writer(DataSourceArrowWriter):
+    """Of one data frame."""
+
+    def __init__(self, folder: str, prefix: str, told: str) -> None:
+        """`told` is the file that the driver reads."""
+        self._folder = folder
+        self._prefix = prefix
+        self._told = told
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Told:
+        """A task's rows. What goes wrong is told, not raised: trying four times would not mend it."""
+        try:
+            with PartWriter(self._folder, self._prefix, CHANGES) as parts:
+                for batch in iterator:
+                    parts.write(text_keys(batch))
+        except MirrorError as error:
+            return Told([], as_text(error))
+        return Told(parts.finished)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """All tasks have succeeded."""
+        told = [each for each in messages if isinstance(each, Told)]
+        problem = next((each.problem for each in told if each.problem is not None), None)
+        parts = [part for each in told for part in each.parts]
+        Path(self._told).write_text(json.dumps({"problem": problem, "parts": parts}))
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Some task has failed for good: what the others wrote is not wanted."""
+        for told in messages:
+            for part in told.parts if isinstance(told, Told) else ():
+                (Path(self._folder) / part.name).unlink(missing_ok=True)
+
+
+def write_parts(frame: Any, folder: Path, prefix: str) -> list[Part]:
+    """Write a data frame with the columns of CHANGES into parts. Raises what a task raised."""
+    frame.sparkSession.dataSource.register(PartsSink)
+    with tempfile.TemporaryDirectory(prefix="dcp-mirror-") as scratch:
+        told = Path(scratch) / "told.json"
+        options = {"folder": str(folder), "prefix": prefix, "told": str(told)}
+        frame.write.format(NAME).mode("append").options(**options).save()
+        found = json.loads(told.read_text())
+    if found["problem"] is not None:
+        raise error_of(RuntimeError(found["problem"]))
+    return [Part(*each) for each in found["parts"]]

@@ -1,0 +1,175 @@
+"""`sync`: a stream of changes into the two tables of a lake, kept going, and restarted from its checkpoint.
+
+Knows Spark's streaming queries and what a batch is to them; what exactly-once rests on is argued in lake.py. Spark's
+own part in it: a batch's offsets are written down (`offsets/N` in the checkpoint) before the batch runs and its end
+(`commits/N`) after it, so after a crash the newest batch is run again under the same number with the same offsets, and
+no other is. Nothing is collected: executors write the events of their vbuckets into the folder of `changes` and return
+names, sizes and statistics. Invariants: a stop between batches or in the middle of one, by whatever way, loses and
+repeats nothing; the checkpoint and the tables belong together and are checked against each other at the start and at
+each batch.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.spark.lake import Applied, Batch, Lake
+from mirror.spark.progress import BatchFigures, Listener
+from mirror.spark.runner import error_of
+from mirror.spark.sink import write_parts
+from storage.errors import StorageError
+
+CHECKPOINT_FOLDER = "_checkpoint"
+TIDY_BATCHES = 100
+"""So many batches are between two clean-ups of the tables."""
+KEEP_HOURS = 168
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class How:
+    """What a person may choose."""
+
+    checkpoint: Path | None = None
+    trigger_s: float = 10.0
+    available_now: bool = False
+    keep_hours: int = KEEP_HOURS
+    tidy_batches: int = TIDY_BATCHES
+
+
+@dataclass(frozen=True)
+class Synced:
+    """What a run did."""
+
+    batches: int
+    events: int
+    inserted: int
+    updated: int
+    deleted: int
+
+
+def checkpoint_name(folder: Path) -> str | None:
+    """Spark's own name of the stream that a checkpoint belongs to; None: there is none yet."""
+    try:
+        return str(json.loads((folder / "metadata").read_text())["id"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}: cannot be read as a checkpoint: {error}", hint="bring it back whole") from error
+
+
+def offsets_of(folder: Path, batch_number: int) -> str:
+    """What a batch covers, as Spark wrote it down before it ran."""
+    return (folder / "offsets" / str(batch_number)).read_text()
+
+
+class Sink:
+    """What foreachBatch calls."""
+
+    def __init__(self, lake: Lake, checkpoint: Path, how: How, on_batch: Callable[[int, Applied], None]) -> None:
+        """`on_batch` hears what each batch did."""
+        self._lake = lake
+        self._checkpoint = checkpoint
+        self._how = how
+        self._on_batch = on_batch
+        self.failed: Exception | None = None
+
+    def __call__(self, frame: Any, number: int) -> None:
+        """Apply a batch. What goes wrong is kept: Spark would only pass on its text."""
+        try:
+            self._apply(frame, number)
+        except Exception as error:
+            self.failed = error
+            raise
+
+    def _apply(self, frame: Any, number: int) -> None:
+        name = checkpoint_name(self._checkpoint)
+        assert name is not None, "Spark makes it before the first batch"
+        batch = Batch(number, name, offsets_of(self._checkpoint, number))
+        if not self._lake.has_changes(batch):
+            parts = write_parts(frame, self._lake.changes_folder, self._lake.prefix(number))
+            if not parts:
+                self._on_batch(number, Applied(0, 0, 0, 0))
+                return
+            self._lake.add_changes(batch, parts)
+        self._on_batch(number, self._lake.update_documents(batch))
+        if self._how.tidy_batches and number % self._how.tidy_batches == self._how.tidy_batches - 1:
+            self._lake.tidy(self._how.keep_hours)
+
+
+def sync(
+    spark: Any,
+    source: Mapping[str, str],
+    folder: Path,
+    how: How | None = None,
+    *,
+    on_figures: Callable[[BatchFigures], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Synced:
+    """Keep the tables in `folder` current until `stop` is set, or with `available_now` until they are.
+
+    `source` are options of the data source. Raises MirrorError and the store's errors.
+    """
+    how = how or How()
+    folder = folder.absolute()
+    checkpoint = (how.checkpoint or folder / CHECKPOINT_FOLDER).absolute()
+    total = [0, 0, 0, 0, 0]
+    with Lake(folder, checkpoint_name(checkpoint)) as lake, _listening(spark, on_figures) as listener:
+        if lake.done_batch is None and any((checkpoint / "commits").glob("[0-9]*")):
+            raise ConfigError(
+                f"{checkpoint}: belongs to tables that are gone, {folder} has none of its batches",
+                hint="bring the tables back, or remove the checkpoint to begin anew",
+            )
+        lake.remove_unfinished()
+
+        def on_batch(number: int, applied: Applied) -> None:
+            total[0] += 1
+            for each, value in enumerate(applied, 1):
+                total[each] += value
+            if listener is not None:
+                listener.applied(number, applied)
+
+        sink = Sink(lake, checkpoint, how, on_batch)
+        stream = spark.readStream.format("mirror").options(**source, table="changes").load()
+        writer = stream.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint)).queryName("sync")
+        writer = writer.trigger(availableNow=True) if how.available_now else _every(writer, how.trigger_s)
+        try:
+            query = writer.start()
+            while not query.awaitTermination(POLL_S):
+                if stop is not None and stop.is_set():
+                    query.stop()
+        except Exception as error:
+            raise _cause(sink, error) from error
+    return Synced(*total)
+
+
+def _every(writer: Any, seconds: float) -> Any:
+    return writer.trigger(processingTime=f"{round(seconds * 1000)} milliseconds")
+
+
+def _cause(sink: Sink, error: Exception) -> BaseException:
+    """What ended the stream, as the error that it began with."""
+    failed = sink.failed
+    if isinstance(failed, MirrorError | StorageError):
+        return failed
+    return error_of(failed or error)
+
+
+@contextmanager
+def _listening(spark: Any, on_figures: Callable[[BatchFigures], None] | None) -> Iterator[Listener | None]:
+    if on_figures is None:
+        yield None
+        return
+    listener = Listener(on_figures)
+    spark.streams.addListener(listener)
+    try:
+        yield listener
+    finally:
+        spark.streams.removeListener(listener)

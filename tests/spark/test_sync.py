@@ -1,0 +1,112 @@
+"""The stream's half of exactly-once, without Spark: what a batch is by its checkpoint, and what does not go together.
+
+The rest is in test_lake.py (the tables, against a model), test_sync_stream.py (Spark) and test_sync_kill.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.spark import sync as syncs
+from mirror.spark.columns import CHANGES
+from mirror.spark.lake import Applied, Lake
+from mirror.spark.parts import PartWriter
+from mirror.spark.sync import How, Sink, checkpoint_name, sync
+from tests.spark.events import event, table_of
+
+
+def checkpoint(folder: Path, name: str = "an-id", **offsets: str) -> Path:
+    """As Spark makes it, with the offsets of batches by number."""
+    (folder / "offsets").mkdir(parents=True, exist_ok=True)
+    (folder / "metadata").write_text(json.dumps({"id": name}))
+    for number, text in offsets.items():
+        (folder / "offsets" / number.removeprefix("b")).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def executors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Parts are written here instead of by Spark; the prefixes that were asked for."""
+    prefixes: list[str] = []
+
+    def write(frame: Any, folder: Path, prefix: str) -> Any:
+        prefixes.append(prefix)
+        with PartWriter(str(folder), prefix, CHANGES) as parts:
+            for rows in table_of(frame).to_batches():
+                parts.write(rows)
+        return parts.finished
+
+    monkeypatch.setattr(syncs, "write_parts", write)
+    return prefixes
+
+
+def test_a_batch_that_is_run_again_after_a_crash_is_not_written_again(tmp_path: Path, executors: list[str]) -> None:
+    place = checkpoint(tmp_path / "_checkpoint", b0="0 to 5")
+    done: list[tuple[int, Applied]] = []
+    frame = [event("mutation", "a", (1, 1), value=b"1")]
+    with Lake(tmp_path, "an-id") as lake:
+        sink = Sink(lake, place, How(), lambda *each: done.append(each))
+        sink(frame, 0)
+        sink(frame, 0)
+    assert done == [(0, Applied(1, 1, 0, 0)), (0, Applied(0, 0, 0, 0))]
+    assert len(executors) == 1
+
+
+def test_a_batch_without_events_leaves_no_version(tmp_path: Path, executors: list[str]) -> None:
+    place = checkpoint(tmp_path / "_checkpoint", b0="0 to 0", b1="0 to 1")
+    with Lake(tmp_path, "an-id") as lake:
+        sink = Sink(lake, place, How(), lambda *_: None)
+        sink([], 0)
+        assert (lake.changes.version(), lake.documents.version()) == (0, 0)
+        sink([event("mutation", "a", (1, 1), value=b"1")], 1)
+        assert lake.done_batch == 1
+
+
+def test_the_same_number_with_other_offsets_is_refused(tmp_path: Path, executors: list[str]) -> None:
+    place = checkpoint(tmp_path / "_checkpoint", b0="0 to 5")
+    with Lake(tmp_path, "an-id") as lake:
+        sink = Sink(lake, place, How(), lambda *_: None)
+        sink([event("mutation", "a", (1, 1))], 0)
+        checkpoint(tmp_path / "_checkpoint", b0="0 to 9")
+        with pytest.raises(ConfigError, match="set back"):
+            sink([event("mutation", "a", (1, 1))], 0)
+        assert isinstance(sink.failed, ConfigError)
+
+
+def test_tables_are_tidied_between_batches(tmp_path: Path, executors: list[str]) -> None:
+    place = checkpoint(tmp_path / "_checkpoint", **{f"b{number}": str(number) for number in range(4)})
+    with Lake(tmp_path, "an-id") as lake:
+        sink = Sink(lake, place, How(tidy_batches=2, keep_hours=0), lambda *_: None)
+        for number in range(4):
+            sink([event("mutation", f"k{number}", (1, number + 1), value=b"")], number)
+        assert len(lake.changes.file_uris()) == 1
+        assert lake.changes.count() == lake.documents.count() == 4
+
+
+def test_a_checkpoints_name(tmp_path: Path) -> None:
+    assert checkpoint_name(tmp_path / "absent") is None
+    assert checkpoint_name(checkpoint(tmp_path / "there")) == "an-id"
+    (tmp_path / "there" / "metadata").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read as a checkpoint"):
+        checkpoint_name(tmp_path / "there")
+
+
+def test_a_checkpoint_whose_tables_are_gone_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path / "_checkpoint", b0="0 to 5")
+    (place / "commits").mkdir()
+    (place / "commits" / "0").touch()
+    with pytest.raises(ConfigError, match="tables that are gone"):
+        sync(None, {"path": "x"}, tmp_path)
+
+
+def test_what_a_sink_failed_of_is_what_is_raised() -> None:
+    sink = Sink(None, Path("x"), How(), lambda *_: None)  # type: ignore[arg-type]
+    sink.failed = MirrorError("the reason")
+    assert syncs._cause(sink, RuntimeError("[STREAM_FAILED] ...")) is sink.failed
+    sink.failed = None
+    assert "STREAM_FAILED" in str(syncs._cause(sink, RuntimeError("[STREAM_FAILED] ...")))
