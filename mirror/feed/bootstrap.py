@@ -35,7 +35,7 @@ from mirror.feed.connection_string import Address, ConnectionString
 from mirror.feed.sasl import SaslError, ScramClient, choose_mechanism, plain_encode
 from mirror.feed.srv import first_addresses
 from mirror.feed.tls import Tls, hung_up, only_tls, speaks_tls
-from mirror.feed.transport import Link, Opaques, open_link
+from mirror.feed.transport import Link, Opaques, Tap, open_link
 from mirror.ingest.selection import MalformedManifest, SourceManifest
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, network_of, parse_cluster_map
 from mirror.wire.codec_dcp import decode_all_vb_seqnos
@@ -77,6 +77,8 @@ class Access:
     source: ConnectionString
     password: PasswordSource
     settings: Settings
+    tap: Tap | None = None
+    """Shown every byte of every connection, from its first."""
 
     @staticmethod
     def of(source: ConnectionString, settings: Settings) -> Access:
@@ -122,6 +124,7 @@ async def enter(
     settings = access.settings
     tls = Tls.of(settings) if access.source.tls else None
     link = await open_link(address, tls=tls, timeout_s=settings.connect_timeout_s, clock=clock, opaques=opaques)
+    link.tap = access.tap
     try:
         features = await _greet(link, access, name or clock.unique())
         await _authenticate(link, access)

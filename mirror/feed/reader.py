@@ -20,20 +20,20 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import PasswordSource, Settings, load
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported, SourceTimeout
-from mirror.feed.bootstrap import Access, discover, fetch_map, read_map
+from mirror.feed.bootstrap import Access, discover, fetch_manifest, fetch_map, read_map
 from mirror.feed.connection_string import Address, ConnectionString, parse
 from mirror.feed.nodes import NodeKeeper
 from mirror.feed.reading import Ended, Item, Position, Reading, RolledBack, Snapshot, VbucketReading
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.spool import SpoolFile
-from mirror.feed.transport import Opaques
+from mirror.feed.transport import Opaques, Tap
 from mirror.ingest import events as happenings
 from mirror.ingest.events import Row
 from mirror.ingest.topology import ClusterMap, Node
@@ -43,7 +43,7 @@ from mirror.wire.codec_kv import decode_collection_id
 from mirror.wire.constants import Opcode, VbucketState, status_name
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import DEFAULT_COLLECTION, FailoverEntry, Seqno, Vbuuid
 
 __all__ = ["Ended", "Position", "RolledBack", "Snapshot", "SourceReader"]
 
@@ -89,25 +89,28 @@ class SourceReader:
         timeout_s: float = TIMEOUT_S,
         folder: str | None = None,
         clock: Clock | None = None,
+        tap: Tap | None = None,
     ) -> None:
         """`source` is a connection string.
 
         `password`: by default the settings' way. `collections`: names (`scope.collection`), ids, or the name of one
         scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment. `memory_bytes`
         bounds the rows held in memory, `parallel` the vbuckets that are read at a time; `folder` takes what memory
-        does not. Raises ConfigError.
+        does not; `tap` is shown every byte. Raises ConfigError.
         """
         if memory_bytes < MEMORY_BYTES_MIN or parallel < 1 or timeout_s <= 0:
             raise ConfigError(f"a reader needs {MEMORY_BYTES_MIN} bytes of memory, a vbucket at a time, and time")
         if settings is None:
             settings = load().settings
+        plain: dict[str, Any] = dict.fromkeys(("track_prepares", "change_streams", "out_of_order_backfill"), False)
         if ca is not None:
-            settings = settings.model_copy(update={"tls_ca_file": ca})
+            plain["tls_ca_file"] = ca
+        settings = settings.model_copy(update=plain)
         if not settings.connection_buffer_size:
             raise ConfigError("a reader needs flow control", setting="connection_buffer_size")
-        access = Access.of(parse(source), settings)
+        access = replace(Access.of(parse(source), settings), tap=tap)
         if password is not None:
-            access = Access(access.source, FixedPassword(None, None, password), settings)
+            access = replace(access, password=FixedPassword(None, None, password))
         self._hub = _Hub(access, clock or SystemClock(), tuple(collections or ()), timeout_s)
         self._memory_bytes = memory_bytes
         self._parallel = parallel
@@ -172,6 +175,10 @@ class SourceReader:
     def failover_log(self, vbid: int) -> tuple[FailoverEntry, ...]:
         """The source's histories of a vbucket, newest first."""
         return self._call(self._hub.failover_log(vbid))
+
+    def collection_names(self) -> dict[int, str]:
+        """`scope.collection` of each collection that the bucket has now, by id; of one without, the default's alone."""
+        return self._call(self._hub.collection_names())
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -354,6 +361,23 @@ class _Hub:
 
         await self._until(round_)
         return tuple(log)
+
+    async def collection_names(self) -> dict[int, str]:
+        """From any node."""
+        names = {DEFAULT_COLLECTION: "_default._default"}
+
+        async def round_() -> str:
+            session = next((keeper.session for keeper in self._keepers.values() if keeper.ready), None)
+            if session is None:
+                return "no node can be reached"
+            if session.handshake.collections:
+                manifest = await fetch_manifest(session.link, self.settings)
+                names.clear()
+                names.update({found: ".".join(name) for name, found in manifest.collections.items()})
+            return ""
+
+        await self._until(round_)
+        return names
 
     async def _find_collections(self) -> None:
         """Names to ids, and what a stream is to be filtered by."""

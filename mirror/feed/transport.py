@@ -33,6 +33,14 @@ OnAnswer = Callable[[Frame | ClusterError], None]
 """Takes the answer to a request, or why there will be none."""
 
 
+class Tap(Protocol):
+    """Who is shown every byte of a connection, as it passes."""
+
+    def passed(self, link: Link, data: bytes, *, ours: bool) -> None:
+        """Bytes that were received, or (`ours`) that are sent."""
+        ...
+
+
 class Receiver(Protocol):
     """Who is told what a connection brings, in the order of the bytes."""
 
@@ -70,6 +78,7 @@ class Link(asyncio.Protocol):
         self.receiver: Receiver | None = None
         self.on_push: Callable[[Frame], None] | None = None
         """Told what the node says by itself beside streams (kv_engine docs/Duplex.md); it wants no answer to it."""
+        self.tap: Tap | None = None
         self.received_bytes = 0
         self._clock = clock
         self.last_received = clock.monotonic()
@@ -98,6 +107,8 @@ class Link(asyncio.Protocol):
             return
         self.last_received = self._clock.monotonic()
         self.received_bytes += len(data)
+        if self.tap is not None:
+            self.tap.passed(self, data, ours=False)
         if self._need:
             self._pieces.append(data)
             self._have += len(data)
@@ -154,6 +165,8 @@ class Link(asyncio.Protocol):
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
             self.close(SourceTimeout(f"{self.address} does not read what it is sent", node=str(self.address)))
             return
+        if self.tap is not None:
+            self.tap.passed(self, data, ours=True)
         self._transport.write(data)
 
     def ask(self, frame: Frame, on_answer: OnAnswer) -> None:

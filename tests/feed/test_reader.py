@@ -413,3 +413,12 @@ def test_nonsense_is_refused_before_anything_is_asked(source: SandboxThread) -> 
         SourceReader("http://nonsense")
     with pytest.raises(ConfigError):
         reader_of(source, memory_bytes=0)
+
+
+def test_collections_have_their_names(source: SandboxThread) -> None:
+    source.call(source.cluster.bucket.create_scope, "shop")
+    source.call(source.cluster.bucket.create_collection, "shop", "orders")
+    with reader_of(source) as reader:
+        names = reader.collection_names()
+    assert names[0] == "_default._default"
+    assert "shop.orders" in names.values()
