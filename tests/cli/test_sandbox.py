@@ -11,6 +11,7 @@ from mirror.feed.connection_string import parse
 from mirror.sandbox.commands import COMMANDS
 from mirror.sandbox.control import default_path
 from tests.cli.conftest import LIMIT_S, background, call
+from tests.feed.authority import Authority
 
 
 def test_it_says_where_it_is_does_what_it_is_asked_and_ends_when_told(tmp_path: Path) -> None:
@@ -45,6 +46,43 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         assert str(port) in second.complaint
         source.terminate()
         source.communicate(timeout=LIMIT_S)
+
+
+def test_a_certificate_is_shown_and_exchanged(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("127.0.0.1")
+    flags = ("--tls-cert", cert, "--tls-key", key, "--tls-client-ca", authority.ca_file, "--vbuckets", "2")
+    with background("sandbox", *flags) as source:
+        assert source.stdout is not None
+        url = source.stdout.readline().strip()
+        assert parse(url).tls
+        mirrored = ("run", "--source", url, "--data", tmp_path / "data", "--until-caught-up", "--tls-ca-file")
+        assert call(*mirrored, authority.ca_file).code == 0
+        (tmp_path / "other").mkdir()
+        other = Authority(tmp_path / "other")
+        cert, key = other.sign("127.0.0.1")
+        rotate = ("sandbox", "fault", "--source", url, "rotate-certificate")
+        assert call(*rotate, f"cert={cert}", f"key={key}").json == {"cert": str(cert)}
+        wrong = call(*rotate, f"cert={tmp_path / 'absent.pem'}")
+        assert wrong.code == 2
+        assert "absent.pem cannot be used" in wrong.complaint
+        assert call(*mirrored, other.ca_file).code == 0
+        source.terminate()
+        source.communicate(timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--tls-key", "some.key"), "no TLS without a certificate"),
+        (("--tls-cert", "absent.pem"), "absent.pem"),
+        (("--tls-cert", "absent.pem", "--tls-minimum", "1.0"), "--tls-minimum 1.0"),
+    ],
+)
+def test_tls_that_cannot_be_is_refused(flags: tuple[str, ...], said: str) -> None:
+    wrong = call("sandbox", *flags)
+    assert (wrong.code, wrong.out) == (2, "")
+    assert said in wrong.complaint
 
 
 def test_a_profile_that_is_not_there_is_named() -> None:

@@ -126,3 +126,18 @@ async def test_stopped_keeper_leaves_nothing_open_and_tries_no_more() -> None:
     idle = Bench()
     await idle.keeper.stop()
     assert idle.sessions == []
+
+
+async def test_a_defect_that_ends_the_keeping_is_told() -> None:
+    bench = Bench(AssertionError("a defect"))
+    told: list[BaseException] = []
+    bench.keeper.on_died = told.append
+    bench.keeper.start()
+    await bench.settle()
+    assert [str(error) for error in told] == ["a defect"]
+    idle = Bench(None)
+    idle.keeper.on_died = told.append
+    idle.keeper.start()
+    await idle.settle()
+    await idle.keeper.stop()
+    assert len(told) == 1, "an end on demand is no defect"

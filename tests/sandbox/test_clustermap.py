@@ -40,3 +40,23 @@ def test_a_change_has_a_higher_revision() -> None:
     cluster_map.bump()
     after = json.loads(cluster_map.to_json(0, with_bucket=True))
     assert (after["rev"], after["vBucketServerMap"]["vBucketMap"][0][0]) == (2, 1)
+
+
+def test_nodes_have_a_name_inside_and_one_outside_and_ports_with_and_without_tls() -> None:
+    cluster_map = made()
+    cluster_map.nodes = [NodeAddress(0, 1000, 2000), NodeAddress(2, None, 2002)]
+    cluster_map.host, cluster_map.external_host = "fd00::1", "outside.example"
+    config = json.loads(cluster_map.to_json(0, with_bucket=True))
+    services = [{"mgmt": 8091, "kv": 1000, "kvSSL": 2000}, {"mgmt": 8091, "kvSSL": 2002}]
+    assert [node["services"] for node in config["nodesExt"]] == services
+    assert [node["hostname"] for node in config["nodesExt"]] == ["fd00::1"] * 2
+    assert config["nodesExt"][1]["alternateAddresses"] == {
+        "external": {"hostname": "outside.example", "ports": services[1]}
+    }
+    assert config["vBucketServerMap"]["serverList"] == ["[fd00::1]:1000", "[fd00::1]:11210"]
+    for network, host in (("default", "fd00::1"), ("external", "outside.example")):
+        seen = parse_cluster_map(json.dumps(config), "127.0.0.1", network=network)
+        assert [(node.host, node.kv_port, node.tls_port) for node in seen.nodes] == [
+            (host, 1000, 2000),
+            (host, None, 2002),
+        ]

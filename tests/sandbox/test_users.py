@@ -12,3 +12,13 @@ def test_a_user_is_added_and_changed_in_place() -> None:
     assert users.add("a", "two", frozenset({READ})) is first
     assert (users.password_of("a"), first.privileges) == ("two", {READ})
     assert users.password_of("b") is None
+
+
+def test_a_certificate_is_for_the_user_of_its_common_name() -> None:
+    users = Users()
+    user = users.add("a", "one")
+    country, name = (("countryName", "XX"),), (("commonName", "a"),)
+    assert users.of_certificate({"subject": (country, name)}) is user
+    assert users.of_certificate({"subject": ((("commonName", "b"),),)}) is None
+    assert users.of_certificate({"subject": (country,)}) is None
+    assert users.of_certificate({}) is None
