@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mirror.client import ServiceSaidNo
@@ -54,6 +54,10 @@ class Work:
     """What one task reads."""
 
     ways: tuple[Way, ...]
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Over a connection: collections by id."""
+    known: frozenset[int] = frozenset()
+    """Over a connection: the collections that were there before."""
 
 
 class LocalChanges:

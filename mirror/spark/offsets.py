@@ -40,6 +40,8 @@ class Offset:
     """path or connection: their numbers do not mean the same."""
     bucket_uuid: str
     at: Mapping[int, At] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Over a connection: the collections that were ever seen, by id. Of one that was dropped nobody else knows it."""
 
     def of(self, vbid: int) -> At:
         """Where one stands."""
@@ -47,12 +49,15 @@ class Offset:
 
     def encode(self) -> dict[str, Any]:
         """As JSON, with no more numbers than are needed."""
-        return {
+        found = {
             "format": FORMAT,
             "origin": self.origin,
             "bucket_uuid": self.bucket_uuid,
             "vbuckets": {str(vbid): _without_zeros(at) for vbid, at in sorted(self.at.items()) if at != BEGINNING},
         }
+        if self.names:
+            found["collections"] = {str(each): name for each, name in sorted(self.names.items())}
+        return found
 
 
 def _without_zeros(at: At) -> list[int]:
@@ -71,6 +76,7 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str) -> Offset:
             str(given["origin"]),
             str(given["bucket_uuid"]),
             {int(vbid): At(*map(int, numbers)) for vbid, numbers in given["vbuckets"].items()},
+            {int(each): str(name) for each, name in given.get("collections", {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"the checkpoint cannot be read as one of this source: {error!r}") from None

@@ -18,7 +18,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from mirror.errors import ConfigError
-from mirror.spark import local
+from mirror.spark import local, remote
 from mirror.spark.bodies import Bodies
 from mirror.spark.columns import DOCUMENTS, TABLES
 from mirror.spark.failures import clearly, told_clearly
@@ -104,12 +104,12 @@ def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:
 class Share(InputPartition):
     """What one task reads. The reader itself is pickled before anything is planned."""
 
-    job: local.Job
+    job: local.Job | remote.Job
     vbids: list[int]
 
 
 class DocumentsReader(DataSourceReader):
-    """Documents of a path."""
+    """Documents."""
 
     def __init__(self, options: Options, shape: Shape, mark: str) -> None:
         """Nothing is opened."""
@@ -121,14 +121,20 @@ class DocumentsReader(DataSourceReader):
     @told_clearly
     def partitions(self) -> Sequence[InputPartition]:
         """Choose the boundaries that the job reads, and deal them out."""
-        job, shares = local.plan(self._options, self._wanted)
-        return [Share(job, vbids) for vbids in shares]
+        if self._options.connection is not None:
+            far, shares = remote.plan(self._options, self._wanted)
+            return [Share(far, vbids) for vbids in shares]
+        near, shares = local.plan(self._options, self._wanted)
+        return [Share(near, vbids) for vbids in shares]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """The batches of a task."""
         assert isinstance(partition, Share)
         with clearly():
-            yield from local.read(partition.job, partition.vbids, self._shape)
+            if isinstance(partition.job, remote.Job):
+                yield from remote.read_documents(self._options, partition.job, partition.vbids, self._shape)
+            else:
+                yield from local.read(partition.job, partition.vbids, self._shape)
 
 
 class PushdownDocumentsReader(DocumentsReader):

@@ -16,9 +16,11 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from mirror.errors import ConfigError
-from mirror.spark import changes
+from mirror.spark import changes, remote
+from mirror.spark.changes import LocalChanges
 from mirror.spark.failures import clearly, told_clearly
 from mirror.spark.options import Options
+from mirror.spark.remote import RemoteChanges
 from mirror.spark.rows import change_batches
 
 
@@ -29,18 +31,20 @@ class Task(InputPartition):
     work: changes.Work
 
 
-def driver_of(options: Options) -> changes.LocalChanges:
+def driver_of(options: Options) -> LocalChanges | RemoteChanges:
     """Who knows offsets."""
-    return changes.LocalChanges(options)
+    return LocalChanges(options) if options.path is not None else RemoteChanges(options)
 
 
 def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
     """The batches of a task."""
     assert isinstance(task, Task)
-    assert options.path is not None
     with clearly():
         wanted = options.collections
-        rows = changes.read(options.path, task.work)
+        if options.path is not None:
+            rows = changes.read(options.path, task.work)
+        else:
+            rows = remote.read_changes(options, task.work)
         if wanted is not None:
             rows = (row for row in rows if row[1] is None or row[1] in wanted)
         yield from change_batches(rows, options.names)
@@ -58,7 +62,7 @@ class ChangesReader(DataSourceReader):
         """From the beginning to what is published."""
         driver = driver_of(self._options)
         try:
-            return [Task(work) for work in driver.plan(driver.beginning(), driver.front())]
+            return [Task(work) for work in driver.plan(driver.beginning(), driver.front())] or [Task(changes.Work(()))]
         finally:
             driver.close()
 
@@ -76,14 +80,14 @@ class ChangesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         self._options = options
         self._refusal = refusal
-        self._opened: changes.LocalChanges | None = None
+        self._opened: LocalChanges | RemoteChanges | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a task needs."""
         return {"_options": self._options, "_refusal": None, "_opened": None}
 
     @property
-    def _driver(self) -> changes.LocalChanges:
+    def _driver(self) -> LocalChanges | RemoteChanges:
         if self._refusal is not None:
             raise self._refusal
         if self._opened is None:

@@ -1,0 +1,448 @@
+"""Documents and changes of a source over the network, for Spark: executors consume DCP themselves.
+
+Knows the bounded reader (`mirror.feed.reader`) and offsets; must never know Spark, nor a store. Invariants:
+- rows come out of whole snapshots only, each vbucket's in order, in bounded memory; one connection to each node is
+  kept by a worker process and used again by its next task;
+- documents are those of one whole snapshot's end of each vbucket, at or above its high seqno when the job was planned;
+- a batch of changes ends at the high seqno E that its offset names. A snapshot may go beyond E; what lies there comes
+  with the next batch. So each event comes once. A version at or below E that a later one replaced in the same snapshot
+  is not sent, so the state at E lacks it until the next batch: as long as the source's history goes on, that one brings
+  what replaced it. When the history has changed instead (another vbuuid), what replaced it may be lost, and the older
+  version be valid again: then the next batch begins where the one before began (`At.since_seqno`), and events of one
+  batch may come twice; upserts by (at_branch, at_seqno) do not mind;
+- what was delivered and is not on the source's history any more is lost history: without a store nobody can say which
+  versions were valid before, so it is told or begun anew (onLostHistory), never passed over.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from mirror.errors import ConfigError
+from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
+from mirror.ingest.rollback import vbuuid_at
+from mirror.spark.changes import LostHistory, Way, Work
+from mirror.spark.local import Maker, Shape, Wanted, dealt
+from mirror.spark.offsets import At, Lag, Offset, admit, decode
+from mirror.spark.options import Options
+from mirror.spark.rows import change_row, control_row
+from mirror.wire.codec_dcp import decode as decode_message
+from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEvent
+from mirror.wire.frame import decode as decode_frame
+from mirror.wire.system_events import decode_system_event
+from storage import keys
+from storage.model import Branch, FailoverEntry, Kind, Seqno, Vbid
+from storage.records import decode_row
+from storage.view import Pin
+
+ORIGIN = "connection"
+AGAIN = "start the query again: it looks at its position anew"
+FRAMES_AT_ONCE = 2_000
+LENGTH_BYTES = 4
+SPOOL_BYTES = 4 * 1024 * 1024
+"""Rows of a vbucket that are held in memory; what is more goes to disk."""
+
+
+class Connections:
+    """The reader that a process keeps: a Python worker is used for many tasks."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._reader: SourceReader | None = None
+        self._key: tuple[Any, ...] = ()
+
+    def reader(self, options: Options) -> SourceReader:
+        """An open reader. Raises what stands in the way."""
+        key = (os.getpid(), options.connection, options.collections, options.ca_file)
+        if self._reader is not None and self._key == key:
+            return self._reader
+        self.drop()
+        assert options.connection is not None
+        reader = SourceReader(options.connection, collections=options.collections, ca=options.ca_file)
+        reader.__enter__()
+        self._reader, self._key = reader, key
+        return reader
+
+    def drop(self) -> None:
+        """After an error nothing is known of what is still on its way: begin with a new one."""
+        reader, self._reader = self._reader, None
+        if reader is not None and self._key[0] == os.getpid():
+            reader.close()
+
+
+KEPT = Connections()
+
+
+def chosen_vbids(reader: SourceReader, options: Options) -> list[int]:
+    """The vbuckets that were asked for. Raises ConfigError for one that is not there."""
+    vbids = range(reader.vbucket_count)
+    missing = sorted((options.vbuckets or frozenset()) - set(vbids))
+    if missing:
+        raise ConfigError(
+            f"option vbuckets: the bucket has no vbucket {missing[0]}", hint=f"it has {reader.vbucket_count}"
+        )
+    return sorted(options.vbuckets) if options.vbuckets is not None else list(vbids)
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all tasks of a job have in common."""
+
+    until: Mapping[int, int]
+    names: Mapping[int, str]
+    wanted_names: frozenset[str] | None
+    keys: tuple[bytes, bytes, bytes | None]
+    """start, prefix, end"""
+    now_ms: int
+
+
+def plan(options: Options, wanted: Wanted) -> tuple[Job, list[list[int]]]:
+    """How far to read each vbucket, and the tasks."""
+    assert options.connection is not None
+    with SourceReader(options.connection, collections=options.collections, ca=options.ca_file) as reader:
+        chosen = [vbid for vbid in chosen_vbids(reader, options) if wanted.takes(vbid)]
+        if wanted.key is not None:
+            chosen = [vbid for vbid in chosen if vbid == keys.vbid_of(wanted.key, reader.vbucket_count)]
+        high_seqnos = reader.high_seqnos()
+        names = reader.collection_names()
+    until = {vbid: high_seqnos[vbid] for vbid in chosen if high_seqnos.get(vbid)}
+    key_range = (wanted.start, wanted.prefix, wanted.end)
+    job = Job(until, names, wanted.collections, key_range, int(time.time() * 1000))
+    return job, dealt(list(until), options.partitions, 1)
+
+
+def read_documents(options: Options, job: Job, vbids: Sequence[int], shape: Shape) -> Iterator[Any]:
+    """The record batches of a task."""
+    maker = Maker(shape)
+    reader = KEPT.reader(options)
+    under_way: dict[int, Newest] = {}
+    try:
+        for item in reader.read(dict.fromkeys(vbids, Position()), {vbid: job.until[vbid] for vbid in vbids}):
+            vbid = item.vbid
+            if isinstance(item, RolledBack):
+                raise LostHistory(f"vbucket {vbid}: the source does not send it from the beginning", hint="try again")
+            if isinstance(item, Snapshot):
+                under_way.setdefault(vbid, Newest()).add(item)
+            elif (newest := under_way.get(vbid)) is not None:
+                for frames in newest.mutations():
+                    yield from _made(maker, vbid, frames, job, newest.names)
+                under_way.pop(vbid).close()
+        yield from maker.rest()
+    except BaseException:
+        KEPT.drop()
+        raise
+    finally:
+        for newest in under_way.values():
+            newest.close()
+
+
+def _made(maker: Maker, vbid: int, frames: list[bytes], job: Job, names: Mapping[int, str]) -> Iterator[Any]:
+    """Hand rows to the maker, those of a collection together."""
+    start, prefix, end = job.keys
+    by_collection: dict[int, tuple[list[bytes], list[bytes]]] = {}
+    for frame in frames:
+        wire_key = key_of(frame)
+        collection_id = wire_key[0] if wire_key[0] < 0x80 else keys.split_key(wire_key)[0]
+        held = by_collection.setdefault(collection_id, ([], []))
+        held[0].append(wire_key)
+        held[1].append(frame)
+    pin = Pin(Vbid(vbid), Branch(0), Seqno(0), job.now_ms)
+    for collection_id, (wire_keys, rows) in sorted(by_collection.items()):
+        name = names.get(collection_id) or job.names.get(collection_id)
+        if name is None or (job.wanted_names is not None and name not in job.wanted_names):
+            continue  # without a name it was dropped meanwhile, and its documents with it
+        length = len(keys.encode_collection_id(collection_id))
+        if start or prefix or end is not None:
+            taken = [
+                (key, row)
+                for key, row in zip(wire_keys, rows, strict=True)
+                if key[length:] >= start and key.startswith(prefix, length) and (end is None or key[length:] < end)
+            ]
+            wire_keys, rows = [key for key, _ in taken], [row for _, row in taken]
+        if rows:
+            yield from maker.add(pin, name, length, wire_keys, rows)
+
+
+def key_of(frame: bytes) -> bytes:
+    """The key of a row, with its collection's id in front."""
+    start = 24 + frame[4]
+    return frame[start : start + (frame[2] << 8 | frame[3])]
+
+
+class Newest:
+    """The newest version of each key in the snapshots of one vbucket, which come one after the other.
+
+    A backfill is one snapshot with each key once; changes made meanwhile follow in further ones. All rows go to a file;
+    of the later snapshots the keys are remembered, with the number of the last row of each.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - closed by `close`
+        self._count = 0
+        self._first_count: int | None = None
+        self._last: dict[bytes, int] = {}
+        self._dropped: dict[int, int] = {}  # collection id -> number of the row that ended it
+        self.names: dict[int, str] = {}
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Take a snapshot's rows."""
+        first = self._first_count is None
+        self.names |= {
+            each.collection_id: f"{snapshot.manifest.scopes.get(each.scope_id, '?')}.{each.name}"
+            for each in snapshot.manifest.collections.values()
+        }
+        for frame in snapshot.frames():
+            if frame[1] != Kind.SYSTEM_EVENT:
+                if not first:
+                    self._last[key_of(frame)] = self._count
+                self._file.write(len(frame).to_bytes(LENGTH_BYTES, "big"))
+                self._file.write(frame)
+                self._count += 1
+            else:
+                content = decode_system_event(event_of(frame))
+                if isinstance(content, CollectionDropped | CollectionCreated):
+                    self._dropped[content.collection_id] = self._count
+        if first:
+            self._first_count = self._count
+
+    def mutations(self) -> Iterator[list[bytes]]:
+        """What is alive, some rows at a time."""
+        self._file.seek(0)
+        frames: list[bytes] = []
+        for number in range(self._count):
+            frame = self._file.read(int.from_bytes(self._file.read(LENGTH_BYTES), "big"))
+            if frame[1] != Kind.MUTATION:
+                continue
+            key = key_of(frame)
+            if self._last and self._last.get(key, number) != number:
+                continue
+            if self._dropped and number < self._dropped.get(keys.split_key(key)[0], 0):
+                continue
+            frames.append(frame)
+            if len(frames) == FRAMES_AT_ONCE:
+                yield frames
+                frames = []
+        if frames:
+            yield frames
+
+    def close(self) -> None:
+        """Give the disk back."""
+        self._file.close()
+
+
+def event_of(frame: bytes) -> SystemEvent:
+    """A system event out of its row."""
+    event = decode_message(decode_frame(frame)[0])
+    assert isinstance(event, SystemEvent), event
+    return event
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+class RemoteChanges:
+    """The driver's side of a stream."""
+
+    def __init__(self, options: Options) -> None:
+        """Connect. Raises what stands in the way."""
+        assert options.connection is not None
+        self._options = options
+        self._reader = SourceReader(options.connection, collections=options.collections, ca=options.ca_file)
+        self._reader.__enter__()
+        self._vbids = chosen_vbids(self._reader, options)
+        self.bucket_uuid = self._reader.bucket_uuid
+        self._turn = 0
+        self._target: Mapping[int, int] | None = None
+        self._probed: set[tuple[int, int, int]] = set()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._reader.close()
+
+    def beginning(self) -> Offset:
+        """Before everything."""
+        return Offset(ORIGIN, self.bucket_uuid)
+
+    def front(self) -> Offset:
+        """All that the source has now."""
+        found = {}
+        for vbid, seqno in self._high_seqnos().items():
+            if seqno:
+                found[vbid] = At(0, seqno, self._reader.failover_log(vbid)[0].vbuuid)
+        return Offset(ORIGIN, self.bucket_uuid, found, self._reader.collection_names())
+
+    def stop_at_front(self) -> None:
+        """Nothing that comes later is given from now on."""
+        self._target = self._high_seqnos()
+
+    def decode(self, given: Mapping[str, Any]) -> Offset:
+        """An offset of this stream."""
+        return decode(given, ORIGIN, self.bucket_uuid)
+
+    def _high_seqnos(self) -> dict[int, int]:
+        wanted = set(self._vbids)
+        return {vbid: seqno for vbid, seqno in self._reader.high_seqnos().items() if vbid in wanted}
+
+    def latest(self, start: Offset, limited: bool) -> Offset:
+        """Where the next batch ends. Raises LostHistory."""
+        lags: dict[int, Lag] = {}
+        anew: dict[int, str] = {}
+        for vbid, high_seqno in self._high_seqnos().items():
+            at = start.of(vbid)
+            seqno = high_seqno if self._target is None else min(high_seqno, self._target.get(vbid, 0))
+            if seqno == at.seqno:
+                continue
+            log = self._reader.failover_log(vbid)
+            lost = self._lost(vbid, at, log)
+            if lost:
+                self._refuse(vbid, lost)
+                anew[vbid] = lost
+            elif seqno < at.seqno:
+                continue
+            weight = 1 / self._options.max_rows if limited else 1e-18
+            lags[vbid] = Lag(0 if lost else at.seqno, At(at.branch, seqno, log[0].vbuuid), bool(lost), weight)
+        ends, self._turn = admit(lags, self._turn, lambda *_: None, lambda vbid, _: lags[vbid].front)
+        moved = {}
+        for vbid, end in ends.items():
+            at = start.of(vbid)
+            if vbid in anew:
+                moved[vbid] = end._replace(branch=at.branch + 1, fresh=1)
+            else:
+                moved[vbid] = end._replace(since_seqno=_begins(at, end))
+        names = {**start.names, **self._reader.collection_names()} if moved else start.names
+        return Offset(ORIGIN, self.bucket_uuid, {**start.at, **moved}, names)
+
+    def _refuse(self, vbid: int, lost: str) -> None:
+        if not self._options.resync:
+            raise LostHistory(f"vbucket {vbid}: {lost}")
+
+    def _lost(self, vbid: int, at: At, log: Sequence[FailoverEntry]) -> str:
+        """Why what changed since a position cannot be told; empty: it can."""
+        if not at.seqno:
+            return ""
+        gone = not_on(at, log)
+        if gone:
+            return gone
+        asked = (vbid, at.vbuuid, at.seqno)
+        if asked not in self._probed and not self._probed_vbid(vbid):
+            position = Position(at.vbuuid, at.seqno)
+            for item in self._reader.read({vbid: position}, {vbid: at.seqno}):
+                if isinstance(item, RolledBack):
+                    return f"the source can no longer tell what was deleted since seqno {at.seqno}"
+        self._probed.add(asked)
+        return ""
+
+    def _probed_vbid(self, vbid: int) -> bool:
+        """Once a query runs it is never far behind: what the source forgets is looked at when it begins."""
+        return any(each[0] == vbid for each in self._probed)
+
+    def plan(self, start: Offset, end: Offset) -> list[Work]:
+        """The tasks of the batch between two offsets. Raises LostHistory."""
+        ways: dict[int, Way] = {}
+        for vbid, to in end.at.items():
+            since = start.of(vbid)
+            if to == since or not to.seqno:
+                continue
+            log = self._reader.failover_log(vbid)
+            gone = not_on(to, log)
+            if gone:
+                self._refuse(vbid, gone)
+                continue  # what comes after finds that, and begins anew
+            lost = to.fresh == 0 and self._lost(vbid, since, log)
+            if lost:
+                self._refuse(vbid, lost)
+            seqno = _begins(since, to)
+            first = since._replace(seqno=seqno, vbuuid=int(vbuuid_at(tuple(log), Seqno(seqno))) if seqno else 0)
+            ways[vbid] = Way(vbid, first, to, bool(lost or to.fresh))
+        shares = dealt(list(ways), self._options.partitions, 1)
+        known = frozenset(start.names)
+        return [Work(tuple(ways[vbid] for vbid in share), end.names, known) for share in shares if share]
+
+
+def _begins(since: At, to: At) -> int:
+    """The seqno after which a batch is read: again from where the one before began, if the history changed."""
+    return since.seqno if since.vbuuid == to.vbuuid else since.since_seqno
+
+
+def not_on(at: At, log: Iterable[FailoverEntry]) -> str:
+    """Why a position is not on the source's history; empty: it is."""
+    newer: FailoverEntry | None = None
+    for entry in log:
+        if entry.vbuuid == at.vbuuid:
+            if newer is not None and at.seqno > newer.seqno:
+                return (
+                    f"the source lost what came after seqno {newer.seqno}, and up to {at.seqno} was delivered; "
+                    "over a connection it cannot be said which documents that concerns"
+                )
+            return ""
+        newer = entry
+    return f"the source does not know the history {at.vbuuid:#x} of the checkpoint's position {at.seqno}"
+
+
+def read_changes(options: Options, work: Work) -> Iterator[tuple[Any, ...]]:
+    """The rows of a task."""
+    reader = KEPT.reader(options)
+    ways = {way.vbid: way for way in work.ways}
+    positions = {
+        vbid: Position() if way.anew else Position(way.start.vbuuid, way.start.seqno) for vbid, way in ways.items()
+    }
+    begun: set[int] = set()
+    try:
+        for item in reader.read(positions, {vbid: way.end.seqno for vbid, way in ways.items()}):
+            way = ways[item.vbid]
+            if isinstance(item, RolledBack):
+                raise LostHistory(
+                    f"vbucket {item.vbid}: the source went back to seqno {item.seqno} while it was read",
+                    hint=AGAIN,
+                )
+            if way.anew and way.vbid not in begun:
+                begun.add(way.vbid)
+                yield control_row("resync", way.vbid, "", way.end.branch, 0, way.end.vbuuid, way.end.seqno)
+            if isinstance(item, Snapshot):
+                yield from _rows(item, way, work)
+        for vbid, way in ways.items():
+            gone = not_on(way.end, reader.failover_log(vbid))
+            if gone:
+                raise LostHistory(f"vbucket {vbid}: {gone}", hint=AGAIN)
+    except BaseException:
+        KEPT.drop()
+        raise
+
+
+def _rows(snapshot: Snapshot, way: Way, work: Work) -> Iterator[tuple[Any, ...]]:
+    vbid, branch, ends = way.vbid, way.end.branch, snapshot.end_seqno
+    for frame in snapshot.frames():
+        if frame[1] == Kind.SYSTEM_EVENT:
+            event = event_of(frame)
+            content = decode_system_event(event)
+            if event.seqno > way.end.seqno:
+                continue
+            if isinstance(content, CollectionDropped):
+                kind = "collection_dropped"
+            elif isinstance(content, CollectionCreated) and (content.flush_uid or content.collection_id in work.known):
+                kind = "collection_flushed"
+            else:
+                continue
+            yield control_row(
+                kind, vbid, name_in(work, content.collection_id), branch, event.seqno, snapshot.vbuuid, ends
+            )
+            continue
+        document = decode_row(Vbid(vbid), Branch(0), frame)
+        if document.seqno <= way.end.seqno:
+            name = name_in(work, document.collection_id)
+            at = (branch, int(document.seqno))
+            yield change_row(document, name, document.kind.name.lower(), snapshot.vbuuid, ends, at, branch)
+
+
+def name_in(work: Work, collection_id: int) -> str:
+    """Without a name: a collection that came and went between two batches."""
+    return work.names.get(collection_id) or f"?.0x{collection_id:x}"
