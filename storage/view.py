@@ -32,6 +32,7 @@ from storage.errors import (
     UnknownCollection,
     ViewInvalidated,
 )
+from storage.highs import newest_of_collection
 from storage.history import History
 from storage.model import (
     DEFAULT_COLLECTION,
@@ -891,6 +892,33 @@ class View:
                     branch, seqno, floor, _, _, flags = branches.unpack_pub(data, environment.path, vbid)
                     found[vbid] = Published(Branch(branch), Seqno(seqno), Seqno(floor), bool(flags & keys.PUB_STALE))
         return [found[vbid] for vbid in self.vbids]
+
+    def newest_of(
+        self, pin: Pin, collection_id: int, *, below: int | None = None, rows_max: int = CHUNK_ROWS
+    ) -> tuple[Seqno, int]:
+        """Seqno of the newest event of a collection as `pin` sees it (its creation or flush, where there is none after
+        it), and where to go on with looking: `below` of another call; 0: that was it. Raises ViewInvalidated,
+        UnknownCollection.
+        """
+        opened = self._open(pin.vbid)
+        with opened.environment.read() as txn:
+            links = chain.recut(self._whole_chain(opened.environment, txn, pin.vbid, pin.branch), pin.seqno)
+            self._revalidate(opened.environment, txn, pin.vbid, Served(pin.branch, pin.seqno, 0, (0, 0), False, links))
+            key = branches.manifest_key_on(opened.environment, txn, pin.vbid, links)
+            collection = self._manifest(opened.environment, txn, pin.vbid, key).collections.get(collection_id)
+            if collection is None:
+                raise UnknownCollection(f"no collection {collection_id:#x}", vbid=pin.vbid)
+            found, following = newest_of_collection(
+                opened.environment,
+                txn,
+                pin.vbid,
+                links,
+                collection_id,
+                pin.seqno if below is None else below,
+                collection.begin_seqno,
+                rows_max,
+            )
+        return Seqno(found or collection.begin_seqno), following
 
     def past(self, vbid: int) -> Past:
         """How far back a vbucket can be read, and when it was filled anew."""

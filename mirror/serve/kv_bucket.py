@@ -18,7 +18,7 @@ from mirror.clock import Clock
 from mirror.serve.auth import Reader
 from mirror.wire.constants import Status
 from storage import directory, keys
-from storage.errors import NotHeld, StorageError, ViewInvalidated
+from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Document, Kind, Manifest, VbucketState
 from storage.view import Pin, View, open_view
 
@@ -92,13 +92,17 @@ class KvBucket:
     # -- scans
 
     def check_collection(self, vbid: int, collection_id: int, reader: Reader) -> None:
-        """Raise Refused unless the collection exists and may be read."""
+        """Raise Refused unless the collection exists in a vbucket and may be read."""
         self.served_state(vbid)
         try:
             manifest = self.view.manifest(vbid)
         except StorageError as error:
             raise self._failed(error) from error
         _check_collection(collection_id, manifest, reader)
+
+    def check_newest_collection(self, collection_id: int, reader: Reader) -> None:
+        """Raise Refused unless the collection exists in the newest manifest and may be read."""
+        _check_collection(collection_id, self.manifest(), reader)
 
     def pin(self, vbid: int) -> Pin:
         """What a vbucket serves now. Raises Refused."""
@@ -140,6 +144,17 @@ class KvBucket:
         except StorageError as error:
             raise self._failed(error) from error
         return False
+
+    def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int]:
+        """Seqno of a collection's newest event, and where to go on with looking (0: that was it). Raises Refused."""
+        try:
+            return self.view.newest_of(pin, collection_id, below=below)
+        except ViewInvalidated as error:
+            raise Refused(Status.ETMPFAIL, str(error)) from error
+        except UnknownCollection:  # in this vbucket; what others know of it counts
+            return 0, 0
+        except StorageError as error:
+            raise self._failed(error) from error
 
     # -- vbuckets
 

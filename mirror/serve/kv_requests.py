@@ -8,11 +8,11 @@ both published_seqno: what can be read, and what a crash would not take back fur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mirror.feed.sasl import HASHES, MECHANISMS, SaslError, ScramServer, plain_decode
-from mirror.serve.kv_bucket import UNKNOWN_COLLECTION_CONTEXT, Refused
-from mirror.serve.kv_session import JSON, Handler, Operation, Reply, Session
+from mirror.serve.kv_bucket import UNKNOWN_COLLECTION_CONTEXT, KvBucket, Refused
+from mirror.serve.kv_session import JSON, Handler, Later, Operation, Reply, Session
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire.constants import Feature, Opcode, Status, VbucketState
 from mirror.wire.errormap import error_map
@@ -24,6 +24,9 @@ VERSION = b"7.2.0"
 
 FAILED_LOGINS_MAX = 3
 """Wrong passwords on one connection before it is closed."""
+
+VBUCKETS_PER_STEP = 64
+"""Looked at for a collection's seqnos before others have their turn."""
 
 GRANTED = frozenset(
     int(feature)
@@ -175,15 +178,32 @@ def _version(_session: Session, _frame: Frame) -> Reply:
 # Seqnos.
 
 
-def _all_vb_seqnos(session: Session, frame: Frame) -> Reply:
+def _all_vb_seqnos(session: Session, frame: Frame) -> Reply | Later:
     wanted, collection_id = codec_dcp.decode_all_vb_seqnos_request(frame)
-    if collection_id is not None:
-        raise Refused(Status.NOT_SUPPORTED, "seqnos of single collections are not kept")
     if wanted not in (VbucketState.ALIVE, VbucketState.ACTIVE):
         return Reply()
     bucket = session.bucket
+    if collection_id is not None:
+        assert session.reader is not None, "the dispatch lets nobody else through"
+        bucket.check_newest_collection(collection_id, session.reader)
+        return Later(_collection_seqnos(bucket, collection_id).__next__)
     seqnos = [(vbid, int(bucket.state(vbid).published_seqno)) for vbid in bucket.view.vbids]
     return Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
+
+
+def _collection_seqnos(bucket: KvBucket, collection_id: int) -> Iterator[Reply | None]:
+    """None for each step of bounded work, at last the answer."""
+    seqnos = []
+    for number, vbid in enumerate(bucket.view.vbids):
+        if number % VBUCKETS_PER_STEP == VBUCKETS_PER_STEP - 1:
+            yield None
+        pin = bucket.pin(vbid)
+        newest, below = bucket.newest_of(pin, collection_id, None)
+        while below:
+            yield None
+            newest, below = bucket.newest_of(pin, collection_id, below)
+        seqnos.append((vbid, newest))
+    yield Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
 
 
 def _failover_log(session: Session, frame: Frame) -> Reply:

@@ -11,12 +11,13 @@ import pytest
 
 from mirror.config import Settings
 from mirror.feed.sasl import HASHES, ScramClient
-from mirror.serve.auth import FileUsers, SourceUser, entry_of, server_tls
+from mirror.serve.auth import FileUsers, Reader, SourceUser, entry_of, server_tls
 from mirror.serve.kv_requests import FAILED_LOGINS_MAX, GRANTED
 from mirror.serve.listener import Address
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
+from storage.keys import vbid_of
 from storage.model import Collection, Seqno
 from tests.serve.certificates import make_certificate
 from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving
@@ -218,10 +219,38 @@ async def test_seqnos_are_those_that_can_be_read(store: Store, endpoint: Endpoin
     assert list(seqnos) == [(0, 0), (1, 9), (2, 0), (3, 0)]
     extras = codec_dcp.encode_all_vb_seqnos_request
     assert (await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras(2)))).value == b""
-    refused = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras(1, 0)))
-    assert refused.status == Status.NOT_SUPPORTED
     log = await client.ask(fr.request(Opcode.GET_FAILOVER_LOG, vbucket=1))
     assert list(codec_dcp.decode_failover_log(log.value)) == [(88, 5), (77, 0)]
+
+
+async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.collections(3, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(3)))
+    keys_of = [next(key for key in (b"k%d" % n for n in range(99)) if vbid_of(key, 4) == vbid) for vbid in range(4)]
+    store.put(keys_of[1], b"x", 5, cid=8)
+    store.put(keys_of[1], b"x", 9)
+    store.put(keys_of[2], b"x", 7)
+    store.put(keys_of[1], b"x", 11, cid=8, publish=False)
+    client = await endpoint.sdk()
+
+    async def seqnos(collection_id: int) -> list[tuple[int, int]]:
+        extras = codec_dcp.encode_all_vb_seqnos_request(1, collection_id)
+        answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
+        assert answer.status == Status.SUCCESS
+        return list(codec_dcp.decode_all_vb_seqnos(answer.value))
+
+    for step in (64, 1):
+        monkeypatch.setattr("mirror.serve.kv_requests.VBUCKETS_PER_STEP", step)
+        assert await seqnos(8) == [(0, 3), (1, 5), (2, 3), (3, 3)]
+        assert await seqnos(0) == [(0, 0), (1, 9), (2, 7), (3, 0)]
+    (connection,) = endpoint.server.connections
+    for collection_id, reader, status in (
+        (9, Reader("all"), Status.UNKNOWN_COLLECTION),
+        (0, Reader("some", ("s.c",)), Status.EACCESS),
+        (8, Reader("some", ("s.c",)), Status.SUCCESS),
+    ):
+        connection.session.reader = reader
+        extras = codec_dcp.encode_all_vb_seqnos_request(1, collection_id)
+        assert (await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))).status == status
 
 
 async def test_a_vbucket_that_is_not_whole_has_no_seqnos_to_rely_on(store: Store, endpoint: Endpoint) -> None:

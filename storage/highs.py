@@ -1,0 +1,54 @@
+"""The newest seqno of one collection in a vbucket, looked for from the end of its log.
+
+Knows rows and chains; nothing of who asks. Invariants: only what a view of the chain sees counts, system events do not;
+the work of one call is bounded, and where it was not enough the caller is told where to go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from storage import chain, keys
+from storage.environment import Environment
+from storage.model import Kind
+
+_HEADER_SIZE = 24
+
+
+def newest_of_collection(
+    environment: Environment,
+    txn: Any,
+    vbid: int,
+    links: chain.Chain,
+    collection_id: int,
+    below: int,
+    down_to: int,
+    rows_max: int,
+) -> tuple[int, int]:
+    """Seqno of the collection's newest row with down_to < seqno <= below (0: none was found), and where to go on
+    (`below` of the next call; 0: there is nothing more to look at).
+    """
+    wanted = keys.encode_collection_id(collection_id)
+    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    left = rows_max
+    for link in links:
+        prefix, top, bottom = keys.PREFIX.pack(link.branch), min(link.cut, below), max(link.base_seqno, down_to)
+        if top <= bottom:
+            continue
+        beyond = cursor.set_range(prefix + top.to_bytes(8, "big") + keys.BOUNDARY_SUFFIX)
+        more = cursor.prev() if beyond else cursor.last()
+        while more:
+            key = cursor.key()
+            seqno = int.from_bytes(key[4:12], "big")
+            if key[:4] != prefix or seqno <= bottom:
+                break
+            if len(key) == keys.ROW_KEY_SIZE:
+                if not left:
+                    return 0, seqno
+                left -= 1
+                frame = cursor.value()
+                start = _HEADER_SIZE + frame[4]
+                if frame[1] != Kind.SYSTEM_EVENT and frame[start : start + len(wanted)] == wanted:
+                    return seqno, 0
+            more = cursor.prev()
+    return 0, 0

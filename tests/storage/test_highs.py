@@ -1,0 +1,84 @@
+"""The newest seqno of a collection: found from the end, on the served chain alone, in bounded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import directory
+from storage.errors import UnknownCollection, ViewInvalidated
+from storage.model import Collection, Seqno
+from storage.view import View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.test_view import commit, put, system_event
+from tests.storage.test_writer import open_writer
+
+A, B, C = keys_of(0, 3)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[GroupWriter]:
+    directory.create(str(tmp_path), IDENTITY)
+    opened = open_writer(str(tmp_path))
+    opened.save_failover_log(0, log())
+    system_event(opened, 1, Collection(0, 0, "_default", Seqno(0)), Collection(300, 0, "c", Seqno(1)), scopes={0: "s"})
+    commit(opened, 1)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def view(tmp_path: Path, writer: GroupWriter) -> Iterator[View]:
+    with open_view(str(tmp_path)) as opened:
+        yield opened
+
+
+def newest(view: View, collection_id: int, rows_max: int = 2) -> tuple[int, int]:
+    """The seqno, and in how many steps it was found."""
+    pin = view.pin(0)
+    found, below = view.newest_of(pin, collection_id, rows_max=rows_max)
+    steps = 1
+    while below:
+        found, below = view.newest_of(pin, collection_id, below=below, rows_max=rows_max)
+        steps += 1
+    return int(found), steps
+
+
+def test_rows_of_others_are_passed_in_bounded_steps(writer: GroupWriter, view: View) -> None:
+    assert newest(view, 300) == (1, 1)
+    assert newest(view, 0) == (0, 1)
+    put(writer, A, 2, cid=300)
+    commit(writer, 2)
+    for seqno in range(3, 13):
+        put(writer, B, seqno)
+        commit(writer, seqno)
+    assert newest(view, 300) == (2, 6)
+    assert newest(view, 300, 100) == (2, 1)
+    assert newest(view, 0) == (12, 1)
+
+
+def test_what_is_not_published_or_was_rolled_back_does_not_count(writer: GroupWriter, view: View) -> None:
+    put(writer, A, 2, cid=300)
+    commit(writer, 2)
+    put(writer, A, 5, cid=300)
+    commit(writer, 5)
+    put(writer, B, 6, cid=300)
+    writer.commit(flush_open=True)
+    assert newest(view, 300) == (5, 1)
+    pin = view.pin(0)
+    writer.rollback(0, 2)
+    with pytest.raises(ViewInvalidated):
+        view.newest_of(pin, 300)
+    assert newest(view, 300) == (2, 1)
+    put(writer, C, 4)
+    commit(writer, 4)
+    assert newest(view, 300, 1) == (2, 2)
+    assert newest(view, 0) == (4, 1)
+
+
+def test_no_such_collection(view: View) -> None:
+    with pytest.raises(UnknownCollection):
+        view.newest_of(view.pin(0), 9)
