@@ -260,6 +260,12 @@ async def discover(
 def check_ports(found: ClusterMap, access: Access, address: Address) -> None:
     """Refuse a map of which no node can be reached in the way that is asked for. Raises NotSupported."""
     tls = access.source.tls
+    if not found.network_offered:
+        raise NotSupported(
+            f"the cluster of {address} advertises no addresses of the network {found.network}",
+            hint="have alternate addresses set at its nodes, or use network=default",
+            node=str(address),
+        )
     if found.nodes and not any(node.tls_port if tls else node.kv_port for node in found.nodes):
         kind, remedy = ("with TLS", "couchbase://") if tls else ("without TLS", "couchbases://")
         where = "" if found.network == "default" else f" on the network {found.network}"

@@ -70,6 +70,8 @@ class ClusterMap:
     """The bucket has collections of the server's own, which only the privileged see."""
     network: str = "default"
     """Whose addresses the nodes have: later maps of the same source are to be read by the same."""
+    network_offered: bool = True
+    """Some node has addresses of that network; else all have their own."""
 
     @property
     def revision(self) -> tuple[int, int]:
@@ -147,6 +149,7 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
         ephemeral=_is_ephemeral(config),
         system_collections=not SYSTEM_CAPABILITIES.isdisjoint(config.get("bucketCapabilities") or ()),
         network=network,
+        network_offered=network == "default" or any(ext.has_network for ext in nodes_ext),
     )
 
 
@@ -191,6 +194,7 @@ class _NodeExt:
     node: Node
     own_address: tuple[str, int | None]
     serves_kv: bool
+    has_network: bool
 
     @staticmethod
     def parse(item: Any, contacted_host: str, network: str) -> _NodeExt:
@@ -206,7 +210,8 @@ class _NodeExt:
             # Without ports of its own the other network reaches the same ones.
             ports = _dict(alternate["ports"], "alternateAddresses.ports") if "ports" in alternate else services
             node = _node(alternate_host, ports)
-        return _NodeExt(node, (own_host, own.kv_port), "kv" in services or "kvSSL" in services)
+        serves_kv = "kv" in services or "kvSSL" in services
+        return _NodeExt(node, (own_host, own.kv_port), serves_kv, network in alternates)
 
 
 def _parse_server_map(

@@ -212,6 +212,13 @@ async def test_a_map_without_a_port_of_the_kind_that_is_asked_for_is_refused(tmp
         check_ports(parse_cluster_map(json.dumps(MAP), "h"), secure, Address("h", 1))
 
 
+async def test_a_network_that_the_cluster_does_not_have_is_refused(tmp_path: Path) -> None:
+    async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
+        with pytest.raises(NotSupported, match="no addresses of the network external") as caught:
+            await discover(access_to(node, tmp_path, network="external"), SystemClock())
+    assert "alternate addresses" in caught.value.hint
+
+
 async def test_an_impostor_is_not_told_the_password(tmp_path: Path) -> None:
     """A server that cannot prove that it knows the password is not sent it in the clear, not even inside TLS."""
     authority = Authority(tmp_path)

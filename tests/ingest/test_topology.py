@@ -67,6 +67,12 @@ def test_alternate_addresses_are_taken_for_the_nodes_that_have_them() -> None:
     assert parsed("external").nodes == (Node("b.outside", 31210, None, 38091), A)
 
 
+def test_a_network_that_no_node_has_is_told() -> None:
+    assert parsed("external").network_offered
+    assert parsed("default").network_offered
+    assert not parsed("external", nodesExt=[]).network_offered
+
+
 def test_an_alternate_address_without_ports_keeps_the_ports() -> None:
     row = {"hostname": "b.example", "services": {"kv": 11210}, "alternateAddresses": {"external": {"hostname": "out"}}}
     assert parsed("external", nodesExt=[row]).nodes[0] == Node("out", 11210)
@@ -220,6 +226,8 @@ def test_copies_are_the_active_node_and_the_replicas_that_have_one() -> None:
         ({"nodeLocator": "vbucket", "bucketCapabilities": ["dcp"], "bucketType": "ephemeral"}, True),
     ],
 )
-def test_a_bucket_is_ephemeral_by_its_type_or_where_that_is_not_said_by_having_no_views(more: dict[str, object], ephemeral: bool) -> None:
+def test_a_bucket_is_ephemeral_by_its_type_or_where_that_is_not_said_by_having_no_views(
+    more: dict[str, object], ephemeral: bool
+) -> None:
     config = {"vBucketServerMap": {"serverList": ["h:1"], "vBucketMap": [[0]]}} | more
     assert parse_cluster_map(json.dumps(config), "h").ephemeral is ephemeral
