@@ -1,0 +1,39 @@
+"""What a user's mistake looks like, and that a programmer's is not hidden."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mirror.errors import ConfigError
+from mirror.spark.failures import MirrorSourceError, clearly, told_clearly
+from storage.errors import CorruptedError
+
+
+@pytest.fixture(autouse=True)
+def tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset before, and after."""
+    monkeypatch.setenv("SPARK_HIDE_TRACEBACK", "")
+
+
+def test_a_foreseen_error_is_one_line_without_a_traceback() -> None:
+    with pytest.raises(MirrorSourceError) as raised, clearly():
+        raise CorruptedError("a row\nis damaged", path="/data", vbid=3, hint="run check")
+    assert str(raised.value) == "/data: vbucket 3: a row is damaged (run check)"
+    assert os.environ["SPARK_HIDE_TRACEBACK"] == "1"
+
+
+def test_a_function_tells_likewise() -> None:
+    @told_clearly
+    def fails(what: str) -> None:
+        raise ConfigError(what, hint="mend it")
+
+    with pytest.raises(MirrorSourceError, match=r"^this is wrong \(mend it\)$"):
+        fails("this is wrong")
+
+
+def test_what_nobody_foresaw_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError), clearly():
+        divmod(1, 0)
+    assert not os.environ["SPARK_HIDE_TRACEBACK"]

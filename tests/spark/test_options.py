@@ -1,0 +1,77 @@
+"""Options as users write them, and what is said about those that make no sense."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from mirror.errors import ConfigError
+from mirror.spark.options import parse, ranges
+
+
+def test_what_is_not_said_has_a_default() -> None:
+    options = parse({"path": "/data"})
+    assert (options.path, options.connection, options.table) == ("/data", None, "documents")
+    assert (options.max_rows, options.max_bytes, options.resync, options.pushdown) == (1_000_000, 1 << 30, False, False)
+    assert options.partitions >= 1
+    assert options.names[:2] == ("key", "collection")
+
+
+def test_every_option_can_be_said_in_any_case_of_letters() -> None:
+    options = parse(
+        {
+            "CONNECTION": "couchbase://h/b",
+            "table": "Changes",
+            "collection": "shop.orders, carts",
+            "vBuckets": "0-3,7",
+            "partitions": "5",
+            "columns": "key,kind",
+            "mode": "PERMISSIVE",
+            "pushdown": "true",
+            "maxrowsperbatch": "10",
+            "maxBytesPerBatch": "64m",
+            "startingFrom": "latest",
+            "onLostHistory": "resync",
+            "leaseSeconds": "30",
+            "caFile": "/ca.pem",
+        }
+    )
+    assert options.collections == ("shop.orders", "_default.carts")
+    assert options.vbuckets == {0, 1, 2, 3, 7}
+    assert (options.partitions, options.names, options.permissive, options.pushdown) == (5, ("key", "kind"), True, True)
+    assert (options.max_rows, options.max_bytes, options.latest, options.resync) == (10, 64 << 20, True, True)
+    assert (options.lease_seconds, options.ca_file) == (30.0, "/ca.pem")
+    at = parse({"path": "/d", "asOf": "2026-01-31T12:00:00+00:00"}).as_of_ms
+    assert at == int(datetime(2026, 1, 31, 12, tzinfo=UTC).timestamp() * 1000)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "neither path nor connection"),
+        ({"path": "/a", "connection": "couchbase://h/b"}, "were both given"),
+        ({"path": "/a", "colection": "x"}, "unknown option 'colection'.*known: path"),
+        ({"connection": "couchbase://h/b", "password": "secret"}, "must not be an option.*DCP_MIRROR_PASSWORD"),
+        ({"path": "/a", "table": "docs"}, "table='docs': expected documents or changes"),
+        ({"path": "/a", "vbuckets": "5-2"}, "vbuckets='5-2': 5-2 is no range"),
+        ({"path": "/a", "vbuckets": "all"}, "such as 0-511,600"),
+        ({"path": "/a", "partitions": "0"}, "partitions='0': expected a number"),
+        ({"path": "/a", "columns": "key,key"}, "each once"),
+        ({"path": "/a", "columns": "kind"}, "documents have no column 'kind'"),
+        ({"path": "/a", "asOf": "yesterday"}, "expected a time such as"),
+        ({"connection": "couchbase://h/b", "asOf": "2026-01-31"}, "asOf is for documents of a path"),
+        ({"path": "/a", "maxBytesPerBatch": "much"}, "expected a number"),
+        ({"path": "/a", "startingFrom": "latest"}, "is for table=changes"),
+        ({"path": ""}, "expected something"),
+    ],
+)
+def test_nonsense_is_named(given: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        parse(given)
+    assert "\n" not in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+def test_ranges_may_overlap() -> None:
+    assert ranges("1-3, 2,65535") == {1, 2, 3, 65535}
