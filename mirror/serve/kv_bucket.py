@@ -25,6 +25,9 @@ from storage.view import Pin, View, open_view
 MANIFEST_FRESH_S = 0.5
 """For so long the newest manifest is believed; looking through all vbuckets for each question would cost too much."""
 
+KEY_BYTES_MAX = 250
+"""Of a key without its collection."""
+
 UNKNOWN_COLLECTION_CONTEXT = "Unknown scope or collection in operation"
 
 log = structlog.get_logger("kv")

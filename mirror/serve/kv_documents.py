@@ -13,7 +13,7 @@ import struct
 from mirror.document import values
 from mirror.document.jsonpath import PathError
 from mirror.document.lookup import LOOKUPS, XATTR_PATH, About, Content
-from mirror.serve.kv_bucket import Refused
+from mirror.serve.kv_bucket import KEY_BYTES_MAX, Refused
 from mirror.serve.kv_session import READ_ONLY, Handler, Later, Operation, Reply, Session
 from mirror.wire import codec_kv, leb128
 from mirror.wire.codec_kv import LookupResult
@@ -21,7 +21,6 @@ from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 from storage.model import Document
 
-KEY_BYTES_MAX = 250
 ACCESS_DELETED = 0x04
 REPLICA_READ = 0x20
 _DOCUMENT_FLAGS = ACCESS_DELETED | REPLICA_READ

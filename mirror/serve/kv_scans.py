@@ -9,26 +9,20 @@ user who made it, ends with either, and lives for `LIFETIME_S` at most; one answ
 
 from __future__ import annotations
 
-import base64
-import json
-import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeVar
 
 from mirror.document import values
-from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import Refused
-from mirror.serve.kv_documents import KEY_BYTES_MAX, outgoing
+from mirror.serve.kv_documents import outgoing
+from mirror.serve.kv_scan_request import Scan, Wanted, parse
 from mirror.serve.kv_session import JSON, Later, Operation, Reply, Session
 from mirror.wire import codec_kv
 from mirror.wire.codec_kv import ScanItem
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.model import Document
-from storage.view import Pin
 
 SCANS_MAX = 64
 """Open scans of one connection; the next one is told `busy`, at which SDKs wait for one of theirs to end. Each is a
@@ -44,131 +38,7 @@ PEEKS = (1, 16, 256)
 """How far to look for a range's first document before it is called not empty: tombstones may lie before it."""
 POLL_S = 0.005
 """How often a scan that waits for a seqno looks whether it is published."""
-NAME_BYTES_MAX = 50
-T = TypeVar("T")
-
-_U64_MAX = 2**64 - 1
 _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
-
-
-@dataclass(frozen=True, slots=True)
-class Requirements:
-    """What must be published before a scan begins."""
-
-    vbuuid: int
-    seqno: int
-    seqno_exists: bool
-    timeout_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A request for a scan."""
-
-    collection_id: int
-    keys_only: bool
-    xattrs: bool
-    start: bytes
-    end: bytes | None
-    """The first key that is not wanted any more."""
-    samples: int | None
-    seed: int
-    requirements: Requirements | None
-
-
-@dataclass(slots=True)
-class Scan:
-    """An open scan."""
-
-    wanted: Wanted
-    pin: Pin
-    reader: Reader
-    ends_s: float
-    position: bytes
-    chosen: Callable[[bytes], bool] | None = None
-    """Whether a key is of the sample."""
-    continuing: bool = False
-
-
-def _field(found: dict[str, Any], name: str, kind: type[T]) -> T | None:
-    """A field of a JSON object; None where it is missing. Raises Refused."""
-    value = found.get(name)
-    if name not in found:
-        return None
-    if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= _U64_MAX):
-        raise Refused(Status.EINVAL, f"{name} is not what it should be")
-    return value
-
-
-def _number(found: dict[str, Any], name: str) -> int:
-    value = _field(found, name, int)
-    if value is None:
-        raise Refused(Status.EINVAL, f"{name} is missing")
-    return value
-
-
-def _bound(range_: dict[str, Any], name: str) -> tuple[bytes, bool]:
-    """A bound's key, and whether it is exclusive."""
-    inclusive, exclusive = _field(range_, name, str), _field(range_, f"excl_{name}", str)
-    if (inclusive is None) == (exclusive is None):
-        raise Refused(Status.EINVAL, f"range needs either {name} or excl_{name}")
-    try:
-        key = base64.b64decode(inclusive or exclusive or "", validate=True)
-    except ValueError:
-        raise Refused(Status.EINVAL, f"{name} is not base64") from None
-    if len(key) > KEY_BYTES_MAX:
-        raise Refused(Status.EINVAL, f"{name} is longer than a key can be")
-    return key, inclusive is None
-
-
-def _requirements(found: dict[str, Any]) -> Requirements:
-    text = _field(found, "vb_uuid", str) or ""
-    if not (text.isascii() and text.isdigit() and len(text) <= 20):
-        raise Refused(Status.EINVAL, "vb_uuid is not a number in a string")
-    exists, timeout_ms = _field(found, "seqno_exists", bool), _field(found, "timeout_ms", int)
-    return Requirements(int(text), _number(found, "seqno"), bool(exists), timeout_ms or 0)
-
-
-def parse(session: Session, value: bytes) -> Wanted:
-    """What a RANGE_SCAN_CREATE asks for. Raises Refused."""
-    try:
-        asked = json.loads(value)
-    except (ValueError, RecursionError):
-        raise Refused(Status.EINVAL, "not JSON") from None
-    if not isinstance(asked, dict):
-        raise Refused(Status.EINVAL, "not a JSON object")
-    collection = _field(asked, "collection", str)
-    if collection is not None and not re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", collection):
-        raise Refused(Status.EINVAL, "collection is no id")
-    if len((_field(asked, "name", str) or "").encode(errors="replace")) > NAME_BYTES_MAX:
-        raise Refused(Status.EINVAL, f"name exceeds {NAME_BYTES_MAX} bytes")
-    keys_only, xattrs = (bool(_field(asked, flag, bool)) for flag in ("key_only", "include_xattrs"))
-    if xattrs and Feature.XATTR not in session.features:
-        raise Refused(Status.NOT_SUPPORTED, "the client does not take xattrs")
-    if xattrs and keys_only:
-        raise Refused(Status.EINVAL, "key_only and include_xattrs exclude each other")
-    range_, sampling = _field(asked, "range", dict), _field(asked, "sampling", dict)
-    if (range_ is None) == (sampling is None):
-        raise Refused(Status.EINVAL, "either range or sampling must be there")
-    start, end, samples, seed = b"", None, None, 0
-    if range_ is not None:
-        start, start_excluded = _bound(range_, "start")
-        last, end_excluded = _bound(range_, "end")
-        start = start + b"\0" if start_excluded else start
-        end = last if end_excluded else last + b"\0"
-    elif sampling is not None:
-        samples, seed = _number(sampling, "samples"), _field(sampling, "seed", int) or 0
-    required = _field(asked, "snapshot_requirements", dict)
-    return Wanted(
-        int(collection or "0", 16),
-        keys_only,
-        xattrs,
-        start,
-        end,
-        samples,
-        seed,
-        None if required is None else _requirements(required),
-    )
 
 
 class _Creating:
@@ -264,7 +134,7 @@ def _create(session: Session, frame: Frame) -> Later:
     codec_kv.check_request(frame)
     if frame.datatype != JSON:
         raise Refused(Status.EINVAL, "the datatype of a scan request is JSON")
-    wanted = parse(session, frame.value)
+    wanted = parse(frame.value, takes_xattrs=Feature.XATTR in session.features)
     return Later(_Creating(session, frame.vbucket, wanted).step, POLL_S if wanted.requirements else 0)
 
 

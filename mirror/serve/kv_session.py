@@ -12,18 +12,15 @@ import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from mirror.feed.sasl import ScramServer
 from mirror.serve.auth import Reader, Users
 from mirror.serve.kv_bucket import KvBucket, Refused
 from mirror.serve.kv_map import ClusterMap
+from mirror.serve.kv_scan_request import Scan
 from mirror.wire import codec_kv
 from mirror.wire.constants import Datatype, Feature, Status
 from mirror.wire.frame import Frame
-
-if TYPE_CHECKING:
-    from mirror.serve.kv_scans import Scan
 
 JSON = int(Datatype.JSON)
 

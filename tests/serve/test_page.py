@@ -53,7 +53,8 @@ def report(vbuckets: int = 64) -> dict[str, Any]:
     return {
         "service": "up", "state": "mirroring", "message": "997 seqnos behind", "pid": 1, "uptime_s": 4000.0,
         "time_ms": now, "data": "/data", "source": "couchbase://db1.example/demo", "source_error": None,
-        "bucket": "demo", "bucket_uuid": "u", "cluster_uuid": "c", "vbucket_count": vbuckets, "vbuckets_held": vbuckets, "group_count": 8,
+        "bucket": "demo", "bucket_uuid": "u", "cluster_uuid": "c", "vbucket_count": vbuckets, "vbuckets_held": vbuckets,
+        "group_count": 8,
         "sync": "safe", "supervisor": figures, "workers": workers, "servers": [server],
         "totals": {
             "vbuckets": vbuckets, "states": {"streaming": vbuckets - 2, "refused": 1, "backfilling": 1},
