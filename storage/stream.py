@@ -165,13 +165,11 @@ def _check(view: View, opened: Opened, txn: Any, vbid: int, pinned: Standing, to
     """Raise Left unless all that `pinned` sees is still served and kept."""
     environment = opened.environment
     data = txn.get(opened.vbid_key, db=opened.pub)
-    branch, seqno, floor, _, _, flags = branches.unpack_pub(data, environment.path, vbid)
+    branch, seqno, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
     if branch != pinned.branch or seqno < pinned.seqno:
         links = chain.recut(view._whole_chain(environment, txn, vbid, branch), seqno)
         if not any(link.branch == pinned.branch and pinned.seqno <= link.cut for link in links):
             raise Left(f"a rollback or refill passed seqno {pinned.seqno}", rolled_back=True)
-    if flags & keys.PUB_STALE:
-        raise Left("the vbucket is being filled anew", rolled_back=True)
     if floor > pinned.seqno:
         raise Left(f"history before seqno {floor} is gone", rolled_back=False)
     if tombstones_from is not None and tombstones_from < branches.purge_row(environment, txn, vbid)[1]:

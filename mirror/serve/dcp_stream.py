@@ -133,8 +133,6 @@ class DcpStream:
             out += self.end(StreamEndReason.OK)
         elif now.seqno <= position:
             self.waiting = True
-        elif self._minds_tombstones and not self._holds_nothing and position < now.local_purge_seqno:
-            out += self.end(StreamEndReason.STATE_CHANGED)
         else:
             self._branch, self._shared_seqno = now.branch, 0
             self._open(out, now)

@@ -1,0 +1,400 @@
+"""A vbucket whose source fails over, purges, and drops collections, its mirror, and clients of the mirror's streams.
+
+The source's whole history is kept here in plain lists, so what a client must hold at the end of a snapshot is known
+without asking the store. Clients do what DCP asks of them and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+from mirror.ingest import collections as manifests
+from mirror.ingest.rollback import Accept, Rollback, prune_failover_log, vbuuid_at
+from mirror.serve.dcp_controls import Negotiated
+from mirror.serve.dcp_filter import StreamFilter
+from mirror.serve.dcp_producer import answer_of
+from mirror.serve.dcp_stream import DcpStream
+from mirror.wire import codec_dcp
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, MarkerVersion, StreamEndReason
+from mirror.wire.events import (
+    CollectionCreated,
+    CollectionDropped,
+    Deletion,
+    Mutation,
+    SeqnoAdvanced,
+    SnapshotMarker,
+    StreamEnd,
+    StreamRequest,
+    SystemEvent,
+)
+from mirror.wire.system_events import decode_system_event, encode_system_event
+from storage import directory, keys, records, stream
+from storage.model import FailoverEntry, Identity, Manifest, Seqno, SnapshotRange, Vbuuid
+from storage.purge import Window
+from storage.view import open_view
+from storage.writer import GroupWriter
+
+WINDOW_MS = 1000
+State = dict[bytes, int]
+"""Wire key -> seqno of the live version: two states with the same seqnos of one history are the same."""
+
+
+@dataclass(frozen=True)
+class Change:
+    seqno: int
+    key: bytes
+    alive: bool = True
+    content: CollectionCreated | CollectionDropped | None = None
+
+    @property
+    def dedup_key(self) -> bytes:
+        """System events replace nothing."""
+        return self.key if self.content is None else b"event %d" % self.seqno
+
+
+def fold(changes: list[Change], up_to: int) -> State:
+    """What is alive at a seqno."""
+    state: State = {}
+    for change in changes:
+        if change.seqno > up_to:
+            break
+        apply(state, change)
+    return state
+
+
+def apply(state: State, change: Change) -> None:
+    if change.content is not None:
+        prefix = keys.encode_collection_id(change.content.collection_id)
+        for key in [key for key in state if key.startswith(prefix)]:
+            del state[key]
+    elif change.alive:
+        state[change.key] = change.seqno
+    else:
+        state.pop(change.key, None)
+
+
+class World:
+    """The source and its mirror."""
+
+    def __init__(self, path: Path, rng: Random) -> None:
+        self.rng = rng
+        self.now_ms = 1_000_000
+        self.path = str(path / "data")
+        identity = Identity("cluster", "orders", "b1", 1, 1)
+        directory.create(self.path, identity)
+        self.writer = GroupWriter.open(
+            directory.group_path(self.path, 0),
+            group=0,
+            vbids=directory.group_vbids(identity, 0),
+            identity=identity,
+            sync="unsafe",
+            clock_ms=lambda: self.now_ms,
+            window=Window(time_ms=WINDOW_MS),
+        )
+        self.view = open_view(self.path)
+        self.changes: list[Change] = []
+        self.log: list[FailoverEntry] = [FailoverEntry(Vbuuid(rng.getrandbits(48)), Seqno(0))]
+        self.high_seqno = 0
+        self.source_purge_seqno = 0
+        self.manifest = Manifest.initial()
+        self.expected: dict[tuple[int, int], State] = {}
+        """(branch, seqno) of everything that the mirror served -> what was alive there."""
+        self.refilling = False
+        self.kept_rows = 0
+        self.writer.save_failover_log(0, self.log)
+        self.writer.commit()
+        self._served()
+
+    def close(self) -> None:
+        self.view.close()
+        self.writer.close()
+
+    @property
+    def held_seqno(self) -> int:
+        """Up to here the mirror has everything, published or not."""
+        return int(self.writer.state(0).staged_seqno)
+
+    def _served(self) -> None:
+        state = self.writer.state(0)
+        branch, seqno = int(state.branch), int(state.published_seqno)
+        self.expected.setdefault((branch, seqno), fold(self.changes, seqno))
+
+    # -- the source
+
+    def write(self, count: int) -> None:
+        """So many changes at the source."""
+        for _ in range(count):
+            self.high_seqno += 1
+            self.changes.append(self._change(self.high_seqno))
+
+    def _change(self, seqno: int) -> Change:
+        rng = self.rng
+        roll = rng.random()
+        manifest = self.manifest
+        others = [cid for cid in manifest.collections if cid]
+        if roll < 0.02 and len(others) < 3:
+            cid = 8 + len([each for each in self.changes if each.content is not None])
+            return self._event(seqno, CollectionCreated(seqno, 0, cid, f"c{cid}"))
+        if roll < 0.03 and others:
+            return self._event(seqno, CollectionDropped(seqno, 0, rng.choice(others)))
+        if roll < 0.04 and others:
+            cid = rng.choice(others)
+            return self._event(seqno, CollectionCreated(seqno, 0, cid, f"c{cid}"))
+        cid = rng.choice([0, 0, 0, *others])
+        return Change(seqno, keys.encode_collection_id(cid) + b"k%d" % rng.randrange(30), rng.random() < 0.75)
+
+    def _event(self, seqno: int, content: CollectionCreated | CollectionDropped) -> Change:
+        self.manifest = manifests.apply(self.manifest, content, Seqno(seqno))
+        return Change(seqno, b"", content=content)
+
+    def fail_over(self, *, keep_seqno: int) -> None:
+        """The source goes on from `keep_seqno` under a new name; the mirror follows as a consumer does."""
+        self.changes = [each for each in self.changes if each.seqno <= keep_seqno]
+        self.high_seqno = keep_seqno
+        self.manifest = Manifest.initial()
+        for change in self.changes:
+            if change.content is not None:
+                self.manifest = manifests.apply(self.manifest, change.content, Seqno(change.seqno))
+        kept = [entry for entry in self.log if entry.seqno <= keep_seqno]
+        self.log = [FailoverEntry(Vbuuid(self.rng.getrandbits(48)), Seqno(keep_seqno)), *kept]
+
+    def purge_source(self) -> None:
+        """The source forgets its tombstones."""
+        self.source_purge_seqno = self.high_seqno
+
+    # -- the mirror
+
+    def receive(self, end_seqno: int, *, publish: bool = True) -> None:
+        """A snapshot up to `end_seqno`, deduplicated as a source does."""
+        start = self.held_seqno
+        if start > end_seqno or self.writer.state(0).open_snapshot is not None:
+            return
+        newest = {each.dedup_key: each for each in self.changes if start < each.seqno <= end_seqno}
+        rows = sorted(newest.values(), key=lambda each: each.seqno)
+        if start == 0:  # a backfill from nothing: what the source has purged does not come
+            rows = [each for each in rows if each.alive or each.content or each.seqno > self.source_purge_seqno]
+        within = SnapshotRange(Seqno(start), Seqno(end_seqno))
+        manifest = Manifest.initial()
+        for each in self.changes:
+            if each.seqno > start:
+                break
+            if each.content is not None:
+                manifest = manifests.apply(manifest, each.content, Seqno(each.seqno))
+        for each in rows:
+            if each.content is not None:
+                manifest = manifests.apply(manifest, each.content, Seqno(each.seqno))
+                frame = codec_dcp.encode(encode_system_event(each.content, vbid=0, seqno=each.seqno))
+                self.writer.system_event(0, each.seqno, frame, manifest, within)
+            else:
+                self.writer.stage(0, [self._row(each)], 10, within)
+            self.kept_rows += 1
+        if publish:
+            self.publish(end_seqno)
+        else:
+            self.writer.set_open_snapshot(0, within)
+            self.writer.commit(flush_open=True)
+
+    def _row(self, change: Change) -> tuple[bytes, bytes]:
+        cid, key = keys.split_key(change.key)
+        if change.alive:
+            frame = records.encode_mutation(key, b"v%d" % change.seqno, change.seqno, collection_id=cid)
+        else:
+            frame = records.encode_deletion(key, change.seqno, collection_id=cid)
+        return self.writer.row_prefix(0) + change.seqno.to_bytes(8), frame
+
+    def publish(self, end_seqno: int) -> None:
+        self.writer.publish(0, end_seqno, 0)
+        self.writer.commit()
+        self.refilling = False
+        self._served()
+
+    def follow_failover(self) -> None:
+        """What the mirror's consumer does once the source has failed over."""
+        state = self.writer.state(0)
+        common = self.log[0].seqno
+        if state.staging_branch != state.branch:  # the refill that was under way may hold what is lost
+            if self.held_seqno > common:
+                self.refill()
+        elif state.staged_seqno > state.published_seqno:
+            self.writer.abandon(0)
+        if self.writer.state(0).staging_branch == self.writer.state(0).branch:
+            published = int(self.writer.state(0).published_seqno)
+            if published > common and not self.writer.rollback(0, common).boundary_seqno:
+                self.refill()
+        self.writer.save_failover_log(0, self.log)
+        self.writer.commit()
+        self._served()
+
+    def refill(self) -> None:
+        """Everything from 0, beside the old copy."""
+        self.writer.begin_refill(0)
+        self.writer.save_failover_log(0, self.log)
+        self.writer.commit()
+        self.refilling = True
+
+    def go_back(self) -> None:
+        """An operator's rollback: the source knows nothing of it, and its log stays what it was."""
+        published = int(self.writer.state(0).published_seqno)
+        if published and self.writer.rollback(0, self.rng.randint(published // 2, published)).boundary_seqno:
+            self.writer.save_failover_log(0, self.log)
+            self.writer.commit()
+            self._served()
+
+    def purge(self) -> None:
+        """Time passes, and the mirror's history goes."""
+        self.now_ms += self.rng.choice([0, WINDOW_MS // 3, 2 * WINDOW_MS])
+        for _ in range(200):
+            if not self.writer.step():
+                break
+
+
+class WatchedStream(DcpStream):
+    """Remembers on which branch each of its snapshots ended."""
+
+    branch_of: dict[int, int]
+
+    def _open(self, out: bytearray, now: stream.Standing) -> None:
+        self.branch_of[now.seqno] = now.branch
+        super()._open(out, now)
+
+
+@dataclass
+class Boundary:
+    seqno: int
+    state: State
+    log: tuple[FailoverEntry, ...]
+
+
+@dataclass
+class Client:
+    """Follows the mirror by the rules, keeps every boundary, and is compared at each snapshot's end."""
+
+    world: World
+    negotiated: Negotiated
+    seen: dict[str, int] = field(default_factory=dict)
+    boundaries: list[Boundary] = field(default_factory=list)
+    log: tuple[FailoverEntry, ...] = ()
+    stream: WatchedStream | None = None
+    state: State = field(default_factory=dict)
+    position: int = 0
+    marker: SnapshotMarker | None = None
+    collections: frozenset[int] | None = None
+    keys: set[bytes] = field(default_factory=set)
+    """Of the snapshot that this stream is in the middle of."""
+
+    def _count(self, what: str) -> None:
+        self.seen[what] = self.seen.get(what, 0) + 1
+
+    @property
+    def boundary(self) -> Boundary:
+        return self.boundaries[-1] if self.boundaries else Boundary(0, {}, ())
+
+    def connect(self) -> None:
+        """Ask for a stream until one is accepted; a vbucket that is being filled has none."""
+        world = self.world
+        for _ in range(20):
+            standing = stream.standing(world.view, 0)
+            if not standing.whole:
+                self._count("not whole")
+                self.stream = None
+                return
+            marker = self.marker
+            middle = marker is not None and self.position > self.boundary.seqno and world.rng.random() < 0.7
+            if middle:
+                assert marker is not None
+                start, snap_start, snap_end = self.position, self.boundary.seqno, marker.end_seqno
+            else:
+                self._forget_part()
+                start = snap_start = snap_end = self.boundary.seqno
+            purge_seqno = marker.purge_seqno if marker is not None and middle and marker.purge_seqno else None
+            request = StreamRequest(
+                0, 0, start, NO_END_SEQNO, vbuuid_at(self.log, start), snap_start, snap_end, opaque=7
+            )
+            stream_filter = StreamFilter(collections=self.collections, purge_seqno=purge_seqno)
+            answer = answer_of(request, standing, stream_filter)
+            if isinstance(answer, Accept):
+                self._count("middle" if middle else "accepted")
+                self.log = standing.failover_log
+                negotiated = replace(self.negotiated)
+                self.stream = WatchedStream(request, standing, stream_filter, negotiated, lambda: world.view)
+                self.stream.branch_of = {}
+                return
+            assert isinstance(answer, Rollback), answer
+            self._count("rolled back")
+            self._forget_part()
+            while self.boundaries and self.boundaries[-1].seqno > answer.seqno:
+                self.boundaries.pop()
+            if not middle and self.boundary.seqno == start and start:
+                self.boundaries.clear()
+            self.log = prune_failover_log(self.log, self.boundary.seqno)
+            self._forget_part()
+        raise AssertionError("twenty answers, and none accepts")
+
+    def _forget_part(self) -> None:
+        self.state, self.position, self.marker = dict(self.boundary.state), self.boundary.seqno, None
+
+    def hang_up(self) -> None:
+        """The connection is lost, perhaps in the middle of a snapshot."""
+        self.stream = None
+        if self.marker is not None and self.position <= self.boundary.seqno:
+            self.marker = None
+
+    def read(self, bytes_max: int) -> bool:
+        """Take a piece of the stream. False when it has nothing to say."""
+        if self.stream is None:
+            return False
+        data = self.stream.take(bytes_max)
+        buffer = FrameBuffer()
+        buffer.feed(data)
+        while (frame := buffer.next_frame()) is not None:
+            self._apply(codec_dcp.decode(frame))
+        assert not self.stream or not self.stream.ended
+        return bool(data)
+
+    def _apply(self, event: object) -> None:
+        if isinstance(event, SnapshotMarker):
+            assert self.marker is None or (self.marker.end_seqno <= event.end_seqno), "an end never falls"
+            assert event.end_seqno > self.boundary.seqno
+            self.marker = event
+            self.keys.clear()
+            return
+        if isinstance(event, StreamEnd):
+            self._count(StreamEndReason(event.reason).name)
+            self.hang_up()
+            return
+        assert self.marker is not None, event
+        assert isinstance(event, (Mutation, Deletion, SystemEvent, SeqnoAdvanced)), event
+        assert self.position < event.seqno <= self.marker.end_seqno
+        self.position = event.seqno
+        if isinstance(event, SystemEvent):
+            content = decode_system_event(event)
+            assert isinstance(content, (CollectionCreated, CollectionDropped))
+            apply(self.state, Change(event.seqno, b"", content=content))
+        elif isinstance(event, (Mutation, Deletion)):
+            assert event.key not in self.keys, "a key comes once in a snapshot"
+            self.keys.add(event.key)
+            apply(self.state, Change(event.seqno, event.key, isinstance(event, Mutation)))
+        if event.seqno == self.marker.end_seqno:
+            self._complete(event.seqno)
+
+    def _complete(self, seqno: int) -> None:
+        self._count("complete")
+        assert self.stream is not None
+        expected = self.world.expected[self.stream.branch_of[seqno], seqno]
+        if self.collections is not None:
+            prefixes = tuple(keys.encode_collection_id(cid) for cid in self.collections)
+            expected = {key: at for key, at in expected.items() if key.startswith(prefixes)}
+        assert self.state == expected, (seqno, self.seen)
+        self.boundaries.append(Boundary(seqno, dict(self.state), self.log))
+        self.marker = None
+
+
+def client_of(world: World, rng: Random) -> Client:
+    """One that knows more or less."""
+    flags = int(DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS)
+    version = rng.choice([MarkerVersion.V1, MarkerVersion.V2_2])
+    negotiated = Negotiated(True, True, flags, marker_version=version)
+    return Client(world, negotiated, collections=rng.choice([None, None, frozenset({0})]))

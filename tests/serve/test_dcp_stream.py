@@ -1,0 +1,86 @@
+"""Streams: whatever a client holds, and whatever happens to the mirror, at a snapshot's end they agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.serve.dcp_model import World, client_of
+
+EVENTFUL = {"accepted", "middle", "rolled back", "complete", "STATE_CHANGED", "not whole"}
+
+
+def run(path: Path, seed: int, steps: int) -> Counter[str]:
+    rng = Random(seed)
+    world = World(path, rng)
+    clients = [client_of(world, rng) for _ in range(4)]
+    try:
+        for _ in range(steps):
+            step(world, rng)
+            for client in clients:
+                if client.stream is None:
+                    client.connect()
+                if rng.random() < 0.7:
+                    client.read(rng.choice([1, 60, 300, 1000]))
+                if rng.random() < 0.05:
+                    client.hang_up()
+        if (opened := world.writer.state(0).open_snapshot) is not None:
+            world.publish(opened.end_seqno)
+        world.write(1)
+        world.receive(world.high_seqno)
+        for client in clients:
+            for _ in range(10_000):
+                if client.stream is None:
+                    client.connect()
+                if not client.read(1000) and client.stream is not None:
+                    break
+            assert client.boundary.seqno == world.high_seqno, client.seen
+    finally:
+        world.close()
+    seen: Counter[str] = Counter()
+    for client in clients:
+        seen.update(client.seen)
+    return seen
+
+
+def step(world: World, rng: Random) -> None:
+    world.write(rng.randrange(6))
+    roll = rng.random()
+    opened = world.writer.state(0).open_snapshot
+    if opened is not None:
+        if rng.random() < 0.5:
+            world.publish(opened.end_seqno)
+    elif roll < 0.75:
+        held = world.held_seqno
+        if held < world.high_seqno:
+            world.receive(rng.randint(held + 1, world.high_seqno), publish=rng.random() < 0.8)
+    roll = rng.random()
+    if roll < 0.04:
+        world.fail_over(keep_seqno=max(0, world.high_seqno - rng.choice([0, 3, 15, 60])))
+        world.follow_failover()
+    elif roll < 0.05:
+        world.purge_source()
+        if world.writer.state(0).open_snapshot is None:
+            world.refill()
+    elif roll < 0.08:
+        if world.writer.state(0).open_snapshot is None and not world.refilling:
+            world.go_back()
+    elif roll < 0.18:
+        world.purge()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_at_the_end_of_each_snapshot_a_client_holds_what_the_mirror_served_there(tmp_path: Path, seed: int) -> None:
+    run(tmp_path, seed, 120)
+
+
+def test_the_histories_are_eventful(tmp_path: Path) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(100, 108):
+        (tmp_path / str(seed)).mkdir()
+        seen += run(tmp_path / str(seed), seed, 150)
+    assert seen.keys() >= EVENTFUL, seen
+    assert seen["complete"] > 500
