@@ -216,6 +216,11 @@ class SourceReader:
         finally:
             self._iterating = False
 
+    def stop_reading(self) -> None:
+        """End the read that goes on, after what is complete; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._hub.stop)
+
     async def _begin(self, positions: dict[int, Position], until: dict[int, int] | None) -> Reading:
         reading = Reading(
             self._hub,
@@ -482,6 +487,11 @@ class _Hub:
             await self.clock.sleep(min(1.0, self._timeout_s / 4))
             if self._reading is not None:
                 self._reading.check_progress(self._timeout_s, self._node_errors())
+
+    def stop(self) -> None:
+        """The read is to end."""
+        if self._reading is not None:
+            self._reading.fail(None)
 
     def _fail(self, error: BaseException) -> None:
         if self._reading is not None:

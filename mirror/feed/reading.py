@@ -579,8 +579,8 @@ class Reading:
         self.outbox.finish()
         self.outbox.discard()
 
-    def fail(self, error: BaseException) -> None:
-        """Nothing more can come; whoever reads is told why, after what is complete."""
+    def fail(self, error: BaseException | None) -> None:
+        """Nothing more can come, or (None) is to; whoever reads is told why, after what is complete."""
         self._ended = True
         for reading in self._active.values():
             reading.close()

@@ -1,0 +1,176 @@
+"""A DCP session in a file: every frame of every connection, both directions, with its time; the secrets left out.
+
+Knows the file's format and what in a frame is secret; must never know what streams mean. The format, version 1: lines
+of JSON, in the order in which things happened.
+
+    {"format": "dcp-mirror-recording", "version": 1, "time_ms": ...}    the first line
+    {"t": seconds, "bucket": ..., "bucket_uuid": ..., "vbuckets": N}    once that is known
+    {"t": seconds, "conn": N, "node": "host:port"}                      a connection; its number is in what follows
+    {"t": seconds, "conn": N, "dir": "c2s" | "s2c", "hex": "..."}       whole frames, as sent (c2s: by us) or received
+
+`t` counts from the start. Of SASL requests and answers the value is left out, and the lengths say so: who replays a
+recording plays the login of its own. Documents are in it as they are: the file is as secret as the bucket (mode 0600).
+A line that was cut off by a crash is the last; readers pass over it. The recordings of real engines in the tests are of
+the same form with lines of the last kind alone, and their frames may straddle lines: `frames` reads both.
+
+Invariants: what was written is whole frames; a full disk, or `bytes_max`, ends the recording and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mirror.clock import Clock
+from mirror.errors import ConfigError
+from mirror.feed.transport import Link
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.constants import BODY_LENGTH_MAX, Opcode
+from mirror.wire.errors import ProtocolError
+from mirror.wire.frame import Frame, encode
+
+FORMAT, VERSION = "dcp-mirror-recording", 1
+SECRETS = frozenset((Opcode.SASL_AUTH, Opcode.SASL_STEP))
+LINE_LENGTH_MAX = 128 * 1024 * 1024
+"""Two digits a byte, of one read of a socket or a frame of 20 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A frame of a recording."""
+
+    t: float
+    conn: int
+    ours: bool
+    """Sent by the client."""
+    frame: Frame
+
+
+class Recorder:
+    """Writes a recording: the tap of a reader's connections. `full` once no more is taken."""
+
+    def __init__(self, path: Path, clock: Clock, *, bytes_max: int | None = None) -> None:
+        """Make the file. Raises ConfigError where there is one already, or none can be made."""
+        self.frame_count = 0
+        self.byte_count = 0
+        self.full = False
+        self.error: str | None = None
+        self._clock = clock
+        self._bytes_max = bytes_max
+        self._started = clock.monotonic()
+        self._buffers: dict[tuple[int, bool], FrameBuffer] = {}
+        self._numbers: dict[Link, int] = {}
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise ConfigError(f"{path} exists already", hint="name a file that is to be made") from None
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be made: {error.strerror}", hint="name a file in a folder of yours"
+            ) from None
+        self._file = os.fdopen(descriptor, "w", encoding="ascii")
+        self._write({"format": FORMAT, "version": VERSION, "time_ms": clock.wall_ms()})
+
+    def names(self, *, bucket: str, bucket_uuid: str, vbuckets: int) -> None:
+        """Say what is recorded."""
+        self._write({"t": self._t(), "bucket": bucket, "bucket_uuid": bucket_uuid, "vbuckets": vbuckets})
+
+    def passed(self, link: Link, data: bytes, *, ours: bool) -> None:
+        """Bytes of a connection."""
+        if self.full:
+            return
+        number = self._numbers.get(link)
+        if number is None:
+            number = self._numbers[link] = len(self._numbers)
+            self._write({"t": self._t(), "conn": number, "node": str(link.address)})
+        buffer = self._buffers.setdefault((number, ours), FrameBuffer(BODY_LENGTH_MAX))
+        whole = []
+        try:
+            buffer.feed(data)
+            while (frame := buffer.next_frame()) is not None:
+                whole.append(frame if frame.opcode not in SECRETS else _without_value(frame))
+        except ProtocolError:  # the connection ends of it; what came before is whole
+            del self._buffers[number, ours]
+        if whole:
+            text = b"".join(map(encode, whole))
+            self.frame_count += len(whole)
+            self.byte_count += len(text)
+            self._write({"t": self._t(), "conn": number, "dir": "c2s" if ours else "s2c", "hex": text.hex()})
+            if self._bytes_max is not None and self.byte_count >= self._bytes_max:
+                self.full = True
+
+    def close(self) -> None:
+        """End the file."""
+        self.full = True
+        try:
+            self._file.close()
+        except OSError as error:
+            self.error = self.error or error.strerror
+
+    def _t(self) -> float:
+        return round(self._clock.monotonic() - self._started, 6)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except (OSError, ValueError) as error:
+            self.full, self.error = True, getattr(error, "strerror", None) or str(error)
+
+
+def _without_value(frame: Frame) -> Frame:
+    return replace(frame, value=b"")
+
+
+class Recording:
+    """A recording that is read: its frames, as often as one likes, and what they are of once they were read."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the head of the file. Raises ConfigError when it is no recording."""
+        self.path = path
+        self.header: dict[str, Any] = {}
+        first = next(self._lines(), None)
+        if first is None:
+            raise ConfigError(f"{path} is empty", hint="name a file that `dcp-mirror record` made")
+        if "format" in first and (first["format"], first.get("version")) != (FORMAT, VERSION):
+            raise ConfigError(
+                f"{path} is a {first['format']!s:.40} of version {first.get('version')!s:.10}",
+                hint="replay it with the program that made it",
+            )
+        if "format" not in first and not {"t", "dir", "hex"} <= set(first):
+            raise ConfigError(f"{path} is no recording", hint="name a file that `dcp-mirror record` made")
+
+    def frames(self) -> Iterator[Passed]:
+        """Each frame, when its last byte passed. Raises ConfigError where the file contradicts itself."""
+        buffers: dict[tuple[int, bool], FrameBuffer] = {}
+        for number, line in enumerate(self._lines(), 1):
+            if "dir" not in line:
+                self.header |= line if "bucket" in line else {}
+                continue
+            try:
+                conn, ours, data = int(line.get("conn", 0)), line["dir"] == "c2s", bytes.fromhex(line["hex"])
+                buffer = buffers.setdefault((conn, ours), FrameBuffer(BODY_LENGTH_MAX))
+                buffer.feed(data)
+                while (frame := buffer.next_frame()) is not None:
+                    yield Passed(float(line["t"]), conn, ours, frame)
+            except (KeyError, TypeError, ValueError, ProtocolError) as error:
+                raise ConfigError(f"{self.path}, line {number}: no part of a recording: {error}") from None
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self.path.open(encoding="ascii", errors="replace") as file:
+                for number, text in enumerate(iter(lambda: file.readline(LINE_LENGTH_MAX), ""), 1):
+                    try:
+                        line = json.loads(text)
+                    except ValueError:
+                        if not text.endswith("\n"):
+                            return  # cut off while it was written
+                        line = None
+                    if not isinstance(line, dict):
+                        raise ConfigError(f"{self.path}, line {number}: no part of a recording")
+                    yield line
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be read: {error.strerror}") from None

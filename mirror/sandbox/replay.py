@@ -1,0 +1,481 @@
+"""A recording served as a source: our side of the login, the recorded side of the streams.
+
+Knows recordings (`feed.recording`) and one node's part of the conversation; must never know who asks. The login, the
+map and everything else that is not a stream is answered here: HELLO grants what the recording granted, a control gets
+the recorded answer where there is one. A stream request is answered with the recorded answers of its vbucket, in their
+order, and followed by the recorded messages with the opaque rewritten, those at or below the requested start left out.
+A recorded ROLLBACK is given to the very request that got it (same start, same vbuuid), as often as it is asked. A
+stream that is asked for with an end gets a STREAM_END when it is there, recorded or not.
+
+Invariants: flow control is kept as a server keeps it; what is sent was recorded, but for opaques, failover logs of
+requests that were never made, and the ends of streams; with `again`, a connection that asks from 0 is given everything
+from the first recorded answer on, so that each client gets all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from mirror.errors import ConfigError
+from mirror.feed.recording import Passed, Recording
+from mirror.feed.sasl import ScramServer, plain_decode
+from mirror.wire import events as ev
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.codec_dcp import decode, encode_all_vb_seqnos, to_frame
+from mirror.wire.constants import (
+    BODY_LENGTH_MAX,
+    NO_END_SEQNO,
+    Feature,
+    Opcode,
+    Status,
+    StreamEndReason,
+)
+from mirror.wire.errors import ProtocolError
+from mirror.wire.flow_control import ProducerWindow, counted_size
+from mirror.wire.frame import Frame, encode, response
+
+SEQNO_EVENTS = (
+    ev.Mutation, ev.Deletion, ev.Expiration, ev.Prepare, ev.Commit, ev.Abort, ev.SystemEvent, ev.SeqnoAdvanced,
+)  # fmt: skip
+CHUNK_BYTES_MAX = 5000
+OPTIONAL_CONTROLS = frozenset(
+    (
+        b"max_marker_version",
+        b"change_streams",
+        b"enable_sync_writes",
+        b"enable_out_of_order_snapshots",
+        b"flatbuffers_system_events",
+    )
+)
+"""What they promise is in a recording only if they were accepted in it."""
+VBUCKETS_MIN = 16
+"""The recordings of real engines do not say how many vbuckets there were: as many as their engine had, then."""
+MECHANISMS = b"SCRAM-SHA512 SCRAM-SHA256 SCRAM-SHA1 PLAIN"
+
+
+@dataclass
+class Exchange:
+    """A stream request, its answer, and what the server sent for it."""
+
+    asked: ev.StreamRequest
+    status: int
+    body: bytes
+    messages: list[Frame] = field(default_factory=list)
+
+    @property
+    def failover_log(self) -> bytes:
+        """That came with the answer."""
+        return self.body if self.status == Status.SUCCESS else b""
+
+    @cached_property
+    def end_seqno(self) -> int:
+        """How far it goes."""
+        ends = [0]
+        for message in self.messages:
+            event = decode(message) if message.opcode != Opcode.DCP_NOOP else None
+            if isinstance(event, ev.SnapshotMarker):
+                ends.append(event.end_seqno)
+            elif isinstance(event, SEQNO_EVENTS):
+                ends.append(event.seqno)
+        return max(ends)
+
+
+@dataclass
+class Script:
+    """What a source does for each vbucket."""
+
+    features: frozenset[int]
+    exchanges: dict[int, list[Exchange]]
+    failover_logs: dict[int, bytes] = field(default_factory=dict)
+    controls: dict[bytes, int] = field(default_factory=dict)
+    """Key and value, as they were asked for, -> status."""
+    bucket: str = "default"
+    bucket_uuid: str = "b0"
+    vbucket_count: int = VBUCKETS_MIN
+
+    @cached_property
+    def high_seqnos(self) -> dict[int, int]:
+        """How far each vbucket goes."""
+        return {
+            vbid: max((each.end_seqno for each in exchanges if each.status == Status.SUCCESS), default=0)
+            for vbid, exchanges in self.exchanges.items()
+        }
+
+
+def read_script(recording: Recording) -> Script:
+    """A recording as a script. Raises ConfigError."""
+    try:
+        script = _script_of(recording.frames())
+    except ProtocolError as error:
+        raise ConfigError(f"{recording.path}: a frame that makes no sense: {error}") from None
+    header = recording.header
+    script.bucket = str(header.get("bucket") or script.bucket)
+    script.bucket_uuid = str(header.get("bucket_uuid") or script.bucket_uuid)
+    script.vbucket_count = max(int(header.get("vbuckets") or VBUCKETS_MIN), 1 + max(script.exchanges, default=0))
+    return script
+
+
+def _script_of(frames: Iterable[Passed]) -> Script:
+    features: set[int] = set()
+    script = Script(frozenset(), {})
+    asked: dict[tuple[int, int], Frame] = {}
+    open_now: dict[tuple[int, int], Exchange] = {}
+    newest: Exchange | None = None
+    for passed in frames:
+        frame, name = passed.frame, (passed.conn, passed.frame.opaque)
+        if passed.ours:
+            if not frame.is_response:
+                asked[name] = frame
+            continue
+        request = asked.get(name)
+        if frame.is_response and request is not None and request.opcode == frame.opcode:
+            if frame.opcode == Opcode.HELLO and frame.status == Status.SUCCESS and len(frame.value) % 2 == 0:
+                features |= {code for (code,) in struct.iter_unpack(">H", frame.value)}
+            elif frame.opcode == Opcode.DCP_CONTROL:
+                script.controls[request.key + b"=" + request.value] = frame.status
+            elif frame.opcode == Opcode.DCP_GET_FAILOVER_LOG and frame.status == Status.SUCCESS:
+                script.failover_logs[request.vbucket] = frame.value
+            elif frame.opcode == Opcode.DCP_STREAM_REQ:
+                event = decode(request)
+                assert isinstance(event, ev.StreamRequest), "the opcode says so"
+                newest = open_now[name] = Exchange(event, frame.status, frame.value)
+                script.exchanges.setdefault(event.vbid, []).append(newest)
+        elif not frame.is_response and frame.opcode == Opcode.DCP_NOOP:
+            if newest is not None:
+                newest.messages.append(frame)
+        elif not frame.is_response and name in open_now:
+            open_now[name].messages.append(frame)
+    script.features = frozenset(features)
+    for vbid, exchanges in script.exchanges.items():
+        script.exchanges[vbid] = _joined(exchanges)
+    return script
+
+
+def _joined(exchanges: list[Exchange]) -> list[Exchange]:
+    """Streams of one vbucket that ran side by side (stream ids, each with a filter) as the one stream of a client
+    without filters: the messages in the order of their seqnos, the snapshots' ends the larger of each pair.
+    """
+    beside = [
+        exchange
+        for exchange in exchanges
+        if exchange.status == Status.SUCCESS and any(message.stream_id is not None for message in exchange.messages)
+    ]
+    if len(beside) < 2:
+        return exchanges
+    markers: list[ev.SnapshotMarker] = []
+    items: dict[int, Frame] = {}
+    for exchange in beside:
+        own = [event for event in map(decode, exchange.messages) if isinstance(event, ev.SnapshotMarker)]
+        for index, marker in enumerate(own):
+            if index < len(markers):
+                markers[index] = replace(markers[index], end_seqno=max(markers[index].end_seqno, marker.end_seqno))
+            else:
+                markers.append(marker)
+        for message in exchange.messages:
+            event = decode(message)
+            if isinstance(event, SEQNO_EVENTS):
+                items.setdefault(event.seqno, message)
+    messages: list[Frame] = []
+    last = 0
+    for marker in markers:
+        messages.append(to_frame(marker))
+        messages += [items[seqno] for seqno in sorted(items) if last < seqno <= marker.end_seqno]
+        last = marker.end_seqno
+    joined = Exchange(beside[0].asked, beside[0].status, beside[0].body, messages)
+    return [joined, *(exchange for exchange in exchanges if exchange not in beside)]
+
+
+class ReplayedSource:
+    """A server that plays a script. `async with`."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        user: str = "demo",
+        password: str = "demo",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        seed: int = 0,
+        again: bool = False,
+    ) -> None:
+        """Nothing listens yet. Port 0 takes a free one; `seed` decides where the bytes are cut."""
+        self.script = script
+        self.user = user
+        self.password = password
+        self.random = random.Random(seed)
+        self.again = again
+        self.played: dict[int, list[Exchange]] = {}
+        self.requests: list[ev.StreamRequest] = []
+        self.last_end: dict[int, int] = {}
+        """Of the markers that were sent: how far each vbucket's clients were told of."""
+        self.windows: list[ProducerWindow] = []
+        self.noops_answered = 0
+        self.markers_answered = 0
+        self.without_noops = False
+        self.statuses_sent: list[int] = []
+        self._connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._host = host
+        self.port = port
+
+    async def __aenter__(self) -> ReplayedSource:
+        """Listen. Raises OSError."""
+        self._server = await asyncio.start_server(self._serve, self._host, self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Hang up."""
+        assert self._server is not None, "it was entered"
+        self._server.close()
+        for connection in list(self._connections):
+            connection.writer.transport.abort()
+        await self._server.wait_closed()
+
+    @property
+    def connection_string(self) -> str:
+        """How clients get here."""
+        return f"couchbase://{self.user}@{self._host}:{self.port}/{self.script.bucket}"
+
+    def play_next(self, script: Script) -> None:
+        """Go on with another script, as a server that was restarted: every connection breaks."""
+        self.script = script
+        self.played = {}
+        for connection in list(self._connections):
+            connection.writer.transport.abort()
+
+    def choose(self, asked: ev.StreamRequest) -> Exchange:
+        """The answer to a stream request."""
+        exchanges = self.script.exchanges.get(asked.vbid, [])
+        played = self.played.setdefault(asked.vbid, [])
+        for exchange in exchanges:
+            same = (exchange.asked.start_seqno, exchange.asked.vbuuid) == (asked.start_seqno, asked.vbuuid)
+            if exchange.status == Status.ROLLBACK and same and asked.start_seqno:
+                return exchange
+        chosen: Exchange | None = None
+        for exchange in exchanges:
+            if exchange.status == Status.ROLLBACK or exchange in played:
+                continue
+            if exchange.status == Status.NOT_SUPPORTED and not self.without_noops:
+                continue  # that was for requests before enable_noop: ours come after it
+            played.append(exchange)
+            chosen = exchange
+            if exchange.status != Status.SUCCESS or self.part_above(exchange, asked.start_seqno):
+                return exchange
+        if chosen is None:
+            answers = [exchange for exchange in exchanges if exchange.status != Status.ROLLBACK]
+            if not answers:
+                return Exchange(asked, Status.NOT_MY_VBUCKET, b"")
+            chosen = replace(answers[-1], messages=[])
+        return chosen
+
+    @staticmethod
+    def part_above(exchange: Exchange, start_seqno: int) -> list[Frame]:
+        """What a client lacks that holds everything up to a seqno."""
+        part = []
+        oso = any(message.opcode == Opcode.DCP_OSO_SNAPSHOT for message in exchange.messages)
+        for message in exchange.messages:
+            event = decode(message) if message.opcode != Opcode.DCP_NOOP else None
+            if isinstance(event, ev.SnapshotMarker) and event.end_seqno <= start_seqno:
+                continue
+            if isinstance(event, SEQNO_EVENTS) and event.seqno <= start_seqno and not oso:
+                continue
+            part.append(message)
+        return part
+
+    def failover_log(self, vbid: int) -> bytes:
+        """Of a vbucket, as it was said last."""
+        if vbid in self.script.failover_logs:
+            return self.script.failover_logs[vbid]
+        logs = [exchange.failover_log for exchange in self.script.exchanges.get(vbid, []) if exchange.failover_log]
+        return logs[-1] if logs else b""
+
+    def cluster_map(self) -> bytes:
+        """One node that has what was recorded."""
+        active = [[0] if vbid in self.script.exchanges else [-1] for vbid in range(self.script.vbucket_count)]
+        return json.dumps(
+            {
+                "rev": 1,
+                "name": self.script.bucket,
+                "uuid": self.script.bucket_uuid,
+                "nodesExt": [{"services": {"kv": self.port, "mgmt": 1}, "thisNode": True}],
+                "vBucketServerMap": {
+                    "hashAlgorithm": "CRC",
+                    "numReplicas": 0,
+                    "serverList": [f"$HOST:{self.port}"],
+                    "vBucketMap": active,
+                },
+            }
+        ).encode()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = _Connection(self, reader, writer)
+        self._connections.add(connection)
+        try:
+            await connection.run()
+        except (ConnectionError, ProtocolError, asyncio.CancelledError):
+            pass  # the client went away or sent garbage, or all is over
+        finally:
+            self._connections.discard(connection)
+            writer.transport.abort()
+
+
+class _Connection:
+    """One client's connection."""
+
+    def __init__(self, source: ReplayedSource, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.source = source
+        self.reader = reader
+        self.writer = writer
+        self.window = ProducerWindow(0)
+        self.opened = asyncio.Event()
+        self.queue: asyncio.Queue[Frame] = asyncio.Queue()
+        self.scram: ScramServer | None = None
+        self.in_mid_frame = False
+        self.deferred = b""
+        self.asked: set[int] = set()
+        source.windows.append(self.window)
+
+    async def run(self) -> None:
+        """Answer until the client hangs up."""
+        sending = asyncio.create_task(self._send_streams())
+        buffer = FrameBuffer(BODY_LENGTH_MAX)
+        try:
+            while data := await self.reader.read(65536):
+                buffer.feed(data)
+                while (frame := buffer.next_frame()) is not None:
+                    self._take(frame)
+        finally:
+            sending.cancel()
+
+    async def _send_streams(self) -> None:
+        """Send as far as the window allows, in pieces that cut frames anywhere."""
+        unsent = b""
+        while True:
+            frame = await self.queue.get()
+            while not self.window.is_open:
+                await self._flush(unsent)
+                unsent = b""
+                self.opened.clear()
+                await self.opened.wait()
+            self.window.sent(counted_size(frame))
+            unsent += encode(frame)
+            if self.queue.empty() or len(unsent) > CHUNK_BYTES_MAX:
+                await self._flush(unsent)
+                unsent = b""
+
+    async def _flush(self, data: bytes) -> None:
+        self.in_mid_frame = True
+        while data:
+            size = self.source.random.randint(1, CHUNK_BYTES_MAX) if len(data) < 100_000 else 65536
+            self.writer.write(data[:size])
+            data = data[size:]
+            await asyncio.sleep(0)
+        self.in_mid_frame = False
+        self.writer.write(self.deferred)
+        self.deferred = b""
+
+    def _answer(self, frame: Frame, status: int = Status.SUCCESS, **parts: Any) -> None:
+        answer = encode(response(frame, status, **parts))
+        if self.in_mid_frame:
+            self.deferred += answer
+        else:
+            self.writer.write(answer)
+
+    def _take(self, frame: Frame) -> None:
+        source = self.source
+        opcode = frame.opcode
+        if frame.is_response:
+            source.noops_answered += opcode == Opcode.DCP_NOOP
+            source.markers_answered += opcode == Opcode.DCP_SNAPSHOT_MARKER
+        elif opcode == Opcode.HELLO:
+            asked = [code for (code,) in struct.iter_unpack(">H", frame.value[: len(frame.value) & ~1])]
+            granted = [code for code in asked if code in source.script.features | {Feature.SELECT_BUCKET}]
+            self._answer(frame, value=b"".join(code.to_bytes(2) for code in granted))
+        elif opcode == Opcode.SASL_LIST_MECHS:
+            self._answer(frame, value=MECHANISMS)
+        elif opcode == Opcode.SASL_AUTH and frame.key == b"PLAIN":
+            known = plain_decode(frame.value) == (source.user, source.password)
+            self._answer(frame, Status.SUCCESS if known else Status.AUTH_ERROR)
+        elif opcode in (Opcode.SASL_AUTH, Opcode.SASL_STEP):
+            self._scram(frame)
+        elif opcode == Opcode.GET_CLUSTER_CONFIG:
+            self._answer(frame, value=source.cluster_map())
+        elif opcode == Opcode.DCP_CONTROL:
+            self._control(frame)
+        elif opcode == Opcode.DCP_BUFFER_ACK:
+            self.window.acked(int.from_bytes(frame.extras))
+            self.opened.set()
+        elif opcode == Opcode.GET_ALL_VB_SEQNOS:
+            self._answer(frame, value=encode_all_vb_seqnos(sorted(source.script.high_seqnos.items())))
+        elif opcode == Opcode.DCP_GET_FAILOVER_LOG:
+            self._answer(frame, value=source.failover_log(frame.vbucket))
+        elif opcode == Opcode.DCP_STREAM_REQ:
+            self._stream(frame)
+        elif opcode in (Opcode.SELECT_BUCKET, Opcode.DCP_OPEN, Opcode.NOOP, Opcode.DCP_CLOSE_STREAM):
+            self._answer(frame)
+        else:
+            self._answer(frame, Status.UNKNOWN_COMMAND)
+
+    def _scram(self, frame: Frame) -> None:
+        source = self.source
+        try:
+            if frame.opcode == Opcode.SASL_AUTH:
+                self.scram = ScramServer(frame.key.decode(errors="replace"), {source.user: source.password}.get)
+                self._answer(frame, Status.AUTH_CONTINUE, value=self.scram.challenge(frame.value))
+            elif self.scram is not None:
+                self._answer(frame, value=self.scram.outcome(frame.value))
+            else:
+                self._answer(frame, Status.AUTH_ERROR)
+        except Exception:  # whatever is wrong with a login, it is no login
+            self._answer(frame, Status.AUTH_ERROR)
+
+    def _control(self, frame: Frame) -> None:
+        if frame.key == b"connection_buffer_size" and frame.value.isdigit():
+            self.window.resize(min(int(frame.value), 2**32 - 1))
+            self._answer(frame)
+            return
+        recorded = self.source.script.controls.get(frame.key + b"=" + frame.value)
+        default = Status.EINVAL if frame.key in OPTIONAL_CONTROLS else Status.SUCCESS
+        self._answer(frame, default if recorded is None else recorded)
+
+    def _stream(self, frame: Frame) -> None:
+        source = self.source
+        asked = decode(frame)
+        assert isinstance(asked, ev.StreamRequest), "the opcode says so"
+        source.requests.append(asked)
+        if source.again and asked.start_seqno == 0 and asked.vbid not in self.asked:
+            source.played.pop(asked.vbid, None)
+        self.asked.add(asked.vbid)
+        exchange = source.choose(asked)
+        source.statuses_sent.append(exchange.status)
+        self._answer(frame, exchange.status, value=exchange.body)
+        if exchange.status != Status.SUCCESS:
+            return
+        ended = False
+        for message in source.part_above(exchange, asked.start_seqno):
+            ended = ended or message.opcode == Opcode.DCP_STREAM_END
+            if message.opcode == Opcode.DCP_SNAPSHOT_MARKER:
+                marker = decode(message)
+                assert isinstance(marker, ev.SnapshotMarker), "the opcode says so"
+                source.last_end[asked.vbid] = max(source.last_end.get(asked.vbid, 0), marker.end_seqno)
+            self.queue.put_nowait(
+                message if message.opcode == Opcode.DCP_NOOP else replace(message, opaque=frame.opaque)
+            )
+        if (
+            not ended
+            and asked.end_seqno != NO_END_SEQNO
+            and max(exchange.end_seqno, asked.start_seqno) >= asked.end_seqno
+        ):
+            self.queue.put_nowait(replace(to_frame(ev.StreamEnd(asked.vbid, StreamEndReason.OK)), opaque=frame.opaque))
+
+
+__all__ = ["Exchange", "ReplayedSource", "Script", "read_script"]
