@@ -1,8 +1,8 @@
 """Consistency under fire: writers keep an invariant across documents of one vbucket, workers die, sources fail over.
 
 The invariant: all documents of a vbucket carry the same number, because each write of it is one snapshot. `get_many`
-and `scan` must never see two numbers; a single reader on one KV connection may see a number fall only where a failover
-took the higher one back, once for each failover.
+and `scan`, multi-gets over HTTP and range scans on the KV port must never see two numbers; a single reader on one KV
+connection may see a number fall only where a failover took the higher one back, once for each failover.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ import signal
 import socket
 import struct
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cli import client as control
 from mirror import ViewInvalidated, open_view
 from mirror.sandbox import SandboxCluster, SandboxThread, vbucket_of
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Opcode, Status
+from mirror.wire.frame import Frame
 from storage.errors import Unavailable
 from tests.crash.service import Service, until
 
@@ -30,6 +36,7 @@ VBUCKETS = 4
 DOCUMENTS = 6
 FAILOVERS = 8
 HEADER = struct.Struct(">BBHBBHIIQ")
+PAIRS = json.dumps({"range": {"start": b64encode(b"pair-").decode(), "end": b64encode(b"pair-\xff").decode()}}).encode()
 
 
 def keys_of(vbid: int) -> list[str]:
@@ -98,6 +105,55 @@ def reader_of_scans(path: str, stop: threading.Event) -> int:
     return seen
 
 
+def reader_over_http(url: str, stop: threading.Event) -> int:
+    """A multi-get: one number for all of a vbucket."""
+    seen = 0
+    with httpx.Client(base_url=url, timeout=60) as http:
+        while not stop.is_set():
+            for names in KEYS:
+                answer = http.post("/v1/collections/_default/multi-get", json={"keys": names})
+                if answer.status_code == 503:
+                    continue
+                found = [row["value"]["n"] for row in answer.raise_for_status().json()["documents"]]
+                assert len(found) == DOCUMENTS
+                assert len(set(found)) == 1, f"a multi-get saw {found}"
+                seen += 1
+    return seen
+
+
+def reader_of_range_scans(address: tuple[str, int], stop: threading.Event) -> int:
+    """A range scan in several answers: one number for all of a vbucket, or the scan is cancelled."""
+    seen = 0
+    with socket.create_connection(address) as line, line.makefile("rb") as answers:
+
+        def ask(frame: Frame) -> Frame:
+            line.sendall(fr.encode(frame))
+            head = answers.read(24)
+            return fr.decode(head + answers.read(HEADER.unpack(head)[6]))[0]
+
+        while not stop.is_set():
+            for vbid in range(VBUCKETS):
+                made = ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=PAIRS, datatype=1))
+                if made.status == Status.ETMPFAIL:
+                    continue
+                assert made.status == Status.SUCCESS, made
+                found = []
+                status = int(Status.RANGE_SCAN_MORE)
+                while status == Status.RANGE_SCAN_MORE:
+                    extras = codec_kv.encode_scan_continue(codec_kv.ScanLimits(made.value, 2))
+                    answer = ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
+                    status = answer.status
+                    if answer.extras:
+                        items = codec_kv.decode_scan_items(answer.value, keys_only=False)
+                        found += [json.loads(item.value or b"")["n"] for item in items]
+                assert status in (Status.RANGE_SCAN_COMPLETE, Status.RANGE_SCAN_CANCELLED), answer
+                assert len(set(found)) <= 1, f"a range scan saw {found}"
+                if status == Status.RANGE_SCAN_COMPLETE:
+                    assert len(found) == DOCUMENTS
+                    seen += 1
+    return seen
+
+
 def reader_of_singles(address: tuple[str, int], source: Source, stop: threading.Event) -> int:
     """Single reads of one connection: a document's number falls at most once for each failover of its vbucket."""
     seen = 0
@@ -135,16 +191,17 @@ def source() -> Iterator[Source]:
 def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_path: Path) -> None:
     data = tmp_path / "data"
     rng = random.Random(5)
-    flags = ("--workers", "2", "--groups", "2", "--kv", "0", "--set", "commit_interval_ms=2")
+    flags = ("--workers", "2", "--groups", "2", "--kv", "0", "--http", "0", "--set", "commit_interval_ms=2")
     with Service(source.thread.connection_string, data, *flags) as service:
         service.start()
 
-        def listening() -> str | None:
+        def listening() -> dict[str, list[str]] | None:
             status = (control.ask(data, "status") or {}).get("status")
-            ready = status and status["servers"] and status["servers"][0]["phase"] == "running"
-            return str(status["listeners"]["kv"][0]) if ready and status else None
+            ready = status and status["servers"] and all(row["phase"] == "running" for row in status["servers"])
+            return dict(status["listeners"]) if ready and status else None
 
-        port = int(until("the KV port", listening).rpartition(":")[2])
+        listeners = until("the KV port and the HTTP port", listening)
+        port = int(listeners["kv"][0].rpartition(":")[2])
         with open_view(str(data)) as view:
             until("the first documents", lambda: all(len(view.get_many(names)) == DOCUMENTS for names in KEYS))
         stop = threading.Event()
@@ -152,6 +209,8 @@ def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_pat
         readers: list[Callable[[], int]] = [
             lambda: reader_of_many(str(data), stop),
             lambda: reader_of_scans(str(data), stop),
+            lambda: reader_over_http(listeners["http"][0], stop),
+            lambda: reader_of_range_scans(address, stop),
             *[lambda: reader_of_singles(address, source, stop)] * 3,
         ]
         with ThreadPoolExecutor(len(readers)) as pool, open_view(str(data)) as view:
