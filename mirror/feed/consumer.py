@@ -275,6 +275,7 @@ class Consumer:
                 log.debug("no map from node", node=str(session.address), error=str(error))
                 continue
             answered = True
+            self._error = None
             if found is not None:
                 self._take_map(found)
             if self.cluster_map is not None and self.cluster_map.revision >= self._announced:
@@ -285,9 +286,8 @@ class Consumer:
             first = await first_addresses(self._source, self.settings.dns_server)  # anew: the old ones may be stale
             known_now = list(dict.fromkeys([*self._nodes, *first]))
             turn = self._map_turn % len(known_now)  # a node that refuses us does not hide the others for ever
-            network = None if self.cluster_map is None else self.cluster_map.network
             addresses = known_now[turn:] + known_now[:turn]
-            found = await discover(self._access, self.clock, addresses=addresses, network=network)
+            found = await discover(self._access, self.clock, addresses=addresses, network=self.network)
         except (ClusterError, ConfigError) as error:
             self._error = str(error)
         else:
@@ -301,6 +301,7 @@ class Consumer:
                 f"bucket {self.identity.bucket_name} at the source has uuid {found}, "
                 f"the data directory mirrors uuid {wanted}"
             )
+        self._error = None
         if not new.vbucket_count or not new.newer_than(self.cluster_map):
             return
         if new.vbucket_count != self.identity.vbucket_count:
@@ -313,7 +314,6 @@ class Consumer:
                 f"bucket {self.identity.bucket_name} is ephemeral: nothing of it is ever persisted",
                 hint="set publish to received",
             )
-        self._error = None
         self.cluster_map = new
         log.info("cluster map", rev_epoch=new.rev_epoch, rev=new.rev, nodes=len(new.nodes))
         for vbid in self._actors:
@@ -396,6 +396,11 @@ class Consumer:
         if all(one is not None and not one.retryable for one in errors):
             self._end(error)
 
+    @property
+    def network(self) -> str | None:
+        """Whose addresses the first map was read by; all others are, too."""
+        return None if self.cluster_map is None else self.cluster_map.network
+
     def on_first_map(self, found: ClusterMap) -> None:
         """Judge what a node that was connected to is part of, before anything is asked of it."""
         try:
@@ -462,9 +467,8 @@ class Consumer:
 
     def _take_sent_map(self, config: bytes, address: Address) -> bool:
         """Follow a map that came unasked; true when there was something in it to follow."""
-        network = None if self.cluster_map is None else self.cluster_map.network
         try:
-            new = read_map(config, address, self._access.settings, network=network)
+            new = read_map(config, address, self._access.settings, network=self.network)
         except HandshakeFailed as error:
             log.warning("map that was sent makes no sense", error=str(error))
             return False

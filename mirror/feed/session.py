@@ -87,6 +87,11 @@ class SessionOwner(Protocol):
 class MapWatch(Protocol):
     """Who follows the cluster map."""
 
+    @property
+    def network(self) -> str | None:
+        """Whose addresses are used; None: no map was seen yet."""
+        ...
+
     def on_first_map(self, found: ClusterMap) -> None:
         """The map as the node has it, before any stream is asked for. Raises where this is not the right bucket."""
         ...
@@ -159,7 +164,8 @@ class NodeSession:
                 await self._negotiate(link)
                 if self.map_watch is not None:
                     link.on_push = partial(self.map_watch.on_push, self)
-                    self.map_watch.on_first_map(await fetch_map(link, self._access.settings))
+                    network = self.map_watch.network
+                    self.map_watch.on_first_map(await fetch_map(link, self._access.settings, network=network))
             except BaseException:
                 link.close()
                 raise

@@ -5,6 +5,7 @@ Polling for maps is off (ten minutes) wherever an announcement is what is tried.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,33 @@ async def test_alternate_addresses_are_used_for_every_node(tmp_path: Path) -> No
         assert_equal(mirror, cluster)
 
 
+async def test_one_node_without_an_alternate_address_does_not_change_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its own address, also where it is the one that sends the map."""
+    current = ClusterMap.to_json
+
+    def mixed(found: ClusterMap, this_node: int, *, with_bucket: bool) -> bytes:
+        config = json.loads(current(found, this_node, with_bucket=with_bucket))
+        del config["nodesExt"][1]["alternateAddresses"]
+        return json.dumps(config).encode()
+
+    monkeypatch.setattr(ClusterMap, "to_json", mixed)
+    async with source_of(advertised_host="127.0.0.1", external_host="localhost") as cluster:
+        write(cluster, 50)
+        mirror = mirror_of(cluster, tmp_path)
+        consumer = mirror.start(f"couchbase://demo@localhost:{cluster.nodes[0].port}/demo")
+        await follow(mirror, cluster)
+        for number in range(4):  # node 1 sends maps, too
+            cluster.bucket.map_changed(number)
+            cluster.faults.cut(node=1)
+            write(cluster, 50, f"after-{number}")
+            await follow(mirror, cluster)
+        expected = {f"localhost:{cluster.nodes[0].port}", f"127.0.0.1:{cluster.nodes[1].port}"}
+        assert {str(node["address"]) for node in consumer.status()["nodes"]} == expected
+        await mirror.stop()
+
+
 async def test_ipv6(tmp_path: Path) -> None:
     async with source_of(host="::1") as cluster:
         write(cluster, 50)
@@ -236,6 +264,7 @@ async def test_certificates_are_exchanged_without_a_restart(tmp_path: Path) -> N
         first.ca_file.write_bytes(first.ca_file.read_bytes() + second.ca_file.read_bytes())
         await follow(mirror, cluster)
         assert consumer.status()["counters"]["requested_again_bytes"] == 0
+        await mirror.until(lambda: consumer.status()["error"] is None, "no word of what is over")
         await mirror.stop()
         assert_equal(mirror, cluster)
 
