@@ -18,7 +18,7 @@ from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.clustermap import NOWHERE, ClusterMap
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.constants import Magic, VbucketState
+from mirror.wire.constants import Magic, Status, VbucketState
 from tests.feed.authority import Authority
 from tests.feed.harness import Mirror
 from tests.feed.name_server import NameServer
@@ -138,6 +138,27 @@ async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_asked_again(profile:
         write(cluster, 50)
         await mirror.until_published(4, cluster.vbucket(4).high_seqno)
         cluster.set_vbucket_state(5, VbucketState.ACTIVE)
+        await follow(mirror, cluster)
+        await mirror.stop()
+        assert_equal(mirror, cluster)
+
+
+async def test_a_node_that_answers_and_does_not_stream_is_said_and_holds_nobody_else_up(tmp_path: Path) -> None:
+    """As while it warms up: it lets us in, has its map, and says of each stream that it is too early."""
+    async with source_of() as cluster:
+        theirs = [vbid for vbid, owner in enumerate(cluster.bucket.map.owners) if owner == 1]
+        cluster.faults.refuse_streams(Status.ETMPFAIL, theirs)
+        mirror = mirror_of(cluster, tmp_path)
+        consumer = mirror.start(cluster.connection_string)
+        write(cluster, 100)
+        for vbid in set(range(VBUCKETS)) - set(theirs):
+            await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+        for vbid in theirs:
+            await mirror.until(lambda vbid=vbid: "warming up" in mirror.row(vbid)["last_error"], "the reason")
+            assert mirror.row(vbid)["state"] == "waiting"
+            assert mirror.row(vbid)["published_seqno"] == 0
+        assert all(node["ready"] for node in consumer.status()["nodes"])
+        cluster.faults.clear()
         await follow(mirror, cluster)
         await mirror.stop()
         assert_equal(mirror, cluster)
