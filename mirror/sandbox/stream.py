@@ -221,7 +221,7 @@ class ProducerStream:
         shown: list[Item] = []
         marker_end = 0
         keeps = vbucket.keeps
-        history = self._options.change_streams and vbucket.history_start_seqno > 0
+        history = self._has_history
         for item in vbucket.changes(first, last):
             superseded = item.next_seqno
             replaced = superseded and superseded <= last and superseded != item.seqno and not (history and keeps(item))
@@ -274,10 +274,13 @@ class ProducerStream:
         turn = [BetweenItem(history - 1, codec_dcp.encode(marker))]
         return chain(newest, turn, self._found_on_disk(history, last, purge_seqno, history))
 
+    @property
+    def _has_history(self) -> bool:
+        return self._options.change_streams and self.vbucket.history_start_seqno > 0
+
     def _history_start(self, last: int) -> int:
         """From which seqno on every version is sent; above `last` when none is."""
-        start = self.vbucket.history_start_seqno if self._options.change_streams else 0
-        return start or last + 1
+        return self.vbucket.history_start_seqno if self._has_history else last + 1
 
     def _found_on_disk(
         self, first: int, last: int, purge_seqno: int, history: int, as_of: int | None = None
@@ -311,12 +314,13 @@ class ProducerStream:
         return iter(sorted(self._on_disk(1, high), key=_oso_order))
 
     def _wants_oso(self) -> bool:
-        collections = self._filter.collections
+        """Whether a first backfill is sent by keys: never with history, whose versions only seqnos tell apart."""
+        collections, share_max = self._filter.collections, self._options.tuning.oso_share_max
         asked = self._options.oso and not self._filter.legacy and self._filter.scope_id is None
-        if not asked or collections is None or len(collections) != 1:
+        if not asked or collections is None or len(collections) != 1 or self._has_history:
             return False
-        share = len(self.vbucket.newest.get(min(collections), ())) / max(self.vbucket.document_count, 1)
-        return share <= self._options.tuning.oso_share_max
+        found = len(self.vbucket.newest.get(min(collections), ()))
+        return share_max >= 1 or found <= share_max * self.vbucket.document_count
 
     def _fill(self, out: bytearray, bytes_max: int) -> bool:
         """Send items of the open snapshot; True when it has no more."""

@@ -641,6 +641,25 @@ async def test_change_streams_need_a_storage_that_keeps_history() -> None:
         assert await client.control("change_streams", "false") == Status.EINVAL
 
 
+async def test_a_backfill_with_history_is_never_out_of_order() -> None:
+    async with SandboxCluster(vbuckets=1, keeps_history=True) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        for _ in range(2):
+            cluster.set("k", {}, collection="s.c")
+        cluster.bucket.to_disk()
+        value = b'{"collections":["8"]}'
+        client = await Client.dcp(cluster, change_streams="true", enable_out_of_order_snapshots="true")
+        await client.stream(0, value=value)
+        await client.until_seqno(0, 4)
+        assert client.markers() == [(0, 4, DISK_HISTORY)]
+        assert data(client) == [3, 4]
+        plain = await Client.dcp(cluster, name="plain", enable_out_of_order_snapshots="true")
+        await plain.stream(0, value=value)
+        await plain.until(lambda: len(plain.of(ev.OsoSnapshot)) == 2)
+        assert data(plain) == [4]
+
+
 async def test_collections_are_modified_and_flushed_in_the_shape_that_the_client_asked_for() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         bucket = cluster.bucket
