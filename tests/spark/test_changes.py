@@ -1,0 +1,298 @@
+"""Streams of a path without Spark: random histories with rollbacks, replayed batches, checkpoints, lost history.
+
+`Follower` does with batches what an upsert does: it compares (at_branch, at_seqno) and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from mirror.errors import ConfigError
+from mirror.spark.changes import LocalChanges, LostHistory, Work, read
+from mirror.spark.columns import CHANGES
+from mirror.spark.offsets import Offset
+from mirror.spark.options import Options, parse
+from storage.keys import vbid_of
+from storage.model import Collection, Seqno
+from storage.purge import Window
+from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders, scanned
+from tests.storage.test_view import commit, put, system_event
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallMirror]:
+    mirror = SmallMirror(tmp_path / "data")
+    yield mirror
+    mirror.close()
+
+
+def options(small: SmallMirror, **more: str) -> Options:
+    return parse({"path": str(small.path), "table": "changes", "partitions": "2"} | more)
+
+
+class Follower:
+    """A stream and the table that it keeps."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.driver = LocalChanges(options)
+        self.start = self.driver.beginning()
+        self.batches: list[tuple[Offset, Offset, list[Row]]] = []
+        self.table: dict[str, Row] = {}
+        self.log: list[Row] = []
+
+    def rows(self, works: list[Work]) -> list[Row]:
+        assert self.options.path is not None
+        return [dict(zip(CHANGES.names, row, strict=True)) for work in works for row in read(self.options.path, work)]
+
+    def step(self) -> bool:
+        """One batch; False: there was nothing."""
+        end = self.driver.decode(json.loads(json.dumps(self.driver.latest(self.start, True).encode())))
+        if end == self.start:
+            return False
+        found = self.rows(self.driver.plan(self.start, end))
+        self.batches.append((self.start, end, found))
+        self.start = end
+        for row in found:
+            self.apply(row)
+        return True
+
+    def apply(self, row: Row) -> None:
+        self.log.append(row)
+        if row["kind"] == "resync":
+            self.table = {key: held for key, held in self.table.items() if held["vbid"] != row["vbid"]}
+            return
+        key, at = row["key"].decode(), (row["at_branch"], row["at_seqno"])
+        held = self.table.get(key)
+        if held is not None:
+            before = (held["at_branch"], held["at_seqno"])
+            assert at > before or (at == before and (held["kind"], row["kind"]) == ("retraction", "restoration"))
+        self.table[key] = row
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def restart(self) -> None:
+        """Another driver, from the checkpoint."""
+        self.driver.close()
+        self.driver = LocalChanges(self.options)
+
+    @property
+    def state(self) -> dict[str, tuple[int, bytes]]:
+        return {
+            key: (row["seqno"], row["value"])
+            for key, row in self.table.items()
+            if row["kind"] in ("mutation", "restoration")
+        }
+
+
+def purge(small: SmallMirror, window: Window) -> None:
+    for writer in small.writers:
+        writer._purger.window = window
+        while (vbid := writer._purger.plan(small.now_ms)) is not None:
+            writer._purge(vbid, small.now_ms)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_table_follows_any_history_and_a_replayed_batch_is_the_same(small: SmallMirror, seed: int) -> None:
+    rng = Random(seed)
+    follower = Follower(options(small, maxRowsPerBatch=str(rng.choice([1, 20, 10_000]))))
+    ends: dict[int, list[int]] = {vbid: [0] for vbid in range(VBUCKETS)}
+    for turn in range(40):
+        if rng.random() < 0.25:
+            vbid = rng.randrange(VBUCKETS)
+            if len(ends[vbid]) > 1:
+                ends[vbid] = ends[vbid][: rng.randrange(1, len(ends[vbid])) + 1]
+                small.roll_back(vbid, ends[vbid][-1])
+        else:
+            names = [f"order::{rng.randrange(60):06d}" for _ in range(rng.randrange(1, 15))]
+            small.put({name: None if rng.random() < 0.2 else order(turn) for name in names})
+            for vbid, seqno in small.seqnos.items():
+                if seqno != ends[vbid][-1]:
+                    ends[vbid].append(seqno)
+        for _ in range(rng.randrange(3)):
+            follower.step()
+        if rng.random() < 0.1:
+            follower.restart()
+    follower.run()
+    assert follower.state == scanned(small.path)
+    follower.restart()
+    for start, end, rows in follower.batches:
+        assert follower.rows(follower.driver.plan(start, end)) == rows
+    assert not follower.step()
+    follower.driver.close()
+
+
+def test_a_rollback_is_told_with_what_it_took_and_gave_back(small: SmallMirror) -> None:
+    follower = Follower(options(small, vbuckets="0"))
+    names = [name for name in (f"k{number}" for number in range(99)) if vbid_of(name.encode(), VBUCKETS) == 0]
+    small.put({names[0]: b"1", names[1]: b"1"})
+    small.put({names[0]: b"2", names[2]: b"2"})
+    follower.run()
+    small.roll_back(0, 2)
+    small.put({names[1]: b"3"})
+    follower.run()
+    told = [(row["kind"], row["key"].decode(), row["branch"], row["seqno"]) for row in follower.batches[-1][2]]
+    assert told == [
+        ("retraction", names[0], 1, 3),
+        ("restoration", names[0], 1, 1),
+        ("retraction", names[2], 1, 4),
+        ("mutation", names[1], 2, 3),
+    ]
+    rows = follower.batches[-1][2]
+    assert [(row["at_branch"], row["at_seqno"]) for row in rows] == [(2, 2), (2, 2), (2, 2), (2, 3)]
+    assert [row["snapshot_end_seqno"] for row in rows] == [2, 2, 2, 3]
+    assert {row["vbuuid"] for row in rows} == {77}
+    follower.driver.close()
+
+
+def test_limits_cut_at_snapshots_in_rows_and_in_bytes(small: SmallMirror) -> None:
+    small.put(orders(0, 200))
+    small.put(orders(0, 200))
+    for limit in ({"maxRowsPerBatch": "60"}, {"maxBytesPerBatch": "12k"}):
+        follower = Follower(options(small, **limit))
+        follower.run()
+        sizes = [len(rows) for _, _, rows in follower.batches]
+        assert sum(sizes) == 400
+        assert len(sizes) > 4
+        assert max(sizes) <= 60
+        follower.driver.close()
+    follower = Follower(options(small, maxRowsPerBatch="60"))
+    assert follower.driver.latest(follower.start, False) == follower.driver.front()
+    follower.driver.close()
+
+
+def test_what_is_published_after_available_now_was_asked_for_is_left(small: SmallMirror) -> None:
+    small.put(orders(0, 50))
+    first = dict(small.seqnos)
+    small.put(orders(50, 50))
+    follower = Follower(options(small))
+    follower.driver.stop_at_front()
+    small.put(orders(100, 50))
+    follower.run()
+    assert len(follower.state) == 100
+    small.roll_back(0, first[0])
+    follower.run()
+    assert {row["kind"] for row in follower.batches[-1][2]} == {"retraction"}
+    assert len(follower.state) == 100 - len(follower.batches[-1][2])
+    follower.driver.close()
+
+
+def test_a_stream_from_latest_begins_with_what_comes(small: SmallMirror) -> None:
+    small.put(orders(0, 50))
+    follower = Follower(options(small))
+    follower.start = follower.driver.front()
+    small.put(orders(50, 5))
+    follower.run()
+    assert len(follower.log) == 5
+    follower.driver.close()
+
+
+def test_lost_history_is_refused_or_begun_anew(small: SmallMirror) -> None:
+    small.put(orders(0, 100))
+    follower = Follower(options(small))
+    follower.run()
+    small.put({f"order::{number:06d}": None for number in range(50)})
+    small.put(orders(60, 60))
+    purge(small, Window(boundaries=1))
+    follower.restart()
+    with pytest.raises(LostHistory, match=r"vbucket \d: the checkpoint's position 1:\d+ cannot be followed.*resync"):
+        follower.step()
+    follower.options = options(small, onLostHistory="resync")
+    follower.restart()
+    follower.run()
+    assert {row["vbid"] for row in follower.log if row["kind"] == "resync"} == set(range(VBUCKETS))
+    assert follower.state == scanned(small.path)
+    follower.driver.close()
+
+
+def test_a_batch_that_was_planned_before_its_history_went_is_refused_or_made_up_for(small: SmallMirror) -> None:
+    small.put(orders(0, 100))
+    first = dict(small.seqnos)
+    follower = Follower(options(small))
+    follower.run()
+    small.put(orders(0, 50))
+    end = follower.driver.latest(follower.start, True)
+    for vbid, seqno in first.items():
+        small.roll_back(vbid, seqno)
+    small.put(orders(200, 100))
+    purge(small, Window(boundaries=1))
+    follower.restart()
+    with pytest.raises(LostHistory, match="is gone"):
+        follower.driver.plan(follower.start, end)
+    follower.options = options(small, onLostHistory="resync")
+    follower.restart()
+    assert follower.driver.plan(follower.start, end) == []
+    follower.start = end
+    follower.run()
+    assert follower.state == scanned(small.path)
+    follower.driver.close()
+
+
+def test_a_mirror_that_is_behind_its_checkpoint_is_waited_for_if_it_is_the_same_history(
+    small: SmallMirror, tmp_path: Path
+) -> None:
+    small.put(orders(0, 100))
+    follower = Follower(options(small))
+    follower.run()
+    younger = SmallMirror(tmp_path / "younger")
+    younger.put(orders(0, 50))
+    follower.options = options(younger)
+    follower.restart()
+    assert not follower.step()
+    younger.put(orders(50, 50))
+    younger.put(orders(0, 10))
+    follower.run()
+    assert follower.state == scanned(younger.path)
+    younger.close()
+    follower.driver.close()
+
+
+def test_a_checkpoint_of_another_history_or_bucket_is_refused(small: SmallMirror) -> None:
+    small.put(orders(0, 100))
+    follower = Follower(options(small))
+    follower.run()
+    foreign = Offset("path", "bucket-uuid", {vbid: at._replace(vbuuid=5) for vbid, at in follower.start.at.items()})
+    follower.restart()
+    with pytest.raises(LostHistory, match="another history of the source"):
+        follower.driver.latest(foreign, True)
+    with pytest.raises(ConfigError, match="bucket was made anew"):
+        follower.driver.decode(Offset("path", "other").encode())
+    follower.driver.close()
+
+
+def test_dropped_and_flushed_collections_are_told(small: SmallMirror) -> None:
+    default, orders_ = Collection(0, 0, "_default", Seqno(0)), Collection(8, 8, "orders", Seqno(1))
+    scopes = {0: "_default", 8: "shop"}
+    writer = small.writers[0]
+    follower = Follower(options(small, vbuckets="0"))
+    system_event(writer, 1, default, orders_, scopes=scopes)
+    put(writer, b"o", 2, cid=8)
+    put(writer, b"d", 3)
+    commit(writer, 3)
+    system_event(writer, 4, default, Collection(8, 8, "orders", Seqno(4)), scopes=scopes)
+    put(writer, b"p", 5, cid=8)
+    commit(writer, 5)
+    system_event(writer, 6, default, scopes=scopes)
+    commit(writer, 6)
+    end = follower.driver.latest(follower.start, True)
+    told = [
+        (row["kind"], row["collection"], row["key"]) for row in follower.rows(follower.driver.plan(follower.start, end))
+    ]
+    assert told == [
+        ("mutation", "shop.orders", b"o"),
+        ("mutation", "_default._default", b"d"),
+        ("collection_flushed", "shop.orders", None),
+        ("mutation", "shop.orders", b"p"),
+        ("collection_dropped", "shop.orders", None),
+    ]
+    follower.driver.close()

@@ -1,0 +1,147 @@
+"""Documents of a path without Spark: what is planned, what tasks read, what happens when history goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from mirror.errors import ConfigError
+from mirror.spark import local
+from mirror.spark.columns import DOCUMENTS
+from mirror.spark.local import Shape, Wanted, dealt, plan, read
+from mirror.spark.options import Options, parse
+from storage.errors import NotAMirror, UnknownCollection, ViewInvalidated
+from storage.purge import Window
+from storage.view import open_view
+from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders
+
+SEVEN = Wanted(key=b"order::000007", start=b"order::000007", end=b"order::000007\0")
+PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS), False)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallMirror]:
+    mirror = SmallMirror(tmp_path / "data")
+    mirror.put(orders(0, 100))
+    mirror.put({"order::000003": None, "order::000004": order(4444)})
+    yield mirror
+    mirror.close()
+
+
+def options(small: SmallMirror, **more: str) -> Options:
+    return parse({"path": str(small.path), "partitions": "3"} | more)
+
+
+def rows(options: Options, wanted: Wanted | None = None, shape: Shape = PLAIN) -> list[dict[str, Any]]:
+    job, shares = plan(options, wanted or Wanted())
+    return [row for vbids in shares for batch in read(job, vbids, shape) for row in batch.to_pylist()]
+
+
+def scanned(small: SmallMirror, **how: Any) -> list[dict[str, Any]]:
+    with open_view(str(small.path)) as view:
+        return [
+            {
+                "key": each.key.decode(),
+                "collection": "_default._default",
+                **{name: getattr(each, name) for name in DOCUMENTS.names[2:]},
+            }
+            for each in view.scan(**how)
+        ]
+
+
+def by_key(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(found, key=lambda row: row["key"])
+
+
+def test_every_document_once_as_a_scan_finds_it(small: SmallMirror) -> None:
+    assert by_key(rows(options(small))) == by_key(scanned(small))
+    only = rows(options(small, vbuckets="1,4-5"))
+    assert by_key(only) == by_key([row for vbid in (1, 4, 5) for row in scanned(small, vbid=vbid)])
+
+
+def test_vbuckets_are_dealt_evenly_and_by_group() -> None:
+    shares = dealt(range(10), 4, 2)
+    assert sorted(vbid for share in shares for vbid in share) == list(range(10))
+    assert [len(share) for share in shares] == [2, 3, 2, 3]
+    assert all(len({vbid % 2 for vbid in share}) == 1 for share in shares)
+    assert dealt([], 4, 2) == [[]]
+    assert dealt([5], 4, 2) == [[5]]
+
+
+def test_what_was_planned_is_read_whatever_is_written_or_rolled_back_meanwhile(small: SmallMirror) -> None:
+    before = by_key(scanned(small))
+    job, shares = plan(options(small), Wanted())
+    small.put(orders(50, 100))
+    for vbid in range(VBUCKETS):
+        small.roll_back(vbid, 1)
+    found = [row for vbids in shares for batch in read(job, vbids, PLAIN) for row in batch.to_pylist()]
+    assert by_key(found) == before
+
+
+def test_history_that_is_gone_fails_the_job_and_says_so(small: SmallMirror) -> None:
+    job, shares = plan(options(small), Wanted())
+    small.put(orders(0, 100))
+    for writer in small.writers:
+        writer._purger.window = Window(boundaries=1)
+        while (vbid := writer._purger.plan(small.now_ms)) is not None:
+            writer._purge(vbid, small.now_ms)
+    with pytest.raises(ViewInvalidated, match=r"not kept any more.*run it again"):
+        list(read(job, shares[0], PLAIN))
+
+
+def test_as_of_a_time_everything_is_older(small: SmallMirror) -> None:
+    before = by_key(scanned(small))
+    small.now_ms += 60_000
+    small.put(orders(0, 120))
+    assert by_key(rows(options(small, asOf="2023-11-14T22:13:30+00:00"))) == before
+    assert len(rows(options(small))) == 120
+
+
+def test_expired_documents_are_absent(small: SmallMirror) -> None:
+    small.put({"short": b"{}"}, expiry=1_700_000_000)
+    assert "short" not in {row["key"] for row in rows(options(small))}
+
+
+def test_filters_leave_what_they_should(small: SmallMirror) -> None:
+    documents = scanned(small)
+    for wanted, test in (
+        (Wanted(prefix=b"order::00001"), lambda row: row["key"].startswith("order::00001")),
+        (Wanted(start=b"order::000090"), lambda row: row["key"] >= "order::000090"),
+        (Wanted(vbid_tests=[lambda vbid: vbid == 2]), lambda row: row["vbid"] == 2),
+        (Wanted(collections=frozenset({"shop.orders"})), lambda row: False),
+        (
+            Wanted(key=b"order::000007", start=b"order::000007", end=b"order::000007\0"),
+            lambda row: row["seqno"] and row["key"] == "order::000007",
+        ),
+    ):
+        assert by_key(rows(options(small), wanted)) == by_key([row for row in documents if test(row)])
+    job, shares = plan(options(small), SEVEN)
+    assert [len(share) for share in shares] == [1]
+    assert len(job.pins) == 1
+
+
+def test_bodies_beside_columns_in_the_order_of_the_schema(small: SmallMirror) -> None:
+    schema = pa.schema([("total", pa.float64()), ("_key", pa.string()), ("paid", pa.bool_()), ("_seqno", pa.int64())])
+    shape = Shape(schema, (True, False, True, False), False)
+    found = {row["_key"]: row for row in rows(options(small), shape=shape)}
+    assert found["order::000005"]["total"] == 1.85
+    assert found["order::000006"]["paid"] is True
+    assert {row["_seqno"] for row in found.values()} == {row["seqno"] for row in scanned(small)}
+
+
+def test_batches_are_few_and_large_however_small_vbuckets_are(small: SmallMirror) -> None:
+    job, shares = plan(options(small, partitions="1"), Wanted())
+    assert [batch.num_rows for batch in read(job, shares[0], PLAIN)] == [99]
+
+
+def test_what_is_not_there_is_named(small: SmallMirror, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not hold vbucket 99 \(it holds 0 to 7\)"):
+        plan(options(small, vbuckets="99"), Wanted())
+    with pytest.raises(UnknownCollection, match=r"no collection 'shop.orders'.*_default._default"):
+        plan(options(small, collection="shop.orders"), Wanted())
+    with pytest.raises(NotAMirror):
+        local.opened(str(tmp_path / "nowhere"))
