@@ -139,6 +139,7 @@ def summary(document: Mapping[str, Any]) -> Table:
             "state": state,
             "service": running,
             "bucket": f"{document['bucket'] or DASH} ({vbuckets_text(document)})",
+            "mirrored": escape(document["selection"]) if document.get("selection") else None,
             "source": escape(document["source"]) if document.get("source") else None,
             "data": escape(document["data"]),
             "documents": number(sums["documents"]),
@@ -148,6 +149,7 @@ def summary(document: Mapping[str, Any]) -> Table:
             "rollbacks": rollbacks,
             "history": history_text(sums),
             "held": leases_text(document.get("leases") or ()),
+            "warning": escape("; ".join(document.get("warnings") or ())) or None,
         }
     )
 

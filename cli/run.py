@@ -59,6 +59,22 @@ def run(
         str | None,
         typer.Option("--http", metavar="ADDR", help="Serve HTTP and the status page here.", show_default=False),
     ] = None,
+    collection: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--collection",
+            "-c",
+            metavar="SCOPE.NAME",
+            help="Mirror this collection alone; give it again for others. Fixed once DIR is made.",
+            show_default=False,
+        ),
+    ] = None,
+    scope: Annotated[
+        str | None,
+        typer.Option(
+            "--scope", metavar="NAME", help="Mirror this scope alone. Fixed once DIR is made.", show_default=False
+        ),
+    ] = None,
     dcp: Annotated[
         str | None,
         typer.Option(
@@ -93,7 +109,8 @@ def run(
     """
     flags = {
         "source": source, "data": data, "workers": workers, "groups": groups, "sync": sync, "kv": kv, "http": http,
-        "dcp": dcp, "tls_ca_file": tls_ca_file, "tls_client_cert_file": tls_client_cert_file,
+        "collections": ",".join(collection) if collection else None, "scope": scope, "dcp": dcp,
+        "tls_ca_file": tls_ca_file, "tls_client_cert_file": tls_client_cert_file,
         "tls_client_key_file": tls_client_key_file, "network": network,
     }  # fmt: skip
 

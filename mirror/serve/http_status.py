@@ -68,12 +68,14 @@ def why_not_ready(report: Report, lag_limit_s: float) -> list[str]:
     unknown = [row["vbid"] for row in rows if row["lag_s"] is None]
     late = [row["vbid"] for row in rows if row["lag_s"] is not None and row["lag_s"] > lag_limit_s]
     dead = [row["vbid"] for row in rows if row["state"] in DEAD_STATES]
+    stalled = [row["vbid"] for row in rows if row["state"] == "stalled"]
     found = []
     for what, vbids in (
         ("not published", unpublished),
         (f"more than {lag_limit_s:g} s behind", late),
         ("of unknown lag", unknown),
         ("not served by the source", dead),
+        ("stalled: the source is ahead and sends nothing", stalled),
     ):
         if vbids:
             shown = ", ".join(map(str, vbids[:REASONS_SHOWN])) + (", ..." if len(vbids) > REASONS_SHOWN else "")

@@ -74,6 +74,7 @@ def stored_row(state: VbucketState, group: int, history: History | None = None) 
         "seqnos_per_s": None,
         "requested_again_bytes": None,
         "stalls": None,
+        "open_prepares": None,
         "node": None,
         "last_error": None,
     }
@@ -103,6 +104,7 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
         "seqnos_per_s": None,
         "requested_again_bytes": report.get("requested_again_bytes"),
         "stalls": report.get("stalls"),
+        "open_prepares": report.get("open_prepares"),
         "node": report.get("node"),
         "last_error": report.get("last_error"),
     }

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mirror.ingest.selection import Selection
 from mirror.supervise.status import stored_row, totals
 from storage import directory
 from storage.view import open_view
@@ -38,7 +39,9 @@ def stored_status(data: Path) -> dict[str, Any]:
         "vbucket_count": identity.vbucket_count,
         "vbuckets_held": len(identity.vbids),
         "group_count": identity.group_count,
+        "selection": str(Selection.parse(identity.selection)),
         "sync": None,
+        "warnings": [],
         "supervisor": dict.fromkeys(("cpu_percent", "private_bytes", "resident_bytes", "threads", "open_files")),
         "workers": [],
         "servers": [],

@@ -21,6 +21,8 @@ import structlog
 from mirror.clock import Clock
 from mirror.config import Settings, to_wire, vbucket_range
 from mirror.errors import BucketChanged, ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
+from mirror.feed.consumer import judge_streams
+from mirror.ingest.selection import Selection
 from mirror.supervise.backoff import failures_after, restart_delay_ms
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, START, STOP
 from mirror.supervise.children import Child, Gone, Heard, server_command, spawn, worker_command
@@ -126,7 +128,10 @@ class Supervisor:
         if settings.source is None:
             raise ConfigError("no source is given", hint="give --source couchbase://user@host/bucket", setting="source")
         self._settings = settings
+        self._selection = Selection.of(settings.scope, settings.collections)
         self._data = settings.data
+        if not directory.exists(str(settings.data)):
+            judge_streams(settings, self._selection)
         self._look_up = look_up
         self._clock = clock
         self._groups_asked = groups_asked
@@ -203,6 +208,14 @@ class Supervisor:
                 hint=f"leave --groups out or give {identity.group_count}; another number needs a new directory",
                 setting="groups",
             )
+        selected, wanted = Selection.parse(identity.selection), self._selection
+        if not wanted.whole and wanted != selected:
+            raise ConfigError(
+                f"{self._data} mirrors {selected}, not {wanted}",
+                hint="leave --collection and --scope out or give the same; another choice needs a new data directory",
+                setting="scope" if wanted.scope is not None else "collections",
+            )
+        judge_streams(self._settings, selected)
         vbuckets = self._settings.vbuckets
         held = (identity.vbids[0], identity.vbids[-1])
         if vbuckets is not None and vbucket_range(vbuckets, "vbuckets") != held:
@@ -278,9 +291,16 @@ class Supervisor:
     def _make_directory(self, source: Source) -> Identity:
         held, count = self._held(source), source.vbucket_count
         groups = min(self._settings.groups, held[1] - held[0] + 1 if held else count)
-        identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, count, groups, held)
+        selected = self._selection.text
+        identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, count, groups, held, selected)
         directory.create(str(self._data), identity)
-        log.info("made a new mirror", data=str(self._data), bucket=source.bucket_name, groups=groups)
+        log.info(
+            "made a new mirror",
+            data=str(self._data),
+            bucket=source.bucket_name,
+            groups=groups,
+            selection=str(self._selection),
+        )
         return identity
 
     def _held(self, source: Source) -> tuple[int, int] | None:
@@ -420,7 +440,10 @@ class Supervisor:
         except ConfigError as error:
             log.error("the new settings are not taken; the old ones stay in force", error=str(error))
         else:
-            fixed = {name: getattr(self._settings, name) for name in ("data", "source", "groups", "vbuckets", *KINDS)}
+            fixed = {
+                name: getattr(self._settings, name)
+                for name in ("data", "source", "groups", "collections", "scope", "vbuckets", *KINDS)
+            }
             fresh = fresh.model_copy(update=fixed)
             changed = [name for name in Settings.model_fields if getattr(fresh, name) != getattr(self._settings, name)]
             self._settings = fresh
@@ -601,7 +624,9 @@ class Supervisor:
             "vbucket_count": identity.vbucket_count if identity else None,
             "vbuckets_held": len(identity.vbids) if identity else None,
             "group_count": identity.group_count if identity else None,
+            "selection": str(Selection.parse(identity.selection)) if identity else None,
             "sync": self._settings.sync,
+            "warnings": self._warnings(),
             "supervisor": self._figures(self._gauge),
             "workers": [
                 self._worker_row(number, slot)
@@ -626,6 +651,11 @@ class Supervisor:
             "catch_up": self._catch_up.progress() if self._catch_up is not None else None,
             "vbuckets": rows,
         }
+
+    def _warnings(self) -> list[str]:
+        """What people should know, each once."""
+        found = (text for child in self._alive() for text in child.status.get("warnings") or ())
+        return list(dict.fromkeys(found))
 
     def _worker_row(self, number: int, slot: Slot) -> dict[str, Any]:
         child = slot.child

@@ -182,6 +182,11 @@ def test_what_is_needed_is_asked_for(tmp_path: Path) -> None:
         ([], {"DCP_MIRROR_WROKERS": "2"}, "WROKERS"),
         ([], {"DCP_MIRROR_DCP": "127.0.0.1:1"}, "listener"),
         (["--config", "/nonexistent.toml"], {}, "/nonexistent.toml"),
+        (["--collection", "airline"], {}, "SCOPE.COLLECTION"),
+        (["--collection", "a.b", "--scope", "a"], {}, "both a scope and collections"),
+        (["--scope", "a.b"], {}, "not the name of a scope"),
+        (["--scope", "a", "--set", "track_prepares=true"], {}, "track_prepares"),
+        (["--set", "out_of_order_backfill=true"], {}, "single collection"),
     ],
 )
 def test_settings_that_are_wrong(tmp_path: Path, arguments: list[str], env: dict[str, str], words: str) -> None:
@@ -243,6 +248,28 @@ def test_data_of_another_bucket_is_left_as_it_is(mirrored: Path, tmp_path: Path)
     assert result.code == 3
     assert "bucket" in result.complaint
     assert files_below(data) == before
+
+
+def test_one_collection_is_mirrored_and_read_by_its_name(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with SandboxThread(SandboxCluster(vbuckets=4, seed=7)) as source:
+        bucket = source.cluster.bucket
+        source.call(bucket.create_scope, "inventory")
+        source.call(bucket.create_collection, "inventory", "airline")
+        source.call(bucket.set, "af", {"name": "Air France"}, collection="inventory.airline")
+        arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up"]
+        assert call(*arguments, "--collection", "inventory.airline").code == 0
+        other = call(*arguments, "--scope", "inventory")
+        assert call(*arguments).code == 0, "what it was made for need not be said again"
+    assert other.code == 2
+    assert "mirrors collections inventory.airline, not scope inventory" in other.complaint
+    assert call("get", "--data", data, "af", "--collection", "inventory.airline", "--json").json["value"] == {
+        "name": "Air France"
+    }
+    assert call("status", "--data", data, "--json").json["selection"] == "collections inventory.airline"
+    absent = call("get", "--data", data, "af", "--collection", "inventory.route")
+    assert absent.code != 0
+    assert "inventory.airline" in absent.complaint, "what is known here is said"
 
 
 def test_the_number_of_groups_is_fixed(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
+from mirror.ingest.selection import Selection
 from storage import directory
 from storage.model import Identity
 from storage.writer import GroupWriter
@@ -31,10 +32,12 @@ class Mirror:
         password: str,
         groups: int = 1,
         own_groups: list[int] | None = None,
+        selection: Selection | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.path = str(path / "data")
-        self.identity = Identity("cluster", bucket, bucket_uuid, vbuckets, groups)
+        selected = (selection or Selection()).text
+        self.identity = Identity("cluster", bucket, bucket_uuid, vbuckets, groups, selection=selected)
         if not directory.exists(self.path):
             directory.create(self.path, self.identity)
         secrets = path / "secrets"

@@ -315,6 +315,28 @@ async def test_the_number_of_groups_cannot_change_but_the_number_of_workers_can(
         assert [worker["groups"] for worker in service.status_document()["workers"]] == [[0, 3], [1], [2]]
 
 
+async def test_a_mirror_of_some_collections_refuses_to_become_one_of_others(tmp_path: Path) -> None:
+    selected = settings_for(tmp_path, collections="inventory.route, inventory.airline")
+    async with serving(supervisor(tmp_path, settings=selected)) as service:
+        await eventually(running(service))
+        assert service.status_document()["selection"] == "collections inventory.airline, inventory.route"
+    assert directory.load(str(tmp_path)).selection == "collections inventory.airline,inventory.route"
+    for other, named in (({"scope": "inventory"}, "scope inventory"), ({"collections": "a.b"}, "collections a.b")):
+        with pytest.raises(ConfigError, match=f"inventory.route, not {named}") as caught:
+            await supervisor(tmp_path, settings=settings_for(tmp_path, **other)).run()
+        assert "leave --collection and --scope out" in str(caught.value)
+    async with serving(supervisor(tmp_path)) as service:  # not named again: it stays what it was made for
+        await eventually(running(service))
+    with pytest.raises(ConfigError, match="track_prepares is set, and the data directory mirrors"):
+        await supervisor(tmp_path, settings=settings_for(tmp_path, track_prepares=True)).run()
+
+
+async def test_a_mirror_of_the_whole_bucket_refuses_to_become_one_of_a_part(tmp_path: Path) -> None:
+    directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
+    with pytest.raises(ConfigError, match="mirrors the whole bucket, not scope inventory"):
+        await supervisor(tmp_path, settings=settings_for(tmp_path, scope="inventory")).run()
+
+
 async def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
     tries = []
 
