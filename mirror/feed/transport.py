@@ -28,6 +28,8 @@ PENDING_REQUESTS_MAX = 8192
 """Unanswered requests on one connection: a stream request for each of 1,024 vbuckets, and plenty of room."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
 """Unsent bytes of ours: requests and acks are small, so more means that the node does not read any more."""
+NEXT_ADDRESS_DELAY_S = 0.25
+"""A name's next address is tried beside the first when that takes longer (RFC 8305): one may be a dead node's."""
 
 OnAnswer = Callable[[Frame | ClusterError], None]
 """Takes the answer to a request, or why there will be none."""
@@ -272,6 +274,7 @@ async def open_link(
                 address.host,
                 address.port,
                 ssl=None if tls is None else tls.context,
+                happy_eyeballs_delay=NEXT_ADDRESS_DELAY_S,
                 server_hostname=None if tls is None else address.host.partition("%")[0],
             )
             return link

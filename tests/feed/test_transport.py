@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 
 import pytest
 
@@ -163,6 +165,27 @@ async def test_request_whose_connection_ends_fails_with_the_reason() -> None:
         node.hang_up()
         with pytest.raises(ConnectFailed):
             await waiting
+
+
+async def test_an_address_that_swallows_connections_does_not_hide_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may still carry the address of a node that is gone: nobody answers there, not even with a refusal."""
+    async with ScriptedNode() as node:
+        with contextlib.ExitStack() as stack:
+            dead = stack.enter_context(socket.socket())
+            dead.bind(("127.0.0.2", node.port))
+            dead.listen(0)
+            for _ in range(8):  # fill its queue
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(dead.getsockname())
+            found = [
+                (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, node.port))
+                for host in ("127.0.0.2", "127.0.0.1")
+            ]
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: found)
+            link = await open_link(Address("db.example", node.port), tls=None, timeout_s=20, clock=SystemClock())
+            assert (await link.request(Opcode.NOOP, timeout_s=20)).status == Status.SUCCESS
+            link.close()
 
 
 async def test_nobody_there_is_one_clear_error() -> None:
