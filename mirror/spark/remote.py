@@ -130,7 +130,9 @@ def read_documents(options: Options, job: Job, vbids: Sequence[int], shape: Shap
             if isinstance(item, RolledBack):
                 raise LostHistory(f"vbucket {vbid}: the source does not send it from the beginning", hint="try again")
             if isinstance(item, Snapshot):
-                under_way.setdefault(vbid, Newest()).add(item)
+                if vbid not in under_way:
+                    under_way[vbid] = Newest()
+                under_way[vbid].add(item)
             elif (newest := under_way.get(vbid)) is not None:
                 for frames in newest.mutations():
                     yield from _made(maker, vbid, frames, job, newest.names)

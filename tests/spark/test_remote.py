@@ -1,0 +1,268 @@
+"""Documents and changes over a connection without Spark, from the embedded source: failovers with and without loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mirror.errors import AuthRejected, ConfigError
+from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.spark import remote
+from mirror.spark.changes import LostHistory
+from mirror.spark.columns import CHANGES, DOCUMENTS
+from mirror.spark.local import Shape, Wanted
+from mirror.spark.options import Options, parse
+from mirror.spark.remote import KEPT, RemoteChanges, plan, read_changes, read_documents
+from storage.model import Manifest
+from storage.records import encode_deletion, encode_mutation
+
+VBUCKETS = 4
+PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS), False)
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxThread]:
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "demo")
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=3)) as running:
+        yield running
+        KEPT.drop()
+
+
+def options(source: SandboxThread, table: str = "changes", **more: str) -> Options:
+    return parse({"connection": source.connection_string, "table": table, "partitions": "2"} | more)
+
+
+def write(source: SandboxThread, first: int, count: int, value: object = 1, **where: Any) -> None:
+    def each() -> None:
+        for number in range(first, first + count):
+            source.cluster.set(f"k{number}", {"v": value}, **where)
+
+    source.call(each)
+
+
+def there(source: SandboxThread) -> dict[str, tuple[int, bytes]]:
+    """What the source holds."""
+
+    def look() -> dict[str, tuple[int, bytes]]:
+        found = {}
+        for vbid in range(VBUCKETS):
+            for key, item in source.cluster.vbucket(vbid).state_at().items():
+                found[key[1:].decode()] = (item.seqno, item.value)
+        return found
+
+    return source.call(look)
+
+
+def documents(options: Options, wanted: Wanted | None = None) -> list[Row]:
+    job, shares = plan(options, wanted or Wanted())
+    return [
+        row for vbids in shares for batch in read_documents(options, job, vbids, PLAIN) for row in batch.to_pylist()
+    ]
+
+
+class Follower:
+    """A stream over a connection and the table that it keeps."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.driver = RemoteChanges(options)
+        self.start = self.driver.beginning()
+        self.table: dict[str, Row] = {}
+        self.log: list[Row] = []
+
+    def restart(self, options: Options | None = None) -> None:
+        self.driver.close()
+        self.options = options or self.options
+        self.driver = RemoteChanges(self.options)
+
+    def step(self) -> bool:
+        end = self.driver.decode(json.loads(json.dumps(self.driver.latest(self.start, True).encode())))
+        if end == self.start:
+            return False
+        for work in self.driver.plan(self.start, end):
+            for row in read_changes(self.options, work):
+                self.apply(dict(zip(CHANGES.names, row, strict=True)))
+        self.start = end
+        return True
+
+    def apply(self, row: Row) -> None:
+        self.log.append(row)
+        if row["kind"] == "resync":
+            self.table = {key: held for key, held in self.table.items() if held["vbid"] != row["vbid"]}
+        elif row["key"] is not None:
+            held = self.table.get(row["key"].decode())
+            at = (row["at_branch"], row["at_seqno"])
+            if held is None or at > (held["at_branch"], held["at_seqno"]):
+                self.table[row["key"].decode()] = row
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    @property
+    def state(self) -> dict[str, tuple[int, bytes]]:
+        return {key: (row["seqno"], row["value"]) for key, row in self.table.items() if row["kind"] == "mutation"}
+
+
+def test_documents_are_what_the_source_holds(source: SandboxThread) -> None:
+    assert documents(options(source, "documents")) == []
+    write(source, 0, 200)
+    write(source, 0, 50, "newer")
+    source.call(source.cluster.delete, "k60")
+    found = documents(options(source, "documents"))
+    assert {row["key"]: (row["seqno"], row["value"]) for row in found} == there(source)
+    assert len(found) == 199
+    assert {row["collection"] for row in found} == {"_default._default"}
+    only = documents(options(source, "documents", vbuckets="1"), Wanted(prefix=b"k1"))
+    assert {row["key"] for row in only} == {row["key"] for row in found if row["vbid"] == 1 and row["key"][:2] == "k1"}
+
+
+def test_documents_of_a_collection(source: SandboxThread) -> None:
+    source.call(source.cluster.bucket.create_scope, "shop")
+    source.call(source.cluster.bucket.create_collection, "shop", "orders")
+    write(source, 0, 20, collection="shop.orders")
+    write(source, 0, 30)
+    assert {row["collection"] for row in documents(options(source, "documents"))} == {
+        "_default._default",
+        "shop.orders",
+    }
+    assert len(documents(options(source, "documents", collection="shop.orders"))) == 20
+    assert len(documents(options(source, "documents"), Wanted(collections=frozenset({"shop.orders"})))) == 20
+    source.call(source.cluster.bucket.drop_collection, "shop.orders")
+    assert len(documents(options(source, "documents"))) == 30
+    with pytest.raises(ConfigError, match=r"no collection 'shop\.orders'"):
+        documents(options(source, "documents", collection="shop.orders"))
+
+
+def test_a_backfill_in_two_snapshots_is_one_version_of_each_key() -> None:
+    class Given:
+        """A snapshot of given rows."""
+
+        def __init__(self, frames: list[bytes]) -> None:
+            self.manifest = Manifest.initial()
+            self._frames = frames
+
+        def frames(self) -> Iterator[bytes]:
+            return iter(self._frames)
+
+    newest = remote.Newest()
+    newest.add(Given([encode_mutation(key, b"1", at) for at, key in enumerate((b"a", b"b", b"c"), 1)]))  # type: ignore[arg-type]
+    newest.add(Given([encode_mutation(b"b", b"2", 4), encode_deletion(b"c", 5), encode_mutation(b"d", b"2", 6)]))  # type: ignore[arg-type]
+    newest.add(Given([encode_mutation(b"d", b"3", 7)]))  # type: ignore[arg-type]
+    frames = [frame for some in newest.mutations() for frame in some]
+    newest.close()
+    assert [(remote.key_of(frame), frame[-1:]) for frame in frames] == [(b"\0a", b"1"), (b"\0b", b"2"), (b"\0d", b"3")]
+
+
+def test_each_event_comes_once_over_one_connection_a_process(source: SandboxThread) -> None:
+    follower = Follower(options(source))
+    write(source, 0, 100)
+    follower.run()
+    reader = KEPT.reader(follower.options)
+    for turn in range(3):
+        write(source, 50 * turn, 60, turn)
+        source.call(source.cluster.delete, f"k{50 * turn}")
+        follower.run()
+    assert KEPT.reader(follower.options) is reader
+    assert follower.state == there(source)
+    positions = [(row["vbid"], row["seqno"]) for row in follower.log]
+    assert len(set(positions)) == len(positions)
+    assert {row["kind"] for row in follower.log} == {"mutation", "deletion"}
+    assert all(row["snapshot_end_seqno"] >= row["seqno"] and row["vbuuid"] for row in follower.log)
+    follower.driver.close()
+
+
+def test_a_limit_takes_some_vbuckets_whole(source: SandboxThread) -> None:
+    write(source, 0, 200)
+    follower = Follower(options(source, maxRowsPerBatch="100"))
+    assert follower.step()
+    assert 0 < len(follower.log) < 200
+    assert len({row["vbid"] for row in follower.log}) < VBUCKETS
+    follower.run()
+    assert follower.state == there(source)
+    follower.driver.close()
+
+
+def test_a_failover_without_loss_reads_the_last_batch_again(source: SandboxThread) -> None:
+    write(source, 0, 100)
+    follower = Follower(options(source))
+    follower.run()
+    write(source, 0, 20, 2)
+    follower.run()
+    source.call(source.cluster.failover, 0)
+    write(source, 0, 100, 3)
+    follower.restart()
+    follower.run()
+    assert follower.state == there(source)
+    assert "resync" not in {row["kind"] for row in follower.log}
+    follower.driver.close()
+
+
+def test_what_a_failover_lost_is_refused_or_begun_anew(source: SandboxThread) -> None:
+    write(source, 0, 100)
+    follower = Follower(options(source))
+    follower.run()
+    source.call(source.cluster.failover, 0, lose=3)
+    write(source, 200, 40, 2)
+    with pytest.raises(LostHistory, match=r"vbucket 0: the source lost what came after.*resync"):
+        follower.step()
+    follower.restart(options(source, onLostHistory="resync"))
+    follower.run()
+    assert follower.state == there(source)
+    assert [row["vbid"] for row in follower.log if row["kind"] == "resync"] == [0]
+    anew = [row for row in follower.log if row["vbid"] == 0 and row["at_branch"] == 1]
+    assert anew[0]["kind"] == "resync"
+    follower.driver.close()
+
+
+def test_a_batch_whose_end_was_lost_before_it_ran_is_made_up_for(source: SandboxThread) -> None:
+    write(source, 0, 100)
+    follower = Follower(options(source))
+    follower.run()
+    write(source, 100, 100)
+    end = follower.driver.latest(follower.start, True)
+    source.call(source.cluster.failover, 0, lose=3)
+    with pytest.raises(LostHistory, match="vbucket 0"):
+        follower.driver.plan(follower.start, end)
+    follower.restart(options(source, onLostHistory="resync"))
+    works = follower.driver.plan(follower.start, end)
+    assert 0 not in {way.vbid for work in works for way in work.ways}
+    for work in works:
+        for row in read_changes(follower.options, work):
+            follower.apply(dict(zip(CHANGES.names, row, strict=True)))
+    follower.start = end
+    write(source, 300, 40)
+    follower.run()
+    assert follower.state == there(source)
+    follower.driver.close()
+
+
+def test_dropped_and_flushed_collections_are_told_by_name(source: SandboxThread) -> None:
+    bucket = source.cluster.bucket
+    source.call(bucket.create_scope, "shop")
+    source.call(bucket.create_collection, "shop", "orders")
+    write(source, 0, 20, collection="shop.orders")
+    follower = Follower(options(source))
+    follower.run()
+    assert {row["collection"] for row in follower.log} == {"shop.orders"}
+    source.call(bucket.flush_collection, "shop.orders")
+    follower.run()
+    source.call(bucket.drop_collection, "shop.orders")
+    follower.run()
+    told = [(row["kind"], row["collection"]) for row in follower.log if row["key"] is None]
+    assert (
+        told == [("collection_flushed", "shop.orders")] * VBUCKETS + [("collection_dropped", "shop.orders")] * VBUCKETS
+    )
+    follower.driver.close()
+
+
+def test_what_is_not_there_is_named(source: SandboxThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no vbucket 9"):
+        RemoteChanges(options(source, vbuckets="9"))
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "wrong")
+    with pytest.raises(AuthRejected):
+        documents(options(source, "documents"))
