@@ -154,7 +154,8 @@ function drawFigures(report) {
     ["ingest, documents", known(sums.documents_per_s) ? `${number(sums.documents_per_s)}/s` : "–"],
     ["ingest, bytes", known(sums.bytes_per_s) ? `${bytes(sums.bytes_per_s)}/s` : "–"],
     ["published", number(sums.published_seqnos)],
-    ["vbuckets", number(report.vbucket_count)],
+    ["vbuckets", report.vbuckets_held === report.vbucket_count ? number(report.vbucket_count)
+      : `${number(report.vbuckets_held)} of ${number(report.vbucket_count)}`],
     ["rollbacks", number(sums.rollback_count)],
     ["service up", span(report.uptime_s)],
   ];
