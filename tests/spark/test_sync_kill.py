@@ -1,0 +1,101 @@
+"""SIGKILL of driver and mirror in the middle of batches, and failovers that lose what was told already.
+
+Whatever dies, and whenever: each event is in `changes` once, what the source lost is taken back, and `documents` is the
+source. Each kill is proved to have hit a running batch by Spark's own checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from mirror.sandbox.bucket import vbucket_of
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.thread import SandboxThread
+from tests.crash.load import Load
+from tests.crash.service import Service, until
+from tests.spark.stream_rig import LIMIT_S, Stream, follow, verdict
+
+VBUCKETS = 16
+KEYS = 800
+ROLLBACKS = 3
+TAIL = 6
+
+pytestmark = pytest.mark.xdist_group("spark")
+
+
+@pytest.fixture
+def source() -> Iterator[SandboxThread]:
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=VBUCKETS)) as thread:
+        yield thread
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("changes", "kills", "rate"),
+    [
+        (6_000, 4, 150),
+        pytest.param(300_000, 20, 400, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_the_tables_are_exact_whoever_was_killed_in_mid_batch(
+    source: SandboxThread, tmp_path: Path, changes: int, kills: int, rate: int, record_property: Any
+) -> None:
+    seed = 20261121
+    record_property("seed", seed)
+    rng = Random(seed)
+    load = Load(source.cluster, seed, rate=0, keys=KEYS)
+    source.call(load.write, changes // 2)
+    writing = asyncio.run_coroutine_threadsafe(load.run(), source._loop)
+    tails = itertools.count()
+    data, lake = tmp_path / "data", tmp_path / "lake"
+    stream = Stream(lake, "--data", str(data), "--trigger", "0.2", "--max-rows", str(max(500, changes // 20)))
+    with Service(source.connection_string, data, "--groups", "4", "--workers", "2") as service, stream:
+        service.start()
+        follow(source, data)
+        stream.start()
+        load.rate = rate
+        for number in range(kills):
+            if number % 2:
+                stream.kill_in_batch("mirror", service.kill_supervisor)
+                service.start()
+            else:
+                whole = bool(rng.randrange(2))
+                stream.kill_in_batch("driver", lambda whole=whole: stream.kill_driver(whole_group=whole))
+                stream.start()
+            if number < ROLLBACKS:
+                lose_a_tail(source, load, stream, data, f"tail{next(tails)}")
+            left = changes // 2 * (number + 1) // kills - (load.written - changes // 2)
+            source.call(load.write, max(0, left))
+        load.rate = 0
+        writing.cancel()
+        follow(source, data)
+        stream.terminate()
+        stream.finish()
+        found = verdict(source, data, lake)
+    record_property("kills", f"{'; '.join(map(str, stream.kills))}; {found}")
+    assert len(stream.kills) == kills
+    assert load.written >= changes
+    assert found["rollbacks"] >= ROLLBACKS
+    assert found["retractions"] >= ROLLBACKS * TAIL
+    assert service.tracebacks() == ""
+
+
+def lose_a_tail(source: SandboxThread, load: Load, stream: Stream, data: Path, name: str) -> None:
+    """A failover that loses what the stream has told already."""
+    rate, load.rate = load.rate, 0
+    follow(source, data)
+    keys = [f"{name}-{number}" for number in range(TAIL)]
+    for key in keys:
+        source.call(source.cluster.set, key, b'{"tail": true}')
+    vbids = sorted({vbucket_of(key.encode(), VBUCKETS) for key in keys})
+    until("the tail to be told", lambda: set(keys) <= stream.keys_told(), limit_s=LIMIT_S, poll_s=0.2)
+    for vbid in vbids:
+        source.call(source.cluster.failover, vbid, lose=TAIL)
+    load.rate = rate
