@@ -71,6 +71,7 @@ class Bucket:
             [NOWHERE] * vbuckets,
             [[NOWHERE] * replicas for _ in range(vbuckets)],
             replica_count=replicas,
+            tells_epoch=profile.map_epochs,
             capabilities=[name for name in BUCKET_CAPABILITIES if profile.has_capability(name)],
         )
         self.states: dict[int, VbucketState] = {}

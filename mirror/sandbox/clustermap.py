@@ -66,6 +66,8 @@ class ClusterMap:
     nodes: list[NodeAddress] = field(default_factory=list)
     rev: int = 1
     epoch: int = 1
+    tells_epoch: bool = True
+    """Old servers order their maps by revision alone."""
     replica_count: int = 0
     capabilities: Sequence[str] = tuple(BUCKET_CAPABILITIES)
     """What the bucket is said to be able to do."""
@@ -91,7 +93,9 @@ class ClusterMap:
 
     def _render(self, this_node: int, *, with_bucket: bool) -> bytes:
         index = {node.number: position for position, node in enumerate(self.nodes)}
-        config: dict[str, object] = {"rev": self.rev, "revEpoch": self.epoch}
+        config: dict[str, object] = {"rev": self.rev}
+        if self.tells_epoch:
+            config["revEpoch"] = self.epoch
         nodes_ext: list[dict[str, object]] = []
         host = "$HOST" if self.host is None else f"[{self.host}]" if ":" in self.host else self.host
         for node in self.nodes:

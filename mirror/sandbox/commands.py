@@ -102,6 +102,7 @@ def _status(server: Target, _arguments: Arguments) -> Any:
     return {
         "connection_string": cluster.connection_string,
         "bucket_uuid": cluster.bucket.map.bucket_uuid,
+        "profile": cluster.bucket.profile.name,
         "documents": cluster.bucket.document_count,
         "written": server.workload.written if server.workload else 0,
         "vbuckets": len(owners),

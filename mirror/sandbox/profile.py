@@ -160,6 +160,16 @@ class Profile:
         return self.since(7, 0)
 
     @property
+    def map_epochs(self) -> bool:
+        """Whether cluster maps are ordered by an epoch before their revision."""
+        return self.since(7, 0)
+
+    @property
+    def map_without_bucket(self) -> bool:
+        """Whether who has chosen no bucket yet is told of the nodes."""
+        return self.since(6, 5)
+
+    @property
     def hangs_up(self) -> bool:
         """Whether a request out of place ends the connection (captures, point 13)."""
         return not self.since(6, 5)

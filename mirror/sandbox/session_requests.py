@@ -91,6 +91,8 @@ def _select_bucket(session: Session, frame: Frame) -> Reply:
 def _cluster_config(session: Session, frame: Frame) -> Reply:
     known = codec_kv.decode_cluster_config_request(frame)
     cluster_map = session.bucket.map
+    if not session.bucket_selected and not session.bucket.profile.map_without_bucket:
+        return Reply(Status.NO_BUCKET)
     if known is not None and known >= (cluster_map.epoch, cluster_map.rev):
         return Reply()
     session.map_sent = cluster_map.epoch, cluster_map.rev

@@ -13,6 +13,7 @@ async def test_status_and_vbuckets(server: ControlServer) -> None:
     await tell(server, "write", count=50)
     status = await tell(server, "status")
     assert (status["vbuckets"], status["written"], len(status["nodes"])) == (4, 50, 2)
+    assert status["profile"] == "8.0"
     assert status["documents"] == server.cluster.bucket.document_count
     seen = await tell(server, "vbucket", vbid=1)
     assert (seen["node"], seen["high_seqno"]) == (1, server.cluster.vbucket(1).high_seqno)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mirror.errors import ConfigError
@@ -118,6 +120,20 @@ async def test_purged_tombstones_are_ignored_on_request_from_7_2_on(profile: str
         cluster.bucket.purge()
         client = await Client.dcp(cluster)
         assert (await client.stream(0, start=2, uuid=cluster.vbucket(0).vbuuid, flags=0x80)).status == status
+
+
+@pytest.mark.parametrize(
+    ("profile", "alone", "epoch"), [("6.0", False, False), ("6.6", True, False), ("7.0", True, True)]
+)
+async def test_maps_of_old_servers_have_no_epoch_and_need_a_bucket(profile: str, alone: bool, epoch: bool) -> None:
+    async with SandboxCluster(vbuckets=1, profile=profile) as cluster:
+        client = await Client.connect(cluster)
+        await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0demo"))
+        status = (await client.ask(codec_kv.get_cluster_config())).status
+        assert status == (Status.SUCCESS if alone else Status.NO_BUCKET)
+        await client.ask(codec_kv.select_bucket(b"demo"))
+        config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
+        assert ("revEpoch" in config, config["rev"]) == (epoch, cluster.bucket.map.rev)
 
 
 async def test_streams_need_a_privilege_of_their_own_from_7_on() -> None:
