@@ -112,7 +112,7 @@ class Settings(BaseSettings):
     compression: Literal["as_stored", "forced"] = "as_stored"
     """`forced` has the source compress every value: less network and disk here for more of the source's processors."""
 
-    # the source's security
+    # the source's security; certificates, key and password are read again at each connection
     tls_ca_file: Path | None = None
     """CA certificates (PEM) that sign the cluster's; None: the system's."""
     tls_client_cert_file: Path | None = None
