@@ -85,6 +85,7 @@ class VbucketActor:
         self.stalls = 0
         self.stalled_streams = 0
         """How many streams in a row stood still, though the source is ahead; 0 when the last one brought something."""
+        self.stall_text = ""
         self.violations = 0
         self.gate: PersistenceGate | None = None
         """Holds complete snapshots back until the source has persisted them; None: nothing is held back."""
@@ -181,7 +182,7 @@ class VbucketActor:
         """The stream stands still though the source is ahead."""
         self.stalls += 1
         self.stalled_streams += 1
-        self.last_error = text
+        self.stall_text = self.last_error = text
         self.last_progress = self._around.clock.monotonic()
 
     # -- what the performer asks for ------------------------------------------------------------------------------
@@ -314,7 +315,7 @@ class VbucketActor:
         return {
             "vbid": self.vbid,
             "state": "stalled" if self.stalled_streams else str(self.status),
-            "text": self.last_error if self.stalled_streams else self.text,
+            "text": self.stall_text if self.stalled_streams else self.text,
             "branch": int(state.branch),
             "vbuuid": int(state.failover_log[0].vbuuid) if state.failover_log else 0,
             "failover_log": [[int(entry.vbuuid), int(entry.seqno)] for entry in state.failover_log],

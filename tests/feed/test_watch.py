@@ -1,0 +1,300 @@
+"""Streams that stand still: noticed by seqnos, bytes and time, asked for anew, in the end over another connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mirror.clock import ManualClock
+from mirror.config import Settings
+from mirror.errors import ClusterError, HandshakeFailed, SourceTimeout
+from mirror.feed.watch import SourceWatch
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.serve.http_status import why_not_ready
+from mirror.supervise.status import reported_row
+from tests.feed.harness import Mirror
+
+VBUCKETS = 4
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[SandboxCluster]:
+    async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1) as running:
+        yield running
+
+
+def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+    return Mirror(
+        path,
+        bucket=cluster.bucket.name,
+        bucket_uuid=cluster.bucket.map.bucket_uuid,
+        vbuckets=VBUCKETS,
+        password="demo",
+        settings={"stall_timeout_s": 1, **settings},
+    )
+
+
+def write(cluster: SandboxCluster, vbid: int, name: str) -> None:
+    cluster.set(name, {"a": 1}, vbid=vbid)
+
+
+async def follow(mirror: Mirror, cluster: SandboxCluster, *vbids: int) -> None:
+    for vbid in vbids or range(VBUCKETS):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+
+
+async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_costs_the_connection(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    """The node answers, its noops come, every other stream is well: only this one brings nothing."""
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    for vbid in range(VBUCKETS):
+        write(cluster, vbid, f"first-{vbid}")
+    await follow(mirror, cluster)
+    asked = len(cluster.sent(2).stream_requests)
+    cluster.bucket.stream_faults.mute([2])
+    write(cluster, 2, "unheard")
+    await mirror.until_state(2, "stalled")
+    row = mirror.row(2)
+    assert "the source is at 2" in row["text"]
+    assert row["stalls"] >= 1
+    report = {"vbucket_count": 1, "vbuckets_held": 1, "vbuckets": [reported_row(row, 0) | {"lag_s": 0.0}]}
+    assert why_not_ready(report, 30.0) == ["1 of 1 vbuckets stalled: the source is ahead and sends nothing: 2"]
+    await mirror.until(lambda: len(cluster.sent(2).stream_requests) > asked, "asked for anew")
+    await mirror.until(lambda: consumer.status()["nodes"][0]["reconnects"] >= 1, "another connection")
+    await mirror.until(lambda: consumer.status()["counters"]["stalls"] >= 2, "twice")
+    write(cluster, 0, "others go on")
+    await follow(mirror, cluster, 0, 1, 3)
+    cluster.bucket.stream_faults.clear()
+    await follow(mirror, cluster)
+    await mirror.until_state(2, "streaming")
+    assert consumer.status()["counters"]["requested_again_bytes"] == 0
+    await mirror.stop()
+
+
+async def test_a_node_that_takes_connections_and_streams_nothing_is_said_and_tried_anew(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    for vbid in range(VBUCKETS):
+        write(cluster, vbid, f"first-{vbid}")
+    cluster.bucket.stream_faults.mute()
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await mirror.until(lambda: {row["state"] for row in consumer.status()["vbuckets"]} == {"stalled"}, "all stalled")
+    await mirror.until(lambda: "does not stream" in (consumer.status()["nodes"][0]["error"] or ""), "said")
+    cluster.bucket.stream_faults.clear()
+    await follow(mirror, cluster)
+    await mirror.stop()
+
+
+class Proxy:
+    """Forwards bytes between a client and a node, until it stops to, without a word to either."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.deaf = asyncio.Event()
+        self.connections = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Proxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        there, onward = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, onward]
+        deaf = self.deaf
+        for source, target in ((reader, onward), (there, writer)):
+            task = asyncio.create_task(self._forward(source, target, deaf))
+            self._tasks.add(task)
+
+    @staticmethod
+    async def _forward(source: asyncio.StreamReader, target: asyncio.StreamWriter, deaf: asyncio.Event) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(65536):
+                if not deaf.is_set():
+                    target.write(data)
+        if not deaf.is_set():
+            target.close()
+
+
+@pytest.mark.parametrize("noops_taken", [True, False])
+async def test_a_proxy_that_stops_forwarding_is_noticed_within_twice_the_noop_interval(
+    cluster: SandboxCluster, tmp_path: Path, noops_taken: bool
+) -> None:
+    """No FIN, no RST, and the node behind it is well. Also where the source does not take our interval of noops."""
+    node = cluster.nodes[0]
+    assert node.port is not None
+    async with Proxy(node.port) as proxy:
+        cluster.bucket.map.nodes = [replace(each, port=proxy.port) for each in cluster.bucket.map.nodes]
+        cluster.bucket.map_changed()
+        if not noops_taken:
+            cluster.bucket.stream_faults.noops_withheld = True
+        settings = {"noop_interval_s": 1.0, "stall_timeout_s": 600, "request_timeout_s": 600}
+        mirror = mirror_of(cluster, tmp_path, **settings)
+        consumer = mirror.start(f"couchbase://demo@127.0.0.1:{proxy.port}/{cluster.bucket.name}")
+        write(cluster, 1, "first")
+        await follow(mirror, cluster)
+        if not noops_taken:
+            session = consumer.ready_sessions()[0]
+            session.controls["set_noop_interval"] = False
+            await asyncio.sleep(2.5)
+            assert session.ready, "our own noops keep a sound connection"
+        silenced, proxy.deaf = proxy.deaf, asyncio.Event()  # connections from now on are sound
+        silenced.set()
+        write(cluster, 1, "second")
+        await mirror.until(lambda: "was silent for 2." in str(consumer.status()["nodes"][0]["error"]), "noticed")
+        await follow(mirror, cluster)
+        assert consumer.status()["nodes"][0]["reconnects"] >= 1
+        await mirror.stop()
+
+
+# --- the judgement, without a source ---
+
+
+class Stand:
+    """A vbucket and its session, as the watch sees them."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.vbid = 0
+        self.session = self
+        self.source_high_seqno: int | None = 10
+        self.streaming = True
+        self.staged_seqno = 5
+        self.last_progress = self.backfill_at = clock.monotonic()
+        self.stalled_streams = self.stalls = 0
+        self.address = "node"
+        self.clock = clock
+        self.writer = self
+        self.done: list[str] = []
+
+    def state(self, _vbid: int) -> Stand:
+        return self
+
+    def progressed(self) -> None:
+        self.last_progress = self.clock.monotonic()
+        self.stalled_streams = 0
+
+    def stalled(self, _text: str) -> None:
+        self.stalled_streams += 1
+        self.stalls += 1
+        self.last_progress = self.clock.monotonic()
+
+    def close(self, error: Exception) -> None:
+        self.done.append(str(error))
+
+
+class Watching:
+    polled_collections = None
+
+    def __init__(self, stand: Stand) -> None:
+        self.stand = stand
+        self.keepers: dict[Any, Any] = {"node": None}
+
+    def actors_at(self, _address: Any) -> list[Any]:
+        return [self.stand]
+
+    def reopen(self, _vbid: int, cause: str) -> None:
+        self.stand.done.append(cause)
+
+
+@pytest.fixture
+def watched() -> tuple[ManualClock, Stand, SourceWatch]:
+    clock = ManualClock()
+    stand = Stand(clock)
+    settings = Settings.model_validate({"stall_timeout_s": 100})
+    return clock, stand, SourceWatch(Watching(stand), settings, clock, lambda _task: None)  # type: ignore[arg-type]
+
+
+def later(clock: ManualClock, watch: SourceWatch, seconds: float) -> None:
+    clock.advance(seconds)
+    watch.judge()
+
+
+def test_only_what_is_behind_and_silent_for_long_stands_still(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
+    clock, stand, watch = watched
+    later(clock, watch, 100)
+    assert stand.done == []
+    later(clock, watch, 1)
+    assert stand.done == ["stalled"]
+    later(clock, watch, 50)
+    assert len(stand.done) == 1
+    later(clock, watch, 51)
+    assert len(stand.done) == 2
+    assert "answers and does not stream vb 0" in stand.done[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source_high_seqno": None},
+        {"source_high_seqno": 5},
+        {"source_high_seqno": 4},
+        {"streaming": False},
+        {"session": None},
+    ],
+)
+def test_who_is_not_behind_or_has_no_stream_does_not(
+    watched: tuple[ManualClock, Stand, SourceWatch], change: dict[str, Any]
+) -> None:
+    clock, stand, watch = watched
+    for name, value in change.items():
+        setattr(stand, name, value)
+    for _ in range(5):
+        later(clock, watch, 101)
+    assert (stand.done, stand.stalls) == ([], 0)
+
+
+def test_whoever_waits_for_its_turn_behind_a_backfill_does_not(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
+    clock, stand, watch = watched
+    for _ in range(10):
+        stand.backfill_at = clock.monotonic()
+        later(clock, watch, 60)
+    assert stand.done == []
+    later(clock, watch, 60)
+    assert stand.done == ["stalled"]
+
+
+def test_progress_in_between_begins_the_count_anew(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
+    clock, stand, watch = watched
+    for _ in range(4):
+        later(clock, watch, 101)
+        stand.progressed()
+    assert stand.done == ["stalled"] * 4
+
+
+@pytest.mark.parametrize(
+    ("error", "closed"), [(SourceTimeout("no answer"), True), (HandshakeFailed("not initialised yet"), False)]
+)
+async def test_a_node_that_does_not_say_how_far_it_is_counts_as_one_that_does_not_answer(
+    watched: tuple[ManualClock, Stand, SourceWatch], monkeypatch: pytest.MonkeyPatch, error: ClusterError, closed: bool
+) -> None:
+    _, stand, watch = watched
+
+    async def fetch(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mirror.feed.watch.fetch_high_seqnos", fetch)
+    keeper = SimpleNamespace(session=SimpleNamespace(ready=True, link=None, close=stand.close), address="node")
+    await watch._poll(keeper)  # type: ignore[arg-type]
+    assert stand.done == ([str(error)] if closed else [])
