@@ -132,8 +132,11 @@ def running(name: str, master: str | None, spark: bool, processes: int | None) -
 
 
 @contextmanager
-def tasks_shown(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Tasks done, on stderr."""
+def tasks_shown(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    """Tasks done, on stderr; not beside JSON under spark-submit, which makes one stream of stderr and stdout."""
+    if as_json and under_spark_submit():
+        yield lambda _done, _of: None
+        return
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
 
         def progress(done: int, of: int) -> None:
@@ -181,7 +184,7 @@ def export(
     if isinstance(wanted, int):
         raise ConfigError("--as-of takes a time here: seqnos are a vbucket's own", hint="for example 2026-05-01T12:00Z")
     path = options.data_directory(data, config)
-    with running("export", master, spark, processes) as runner, tasks_shown("export") as progress:
+    with running("export", master, spark, processes) as runner, tasks_shown("export", as_json=as_json) as progress:
         from mirror.spark.ddl import fields_of
         from mirror.spark.export import export as run
 
@@ -320,7 +323,7 @@ def compare(
     """Compare the mirror with its source, key by key, in many tasks; exit code 3 where they differ, 1 where unsure."""
     loaded = options.settings_from({"data": data, "source": source}, config=config).settings
     path = options.data_directory(data, config)
-    with running("compare", master, spark, processes) as runner, tasks_shown("compare") as progress:
+    with running("compare", master, spark, processes) as runner, tasks_shown("compare", as_json=as_json) as progress:
         from mirror.spark.compare import compare as run
         from mirror.spark.options import ranges
 
@@ -359,7 +362,7 @@ def backfill(
 ) -> None:
     """Pull a bucket by many tasks into a mirror's data directory, from which `run` goes on. Can be repeated."""
     settings = options.settings_from({"source": source, "groups": groups}, config=config).settings
-    with running("backfill", master, spark, processes) as runner, tasks_shown("backfill") as progress:
+    with running("backfill", master, spark, processes) as runner, tasks_shown("backfill", as_json=as_json) as progress:
         from mirror.spark.backfill import backfill as run
 
         place = None if scratch is None else str(scratch)

@@ -23,8 +23,9 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage import directory
 from storage.view import open_view
-from tests.cli.conftest import COMMAND, environment
+from tests.cli.conftest import COMMAND
 from tests.crash.service import gone, until
+from tests.spark.standalone import spark_environment
 
 LIMIT_S = 240.0
 """For a driver to start and do a batch. It takes some ten seconds; on a busy machine many times that."""
@@ -74,7 +75,7 @@ class Stream:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*self._arguments, *more],
-                env=environment(),
+                env=spark_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -179,7 +180,8 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
     table = DeltaTable(str(lake / "documents")).to_pyarrow_table(columns=["collection", "key", "seqno", "cas"])
     held = Counter((row["seqno"], row["cas"], row["key"]) for row in table.to_pylist())
     expected = Counter(
-        (seqno, cas, _key_of(wire_key)) for wire_key, (seqno, cas) in source.call(documents_of, source.cluster).items()
+        (seqno, cas, wire_key_text(wire_key))
+        for wire_key, (seqno, cas) in source.call(documents_of, source.cluster).items()
     )
     assert held == expected, f"too many: {list(held - expected)[:5]}; missing: {list(expected - held)[:5]}"
 
@@ -213,7 +215,7 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
     }
 
 
-def _key_of(wire_key: bytes) -> str:
+def wire_key_text(wire_key: bytes) -> str:
     position = 0
     while wire_key[position] >= 0x80:
         position += 1
