@@ -16,6 +16,8 @@ from cli.changes import changes
 from cli.check import check
 from cli.demo import demo
 from cli.get import get
+from cli.record import record
+from cli.replay import replay
 from cli.rollback import rollback
 from cli.run import run
 from cli.scan import scan
@@ -61,6 +63,8 @@ app.command(rich_help_panel=LOOK)(state)
 app.command(rich_help_panel=LOOK)(check)
 app.command(rich_help_panel=LOOK)(verify)
 app.command(rich_help_panel=MIRROR)(rollback)
+app.command(rich_help_panel=MIRROR)(record)
+app.command(rich_help_panel=MIRROR)(replay)
 app.add_typer(sandbox.app, name="sandbox", rich_help_panel=MIRROR)
 app.add_typer(user.app, name="user", rich_help_panel=MIRROR)
 app.add_typer(pipeline.app, name="pipeline", rich_help_panel=LOOK)

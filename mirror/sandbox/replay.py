@@ -8,8 +8,9 @@ A recorded ROLLBACK is given to the very request that got it (same start, same v
 stream that is asked for with an end gets a STREAM_END when it is there, recorded or not.
 
 Invariants: flow control is kept as a server keeps it; what is sent was recorded, but for opaques, failover logs of
-requests that were never made, and the ends of streams; with `again`, a connection that asks from 0 is given everything
-from the first recorded answer on, so that each client gets all of it.
+requests that were never made, and the ends of streams. For a source that any number of clients is to find whole there
+is `whole`: a connection that asks from 0 is given everything from the first recorded answer on, and the vbuckets that
+were not recorded are there, and empty.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mirror.feed.recording import Passed, Recording
 from mirror.feed.sasl import ScramServer, plain_decode
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.codec_dcp import decode, encode_all_vb_seqnos, to_frame
+from mirror.wire.codec_dcp import decode, encode_all_vb_seqnos, encode_failover_log, to_frame
 from mirror.wire.constants import (
     BODY_LENGTH_MAX,
     NO_END_SEQNO,
@@ -57,6 +58,8 @@ OPTIONAL_CONTROLS = frozenset(
 """What they promise is in a recording only if they were accepted in it."""
 VBUCKETS_MIN = 16
 """The recordings of real engines do not say how many vbuckets there were: as many as their engine had, then."""
+NO_HISTORY = encode_failover_log([(1, 0)])
+"""A vbucket that nothing ever happened to."""
 MECHANISMS = b"SCRAM-SHA512 SCRAM-SHA256 SCRAM-SHA1 PLAIN"
 
 
@@ -204,14 +207,14 @@ class ReplayedSource:
         host: str = "127.0.0.1",
         port: int = 0,
         seed: int = 0,
-        again: bool = False,
+        whole: bool = False,
     ) -> None:
         """Nothing listens yet. Port 0 takes a free one; `seed` decides where the bytes are cut."""
         self.script = script
         self.user = user
         self.password = password
         self.random = random.Random(seed)
-        self.again = again
+        self.whole = whole
         self.played: dict[int, list[Exchange]] = {}
         self.requests: list[ev.StreamRequest] = []
         self.last_end: dict[int, int] = {}
@@ -272,6 +275,8 @@ class ReplayedSource:
                 return exchange
         if chosen is None:
             answers = [exchange for exchange in exchanges if exchange.status != Status.ROLLBACK]
+            if not answers and self.whole and not exchanges:
+                return Exchange(asked, Status.SUCCESS, NO_HISTORY)
             if not answers:
                 return Exchange(asked, Status.NOT_MY_VBUCKET, b"")
             chosen = replace(answers[-1], messages=[])
@@ -296,11 +301,18 @@ class ReplayedSource:
         if vbid in self.script.failover_logs:
             return self.script.failover_logs[vbid]
         logs = [exchange.failover_log for exchange in self.script.exchanges.get(vbid, []) if exchange.failover_log]
-        return logs[-1] if logs else b""
+        return logs[-1] if logs else NO_HISTORY
+
+    def high_seqnos(self) -> list[tuple[int, int]]:
+        """How far each vbucket goes that clients find here."""
+        known = self.script.high_seqnos
+        vbids = range(self.script.vbucket_count) if self.whole else sorted(known)
+        return [(vbid, known.get(vbid, 0)) for vbid in vbids]
 
     def cluster_map(self) -> bytes:
         """One node that has what was recorded."""
-        active = [[0] if vbid in self.script.exchanges else [-1] for vbid in range(self.script.vbucket_count)]
+        vbids = range(self.script.vbucket_count)
+        active = [[0] if self.whole or vbid in self.script.exchanges else [-1] for vbid in vbids]
         return json.dumps(
             {
                 "rev": 1,
@@ -374,20 +386,21 @@ class _Connection:
 
     async def _flush(self, data: bytes) -> None:
         self.in_mid_frame = True
-        while data:
+        while data and not self.writer.is_closing():
             size = self.source.random.randint(1, CHUNK_BYTES_MAX) if len(data) < 100_000 else 65536
             self.writer.write(data[:size])
             data = data[size:]
             await asyncio.sleep(0)
         self.in_mid_frame = False
-        self.writer.write(self.deferred)
+        if not self.writer.is_closing():
+            self.writer.write(self.deferred)
         self.deferred = b""
 
     def _answer(self, frame: Frame, status: int = Status.SUCCESS, **parts: Any) -> None:
         answer = encode(response(frame, status, **parts))
         if self.in_mid_frame:
             self.deferred += answer
-        else:
+        elif not self.writer.is_closing():
             self.writer.write(answer)
 
     def _take(self, frame: Frame) -> None:
@@ -415,7 +428,7 @@ class _Connection:
             self.window.acked(int.from_bytes(frame.extras))
             self.opened.set()
         elif opcode == Opcode.GET_ALL_VB_SEQNOS:
-            self._answer(frame, value=encode_all_vb_seqnos(sorted(source.script.high_seqnos.items())))
+            self._answer(frame, value=encode_all_vb_seqnos(source.high_seqnos()))
         elif opcode == Opcode.DCP_GET_FAILOVER_LOG:
             self._answer(frame, value=source.failover_log(frame.vbucket))
         elif opcode == Opcode.DCP_STREAM_REQ:
@@ -452,7 +465,7 @@ class _Connection:
         asked = decode(frame)
         assert isinstance(asked, ev.StreamRequest), "the opcode says so"
         source.requests.append(asked)
-        if source.again and asked.start_seqno == 0 and asked.vbid not in self.asked:
+        if source.whole and asked.start_seqno == 0 and asked.vbid not in self.asked:
             source.played.pop(asked.vbid, None)
         self.asked.add(asked.vbid)
         exchange = source.choose(asked)

@@ -1,0 +1,131 @@
+"""`record`: a DCP session's frames to a file.
+
+Knows when a recording ends; the file's format is `mirror.feed.recording`'s. Invariants: a recording that was ended, by
+whatever, can be replayed; a file that is there is never written over, and one that holds nothing is not left behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli import options, output, render
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.errors import ConfigError, MirrorError
+from mirror.feed.connection_string import parse
+from mirror.feed.reader import Position, Snapshot, SourceReader
+from mirror.feed.recording import Recorder
+from mirror.supervise import logs
+
+PLAIN_INTERVAL_S = 5.0
+
+
+def record(
+    source: Annotated[
+        str | None,
+        typer.Option("--source", "-s", metavar="URL", help="Connection string of the source.", show_default=False),
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="FILE", help="The file to make; it must not exist.", show_default=False),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option("--seconds", min=0.1, help="Follow for so long. [default: until caught up]", show_default=False),
+    ] = None,
+    bytes_max: Annotated[
+        int | None, typer.Option("--bytes", min=1, help="End after so many bytes of frames.", show_default=False)
+    ] = None,
+    vbid: Annotated[list[int] | None, typer.Option("--vbid", help="Only these vbuckets.", show_default=False)] = None,
+    config: options.ConfigOption = None,
+    pairs: options.SetOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Record a DCP session from the beginning: every frame, both directions, with its time; logins left out.
+
+    The file holds the documents: keep it as secret as the bucket. `replay` serves it as a source.
+    """
+    settings = options.settings_from({"source": source}, config=config, pairs=pairs).settings
+    if settings.source is None:
+        raise ConfigError(
+            "no source is given", hint="give --source couchbase://user@host/bucket or set DCP_MIRROR_SOURCE"
+        )
+    if to is None:
+        raise ConfigError("no file is named", hint="give --to FILE")
+    logs.set_up("debug" if settings.log_level == "debug" else "warning", json=settings.log_json)
+    parse(settings.source)
+    recorder = Recorder(to, SystemClock(), bytes_max=bytes_max)
+    started = time.monotonic()
+    try:
+        snapshots, ended_by = record_into(recorder, settings.source, settings, seconds, vbid)
+    except BaseException:
+        recorder.close()
+        if not recorder.frame_count:
+            to.unlink(missing_ok=True)
+        raise
+    recorder.close()
+    if recorder.error is not None:
+        raise MirrorError(f"{to}: {recorder.error}", hint="what was recorded before can be replayed")
+    facts = {
+        "to": str(to),
+        "ended_by": ended_by,
+        "frames": recorder.frame_count,
+        "bytes": recorder.byte_count,
+        "file_bytes": to.stat().st_size,
+        "snapshots": snapshots,
+        "elapsed_s": round(time.monotonic() - started, 3),
+    }
+    if as_json:
+        output.print_json(facts)
+    else:
+        typer.echo(
+            f"{to}: {facts['frames']:,} frames, {render.size(recorder.byte_count)}, {snapshots:,} snapshots "
+            f"({ended_by}); serve it by `dcp-mirror replay {to}`"
+        )
+
+
+def record_into(
+    recorder: Recorder, url: str, settings: Settings, seconds: float | None, asked: list[int] | None
+) -> tuple[int, str]:
+    """Read the source into the recorder; how many snapshots, and what ended it."""
+    with (
+        SourceReader(url, settings=settings, tap=recorder) as reader,
+        render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen,
+    ):
+        recorder.names(bucket=parse(url).bucket, bucket_uuid=reader.bucket_uuid, vbuckets=reader.vbucket_count)
+        for vbid in asked or ():
+            if not 0 <= vbid < reader.vbucket_count:
+                raise ConfigError(f"there is no vbucket {vbid}", hint=f"the bucket has {reader.vbucket_count}")
+        vbids = sorted(set(asked)) if asked else list(range(reader.vbucket_count))
+        until = {vbid: seqno for vbid, seqno in reader.high_seqnos().items() if vbid in vbids}
+        behind = {vbid for vbid, seqno in until.items() if seqno}
+        timer = threading.Timer(seconds, reader.stop_reading) if seconds is not None else None
+        if timer is not None:
+            timer.start()
+        snapshots = 0
+        items = reader.read(dict.fromkeys(vbids, Position()))
+        try:
+            if not behind and timer is None:
+                return 0, "caught up"
+            for item in items:
+                if isinstance(item, Snapshot):
+                    snapshots += 1
+                    if item.end_seqno >= until[item.vbid]:
+                        behind.discard(item.vbid)
+                size = render.size(recorder.byte_count)
+                line = f"{recorder.frame_count:,} frames, {size}, {len(behind)} vbuckets behind"
+                screen.show(line, line)
+                if recorder.full:
+                    return snapshots, recorder.error or "bytes"
+                if not behind and timer is None:
+                    return snapshots, "caught up"
+            return snapshots, "seconds"
+        finally:
+            items.close()
+            if timer is not None:
+                timer.cancel()

@@ -1,0 +1,47 @@
+"""`record`: until caught up, for a time or for so many bytes; and every mistake one line."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from mirror.feed.recording import Recording
+from mirror.sandbox.thread import SandboxThread
+from mirror.wire.constants import Opcode
+from tests.cli.conftest import call
+
+
+def test_it_ends_when_it_was_told_to(source: SandboxThread, tmp_path: Path) -> None:
+    url = source.connection_string
+    result = call("record", "--source", url, "--to", tmp_path / "all", "--json")
+    assert result.code == 0, result.err
+    facts = result.json
+    assert facts["ended_by"] == "caught up"
+    frames = list(Recording(tmp_path / "all").frames())
+    assert facts["frames"] == len(frames)
+    assert facts["snapshots"] >= 16
+    assert sum(each.frame.opcode == Opcode.DCP_MUTATION for each in frames) == 183
+    assert stat.S_IMODE((tmp_path / "all").stat().st_mode) == 0o600
+    result = call("record", "--source", url, "--to", tmp_path / "some", "--vbid", "3", "--bytes", "5000", "--json")
+    assert (result.code, result.json["ended_by"]) == (0, "bytes")
+    assert {each.frame.vbucket for each in Recording(tmp_path / "some").frames() if not each.ours} >= {3}
+    result = call("record", "--source", url, "--to", tmp_path / "timed", "--seconds", "0.5")
+    assert result.code == 0
+    assert "(seconds)" in result.out
+
+
+def test_every_mistake_is_one_line_and_leaves_no_file(source: SandboxThread, tmp_path: Path) -> None:
+    url = source.connection_string
+    (tmp_path / "there").write_text("mine")
+    for code, said, arguments, env in (
+        (2, "no source is given", ["--to", tmp_path / "x"], {}),
+        (2, "no file is named", ["--source", url], {}),
+        (2, "exists already", ["--source", url, "--to", tmp_path / "there"], {}),
+        (2, "there is no vbucket 99", ["--source", url, "--to", tmp_path / "x", "--vbid", "99"], {}),
+        (4, "wrong user or password", ["--source", url, "--to", tmp_path / "y"], {"DCP_MIRROR_PASSWORD": "no"}),
+        (1, "cannot be reached", ["--source", "couchbase://demo@127.0.0.1:1/demo", "--to", tmp_path / "z"], {}),
+    ):
+        result = call("record", *arguments, env=env)
+        assert (result.code, said in result.complaint) == (code, True), (arguments, result.code, result.err)
+    assert (tmp_path / "there").read_text() == "mine"
+    assert not (tmp_path / "z").exists()
