@@ -1,0 +1,220 @@
+"""The data source in Spark: documents of a live mirror, schemas, filters, and each message that a mistake gets."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from mirror.sandbox import SandboxCluster, SandboxThread, WorkloadOptions
+from mirror.sandbox.workload import Workload
+from mirror.spark.columns import DOCUMENTS
+from storage.view import open_view
+from tests.crash.service import Service, until
+from tests.spark.mirrors import SmallMirror, order, orders, scanned
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallMirror]:
+    mirror = SmallMirror(tmp_path / "data")
+    mirror.put(orders(0, 100))
+    yield mirror
+    mirror.close()
+
+
+def read(spark: SparkSession, **options: str) -> DataFrame:
+    return spark.read.format("mirror").options(**options).load()
+
+
+def message_of(action: Callable[[], object]) -> str:
+    """What a user sees: no traceback and no stack in it."""
+    with pytest.raises(Exception, match="MirrorSourceError: ") as raised:
+        action()
+    text = str(raised.value)
+    assert "Traceback" not in text
+    assert 'File "' not in text
+    assert "\tat " not in text
+    lines = [line for line in text.splitlines() if "MirrorSourceError: " in line]
+    assert len(lines) == 1
+    assert text.splitlines().index(lines[0]) <= 1
+    return lines[0].partition("MirrorSourceError: ")[2]
+
+
+def test_documents_of_a_mirror_under_load_are_the_sources_own_past_at_one_seqno_a_vbucket(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    with SandboxThread(SandboxCluster(vbuckets=8, seed=5)) as source:
+        bucket = source.cluster.bucket
+        workload = Workload(bucket, WorkloadOptions(seed=5, rate=800, keys=1000, delete_share=0.1))
+        source.call(workload.write, 2000)
+        with Service(source.connection_string, data, "--groups", "2", "--workers", "1") as service:
+            service.start()
+            until("the mirror", lambda: (data / "mirror.json").exists())
+            with open_view(str(data)) as view:
+                until("what was written", lambda: all(each.seqno for each in view.published()))
+            running = source.call(lambda: __import__("asyncio").get_running_loop().create_task(workload.run()))
+            for _ in range(3):
+                found = (
+                    read(spark, path=str(data)).select("key", "vbid", "seqno", "cas", "rev_seqno", "value").collect()
+                )
+                by_vbid: dict[int, dict[bytes, tuple[int, int, int, bytes]]] = {}
+                for row in found:
+                    by_vbid.setdefault(row.vbid, {})[b"\0" + row.key.encode()] = (
+                        row.seqno,
+                        row.cas,
+                        row.rev_seqno,
+                        bytes(row.value),
+                    )
+                assert sum(map(len, by_vbid.values())) == len(found)
+                assert sorted(by_vbid) == list(range(8))
+                for vbid, rows in by_vbid.items():
+                    assert source.call(is_a_past_of, source, vbid, rows), f"vbucket {vbid} never was like this"
+            source.call(running.cancel)
+            assert service.terminate() == 0
+
+
+def is_a_past_of(source: SandboxThread, vbid: int, rows: dict[bytes, tuple[int, int, int, bytes]]) -> bool:
+    """Whether the vbucket was exactly this at some seqno: that of the newest row, or of a deletion right behind it."""
+    vbucket = source.cluster.vbucket(vbid)
+    newest = max(seqno for seqno, *_ in rows.values())
+    for seqno in range(newest, vbucket.high_seqno + 1):
+        state = vbucket.state_at(seqno)
+        past = {key: (item.seqno, item.cas, item.rev_seqno, item.value) for key, item in state.items()}
+        if past == rows:
+            return True
+        if any(found[0] > newest for found in past.values()):
+            return False
+    return False
+
+
+def test_columns_partitions_and_a_schema_of_ones_own(spark: SparkSession, small: SmallMirror) -> None:
+    path = str(small.path)
+    whole = read(spark, path=path, partitions="3")
+    assert whole.columns == DOCUMENTS.names
+    assert whole.rdd.getNumPartitions() == 3
+    assert {row.key: (row.seqno, bytes(row.value)) for row in whole.collect()} == scanned(small.path)
+    few = read(spark, path=path, columns="value,key", vbuckets="0-3")
+    assert few.columns == ["value", "key"]
+    reader = spark.read.format("mirror").schema("id long, _key string, total double, items array<struct<sku:string>>")
+    typed = {row._key: row for row in reader.load(path).collect()}
+    assert typed["order::000007"].id == 7
+    assert typed["order::000007"].total == 2.59
+    assert [item.sku for item in typed["order::000007"]["items"]] == ["s7-0", "s7-1", "s7-2"]
+    parsed = whole.selectExpr("key", "from_json(cast(value as string), 'id long, total double') as body")
+    assert {(row.key, row.body.id, row.body.total) for row in parsed.collect()} == {
+        (key, row.id, row.total) for key, row in typed.items()
+    }
+
+
+def test_documents_over_a_connection(spark: SparkSession) -> None:
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=8)) as source:
+        empty = read(spark, connection=source.connection_string)
+        assert empty.count() == 0
+        source.call(lambda: [source.cluster.set(f"k{number}", {"n": number}) for number in range(500)])
+        frame = spark.read.format("mirror").option("connection", source.connection_string).schema("_key string, n int")
+        assert {(row._key, row.n) for row in frame.load().collect()} == {(f"k{n}", n) for n in range(500)}
+
+
+@pytest.mark.parametrize(
+    ("condition", "tasks"),
+    [
+        ("vbid = 3", 1),
+        ("vbid in (1, 2) and vbid > 1", 1),
+        ("key = 'order::000042'", 1),
+        ("key >= 'order::000090' and key < 'order::000095'", 2),
+        ("key like 'order::00005%' and seqno > 3", 2),
+        ("collection = 'shop.orders'", 2),
+        ("not (vbid = 3) or key is null", 2),
+    ],
+)
+def test_filters_are_answered_by_the_source_as_spark_would(
+    spark: SparkSession, small: SmallMirror, condition: str, tasks: int
+) -> None:
+    plain = read(spark, path=str(small.path), partitions="2").where(condition)
+    pushed = read(spark, path=str(small.path), partitions="2", pushdown="true").where(condition)
+    assert sorted(pushed.select("key", "vbid").collect()) == sorted(plain.select("key", "vbid").collect())
+    assert pushed.rdd.getNumPartitions() == tasks
+    small.put({"order::000042": order(1)})  # and what was pushed down once is asked for anew
+    assert pushed.count() == plain.count()
+
+
+def test_without_the_sessions_setting_pushdown_is_refused_by_spark_and_off_by_default(
+    spark: SparkSession, small: SmallMirror
+) -> None:
+    setting = "spark.sql.python.filterPushdown.enabled"
+    spark.conf.set(setting, "false")
+    try:
+        assert read(spark, path=str(small.path)).where("vbid = 3").count() > 0
+        with pytest.raises(Exception, match="DATA_SOURCE_PUSHDOWN_DISABLED"):
+            read(spark, path=str(small.path), pushdown="true").where("vbid = 3").count()
+    finally:
+        spark.conf.set(setting, "true")
+
+
+def test_mistakes_are_refused_at_once_and_in_one_line(spark: SparkSession, small: SmallMirror, tmp_path: Path) -> None:
+    path = str(small.path)
+    assert "no such directory" in message_of(lambda: read(spark, path=str(tmp_path / "nowhere")))
+    assert "neither path nor connection" in message_of(lambda: read(spark))
+    assert "unknown option 'tabel'" in message_of(lambda: read(spark, path=path, tabel="changes"))
+    assert "must not be an option" in message_of(lambda: read(spark, connection="couchbase://h/b", password="x"))
+    assert "no collection 'shop.orders'" in message_of(lambda: read(spark, path=path, collection="shop.orders").count())
+    nobody = "couchbase://demo@127.0.0.1:1/demo"
+    assert "cannot be reached" in message_of(lambda: read(spark, connection=nobody).count())
+    typed = spark.read.format("mirror").schema("id binary").load(path)
+    assert "JSON has no binary values" in message_of(typed.count)
+    marked = spark.read.format("mirror").schema("_seqno string").load(path)
+    assert "column _seqno is of type int64, not string" in message_of(marked.count)
+    both = spark.read.format("mirror").schema("id int").option("columns", "key").load(path)
+    assert "name the columns in the schema" in message_of(both.count)
+    unfit = spark.read.format("mirror").schema("id int, customer int").load(path)
+    assert "does not fit the schema" in message_of(unfit.collect)
+    assert (
+        unfit.sparkSession.read.format("mirror")
+        .schema("customer int")
+        .option("mode", "permissive")
+        .load(path)
+        .where("customer is null")
+        .count()
+        == 100
+    )
+    own = spark.read.format("mirror").schema("id int").option("table", "changes").load(path)
+    assert "columns of its own" in message_of(own.count)
+
+
+def test_another_format_and_damage_are_named(spark: SparkSession, small: SmallMirror) -> None:
+    small.close()
+    small.writers = []
+    group = small.path / "group-0000"
+    with lmdb.open(str(group), map_size=1 << 30, max_dbs=100) as env:
+        rows = env.open_db(b"v0")
+        with env.begin(write=True, db=rows) as txn:
+            cursor = txn.cursor()
+            assert cursor.first()
+            txn.put(cursor.key(), cursor.value()[:-1])
+    frame = read(spark, path=str(small.path))
+    assert "vbucket 0: a row's lengths do not add up (run `dcp-mirror check`)" in message_of(frame.collect)
+    identity = json.loads((small.path / "mirror.json").read_text())
+    (small.path / "mirror.json").write_text(json.dumps(identity | {"format": 99}))
+    assert "format" in message_of(lambda: read(spark, path=str(small.path)))
+
+
+def test_spark_finds_the_source_by_itself() -> None:
+    assert "pyspark_mirror" in {module.name for module in pkgutil.iter_modules()}
+    import pyspark_mirror
+
+    assert pyspark_mirror.DefaultSource.name() == "mirror"
+
+
+def test_a_wheel_holds_the_door_and_an_editable_install_is_a_path() -> None:
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert said["py-modules"] == ["pyspark_mirror"]
+    assert said["package-dir"] == {"": "."}  # else setuptools makes an import hook, which PySpark cannot look into
