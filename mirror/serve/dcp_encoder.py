@@ -26,6 +26,9 @@ EXPIRATION = int(Opcode.DCP_EXPIRATION)
 SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
 
 _FLEX = int(Magic.FLEX_REQUEST)
+_FLAT = 2
+"""Version of a system event whose value is FlatBuffers."""
+_EVENT_VERSION_AT = 24 + 12
 _MUTATION_METADATA = slice(28, 30)
 _DELETION_METADATA = slice(16, 18)
 _DELETION_V1_SIZE, _DELETION_V2_SIZE = 18, 21
@@ -49,7 +52,7 @@ class RowEncoder:
         self._delete_times = negotiated.delete_times
         self._expirations = negotiated.expirations
         self._compress = negotiated.force_compression
-        self._event_version = 2 if negotiated.flat_events else 1
+        self._event_version = _FLAT if negotiated.flat_events else 1
         self._filter = stream_filter
         self._stream_id = stream_filter.stream_id
         self.unwanted_datatype = (0 if self._xattrs else values.XATTR) | (0 if self._snappy else values.SNAPPY)
@@ -68,12 +71,17 @@ class RowEncoder:
 
     def _event(self, row: bytes) -> bytes:
         """A system event in the form that the client reads. Changed settings exist in one form only."""
+        as_wanted = (row[_EVENT_VERSION_AT] == _FLAT) == (self._event_version == _FLAT)
+        if as_wanted and self._filter.all:
+            return row
         event = codec_dcp.decode(fr.decode(row)[0])
         assert isinstance(event, SystemEvent)
         content = decode_system_event(event)
-        if not self._filter.shows(content) or (isinstance(content, CollectionModified) and self._event_version != 2):
+        if not self._filter.shows(content) or (
+            isinstance(content, CollectionModified) and self._event_version != _FLAT
+        ):
             return b""
-        if (event.version == 2) == (self._event_version == 2):
+        if as_wanted:
             return row
         return codec_dcp.encode(
             encode_system_event(content, vbid=event.vbid, seqno=event.seqno, version=self._event_version)

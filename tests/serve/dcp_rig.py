@@ -1,0 +1,209 @@
+"""A DCP endpoint for tests, over a store that the test fills; and a client that says and hears single messages."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mirror.clock import SystemClock
+from mirror.serve.auth import Users
+from mirror.serve.dcp_server import DcpServer
+from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.listener import Address, Limits, Reserved, listening_socket, reserve
+from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import events as ev
+from mirror.wire import frame as fr
+from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, Feature, Opcode
+from mirror.wire.flow_control import counted_size
+from mirror.wire.frame import Frame
+from mirror.wire.system_events import encode_system_event
+from storage.model import Collection, Manifest, ManifestUid, Seqno, SnapshotRange
+from tests.serve.kv_rig import WAIT_S, Client, Store, users
+
+ALL = (Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET, Feature.SNAPPY, Feature.JSON, Feature.COLLECTIONS)
+XATTRS = int(DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS)
+TIMES = XATTRS | int(DcpOpenFlag.INCLUDE_DELETE_TIMES)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Return once it holds."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.01)
+
+
+class DcpClient(Client):
+    """A plain connection that speaks DCP."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(reader, writer)
+        self.early: list[Frame] = []
+        """Messages that came while an answer was waited for."""
+        self.counted = 0
+        """Bytes that flow control counts, received so far."""
+
+    async def receive(self) -> Frame | None:
+        frame = await super().receive()
+        if frame is not None:
+            self.counted += counted_size(frame)
+        return frame
+
+    async def say(self, event: ev.Event) -> Frame:
+        """Ask by an event; messages of streams that come before the answer are kept."""
+        asked = codec_dcp.to_frame(event)
+        await self.send(asked)
+        while True:
+            frame = await self.receive()
+            assert frame is not None, "the server hung up"
+            if frame.is_response and (frame.opcode, frame.opaque) == (asked.opcode, asked.opaque):
+                return frame
+            self.early.append(frame)
+
+    async def event(self) -> ev.DcpEvent:
+        """The next message of a stream; noops are answered and passed over."""
+        while True:
+            frame = self.early.pop(0) if self.early else await self.receive()
+            assert frame is not None, "the server hung up"
+            if frame.is_response:
+                continue
+            if frame.opcode == Opcode.DCP_NOOP:
+                await self.send(fr.response(frame))
+                continue
+            return codec_dcp.decode(frame)
+
+    async def events(self, count: int) -> list[ev.DcpEvent]:
+        return [await self.event() for _ in range(count)]
+
+    async def until_end(self, seqno: int) -> list[ev.DcpEvent]:
+        """Messages up to the one that carries `seqno`."""
+        found: list[ev.DcpEvent] = []
+        while not found or getattr(found[-1], "seqno", 0) < seqno:
+            found.append(await self.event())
+        return found
+
+    async def silent(self) -> bool:
+        """Nothing comes for a moment."""
+        assert not self.early
+        try:
+            async with asyncio.timeout(0.2):
+                await self.receive()
+        except TimeoutError:
+            return True
+        return False
+
+    async def control(self, name: bytes, value: bytes) -> int:
+        return (await self.say(ev.DcpControl(name, value, opaque=2))).status
+
+    async def open(
+        self,
+        bucket: str,
+        *,
+        features: Sequence[int] = ALL,
+        flags: int = XATTRS,
+        name: str = "test",
+        noop: bool = True,
+        controls: dict[bytes, bytes] | None = None,
+        login: bool = True,
+    ) -> DcpClient:
+        """All that comes before the first stream."""
+        await self.hello(*features)
+        if login:
+            assert await self.login() == 0
+        assert (await self.ask(codec_kv.select_bucket(bucket.encode()))).status == 0
+        assert (await self.say(ev.DcpOpen(name.encode(), flags, opaque=1))).status == 0
+        if noop:
+            assert await self.control(b"enable_noop", b"true") == 0
+        for key, value in (controls or {}).items():
+            assert await self.control(key, value) == 0, key
+        return self
+
+    async def stream(
+        self,
+        vbid: int,
+        start: int = 0,
+        *,
+        end: int = NO_END_SEQNO,
+        vbuuid: int = 0,
+        snap: tuple[int, int] | None = None,
+        flags: int = 0,
+        value: bytes = b"",
+        opaque: int = 0x77,
+    ) -> ev.StreamResponse:
+        """Ask for a stream; the answer, taken apart."""
+        low, high = snap or (start, start)
+        answer = await self.say(ev.StreamRequest(vbid, flags, start, end, vbuuid, low, high, value, opaque=opaque))
+        found = codec_dcp.decode(answer)
+        assert isinstance(found, ev.StreamResponse)
+        return found
+
+
+class DcpEndpoint:
+    """A server on a free port in the running loop."""
+
+    def __init__(self, held: Sequence[Reserved], server: DcpServer, bucket: KvBucket) -> None:
+        self.held = held
+        self.server = server
+        self.bucket = bucket
+        self.clients: list[DcpClient] = []
+
+    @property
+    def port(self) -> int:
+        return self.held[0].address.port
+
+    @property
+    def url(self) -> str:
+        """Connection string of a mirror that reads from here."""
+        return f"couchbase://demo@127.0.0.1:{self.port}/{self.bucket.name}"
+
+    async def connect(self, which: int = 0) -> DcpClient:
+        address = self.held[which].address
+        client = DcpClient(*await asyncio.open_connection(address.host, address.port))
+        self.clients.append(client)
+        return client
+
+    async def client(self, **options: Any) -> DcpClient:
+        """One that has a DCP connection."""
+        return await (await self.connect()).open(self.bucket.name, **options)
+
+
+@asynccontextmanager
+async def serving_dcp(
+    path: str, *, readers: Users | None = None, addresses: Sequence[Address] = (Address(),),
+    limits: Limits | None = None, tls: Any = None,
+) -> AsyncIterator[DcpEndpoint]:  # fmt: skip
+    bucket = KvBucket(path, SystemClock(), stale_allowed=False)
+    held = [reserve(address, "dcp") for address in addresses]
+    node = own_node([each.address for each in held])
+    server = DcpServer(bucket, readers or users(), ClusterMap(bucket.identity, [node], 5), SystemClock(), limits=limits)
+    sockets = []
+    for each in held:
+        inherited = None if each.inherited is None else os.dup(each.inherited)
+        sockets.append((each.address, listening_socket(each.address, inherited)))
+    await server.start(sockets, tls)
+    endpoint = DcpEndpoint(held, server, bucket)
+    try:
+        yield endpoint
+    finally:
+        for client in endpoint.clients:
+            await client.close()
+        await server.stop(0.2)
+        bucket.close()
+        for each in held:
+            each.release()
+
+
+def system_event(store: Store, seqno: int, content: ev.SystemEventContent, *collections: Collection) -> None:
+    """A change of collections at the source, as it would be stored."""
+    frame = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=seqno))
+    manifest = Manifest(
+        ManifestUid(seqno), {0: "_default", 8: "shop"}, {each.collection_id: each for each in collections}
+    )
+    store.writer.system_event(0, seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
+    store.writer.publish(0, seqno, seqno)
+    store.writer.commit()

@@ -1,0 +1,152 @@
+"""Connections: garbage harms nobody else, slow clients hold no memory, and acknowledgements are always heard."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror.serve import dcp_connection
+from mirror.serve.dcp_stream import PIECE_BYTES
+from mirror.serve.kv_connection import HIGH_WATER_BYTES
+from mirror.serve.listener import Limits
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Opcode, Status
+from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, until
+from tests.serve.kv_rig import Store
+
+LARGE = 40_000
+STREAM = fr.request(Opcode.DCP_STREAM_REQ, extras=bytes(16) + b"\xff" * 8 + bytes(24), opaque=3)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path, vbuckets=1)
+    made.logs(77)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def endpoint(store: Store) -> AsyncIterator[DcpEndpoint]:
+    async with serving_dcp(store.path) as served:
+        yield served
+
+
+async def test_garbage_ends_its_own_connection_only(store: Store, endpoint: DcpEndpoint) -> None:
+    store.put(b"a", b"1", 1)
+    good = await endpoint.client(name="good")
+    assert (await good.stream(0)).status == 0
+    await good.until_end(1)
+    rng = random.Random(7)
+    for opened in (False, True):
+        for number in range(15):
+            bad = await (endpoint.client(name=f"bad{number}") if opened else endpoint.connect())
+            bad.writer.write(rng.randbytes(rng.choice([1, 23, 24, 500])) + b"\xff" * 30)
+            while await bad.receive() is not None:
+                pass
+    store.put(b"a", b"2", 2)
+    await good.until_end(2)
+
+
+async def test_truncated_and_misshapen_requests_are_refused(endpoint: DcpEndpoint) -> None:
+    client = await endpoint.client()
+    for opcode in (Opcode.DCP_CLOSE_STREAM, Opcode.DCP_BUFFER_ACK, Opcode.DCP_OPEN):
+        answer = await client.ask(fr.request(opcode, extras=bytes(3), key=b"odd", value=b"x"))
+        assert answer.status == Status.EINVAL, opcode
+    assert (await client.ask(fr.request(Opcode.DCP_MUTATION, extras=bytes(31), key=b"k"))).status != 0
+    assert (await client.ask(fr.request(Opcode.DCP_CONTROL, key=b"no_such", value=b"1"))).status == Status.EINVAL
+    await client.send(fr.response(fr.request(Opcode.DCP_SNAPSHOT_MARKER)))
+    assert await client.alive()
+    await client.send(fr.response(fr.request(Opcode.GET)))
+    assert await client.receive() is None
+
+
+async def test_a_plain_client_is_served_as_on_the_kv_port(store: Store, endpoint: DcpEndpoint) -> None:
+    store.put(b"a", b"1", 1)
+    client = await endpoint.connect()
+    assert (await client.get(b"a")).value == b"1"
+    assert (await client.ask(codec_kv.select_bucket(b"nobody's"))).status == Status.EACCESS
+
+
+async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, endpoint: DcpEndpoint) -> None:
+    for seqno in range(1, 601):
+        store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
+    client = await endpoint.client()
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await client.send(STREAM)
+    (connection,) = endpoint.server.connections
+    await until(lambda: connection.paused_s is not None)
+    assert connection.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
+    sent = endpoint.server.dcp_counters.sent_bytes
+    await client.send(codec_kv.noop())
+    await asyncio.sleep(0.1)
+    assert endpoint.server.dcp_counters.sent_bytes == sent
+    client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    await client.until_end(600)
+
+
+async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
+    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp_connection, "ANSWERS_BYTES_MAX", 10_000)
+    for seqno in range(1, 301):
+        store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
+    client = await endpoint.client()
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await client.send(STREAM)
+    (connection,) = endpoint.server.connections
+    await until(lambda: connection.paused_s is not None)
+    held = connection.unsent_bytes
+    for _ in range(40):
+        await client.send(*[fr.request(Opcode.GET_CLUSTER_CONFIG, opaque=9)] * 20)
+        await asyncio.sleep(0.005)
+    assert connection.unsent_bytes < held + 10_000 + 200_000
+    client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    answers = 0
+    seqno = 0
+    while answers < 800 or seqno < 300:
+        frame = await client.receive()
+        assert frame is not None
+        if frame.opcode == Opcode.GET_CLUSTER_CONFIG:
+            answers += 1
+        elif frame.opcode == Opcode.DCP_MUTATION:
+            seqno = int.from_bytes(frame.extras[:8])
+
+
+async def test_a_client_that_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> None:
+    for seqno in range(1, 301):
+        store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
+    async with serving_dcp(store.path, limits=Limits(send_timeout_s=0.5)) as endpoint:
+        client = await endpoint.client()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.send(STREAM)
+        await until(lambda: endpoint.server.status()["dcp_dropped"] > 0)
+        client.writer.transport.abort()
+
+
+async def test_who_listens_without_noops_is_not_idle_and_who_has_no_stream_is(store: Store) -> None:
+    async with serving_dcp(store.path, limits=Limits(idle_timeout_s=0.5)) as endpoint:
+        listener = await endpoint.client(name="listener", noop=False, flags=1)
+        assert (await listener.stream(0)).status == 0
+        idler = await endpoint.client(name="idler")
+        assert await idler.receive() is None
+        store.put(b"a", b"1", 1)
+        await listener.until_end(1)
+
+
+async def test_an_error_of_this_program_ends_the_connection_and_is_logged(
+    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await endpoint.client()
+
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("mirror.serve.dcp_stream.DcpStream.take", broken)
+    assert (await client.stream(0)).status == 0
+    assert await client.receive() is None

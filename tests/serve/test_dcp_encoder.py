@@ -1,0 +1,184 @@
+"""Rows as clients get them: what a real server sent to clients with few features, from what one with more got."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import cramjam
+import pytest
+
+from mirror.serve.dcp_controls import Negotiated
+from mirror.serve.dcp_encoder import RowEncoder, with_stream_id
+from mirror.serve.dcp_filter import StreamFilter
+from mirror.wire import codec_dcp, xattr
+from mirror.wire import events as ev
+from mirror.wire import frame as fr
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.constants import DcpOpenFlag, Opcode
+from mirror.wire.errors import ProtocolError
+from mirror.wire.system_events import decode_system_event, encode_system_event
+
+EVERYTHING = Negotiated(True, True, 0x125, expiry_asked=True)
+XATTR, SNAPPY, JSON = 4, 2, 1
+BLOB = xattr.join({b"_sync": b"1", b"user": b'"u"'})
+
+
+def encoder(negotiated: Negotiated, stream_filter: StreamFilter | None = None, **options: bool) -> RowEncoder:
+    return RowEncoder(negotiated, stream_filter or StreamFilter(), **options)
+
+
+def sent(row: ev.Event, negotiated: Negotiated, **options: bool) -> ev.Event:
+    """What a client gets of a row, as an event."""
+    return codec_dcp.decode(fr.decode(encoder(negotiated, **options).encode(codec_dcp.encode(row)))[0])
+
+
+def documents(path: Path) -> dict[bytes, fr.Frame]:
+    """The last frame of each key of a recording."""
+    buffer = FrameBuffer()
+    found = {}
+    for line in path.read_text().splitlines():
+        if '"s2c"' in line:
+            buffer.feed(bytes.fromhex(line.rpartition('"hex": "')[2].partition('"')[0]))
+    while (frame := buffer.next_frame()) is not None:
+        if frame.opcode in (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION):
+            found[frame.key] = frame
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("72_h1_no_features", 0x1),
+        ("72_h3_include_xattrs", 0x5),
+        ("72_h7_no_value", 0x9),
+        ("72_h8_no_value_xattrs", 0xD),
+    ],
+)
+def test_from_the_fullest_recording_come_the_others(captures: Path, name: str, flags: int) -> None:
+    """72_h10 is the recording with xattrs, those of users on deleted documents included."""
+    fullest = documents(captures / "72_h10_deleted_user_xattrs.jsonl")
+    wanted = documents(captures / f"{name}.jsonl")
+    made = encoder(Negotiated(False, False, flags), StreamFilter(collections=frozenset({0}), legacy=True))
+    compared = 0
+    for key, frame in wanted.items():
+        if key not in fullest:
+            continue
+        row = replace(fullest[key], key=b"\0" + key)
+        got = fr.decode(made.encode(fr.encode(row)))[0]
+        if got.extras[:8] != frame.extras[:8]:
+            continue  # changed between the recordings
+        assert got.key == key
+        assert (got.opcode, got.extras, got.datatype, got.cas) == (
+            frame.opcode,
+            frame.extras,
+            frame.datatype,
+            frame.cas,
+        ), key
+        assert got.value == frame.value, key
+        compared += 1
+    assert compared > 8
+
+
+def test_a_client_that_takes_everything_gets_the_row_itself() -> None:
+    made = encoder(EVERYTHING)
+    assert made.plain
+    assert made.unwanted_datatype == 0
+    row = codec_dcp.encode(ev.Mutation(0, b"\0k", 5, 1, 9, datatype=XATTR | JSON, value=BLOB + b"{}"))
+    assert made.encode(row) == row
+
+
+def test_xattrs_and_compression_are_taken_off_for_those_who_do_not_want_them() -> None:
+    value = bytes(cramjam.snappy.compress_raw(BLOB + b'{"a":1}'))
+    row = ev.Mutation(0, b"\0k", 5, 1, 9, flags=3, expiry=4, datatype=XATTR | JSON | SNAPPY, value=value)
+    no_snappy = sent(row, Negotiated(True, False, 0x5))
+    assert no_snappy == replace(row, datatype=XATTR | JSON, value=BLOB + b'{"a":1}')
+    neither = sent(row, Negotiated(True, True, 0x1))
+    assert neither == replace(row, datatype=JSON, value=b'{"a":1}')
+    assert encoder(Negotiated(True, True, 0x1)).unwanted_datatype == XATTR
+
+
+def test_values_are_left_out_or_compressed_on_request() -> None:
+    row = ev.Mutation(0, b"\0k", 5, 1, 9, datatype=XATTR | JSON, value=BLOB + b'{"a":1}' * 50)
+    keys_only = sent(row, Negotiated(True, True, 0x1), no_value=True)
+    assert keys_only == replace(row, datatype=0, value=b"")
+    with_xattrs = sent(row, Negotiated(True, True, 0xD))
+    assert with_xattrs == replace(row, datatype=XATTR, value=BLOB)
+    true_datatype = sent(row, Negotiated(True, True, 0x41))
+    assert true_datatype == replace(row, value=b"")
+    forced = sent(row, Negotiated(True, True, 0x5, force_compression=True))
+    assert isinstance(forced, ev.Mutation)
+    assert forced.datatype == XATTR | JSON | SNAPPY
+    assert bytes(cramjam.snappy.decompress_raw(forced.value)) == row.value
+
+
+def test_tombstones_come_in_the_shape_that_was_negotiated() -> None:
+    times = Negotiated(True, True, 0x25)
+    expiries = Negotiated(True, True, 0x25, expiry_asked=True)
+    plain = Negotiated(True, True, 0x5, expiry_asked=True)
+    old = ev.Deletion(0, b"\0k", 5, 2, 9)
+    timed = ev.Deletion(0, b"\0k", 5, 2, 9, delete_time=1700)
+    expired = ev.Expiration(0, b"\0k", 5, 2, 9, delete_time=1700)
+    assert sent(old, plain) == old
+    assert sent(old, times) == replace(old, delete_time=0)
+    assert sent(timed, plain) == old
+    assert sent(timed, expiries) == timed
+    assert sent(expired, plain) == old
+    assert sent(expired, times) == timed
+    assert sent(expired, expiries) == expired
+
+
+def test_xattrs_of_users_stay_on_tombstones_for_those_who_opened_with_them() -> None:
+    row = ev.Deletion(0, b"\0k", 5, 2, 9, datatype=XATTR, value=BLOB, delete_time=1)
+    assert sent(row, Negotiated(True, True, 0x125)) == row
+    system = sent(row, Negotiated(True, True, 0x25))
+    assert system == replace(row, value=xattr.join({b"_sync": b"1"}))
+    assert sent(row, Negotiated(True, True, 0x21)) == replace(row, datatype=0, value=b"")
+
+
+def test_metadata_of_old_servers_is_taken_off() -> None:
+    row = ev.Mutation(0, b"\0k", 5, 1, 9, value=b"body", metadata=b"meta")
+    assert sent(row, Negotiated(True, True, 0x9)) == replace(row, value=b"", metadata=b"")
+    gone = ev.Deletion(0, b"\0k", 5, 1, 9, metadata=b"meta")
+    assert sent(gone, Negotiated(True, True, 0x25)) == replace(gone, metadata=b"", delete_time=0)
+    lies = bytearray(codec_dcp.encode(row))
+    lies[24 + 28 : 24 + 30] = b"\xff\xff"
+    with pytest.raises(ValueError, match="metadata of 65535"):
+        encoder(Negotiated(True, True, 0x9)).encode(bytes(lies))
+
+
+@pytest.mark.parametrize("stored", [1, 2])
+def test_system_events_come_in_the_form_that_the_client_reads(stored: int) -> None:
+    content = ev.CollectionCreated(3, 8, 9, "carts", max_ttl=60)
+    row = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=5, version=stored))
+    for flat, version in ((False, 1), (True, 2)):
+        made = encoder(Negotiated(True, True, 0x5, flat_events=flat))
+        event = codec_dcp.decode(fr.decode(made.encode(row))[0])
+        assert isinstance(event, ev.SystemEvent)
+        assert (event.version, event.seqno) == (version, 5)
+        assert decode_system_event(event) == content
+
+
+def test_changed_settings_exist_in_one_form_only() -> None:
+    content = ev.CollectionModified(3, 8, 9, "carts", max_ttl=60)
+    row = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=5, version=2))
+    assert encoder(Negotiated(True, True, 0x5)).encode(row) == b""
+    assert encoder(Negotiated(True, True, 0x5, flat_events=True)).encode(row) == row
+
+
+def test_stream_ids_stand_in_the_framing() -> None:
+    row = ev.Mutation(0, b"\0k", 5, 1, 9, value=b"v")
+    framed = encoder(Negotiated(True, True, 0x5), StreamFilter(stream_id=5)).encode(codec_dcp.encode(row))
+    assert codec_dcp.decode(fr.decode(framed)[0]) == replace(row, stream_id=5)
+    assert framed == with_stream_id(codec_dcp.encode(row), 5)
+
+
+def test_what_cannot_be_taken_apart_is_an_error() -> None:
+    bare = encoder(Negotiated(True, False, int(DcpOpenFlag.PRODUCER)))
+    broken = (
+        ev.Mutation(0, b"\0k", 5, 1, 9, datatype=SNAPPY, value=b"\xff" * 20),
+        ev.Mutation(0, b"\0k", 5, 1, 9, datatype=XATTR, value=b"\xff" * 20),
+    )
+    for row in broken:
+        with pytest.raises((ValueError, ProtocolError)):
+            bare.encode(codec_dcp.encode(row))

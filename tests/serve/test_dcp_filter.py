@@ -1,0 +1,144 @@
+"""Filters of streams: what passes, what is refused, and who may ask for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mirror.serve.auth import Reader
+from mirror.serve.dcp_filter import StreamFilter, parse
+from mirror.serve.kv_bucket import Refused
+from mirror.wire.constants import Status
+from mirror.wire.events import CollectionCreated, CollectionDropped, CollectionModified, ScopeCreated, ScopeDropped
+from storage.model import Collection, Manifest, ManifestUid, Seqno
+
+ANYBODY = Reader("anybody")
+
+
+def collection(number: int, scope: int, begin: int = 0) -> Collection:
+    return Collection(number, scope, f"c{number}", Seqno(begin))
+
+
+MANIFEST = Manifest(
+    ManifestUid(7),
+    {0: "_default", 8: "shop"},
+    {0: Collection(0, 0, "_default", Seqno(0)), 9: collection(9, 8, 20), 10: collection(10, 8)},
+)
+
+
+def made(value: bytes, *, collections: bool = True, sids: bool = False, reader: Reader = ANYBODY) -> StreamFilter:
+    return parse(value, MANIFEST, reader, has_collections=collections, has_stream_ids=sids)
+
+
+@pytest.mark.parametrize(
+    ("value", "begins"),
+    [
+        (b"", None),
+        (b'{"uid":"7"}', None),
+        (b'{"collections":["9"]}', {9: 20}),
+        (b'{"collections":["0","a"]}', {0: 0, 10: 0}),
+        (b'{"scope":"8"}', {9: 20, 10: 0}),
+    ],
+)
+def test_what_passes(value: bytes, begins: dict[int, int] | None) -> None:
+    assert made(value).begins(MANIFEST) == begins
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        (b"{}", Status.EINVAL),
+        (b'{"other":1}', Status.EINVAL),
+        (b"[1]", Status.EINVAL),
+        (b"\xff", Status.EINVAL),
+        (b"[" * 100_000, Status.EINVAL),
+        (b'{"collections":[]}', Status.EINVAL),
+        (b'{"collections":"9"}', Status.EINVAL),
+        (b'{"collections":[9]}', Status.EINVAL),
+        (b'{"collections":["0x9"]}', Status.EINVAL),
+        (b'{"uid":7}', Status.EINVAL),
+        (b'{"scope":"8","collections":["9"]}', Status.EINVAL),
+        (b'{"purge_seqno":5}', Status.EINVAL),
+        (b'{"purge_seqno":"x"}', Status.EINVAL),
+        (b'{"collections":["b"]}', Status.UNKNOWN_COLLECTION),
+        (b'{"scope":"b"}', Status.UNKNOWN_SCOPE),
+        (b'{"sid":5}', Status.DCP_STREAM_ID_INVALID),
+    ],
+)
+def test_what_is_refused(value: bytes, status: Status) -> None:
+    with pytest.raises(Refused) as caught:
+        made(value)
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize("sid", [b"0", b"65536", b'"5"', b"true", b"null"])
+def test_stream_ids_are_numbers_of_16_bits(sid: bytes) -> None:
+    with pytest.raises(Refused) as caught:
+        made(b'{"sid":' + sid + b"}", sids=True)
+    assert caught.value.status == Status.DCP_STREAM_ID_INVALID
+    assert made(b'{"sid":5,"purge_seqno":"12"}', sids=True).stream_id == 5
+    assert made(b'{"purge_seqno":"12"}').purge_seqno == 12
+
+
+def test_a_client_without_collections_sees_the_default_one_alone() -> None:
+    found = made(b"", collections=False)
+    assert found.legacy
+    assert found.begins(MANIFEST) == {0: 0}
+    assert not found.shows(CollectionCreated(8, 8, 11, "new"))
+    with pytest.raises(Refused):
+        made(b'{"uid":"7"}', collections=False)
+
+
+def test_a_filter_by_collections_shows_their_events_and_is_empty_when_all_have_ended() -> None:
+    found = made(b'{"collections":["9","a"]}')
+    assert found.shows(CollectionCreated(8, 8, 9, "c9"))
+    assert not found.shows(CollectionCreated(8, 8, 11, "new"))
+    assert not found.shows(ScopeCreated(8, 9, "other"))
+    assert found.shows(CollectionModified(8, 8, 9, "c9"))
+    assert found.shows(CollectionDropped(9, 8, 9))
+    assert not found.empty
+    assert found.shows(CollectionDropped(9, 8, 10))
+    assert found.empty
+
+
+def test_a_filter_by_scope_takes_its_new_collections_and_is_empty_when_it_ends() -> None:
+    found = made(b'{"scope":"8"}')
+    assert found.shows(CollectionCreated(8, 8, 11, "new"))
+    assert not found.shows(CollectionCreated(8, 0, 12, "elsewhere"))
+    assert not found.shows(ScopeDropped(9, 5))
+    assert not found.empty
+    assert found.shows(ScopeDropped(9, 8))
+    assert found.empty
+
+
+def test_without_a_filter_everything_passes_for_ever() -> None:
+    found = made(b"")
+    assert found.shows(CollectionDropped(9, 8, 9))
+    assert not found.empty
+
+
+@pytest.mark.parametrize(
+    ("patterns", "value", "allowed"),
+    [
+        (("*",), b"", True),
+        (("shop.*",), b"", False),
+        (("shop.*",), b'{"scope":"8"}', True),
+        (("shop.c9",), b'{"scope":"8"}', False),
+        (("shop.c9",), b'{"collections":["9"]}', True),
+        (("shop.c9",), b'{"collections":["9","a"]}', False),
+        (("_default._default",), b'{"collections":["0"]}', True),
+    ],
+)
+def test_nothing_passes_that_the_reader_may_not_read(patterns: tuple[str, ...], value: bytes, allowed: bool) -> None:
+    reader = Reader("r", patterns)
+    if allowed:
+        made(value, reader=reader)
+        return
+    with pytest.raises(Refused) as caught:
+        made(value, reader=reader)
+    assert caught.value.status == Status.EACCESS
+
+
+def test_a_client_without_collections_needs_the_default_one() -> None:
+    made(b"", collections=False, reader=Reader("r", ("_default.*",)))
+    with pytest.raises(Refused):
+        made(b"", collections=False, reader=Reader("r", ("shop.*",)))

@@ -1,0 +1,304 @@
+"""Streams over a real socket: what is sent when, the window, noops, and what ends a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror.serve import dcp_producer
+from mirror.wire import events as ev
+from mirror.wire import frame as fr
+from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, StreamEndReason
+from storage.model import Collection, Seqno
+from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, system_event, until
+from tests.serve.kv_rig import DEFAULT, Store
+
+UUID = 77
+DISK, MEMORY = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT), int(SnapshotFlag.MEMORY | SnapshotFlag.CHECKPOINT)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path, vbuckets=1)
+    made.logs(UUID)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def endpoint(store: Store) -> AsyncIterator[DcpEndpoint]:
+    async with serving_dcp(store.path) as served:
+        yield served
+
+
+async def test_a_backfill_and_then_each_publish_as_it_comes(store: Store, endpoint: DcpEndpoint) -> None:
+    store.put(b"a", b"old", 1)
+    store.put(b"b", b"2", 2)
+    store.put(b"a", b"new", 3)
+    client = await endpoint.client()
+    assert (await client.stream(0)).status == 0
+    marker, b, a = await client.events(3)
+    assert marker == ev.SnapshotMarker(0, 0, 3, DISK, opaque=0x77)
+    assert isinstance(b, ev.Mutation)
+    assert isinstance(a, ev.Mutation)
+    assert [(each.seqno, each.value) for each in (b, a)] == [(2, b"2"), (3, b"new")]
+    for seqno in (4, 5):
+        store.delete(b"b", seqno)
+        live, gone = await client.events(2)
+        assert live == ev.SnapshotMarker(0, seqno, seqno, MEMORY, opaque=0x77)
+        assert isinstance(gone, ev.Deletion)
+        assert (gone.key, gone.seqno, gone.delete_time) == (b"\0b", seqno, None)
+    assert await client.silent()
+
+
+async def test_nothing_that_is_not_published_is_sent(store: Store, endpoint: DcpEndpoint) -> None:
+    store.put(b"a", b"1", 1)
+    store.put(b"b", b"2", 2, publish=False)
+    client = await endpoint.client()
+    assert (await client.stream(0)).status == 0
+    assert [getattr(each, "seqno", 0) for each in await client.events(2)] == [0, 1]
+    assert await client.silent()
+    store.writer.publish(0, 2, 2)
+    store.writer.commit()
+    assert [getattr(each, "seqno", 0) for each in await client.events(2)] == [0, 2]
+
+
+async def test_a_rollback_ends_the_streams_that_were_sent_what_is_gone(store: Store, endpoint: DcpEndpoint) -> None:
+    for seqno in (1, 2, 3):
+        store.put(b"k%d" % seqno, b"x", seqno)
+    client = await endpoint.client()
+    assert (await client.stream(0)).status == 0
+    await client.until_end(3)
+    store.writer.rollback(0, 2)
+    assert await client.event() == ev.StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=0x77)
+    again = await client.stream(0, 3, vbuuid=UUID)
+    assert again.rollback_seqno == 2
+    assert (await client.stream(0, 2, vbuuid=UUID)).status == 0
+    store.put(b"k3", b"other", 3)
+    found = await client.until_end(3)
+    assert [getattr(each, "value", b"") for each in found] == [b"", b"other"]
+
+
+async def test_a_new_history_ends_the_streams_before_anything_of_it_is_sent(
+    store: Store, endpoint: DcpEndpoint
+) -> None:
+    """Or the client would call what comes by the old history's name."""
+    store.put(b"a", b"1", 1)
+    client = await endpoint.client()
+    assert (await client.stream(0)).status == 0
+    await client.until_end(1)
+    store.log(0, (UUID + 1, 1), (UUID, 0))
+    store.put(b"b", b"2", 2)
+    assert await client.event() == ev.StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=0x77)
+    assert (await client.stream(0, 1, vbuuid=UUID)).failover_log == ((UUID + 1, 1), (UUID, 0))
+    await client.until_end(2)
+
+
+async def test_a_refill_ends_the_streams_and_its_copy_is_judged_by_its_own_history(
+    store: Store, endpoint: DcpEndpoint
+) -> None:
+    store.put(b"a", b"1", 5)
+    client = await endpoint.client()
+    assert (await client.stream(0)).status == 0
+    await client.until_end(5)
+    store.writer.begin_refill(0)
+    assert await client.event() == ev.StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=0x77)
+    store.log(0, (UUID + 9, 0))
+    store.put(b"z", b"1", 7)
+    assert (await client.stream(0, 5, vbuuid=UUID)).rollback_seqno == 0
+    assert (await client.stream(0)).status == 0
+    assert (await client.until_end(7))[-1].key == b"\0z"  # type: ignore[union-attr]
+
+
+async def test_the_window_is_overshot_by_one_message_at_most(store: Store, endpoint: DcpEndpoint) -> None:
+    for seqno in range(1, 101):
+        store.put(b"key%03d" % seqno, b"x" * 300, seqno)
+    one = 24 + 31 + 7 + 300
+    client = await endpoint.client(controls={b"connection_buffer_size": b"4096"})
+    assert (await client.stream(0)).status == 0
+    while not await client.silent():
+        assert client.counted < 4096 + one
+    assert 4096 <= client.counted < 4096 + one
+    taken = client.counted
+    await client.send(ack(10))
+    assert await client.silent(), "the window is still full"
+    await client.send(ack(taken - 10))
+    seqno = 0
+    while seqno < 100:
+        event = await client.event()
+        seqno = getattr(event, "seqno", seqno)
+        if client.counted - taken > 2000:
+            await client.send(ack(client.counted - taken))
+            taken = client.counted
+    assert await client.alive()
+
+
+def ack(count: int) -> fr.Frame:
+    return fr.request(Opcode.DCP_BUFFER_ACK, extras=count.to_bytes(4))
+
+
+async def test_a_window_may_be_smaller_than_a_message_and_change(store: Store, endpoint: DcpEndpoint) -> None:
+    store.put(b"a", b"x" * 1000, 1)
+    client = await endpoint.client(controls={b"connection_buffer_size": b"1"})
+    assert (await client.stream(0)).status == 0
+    marker = await client.receive()
+    assert marker is not None
+    assert await client.silent()
+    await client.send(ack(marker.wire_size))
+    mutation = await client.receive()
+    assert mutation is not None
+    assert mutation.opcode == Opcode.DCP_MUTATION
+    store.put(b"b", b"x", 2)
+    assert await client.silent()
+    assert await client.control(b"connection_buffer_size", b"0") == 0
+    await client.until_end(2)
+
+
+async def test_who_acknowledges_more_than_was_sent_is_hung_up_on_alone(store: Store, endpoint: DcpEndpoint) -> None:
+    liar, other = await endpoint.client(name="liar"), await endpoint.client(name="other")
+    await liar.send(ack(1))
+    assert await liar.receive() is None
+    assert await other.alive()
+
+
+async def test_noops_are_sent_while_a_stream_is_open(store: Store, endpoint: DcpEndpoint) -> None:
+    client = await endpoint.client(controls={b"set_noop_interval": b"0.1"})
+    assert await client.silent(), "no stream, no noop"
+    assert (await client.stream(0)).status == 0
+    opaques = set()
+    for _ in range(3):
+        noop = await client.receive()
+        assert noop is not None
+        assert noop.opcode == Opcode.DCP_NOOP
+        opaques.add(noop.opaque)
+        await client.send(fr.response(noop))
+    assert len(opaques) == 3
+    assert await client.control(b"enable_noop", b"false") == 0
+
+
+async def test_a_client_that_does_not_answer_noops_is_hung_up_on(
+    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp_producer, "IDLE_TIMEOUT_S", 0.5)
+    client = await endpoint.client(controls={b"set_noop_interval": b"0.1"})
+    assert (await client.stream(0)).status == 0
+    while (noop := await client.receive()) is not None:
+        assert noop.opcode == Opcode.DCP_NOOP
+
+
+async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_is(
+    store: Store, endpoint: DcpEndpoint
+) -> None:
+    carts, items = Collection(9, 8, "carts", Seqno(2)), Collection(10, 8, "items", Seqno(3))
+    store.put(b"a", b"default", 1)
+    system_event(store, 2, ev.CollectionCreated(2, 8, 9, "carts"), DEFAULT, carts)
+    system_event(store, 3, ev.CollectionCreated(3, 8, 10, "items"), DEFAULT, carts, items)
+    store.put(b"c", b"cart", 4, cid=9)
+    store.put(b"i", b"item", 5, cid=10)
+    client = await endpoint.client()
+    assert (await client.stream(0, value=b'{"collections":["9"]}')).status == 0
+    marker, begin, cart, advanced = await client.events(4)
+    assert isinstance(marker, ev.SnapshotMarker)
+    assert marker.end_seqno == 5
+    assert isinstance(begin, ev.SystemEvent)
+    assert (begin.seqno, begin.key) == (2, b"carts")
+    assert isinstance(cart, ev.Mutation)
+    assert cart.key == b"\x09c"
+    assert advanced == ev.SeqnoAdvanced(0, 5, opaque=0x77)
+    store.put(b"b", b"default", 6)
+    assert (await client.events(2))[1] == ev.SeqnoAdvanced(0, 6, opaque=0x77)
+    system_event(store, 7, ev.CollectionDropped(7, 8, 9), DEFAULT, items)
+    assert [type(each) for each in await client.events(3)] == [ev.SnapshotMarker, ev.SystemEvent, ev.StreamEnd]
+    whole = await endpoint.client(name="whole")
+    assert (await whole.stream(0)).status == 0
+    found = await whole.until_end(7)
+    documents = [each.key for each in found if isinstance(each, ev.Mutation)]
+    assert documents == [b"\0a", b"\x0ai", b"\0b"], "a dropped collection's documents are not sent"
+
+
+async def test_a_client_without_collections_gets_the_default_one_and_snapshots_that_end_in_a_document(
+    store: Store, endpoint: DcpEndpoint
+) -> None:
+    store.put(b"a", b"default", 1)
+    system_event(store, 2, ev.CollectionCreated(2, 8, 9, "carts"), DEFAULT, Collection(9, 8, "carts", Seqno(2)))
+    for seqno in range(3, 2103):
+        store.put(b"c%d" % seqno, b"cart", seqno, cid=9, publish=seqno == 2102)
+    client = await endpoint.client(features=(0x07, 0x08), flags=1)
+    assert (await client.stream(0)).status == 0
+    marker, document = await client.events(2)
+    assert isinstance(marker, ev.SnapshotMarker)
+    assert marker.end_seqno == 1
+    assert isinstance(document, ev.Mutation)
+    assert document.key == b"a"
+    assert await client.silent()
+    store.put(b"b", b"default", 2103)
+    assert [getattr(each, "seqno", None) for each in await client.events(2)] == [None, 2103]
+    assert (await client.stream(0, value=b'{"uid":"0"}')).status != 0
+
+
+async def test_markers_are_of_the_version_that_was_negotiated(store: Store, endpoint: DcpEndpoint) -> None:
+    store.put(b"a", b"1", 5)
+    for name, version, purge in ((b"2.2", MarkerVersion.V2_2, 5), (b"2.0", MarkerVersion.V2_0, 0)):
+        client = await endpoint.client(name=name.decode(), controls={b"max_marker_version": name})
+        assert (await client.stream(0)).status == 0
+        marker = await client.event()
+        assert isinstance(marker, ev.SnapshotMarker)
+        assert (marker.version, marker.max_visible_seqno, marker.purge_seqno) == (version, 5, purge)
+
+
+async def test_the_newer_of_two_connections_of_one_name_lives(endpoint: DcpEndpoint) -> None:
+    older = await endpoint.client(name="one")
+    newer = await endpoint.client(name="one")
+    assert await older.receive() is None
+    assert await newer.alive()
+    again = await endpoint.client(name="one")
+    assert await newer.receive() is None
+    assert await again.alive()
+
+
+async def test_many_streams_take_turns(tmp_path: Path) -> None:
+    store = Store(tmp_path, vbuckets=16)
+    store.logs(UUID)
+    last: dict[int, int] = {}
+    for seqno in range(1, 801):
+        vbid = store.put(b"key%d" % seqno, b"x" * 5000, seqno)
+        last[vbid] = seqno
+    async with serving_dcp(store.path) as endpoint:
+        client = await endpoint.client()
+        for vbid in last:
+            assert (await client.stream(vbid, opaque=vbid)).status == 0
+        done: set[int] = set()
+        while done != set(last):
+            event = await client.event()
+            if isinstance(event, ev.Mutation):
+                assert event.opaque == event.vbid
+                if event.seqno == last[event.vbid]:
+                    done.add(event.vbid)
+        assert endpoint.server.status()["dcp_documents"] == 800
+        assert endpoint.server.status()["dcp_snapshots"] == 16
+    store.close()
+
+
+async def test_a_row_that_cannot_be_read_ends_its_stream_and_no_other(store: Store, endpoint: DcpEndpoint) -> None:
+    store.put(b"a", b"not snappy at all", 1, datatype=2)
+    client = await endpoint.client(features=(0x06, 0x07, 0x08, 0x0B, 0x12))
+    assert (await client.stream(0)).status == 0
+    _, end = await client.events(2)
+    assert end == ev.StreamEnd(0, int(StreamEndReason.BACKFILL_FAIL), opaque=0x77)
+    assert await client.alive()
+
+
+async def test_a_stream_goes_on_while_others_come_and_go(store: Store, endpoint: DcpEndpoint) -> None:
+    store.put(b"a", b"1", 1)
+    clients = [await endpoint.client(name=f"c{number}") for number in range(5)]
+    for client in clients:
+        assert (await client.stream(0)).status == 0
+        await client.until_end(1)
+    for client in clients[1:]:
+        client.writer.transport.abort()
+    store.put(b"a", b"2", 2)
+    await clients[0].until_end(2)
+    await until(lambda: len(endpoint.server.connections) == 1)
+    assert endpoint.server.dcp_counters.closed_streams == 4

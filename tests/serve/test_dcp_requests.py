@@ -1,0 +1,249 @@
+"""What a DCP client asks, and what it is told: bootstrap, controls, stream requests, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror.serve.auth import Reader, SourceUser
+from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import events as ev
+from mirror.wire import frame as fr
+from mirror.wire.constants import NO_END_SEQNO, Opcode, Status, StreamRequestFlag
+from storage.model import Collection, Seqno, SnapshotRange
+from tests.serve.dcp_rig import TIMES, XATTRS, DcpEndpoint, serving_dcp
+from tests.serve.kv_rig import DEFAULT, Store
+
+UUID = 77
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path, vbuckets=4)
+    made.logs(UUID)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def endpoint(store: Store) -> AsyncIterator[DcpEndpoint]:
+    async with serving_dcp(store.path) as served:
+        yield served
+
+
+async def test_a_client_finds_its_way_as_at_a_server(store: Store, endpoint: DcpEndpoint) -> None:
+    client = await endpoint.client(flags=TIMES)
+    config = json.loads((await client.ask(fr.request(Opcode.GET_CLUSTER_CONFIG))).value)
+    assert config["nodesExt"][0]["services"]["kv"] == endpoint.port
+    assert config["vBucketServerMap"]["serverList"] == [f"$HOST:{endpoint.port}"]
+    vbid = store.put(b"a", b"1", 5)
+    seqnos = dict(codec_dcp.decode_all_vb_seqnos((await client.ask(codec_dcp_seqnos())).value))
+    assert seqnos == {each: 5 if each == vbid else 0 for each in range(4)}
+    for opcode in (Opcode.DCP_GET_FAILOVER_LOG, Opcode.GET_FAILOVER_LOG):
+        answer = await client.ask(fr.request(opcode, vbucket=vbid))
+        assert codec_dcp.decode_failover_log(answer.value) == [(UUID, 0)]
+    manifest = json.loads((await client.ask(fr.request(Opcode.GET_COLLECTIONS_MANIFEST))).value)
+    assert manifest["uid"] == "0"
+
+
+def codec_dcp_seqnos() -> fr.Frame:
+    return fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=(1).to_bytes(4))
+
+
+async def test_dcp_is_opened_once_and_in_its_order(endpoint: DcpEndpoint) -> None:
+    client = await endpoint.connect()
+    assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.NO_BUCKET
+    await client.ask(codec_kv.select_bucket(b"orders"))
+    for asked in (ev.DcpControl(b"enable_noop", b"true"), ev.GetFailoverLog(0), ev.CloseStream(0), ev.BufferAck(1)):
+        assert (await client.say(asked)).status == Status.EINVAL, asked
+    assert (await client.stream(0)).status == Status.EINVAL
+    for flags in (0, 0x03, 0x1001):
+        assert (await client.say(ev.DcpOpen(b"x", flags))).status == Status.EINVAL
+    assert (await client.say(ev.DcpOpen(b"x", 1))).status == 0
+    assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.EINVAL
+    assert (await client.say(ev.DcpNoop())).status == 0
+    bad = await client.ask(fr.request(Opcode.DCP_STREAM_REQ, extras=bytes(40)))
+    assert bad.status == Status.EINVAL
+
+
+async def test_who_is_nobody_opens_nothing(store: Store) -> None:
+    class Strict(SourceUser):
+        @property
+        def anonymous(self) -> Reader | None:
+            return None
+
+    async with serving_dcp(store.path, readers=Strict("demo", lambda: "demo")) as endpoint:
+        client = await endpoint.connect()
+        assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.EACCESS
+        assert await client.login() == 0
+        await client.ask(codec_kv.select_bucket(b"orders"))
+        assert (await client.say(ev.DcpOpen(b"x", 1))).status == 0
+
+
+async def test_stream_requests_are_judged_by_the_rule(store: Store, endpoint: DcpEndpoint) -> None:
+    vbid = store.put(b"a", b"1", 5)
+    client = await endpoint.client()
+    rollback = await client.stream(vbid, 9, vbuuid=UUID)
+    assert (rollback.status, rollback.rollback_seqno) == (Status.ROLLBACK, 5)
+    unknown = await client.stream(vbid, 5, vbuuid=UUID + 1)
+    assert (unknown.status, unknown.rollback_seqno) == (Status.ROLLBACK, 0)
+    strict = await client.stream(vbid, 0, vbuuid=UUID + 1, flags=int(StreamRequestFlag.STRICT_VBUUID))
+    assert (strict.status, strict.rollback_seqno) == (Status.ROLLBACK, 0)
+    assert (await client.stream(vbid, 5, snap=(6, 7))).status == Status.ERANGE
+    assert (await client.stream(vbid, 5, end=4)).status == Status.ERANGE
+    missing = await client.stream(4)
+    assert missing.status == Status.NOT_MY_VBUCKET
+    assert json.loads(missing.value)["name"] == "orders"
+    for flag in (StreamRequestFlag.TAKEOVER, StreamRequestFlag.FROM_LATEST, StreamRequestFlag.CACHE_TRANSFER):
+        assert (await client.stream(vbid, flags=int(flag))).status == Status.NOT_SUPPORTED
+    accepted = await client.stream(vbid, 5, vbuuid=UUID, flags=int(StreamRequestFlag.ACTIVE_VB_ONLY))
+    assert (accepted.status, accepted.failover_log) == (0, ((UUID, 0),))
+    assert (await client.stream(vbid)).status == Status.KEY_EEXISTS
+    counters = endpoint.server.dcp_counters
+    assert (counters.opened_streams, counters.rollbacks, counters.refused_streams) == (1, 3, 7)
+
+
+async def test_what_is_held_from_before_the_first_snapshot_may_lack_deletions(
+    store: Store, endpoint: DcpEndpoint
+) -> None:
+    """The source had purged who knows what when it sent that snapshot."""
+    vbid = store.put(b"a", b"1", 50)
+    client = await endpoint.client()
+    answer = await client.stream(vbid, 49, vbuuid=UUID)
+    assert (answer.status, answer.rollback_seqno) == (Status.ROLLBACK, 0)
+    ignoring = int(StreamRequestFlag.IGNORE_PURGED_TOMBSTONES)
+    assert (await client.stream(vbid, 49, vbuuid=UUID, flags=ignoring)).status == 0
+    same = await endpoint.client(name="other")
+    assert (await same.stream(vbid, 49, vbuuid=UUID, snap=(0, 50), value=b'{"purge_seqno":"50"}')).status == 0
+
+
+async def test_what_the_mirror_has_not_yet_nobody_resumes_on(store: Store, endpoint: DcpEndpoint) -> None:
+    """The source failed over at 9; here 5 is published, and 7 of the old history may yet come out otherwise."""
+    vbid = store.put(b"a", b"1", 5)
+    store.log(vbid, (UUID + 1, 9), (UUID, 0))
+    client = await endpoint.client()
+    answer = await client.stream(vbid, 7, vbuuid=UUID)
+    assert (answer.status, answer.rollback_seqno) == (Status.ROLLBACK, 5)
+    accepted = await client.stream(vbid, 5, vbuuid=UUID)
+    assert accepted.failover_log == ((UUID + 1, 9), (UUID, 0))
+
+
+async def test_a_vbucket_without_anything_complete_is_a_temporary_failure(store: Store, endpoint: DcpEndpoint) -> None:
+    client = await endpoint.client()
+    vbid = store.put(b"a", b"1", 5, publish=False)
+    assert (await client.stream(vbid)).status == Status.ETMPFAIL
+    other = store.put(b"b", b"1", 5)
+    assert other != vbid
+    store.writer.begin_refill(other)
+    assert (await client.stream(other)).status == Status.ETMPFAIL
+    empty = next(each for each in range(4) if each not in (vbid, other))
+    assert (await client.stream(empty)).status == 0
+
+
+async def test_noops_come_before_xattrs_and_filters(endpoint: DcpEndpoint) -> None:
+    client = await endpoint.client(noop=False)
+    assert (await client.stream(0)).status == Status.NOT_SUPPORTED
+    plain = await endpoint.client(noop=False, flags=1, name="plain")
+    assert (await plain.stream(0, value=b'{"uid":"0"}')).status == Status.NOT_SUPPORTED
+    assert (await plain.stream(0)).status == 0
+
+
+async def test_a_filter_that_names_what_is_not_there_is_told_what_is(store: Store, endpoint: DcpEndpoint) -> None:
+    store.collections(3, {8: "shop"}, DEFAULT, Collection(9, 8, "carts", Seqno(3)), uid=4)
+    client = await endpoint.client()
+    answer = await client.stream(0, value=b'{"collections":["a"]}')
+    assert answer.status == Status.UNKNOWN_COLLECTION
+    assert json.loads(answer.value)["manifest_uid"] == "4"
+    assert (await client.stream(0, value=b'{"scope":"9"}')).status == Status.UNKNOWN_SCOPE
+    assert (await client.stream(0, value=b"nonsense")).status == Status.EINVAL
+    assert (await client.stream(0, value=b'{"collections":["9"]}')).status == 0
+
+
+async def test_a_closed_stream_ends_for_those_who_asked_to_be_told(store: Store, endpoint: DcpEndpoint) -> None:
+    quiet = await endpoint.client()
+    assert (await quiet.say(ev.CloseStream(0))).status == Status.KEY_ENOENT
+    assert (await quiet.stream(0)).status == 0
+    assert (await quiet.say(ev.CloseStream(0))).status == 0
+    assert await quiet.silent()
+    told = await endpoint.client(name="told", controls={b"send_stream_end_on_client_close_stream": b"true"})
+    assert (await told.stream(0, opaque=5)).status == 0
+    assert (await told.say(ev.CloseStream(0))).status == 0
+    assert await told.event() == ev.StreamEnd(0, 1, opaque=5)
+    assert (await told.stream(0)).status == 0
+    counters = endpoint.server.dcp_counters
+    assert (counters.opened_streams, counters.closed_streams) == (3, 2)
+
+
+async def test_streams_of_one_vbucket_are_told_apart_by_their_ids(store: Store, endpoint: DcpEndpoint) -> None:
+    vbid = store.put(b"a", b"1", 5)
+    client = await endpoint.client(controls={b"enable_stream_id": b"true"})
+    assert (await client.stream(vbid)).status == Status.DCP_STREAM_ID_INVALID
+    assert (await client.stream(vbid, value=b'{"sid":5}', opaque=1)).status == 0
+    assert (await client.stream(vbid, value=b'{"sid":5}', opaque=2)).status == Status.KEY_EEXISTS
+    assert (await client.stream(vbid, value=b'{"sid":6,"collections":["0"]}', opaque=3)).status == 0
+    marker, mutation, marker2, mutation2 = await client.events(4)
+    assert isinstance(marker, ev.SnapshotMarker)
+    assert isinstance(mutation, ev.Mutation)
+    assert (marker.stream_id, mutation.stream_id, mutation.opaque, mutation.key) == (5, 5, 1, b"\0a")
+    assert isinstance(marker2, ev.SnapshotMarker)
+    assert isinstance(mutation2, ev.Mutation)
+    assert (marker2.stream_id, mutation2.stream_id, mutation2.value) == (6, 6, b"1")
+    assert (await client.say(ev.CloseStream(vbid))).status == Status.DCP_STREAM_ID_INVALID
+    assert (await client.say(ev.CloseStream(vbid, stream_id=6))).status == 0
+
+
+async def test_the_statistics_of_ones_own_connection(store: Store, endpoint: DcpEndpoint) -> None:
+    vbid = store.put(b"a", b"1", 5)
+    client = await endpoint.client(name="reader", controls={b"connection_buffer_size": b"4096"})
+    await client.stream(vbid)
+    await client.events(2)
+    await client.send(fr.request(Opcode.STAT, key=b"dcp"))
+    told = {}
+    while (frame := await client.receive()) is not None and frame.key:
+        told[frame.key.decode()] = frame.value.decode()
+    head = "eq_dcpq:reader:"
+    assert told[f"{head}max_buffer_bytes"] == "4096"
+    assert told[f"{head}unacked_bytes"] == str(client.counted)
+    assert told[f"{head}stream_{vbid}_last_read_seqno"] == "5"
+    await client.send(fr.request(Opcode.STAT, key=b"vbucket"))
+    assert (await client.receive()) is not None
+
+
+async def test_seqnos_of_one_collection_are_answered_as_on_the_kv_port(store: Store, endpoint: DcpEndpoint) -> None:
+    client = await endpoint.client()
+    vbid = store.put(b"a", b"1", 5)
+    extras = codec_dcp.encode_all_vb_seqnos_request(1, 0)
+    answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
+    assert dict(codec_dcp.decode_all_vb_seqnos(answer.value))[vbid] == 5
+    assert (await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=(2).to_bytes(4)))).value == b""
+
+
+async def test_end_of_a_finite_stream(store: Store, endpoint: DcpEndpoint) -> None:
+    vbid = store.put(b"a", b"1", 5)
+    client = await endpoint.client()
+    assert (await client.stream(vbid, end=3)).status == 0
+    marker, mutation, end = await client.events(3)
+    assert isinstance(marker, ev.SnapshotMarker)
+    assert (marker.start_seqno, marker.end_seqno) == (0, 5)
+    assert isinstance(mutation, ev.Mutation)
+    assert end == ev.StreamEnd(vbid, 0, opaque=0x77)
+    assert (await client.stream(vbid, 5, vbuuid=UUID, end=5)).status == 0
+    assert await client.event() == ev.StreamEnd(vbid, 0, opaque=0x77)
+    latest = int(StreamRequestFlag.TO_LATEST)
+    assert (await client.stream(vbid, end=NO_END_SEQNO, flags=latest)).status == 0
+    assert isinstance((await client.events(3))[2], ev.StreamEnd)
+
+
+async def test_a_seqno_that_no_row_carries_is_told(store: Store, endpoint: DcpEndpoint) -> None:
+    vbid = store.put(b"a", b"1", 5)
+    store.writer.set_open_snapshot(vbid, SnapshotRange(Seqno(5), Seqno(9)))
+    store.writer.advance(vbid, 9)
+    store.writer.publish(vbid, 9, 5)
+    store.writer.commit()
+    client = await endpoint.client(flags=XATTRS)
+    await client.stream(vbid)
+    found = await client.events(3)
+    assert found[2] == ev.SeqnoAdvanced(vbid, 9, opaque=0x77)

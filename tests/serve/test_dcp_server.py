@@ -1,0 +1,73 @@
+"""The DCP endpoint of a process: listeners with TLS and users, limits, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from pathlib import Path
+
+from mirror.serve.auth import FileUsers, entry_of
+from mirror.serve.listener import Address, Limits
+from mirror.wire import codec_kv
+from mirror.wire import events as ev
+from mirror.wire.constants import Status
+from storage.model import Collection, Seqno
+from tests.serve.certificates import make_certificate
+from tests.serve.dcp_rig import DcpClient, serving_dcp, system_event
+from tests.serve.kv_rig import DEFAULT, Store
+
+
+async def test_over_tls_with_a_user_of_the_file_who_may_read_one_collection(tmp_path: Path) -> None:
+    users_file = tmp_path / "users.json"
+    users_file.write_text(json.dumps({"users": {"ann": entry_of("pw", ("shop.carts",))}}))
+    store = Store(tmp_path, vbuckets=1)
+    store.logs()
+    carts = Collection(9, 8, "carts", Seqno(1))
+    system_event(store, 1, ev.CollectionCreated(1, 8, 9, "carts"), DEFAULT, carts)
+    store.put(b"c", b"cart", 2, cid=9)
+    certificate, key = make_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    addresses = (Address(tls=True),)
+    async with serving_dcp(store.path, readers=FileUsers(users_file), addresses=addresses, tls=context) as endpoint:
+        trusting = ssl.create_default_context(cafile=str(certificate))
+        trusting.check_hostname = False
+        client = DcpClient(*await asyncio.open_connection("127.0.0.1", endpoint.port, ssl=trusting))
+        endpoint.clients.append(client)
+        assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.EACCESS
+        assert await client.login("ann", "wrong") == Status.AUTH_ERROR
+        assert await client.login("ann", "pw") == 0
+        await client.open("orders", login=False)
+        assert (await client.stream(0)).status == Status.EACCESS
+        assert (await client.stream(0, value=b'{"collections":["9"]}')).status == 0
+        assert [each.key for each in await client.until_end(2) if isinstance(each, ev.Mutation)] == [b"\x09c"]
+    store.close()
+
+
+async def test_more_connections_than_allowed_are_closed(tmp_path: Path) -> None:
+    store = Store(tmp_path, vbuckets=1)
+    store.logs()
+    async with serving_dcp(store.path, limits=Limits(connections_max=2)) as endpoint:
+        first, second = await endpoint.client(name="a"), await endpoint.client(name="b")
+        third = await endpoint.connect()
+        await third.send(codec_kv.noop())
+        assert await third.receive() is None
+        assert await first.alive()
+        assert await second.alive()
+        status = endpoint.server.status()
+        assert (status["dcp_connections"], status["dcp_accepted"], status["dcp_rejected"]) == (2, 2, 1)
+        assert not [name for name in status if name.startswith("kv_")]
+    store.close()
+
+
+async def test_stopping_lets_go_of_everybody(tmp_path: Path) -> None:
+    store = Store(tmp_path, vbuckets=1)
+    store.logs()
+    async with serving_dcp(store.path) as endpoint:
+        client = await endpoint.client()
+        assert (await client.stream(0)).status == 0
+        await endpoint.server.stop(0.2)
+        assert await client.receive() is None
+        assert endpoint.server.dcp_counters.closed_streams == 1
+    store.close()

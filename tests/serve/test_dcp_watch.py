@@ -1,0 +1,90 @@
+"""The look at the store: whoever follows is told of what is served anew, and of nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mirror.serve import dcp_watch
+from mirror.serve.dcp_watch import Watch
+from storage.errors import StorageError
+from storage.view import View, open_view
+from tests.serve.dcp_rig import until
+from tests.serve.kv_rig import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path, vbuckets=2)
+    made.logs()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def view(store: Store) -> Iterator[View]:
+    with open_view(store.path) as opened:
+        yield opened
+
+
+def test_news_are_told_to_those_who_follow(store: Store, view: View) -> None:
+    watch = Watch(lambda: view)
+    told: list[int] = []
+    watch.follow(0, told.append)
+    watch.look()
+    told.clear()
+    assert watch.look() == 0
+    seqno = 0
+    vbids = set()
+    while len(vbids) < 2:
+        seqno += 1
+        vbids.add(store.put(b"k%d" % seqno, b"1", seqno))
+    assert watch.look() == 2
+    assert told == [0]
+    watch.leave(0, told.append)
+    assert watch.look() == 0
+
+
+def test_a_store_that_was_opened_again_is_news(store: Store, view: View) -> None:
+    views = [view]
+    watch = Watch(lambda: views[-1])
+    told: list[int] = []
+    watch.follow(1, told.append)
+    watch.look()
+    told.clear()
+    with open_view(store.path) as other:
+        views.append(other)
+        watch.look()
+        assert told == [1]
+
+
+async def test_it_looks_by_itself_while_somebody_follows(store: Store, view: View) -> None:
+    watch = Watch(lambda: view)
+    watch.start()
+    told: list[int] = []
+    watch.follow(0, told.append)
+    await until(lambda: told == [0])
+    store.writer.begin_refill(0)
+    await until(lambda: told == [0, 0])
+    await watch.stop()
+
+
+async def test_a_store_that_cannot_be_read_is_tried_again(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_watch, "FAILED_DELAY_S", 0.01)
+    failures = [StorageError("not now"), StorageError("nor now")]
+
+    def viewed() -> View:
+        if failures:
+            raise failures.pop()
+        return view
+
+    watch = Watch(viewed)
+    watch.start()
+    told = asyncio.Event()
+    watch.follow(0, lambda _vbid: told.set())
+    async with asyncio.timeout(10):
+        await told.wait()
+    await watch.stop()

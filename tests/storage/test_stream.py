@@ -1,0 +1,183 @@
+"""Rows for those who follow a vbucket: pieces, newest versions, what is gone, and what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import stream
+from storage.errors import StorageError
+from storage.model import Collection, Seqno
+from storage.stream import Commits, Left
+from storage.view import View, open_view
+from tests.serve.kv_rig import DEFAULT, Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path, vbuckets=1)
+    made.log(0, (7, 0))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def view(store: Store) -> Iterator[View]:
+    with open_view(store.path) as opened:
+        yield opened
+
+
+def seqnos(rows: list[stream.Row]) -> list[int]:
+    return [int.from_bytes(key[4:]) for key, _ in rows]
+
+
+def all_rows(view: View, *, rows_max: int, after: int = 0, **options: object) -> list[int]:
+    """Every piece up to what is served now."""
+    pinned = stream.standing(view, 0)
+    found: list[int] = []
+    while after < pinned.seqno:
+        rows, after = stream.rows(view, 0, pinned, after, bytes_max=1 << 20, rows_max=rows_max, **options)  # type: ignore[arg-type]
+        found += seqnos(rows)
+    return found
+
+
+@pytest.mark.parametrize("rows_max", [1, 2, 3, 100])
+def test_a_key_comes_once_in_its_newest_version_however_it_is_cut(store: Store, view: View, rows_max: int) -> None:
+    for seqno, key in enumerate((b"a", b"b", b"a", b"c", b"b", b"a", b"d"), start=1):
+        store.put(key, b"v", seqno)
+    store.delete(b"c", 8)
+    store.put(b"d", b"staged", 9, publish=False)
+    assert all_rows(view, rows_max=rows_max) == [5, 6, 7, 8]
+    assert all_rows(view, rows_max=rows_max, after=5) == [6, 7, 8]
+
+
+@pytest.mark.parametrize("rows_max", [1, 100])
+def test_versions_of_a_history_that_was_left_replace_nothing(store: Store, view: View, rows_max: int) -> None:
+    for seqno, key in enumerate((b"a", b"b", b"c"), start=1):
+        store.put(key, b"v", seqno)
+    store.put(b"a", b"lost", 4)
+    store.put(b"b", b"lost", 5)
+    store.writer.rollback(0, 3)
+    assert all_rows(view, rows_max=rows_max) == [1, 2, 3]
+    store.put(b"c", b"new", 4)
+    assert all_rows(view, rows_max=rows_max) == [1, 2, 4]
+
+
+def test_a_piece_ends_with_the_row_that_reaches_its_bytes(store: Store, view: View) -> None:
+    for seqno in range(1, 11):
+        store.put(b"k%d" % seqno, b"x" * 1000, seqno)
+    pinned = stream.standing(view, 0)
+    rows, position = stream.rows(view, 0, pinned, 0, bytes_max=1500)
+    assert (seqnos(rows), position) == ([1, 2], 2)
+    rows, position = stream.rows(view, 0, pinned, 9, bytes_max=1)
+    assert (seqnos(rows), position) == ([10], 10)
+
+
+def test_only_wanted_collections_and_what_is_alive_in_them(store: Store, view: View) -> None:
+    store.put(b"a", b"v", 1)
+    store.put(b"c", b"flushed", 2, cid=9)
+    store.put(b"x", b"dropped", 3, cid=300)
+    store.collections(4, {8: "shop"}, DEFAULT, Collection(9, 8, "carts", Seqno(4)))
+    store.put(b"c", b"v", 5, cid=9)
+    assert all_rows(view, rows_max=2) == [1, 4, 5]
+    assert all_rows(view, rows_max=2, begins={9: 4}) == [4, 5]
+    assert all_rows(view, rows_max=2, begins={300: 0}) == [3, 4]
+
+
+def test_the_last_document_of_a_collection_is_found_backwards(
+    store: Store, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "PIECE_ROWS", 2)
+    store.put(b"a", b"v", 1)
+    for seqno in range(2, 8):
+        store.put(b"c%d" % seqno, b"v", seqno, cid=9)
+    pinned = stream.standing(view, 0)
+    assert stream.last_document_seqno(view, 0, pinned, 0, {0: 0}) == 1
+    assert stream.last_document_seqno(view, 0, pinned, 0, {0: 0, 9: 0}) == 7
+    assert stream.last_document_seqno(view, 0, pinned, 1, {0: 0}) == 1
+    store.writer.rollback(0, 4)
+    with pytest.raises(Left):
+        stream.last_document_seqno(view, 0, pinned, 0, {0: 0})
+    assert stream.last_document_seqno(view, 0, stream.standing(view, 0), 0, {0: 0}) == 1
+
+
+def test_a_rollback_below_what_is_read_is_told_and_one_above_is_not(store: Store, view: View) -> None:
+    for seqno in (1, 2, 3):
+        store.put(b"k%d" % seqno, b"v", seqno)
+    high = stream.standing(view, 0)
+    store.writer.rollback(0, 2)
+    low = stream.standing(view, 0)
+    with pytest.raises(Left) as caught:
+        stream.rows(view, 0, high, 0, bytes_max=1 << 20)
+    assert caught.value.rolled_back
+    assert low.has(high.branch, 2)
+    assert not low.has(high.branch, 3)
+    store.put(b"other", b"v", 3)
+    assert seqnos(stream.rows(view, 0, low, 0, bytes_max=1 << 20)[0]) == [1, 2]
+
+
+def test_a_refill_is_not_whole_and_shares_nothing(store: Store, view: View) -> None:
+    store.put(b"a", b"v", 5)
+    before = stream.standing(view, 0)
+    assert before.whole
+    store.writer.begin_refill(0)
+    assert not stream.standing(view, 0).whole
+    assert seqnos(stream.rows(view, 0, before, 0, bytes_max=1 << 20)[0]) == [5], "the old copy is still there"
+    store.log(0, (9, 0))
+    store.put(b"b", b"v", 9)
+    after = stream.standing(view, 0)
+    assert after.whole
+    assert not after.has(before.branch, 0)
+    with pytest.raises(Left):
+        stream.rows(view, 0, before, 0, bytes_max=1 << 20)
+
+
+def test_a_fresh_vbucket_is_whole_once_its_source_was_heard(tmp_path: Path) -> None:
+    store = Store(tmp_path, vbuckets=1)
+    with open_view(store.path) as view:
+        assert not stream.standing(view, 0).whole
+        store.log(0, (7, 0))
+        assert stream.standing(view, 0).whole
+        store.put(b"a", b"v", 1, publish=False)
+        assert not stream.standing(view, 0).whole
+        with pytest.raises(StorageError):
+            stream.standing(view, 1)
+    store.close()
+
+
+def test_what_may_be_missing_is_what_was_purged_here_or_before_the_first_snapshot(store: Store, view: View) -> None:
+    store.put(b"a", b"v", 50)
+    assert stream.standing(view, 0).purge_seqno == 50, "nobody told what the source had purged"
+    store.writer.save_failover_log(0, store.writer.state(0).failover_log, 20)
+    store.put(b"b", b"v", 60)
+    assert stream.standing(view, 0).purge_seqno == 20
+    store.writer.save_failover_log(0, store.writer.state(0).failover_log, 55)
+    store.put(b"b", b"v", 61)
+    assert stream.standing(view, 0).purge_seqno == 50, "what came after the first snapshot came whole"
+
+
+def test_a_missing_tombstone_is_told_to_those_who_need_it(
+    store: Store, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(b"a", b"v", 1)
+    store.put(b"b", b"v", 2)
+    monkeypatch.setattr(stream.branches, "purge_row", lambda *_: (2, 2))
+    pinned = stream.standing(view, 0)
+    assert pinned.purge_seqno == 2
+    with pytest.raises(Left) as caught:
+        stream.rows(view, 0, pinned, 1, bytes_max=1, tombstones_from=1)
+    assert not caught.value.rolled_back
+    stream.rows(view, 0, pinned, 1, bytes_max=1, tombstones_from=2)
+
+
+def test_news_are_told_once(store: Store, view: View) -> None:
+    commits = Commits()
+    assert commits.news(view, {0: 0}) == [0]
+    assert commits.news(view, {0: 0}) == []
+    store.log(0, (8, 0), (7, 0))
+    assert commits.news(view, {0: 0}) == [], "nothing that is served changed"
+    store.put(b"a", b"v", 1)
+    assert commits.news(view, {}) == []
+    assert commits.news(view, {0: 0}) == [0]
