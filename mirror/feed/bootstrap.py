@@ -30,6 +30,7 @@ from mirror.errors import (
     NotSupported,
     PrivilegeMissing,
     SourceTimeout,
+    TlsFailed,
 )
 from mirror.feed.connection_string import Address, ConnectionString
 from mirror.feed.sasl import SaslError, ScramClient, choose_mechanism, plain_encode
@@ -236,7 +237,8 @@ async def discover(
 ) -> ClusterMap:
     """Ask the first node that answers for the cluster map; without `addresses`, those of the connection string.
 
-    Raises what the nodes said: a refusal (of user, bucket, TLS) at once, else the last node's error.
+    Raises what the nodes said: a refusal of user or bucket at once, since all nodes share them; else the error that
+    waiting will not mend, as of one node's certificate, or the last one.
     """
     last: ClusterError = ConnectFailed(f"no address in {access.source}")
     if addresses is None:
@@ -251,9 +253,10 @@ async def discover(
             check_ports(found, access, address)
             return found
         except ClusterError as error:
-            if not error.retryable:
+            if not error.retryable and not isinstance(error, TlsFailed):
                 raise
-            last = error
+            if last.retryable:
+                last = error
     raise last
 
 

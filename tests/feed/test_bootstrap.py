@@ -50,6 +50,8 @@ MAP = {
     "vBucketServerMap": {"serverList": ["$HOST:11210"], "vBucketMap": [[0], [-1]]},
 }
 
+SECURE_MAP = MAP | {"nodesExt": [{"services": {"kv": 11210, "kvSSL": 11207}}]}
+
 
 def access_to(node: ScriptedNode, path: Path, *, password: str = PASSWORD, **settings: object) -> Access:
     file = path / "password"
@@ -217,6 +219,19 @@ async def test_a_network_that_the_cluster_does_not_have_is_refused(tmp_path: Pat
         with pytest.raises(NotSupported, match="no addresses of the network external") as caught:
             await discover(access_to(node, tmp_path, network="external"), SystemClock())
     assert "alternate addresses" in caught.value.hint
+
+
+async def test_one_node_with_a_bad_certificate_does_not_hide_the_others(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    bad = authority.node_context("127.0.0.1", days=-1)
+    good = authority.node_context("127.0.0.1")
+    answers = {Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(SECURE_MAP).encode())}
+    async with ScriptedNode(ssl=bad) as first_node, ScriptedNode(answers, ssl=good) as second_node:
+        access = secure_access_to(first_node, tmp_path, authority)
+        nodes = [Address("127.0.0.1", node.port) for node in (first_node, second_node)]
+        assert (await discover(access, SystemClock(), addresses=nodes)).rev == 7
+        with pytest.raises(TlsFailed, match="expired"):
+            await discover(access, SystemClock(), addresses=[nodes[0], Address("127.0.0.1", 1)])
 
 
 async def test_an_impostor_is_not_told_the_password(tmp_path: Path) -> None:
