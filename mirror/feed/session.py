@@ -267,7 +267,9 @@ class NodeSession:
         if answer.status in (Status.EINVAL, Status.NOT_SUPPORTED):
             raise NotSupported(
                 f"{self.address} does not take {name.decode()}={value.decode()}",
-                hint="Couchbase Server 5.5 or newer is needed",
+                hint="Couchbase Server 6.5 or newer is needed for track_prepares: leave the setting out"
+                if name == ControlKey.ENABLE_SYNC_WRITES
+                else "Couchbase Server 5.5 or newer is needed",
                 node=str(self.address),
             )
         raise HandshakeFailed(

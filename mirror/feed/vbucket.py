@@ -11,6 +11,7 @@ import asyncio
 from typing import Any, Protocol
 
 from mirror.clock import Clock
+from mirror.errors import ConnectFailed
 from mirror.feed.performer import perform
 from mirror.feed.persistence import PersistenceGate
 from mirror.feed.session import NodeSession
@@ -281,7 +282,7 @@ class VbucketActor:
     def reconnect(self, cause: str) -> None:
         """Close the connection and log in again."""
         if self.session is not None:
-            asyncio.get_running_loop().call_soon(self.session.close)
+            asyncio.get_running_loop().call_soon(self.session.close, ConnectFailed(cause, hint=""))
         self.last_error = cause
 
     def retry_after(self, reason: RetryReason, attempt: int) -> None:

@@ -595,7 +595,7 @@ class VbucketMachine:
             elif reaction.action is Action.REOPEN:
                 self._close_stream(cause, out)
             elif reaction.action is Action.RECONNECT:
-                out.append(Reconnect(self.vbid, cause))
+                out.append(Reconnect(self.vbid, reaction.text))
             self._retry(reaction, cause, out)
 
     def _retry(self, reaction: Reaction, cause: str, out: list[Instruction]) -> None:

@@ -24,7 +24,7 @@ from mirror.ingest.offset import StreamOffset
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
 from mirror.wire.codec_dcp import encode_failover_log
-from mirror.wire.constants import NO_END_SEQNO, Opcode, Status, StreamEndReason
+from mirror.wire.constants import NO_END_SEQNO, Feature, Opcode, Status, StreamEndReason
 from mirror.wire.flow_control import ProducerWindow, counted_size
 from mirror.wire.frame import Frame, decode, encode, request, response
 from mirror.wire.scan import Row
@@ -138,6 +138,96 @@ async def test_negotiation_is_one_control_at_a_time_and_tolerates_what_is_option
         (open_,) = node.asked_for(Opcode.DCP_OPEN)
         assert open_.key == b"dcp-mirror:test:0"
         assert int.from_bytes(open_.extras[4:]) == 0x01 | 0x04 | 0x20 | 0x100
+
+
+CONTROLS_80 = [
+    (b"enable_noop", b"true"),
+    (b"set_noop_interval", b"20"),
+    (b"connection_buffer_size", b"4096"),
+    (b"supports_cursor_dropping_vulcan", b"true"),
+    (b"send_stream_end_on_client_close_stream", b"true"),
+    (b"enable_expiry_opcode", b"true"),
+    (b"include_deleted_user_xattrs", b"true"),
+    (b"v7_dcp_status_codes", b"true"),
+    (b"flatbuffers_system_events", b"true"),
+    (b"max_marker_version", b"2.2"),
+]
+
+
+async def test_a_new_server_is_asked_for_all_that_a_mirror_can_use_and_for_nothing_else(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (node, _, _):
+        assert [(frame.key, frame.value) for frame in node.asked_for(Opcode.DCP_CONTROL)] == CONTROLS_80
+
+
+async def test_without_collections_what_came_with_them_is_not_asked_for(tmp_path: Path) -> None:
+    async with ScriptedNode() as node:
+        node.features -= {Feature.COLLECTIONS, Feature.SNAPPY}
+        session, _ = make(node, tmp_path, compression="forced")
+        await session.open()
+        names = [frame.key for frame in node.asked_for(Opcode.DCP_CONTROL)]
+        assert b"max_marker_version" not in names
+        assert b"flatbuffers_system_events" not in names
+        assert b"force_value_compression" not in names, "EINVAL without snappy"
+        session.close()
+
+
+async def test_what_the_settings_ask_for_is_asked_for(tmp_path: Path) -> None:
+    def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
+        refused = frame.key == b"change_streams" or frame.value == b"true_with_seqno_advanced"
+        return [response(frame, Status.NOT_SUPPORTED if refused else Status.SUCCESS)]
+
+    async with ScriptedNode({Opcode.DCP_CONTROL: control}) as node:
+        session, _ = make(node, tmp_path, compression="forced")
+        session.with_prepares = session.with_history = session.with_oso = True
+        await session.open()
+        asked_for = [(frame.key, frame.value) for frame in node.asked_for(Opcode.DCP_CONTROL)]
+        assert set(asked_for) - set(CONTROLS_80) == {
+            (b"enable_sync_writes", b"true"),
+            (b"force_value_compression", b"true"),
+            (b"change_streams", b"true"),
+            (b"enable_out_of_order_snapshots", b"true_with_seqno_advanced"),
+            (b"enable_out_of_order_snapshots", b"true"),
+        }
+        assert not session.controls["change_streams"], "not on this storage: going on without"
+        assert session.controls["enable_out_of_order_snapshots"]
+        session.close()
+
+
+async def test_prepares_that_are_asked_for_and_not_offered_end_it(tmp_path: Path) -> None:
+    def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
+        return [response(frame, Status.EINVAL if frame.key == b"enable_sync_writes" else Status.SUCCESS)]
+
+    async with ScriptedNode({Opcode.DCP_CONTROL: control}) as node:
+        session, _ = make(node, tmp_path)
+        session.with_prepares = True
+        with pytest.raises(NotSupported, match="enable_sync_writes"):
+            await session.open()
+
+
+async def test_a_ledger_that_is_off_is_noticed_before_the_window_leaks_shut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, b"")}
+    async with opened(tmp_path, answers) as (node, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        monkeypatch.setattr(session, "ledger", Leaking(session.ledger))
+        node.send(encode_event(ev.SnapshotMarker(VBID, 0, 9, 1), opaque=opaque))
+        await owner.until(lambda: bool(owner.lost))
+        assert "flow control" in owner.lost[0].what
+
+
+class Leaking:
+    """A ledger that forgets a byte."""
+
+    def __init__(self, ledger: Any) -> None:
+        self._ledger = ledger
+
+    def received(self, count: int) -> None:
+        self._ledger.received(count - 1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ledger, name)
 
 
 @pytest.mark.parametrize("status", [Status.EINVAL, Status.NOT_SUPPORTED])
@@ -433,6 +523,20 @@ async def test_noop_is_answered_before_the_data_that_came_before_it(tmp_path: Pa
 
 async def test_own_noops_keep_a_connection_alive_that_has_no_stream_yet(tmp_path: Path) -> None:
     async with opened(tmp_path, noop_interval_s=0.1) as (node, session, owner):
+        await owner.until(lambda: len(node.asked_for(Opcode.NOOP)) >= 4)
+        assert session.ready
+
+
+async def test_own_noops_go_on_where_the_source_has_an_interval_of_its_own(tmp_path: Path) -> None:
+    """A server that does not take our interval sends its noops every three minutes: silence must be told from death."""
+
+    def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
+        return [response(frame, Status.EINVAL if frame.key == b"set_noop_interval" else Status.SUCCESS)]
+
+    answers: dict[int, Answer] = {Opcode.DCP_CONTROL: control, Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, b"")}
+    async with opened(tmp_path, answers, noop_interval_s=0.2) as (node, session, owner):
+        session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
         await owner.until(lambda: len(node.asked_for(Opcode.NOOP)) >= 4)
         assert session.ready
 

@@ -70,6 +70,7 @@ async def test_after_every_end_of_a_stream_it_is_asked_for_again_unless_people_m
                 (0, 0, 0, 0),
                 (3, 3, 3, 99),
             ], "a full request with the stored position: any end may hide a rollback"
+        assert mirror.row(VBID)["last_error"] == on_stream_end(reason).text
         await mirror.stop()
     assert stored(mirror) == list(range(1, mirror_end(reason) + 1))
 
@@ -78,11 +79,12 @@ def mirror_end(reason: int) -> int:
     return 3 if on_stream_end(reason).action is Action.STOP else 6
 
 
-REFUSALS = [status for status in Status if status not in (Status.SUCCESS, Status.ROLLBACK)]
+REFUSALS = [*(status for status in Status if status not in (Status.SUCCESS, Status.ROLLBACK)), 0x7777]
+"""Those that the protocol knows, and one that nobody has heard of."""
 
 
 @pytest.mark.parametrize("status", REFUSALS)
-async def test_after_every_refusal_it_is_asked_for_again_unless_people_must_act(status: Status, tmp_path: Path) -> None:
+async def test_after_every_refusal_it_is_asked_for_again_unless_people_must_act(status: int, tmp_path: Path) -> None:
     """From 0, where nothing is held; the other vbucket of the same connection is not touched by it."""
     refused = Exchange(ANY, status, b"")
     mirror = mirror_at(tmp_path)
@@ -97,7 +99,8 @@ async def test_after_every_refusal_it_is_asked_for_again_unless_people_must_act(
         else:
             await mirror.until_published(VBID, 3)
             assert source.statuses_sent.count(status) == 1
-        assert mirror.row(VBID)["last_error"]
+        said = mirror.row(VBID)["last_error"]
+        assert said.startswith(on_refusal(status).text), "what happened, what is done about it, what mends it"
         await mirror.stop()
     assert stored(mirror) == ([] if action is Action.STOP else [1, 2, 3])
 
