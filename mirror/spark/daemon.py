@@ -3,7 +3,7 @@
 Spark runs it by the setting spark.python.daemon.module, with the name of the worker's module as its argument. Knows
 what workers import; never what they do. PySpark collects garbage after each task: objects that are here before the
 first fork are frozen, so that this costs nothing and their pages stay shared. Invariant: no thread is alive when the
-first worker is forked.
+first worker is forked, but the memory allocator's own, which knows about forks.
 """
 
 from __future__ import annotations

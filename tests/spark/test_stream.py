@@ -1,0 +1,122 @@
+"""Changes in Spark: a query with a checkpoint that is stopped and started again, over rollbacks; what can be shown
+without Spark is in `test_changes.py` and `test_remote.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from mirror.sandbox import SandboxCluster, SandboxThread
+from storage.purge import Window
+from tests.spark.mirrors import SmallMirror, order, orders, scanned
+from tests.spark.test_changes import purge
+from tests.spark.test_source import message_of
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallMirror]:
+    mirror = SmallMirror(tmp_path / "data")
+    yield mirror
+    mirror.close()
+
+
+class Table:
+    """What foreachBatch writes: upserts by (at_branch, at_seqno), and how large each batch was."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self.sizes: list[int] = []
+        self.kinds: set[str] = set()
+
+    def __call__(self, batch: DataFrame, number: int) -> None:
+        found = [row.asDict() for row in batch.collect()]
+        self.sizes.append(len(found))
+        for row in found:
+            self.kinds.add(row["kind"])
+            held = self.rows.get(row["key"])
+            if held is None or (row["at_branch"], row["at_seqno"]) >= (held["at_branch"], held["at_seqno"]):
+                self.rows[row["key"]] = row
+
+    @property
+    def state(self) -> dict[str, tuple[int, bytes]]:
+        return {
+            key: (row["seqno"], bytes(row["value"]))
+            for key, row in self.rows.items()
+            if row["kind"] in ("mutation", "restoration")
+        }
+
+
+def run(spark: SparkSession, table: Table, checkpoint: Path, **options: str) -> None:
+    """All that there is, from the checkpoint on."""
+    stream = spark.readStream.format("mirror").options(table="changes", **options).load()
+    writer = stream.writeStream.foreachBatch(table).option("checkpointLocation", str(checkpoint))
+    query = writer.trigger(availableNow=True).start()
+    query.awaitTermination()
+
+
+def test_a_query_follows_a_mirror_through_rollbacks_and_restarts(
+    spark: SparkSession, small: SmallMirror, tmp_path: Path
+) -> None:
+    table, checkpoint, path = Table(), tmp_path / "checkpoint", str(small.path)
+    small.put(orders(0, 200))
+    first = dict(small.seqnos)
+    small.put({f"order::{number:06d}": order(number + 1) for number in range(50)})
+    run(spark, table, checkpoint, path=path, maxRowsPerBatch="100")
+    assert sum(table.sizes) == 250
+    assert max(table.sizes) <= 100
+    for vbid in (1, 2, 3):
+        small.roll_back(vbid, first[vbid])
+    small.put({f"order::{number:06d}": None for number in range(100, 110)})
+    run(spark, table, checkpoint, path=path)
+    assert table.state == scanned(small.path)
+    assert table.kinds == {"mutation", "deletion", "retraction", "restoration"}
+    batches = len(table.sizes)
+    run(spark, table, checkpoint, path=path)
+    assert len(table.sizes) == batches
+
+
+def test_a_query_over_a_connection_goes_on_from_its_checkpoint(spark: SparkSession, tmp_path: Path) -> None:
+    table, checkpoint = Table(), tmp_path / "checkpoint"
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=8)) as source:
+        source.call(lambda: [source.cluster.set(f"k{number}", {"n": number}) for number in range(200)])
+        run(spark, table, checkpoint, connection=source.connection_string)
+        source.call(lambda: [source.cluster.set(f"k{number}", {"n": 0}) for number in range(50)])
+        source.call(source.cluster.delete, "k70")
+        run(spark, table, checkpoint, connection=source.connection_string)
+    assert sum(table.sizes) == 251
+    assert {key: value for key, (_, value) in table.state.items()} == {
+        f"k{number}": b'{"n":%d}' % (0 if number < 50 else number) for number in range(200) if number != 70
+    }
+
+
+def test_a_batch_of_changes_is_all_of_them(spark: SparkSession, small: SmallMirror) -> None:
+    frame = spark.read.format("mirror").options(path=str(small.path), table="changes", columns="kind,key")
+    assert frame.load().count() == 0
+    small.put(orders(0, 30))
+    small.put({"order::000003": None})
+    assert sorted(row.kind for row in frame.load().collect()) == ["deletion"] + ["mutation"] * 30
+
+
+def test_what_cannot_be_streamed_is_said_in_one_line(spark: SparkSession, small: SmallMirror, tmp_path: Path) -> None:
+    path, table = str(small.path), Table()
+    small.put(orders(0, 50))
+    documents = spark.readStream.format("mirror").load(path).writeStream.foreachBatch(table)
+    query = documents.option("checkpointLocation", str(tmp_path / "documents")).start()
+    assert "documents cannot be streamed (set option table=changes)" in message_of(query.awaitTermination)
+    checkpoint = tmp_path / "checkpoint"
+    run(spark, table, checkpoint, path=path)
+    small.put({f"order::{number:06d}": None for number in range(50)})
+    small.put(orders(60, 60))
+    purge(small, Window(boundaries=1))
+    said = message_of(lambda: run(spark, table, checkpoint, path=path))
+    assert "cannot be followed" in said
+    assert "onLostHistory=resync" in said
+    run(spark, table, checkpoint, path=path, onLostHistory="resync")
+    assert "resync" in table.kinds
