@@ -1,0 +1,68 @@
+"""A bucket that keeps history: with `change_streams` superseded versions come too, in snapshots of two markers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.sandbox.cluster import SandboxCluster
+from storage.check import check
+from storage.view import open_view
+from tests.feed.harness import Mirror
+
+VBUCKETS = 1
+
+
+def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+    return Mirror(
+        path,
+        bucket=cluster.bucket.name,
+        bucket_uuid=cluster.bucket.map.bucket_uuid,
+        vbuckets=VBUCKETS,
+        password="demo",
+        settings=settings,
+    )
+
+
+def versions(mirror: Mirror) -> list[int]:
+    with open_view(mirror.path) as view:
+        return [document.seqno for document in view.scan_seqno(0) if document.key == b"hot"]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_every_version_that_the_source_kept_is_there_where_it_is_asked_for(tmp_path: Path, asked: bool) -> None:
+    async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1, keeps_history=True) as cluster:
+        for number in range(6):
+            cluster.set("hot", {"n": number})
+            cluster.set(f"cold-{number}", {"n": number})
+        cluster.bucket.discard_history(0, 5)  # retention has passed the first ones
+        cluster.bucket.to_disk()
+        mirror = mirror_of(cluster, tmp_path, change_streams=asked)
+        consumer = mirror.start(cluster.connection_string)
+        await mirror.until_published(0, cluster.vbucket(0).high_seqno)
+        cluster.set("hot", {"n": 6})
+        await mirror.until_published(0, cluster.vbucket(0).high_seqno)
+        assert bool(consumer.status()["nodes"][0]["controls"].get("change_streams")) is asked
+        assert consumer.status()["warnings"] == []
+        await mirror.stop()
+        found = versions(mirror)
+        assert found[-2:] == [11, 13]
+        assert (len(found) > 2) is asked, found
+        with open_view(mirror.path) as view:
+            hot = view.get("hot")
+            assert hot is not None
+            assert hot.seqno == 13
+    assert check(mirror.path, deep=True).problems == []
+
+
+async def test_a_bucket_that_keeps_none_goes_on_without_and_that_is_said(tmp_path: Path) -> None:
+    async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1) as cluster:
+        cluster.set("hot", {"n": 1})
+        mirror = mirror_of(cluster, tmp_path, change_streams=True)
+        consumer = mirror.start(cluster.connection_string)
+        await mirror.until_published(0, 1)
+        (warning,) = consumer.status()["warnings"]
+        assert "does not offer change_streams" in warning
+        await mirror.stop()
