@@ -9,18 +9,25 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from random import Random
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli import options, output
 from cli.exits import Ended, complain
+from cli.pipeline import need
 from mirror.errors import ExitCode
+from mirror.sandbox.workload import Orders, order_key
 from mirror.serve import http_bench, kv_bench
 from mirror.supervise.bench import ingest_rounds
 from storage import bench as storage_bench
+
+if TYPE_CHECKING:
+    from mirror.spark.bench import Ratio
 
 app = typer.Typer(
     name="bench",
@@ -188,6 +195,70 @@ def kv(
             raise Ended(ExitCode.FAILED) from None
     if as_json:
         output.print_json({"bench": "kv", "documents": documents, "reads": reads, "rounds": found})
+
+
+@app.command()
+def spark(
+    documents: Annotated[int, typer.Option(min=1000, max=20_000_000, help="Documents in the mirror.")] = 100_000,
+    value_bytes: Annotated[
+        int, typer.Option("--value-size", min=48, max=65_536, help="Bytes of a value, about.")
+    ] = 300,
+    rounds: RoundsOption = 5,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """A mirror read by Spark, beside Parquet of the same orders, from_json on the same rows, and plain Arrow."""
+    need("pyspark", "pyarrow", "deltalake")
+    from mirror.spark import bench as spark_bench
+    from mirror.spark.session import session
+
+    def orders() -> Iterator[tuple[bytes, bytes]]:
+        template = Orders(Random(1), value_bytes)
+        return ((order_key(number), template.order(number)) for number in range(documents))
+
+    found: list[dict[str, float]] = []
+    with _folder(folder) as path:
+        few, many = str(Path(path) / "few"), str(Path(path) / "many")
+        size = spark_bench.store(few, orders(), spark_bench.FEW)
+        spark_bench.store(many, orders(), spark_bench.MANY)
+        made = session("dcp-mirror bench")
+        try:
+            for each in spark_bench.rounds(spark_bench.Jobs(made, Path(path), few, many), rounds):
+                found.append(each)
+                _say_round({name: f"{name} {seconds:.2f} s" for name, seconds in each.items()}, as_json)
+        finally:
+            made.stop()
+    ratios = spark_bench.ratios(found)
+    if as_json:
+        setting = {"documents": documents, "document_bytes": size}
+        seconds = [{f"{name}_s": round(value, 3) for name, value in each.items()} for each in found]
+        bars = [
+            {
+                "name": each.bar.name,
+                "ratio_median": round(each.median, 3),
+                "ratio_min": round(each.least, 3),
+                "ratio_max": round(each.most, 3),
+                "at_most": each.bar.at_most,
+                "met": each.met,
+            }
+            for each in ratios
+        ]
+        output.print_json({"bench": "spark", **setting, "rounds": seconds, "bars": bars})
+        return
+    for name in found[0]:
+        typer.echo(f"{name}: {documents / statistics.median(each[name] for each in found):,.0f} documents/s (median)")
+    for line in bar_lines(ratios):
+        typer.echo(line)
+
+
+def bar_lines(ratios: Sequence[Ratio]) -> list[str]:
+    """What was found of each bar, in a line."""
+    lines = []
+    for bar, median, least, most in ratios:
+        wanted = "" if bar.at_most is None else f"at most {bar.at_most:g} wanted; "
+        missed = "" if bar.at_most is None or median <= bar.at_most else "MISSED "
+        lines.append(f"{missed}{bar.name}: {median:.2f} of its time ({wanted}{least:.2f} to {most:.2f})")
+    return lines
 
 
 def _folder(folder: Path | None) -> tempfile.TemporaryDirectory[str]:

@@ -104,18 +104,29 @@ def write_limit(path: str, rows: dict[int, list[Row]], *, deferred: bool, batch_
     return Timing(count, seconds)
 
 
-def store_rows(path: str, rows: dict[int, list[Row]], *, snapshot_rows: int, run_rows: int = 500) -> Timing:
+def store_rows(
+    path: str, rows: dict[int, list[Row]], *, snapshot_rows: int, run_rows: int = 500, groups: int = 1
+) -> Timing:
     """The same rows through GroupWriter, offered in runs of `run_rows`, a snapshot ending every `snapshot_rows`."""
-    identity = Identity("bench", "bench", "bench", max(rows) + 1, 1)
+    identity = Identity("bench", "bench", "bench", max(rows) + 1, groups)
     directory.create(path, identity)
+    start = time.perf_counter()
+    for group in range(groups):
+        vbids = directory.group_vbids(identity, group)
+        _store_group(path, group, identity, {vbid: rows.get(vbid, []) for vbid in vbids}, snapshot_rows, run_rows)
+    return Timing(sum(map(len, rows.values())), time.perf_counter() - start)
+
+
+def _store_group(
+    path: str, group: int, identity: Identity, rows: dict[int, list[Row]], snapshot_rows: int, run_rows: int
+) -> None:
     writer = GroupWriter.open(
-        directory.group_path(path, 0),
-        group=0,
-        vbids=range(identity.vbucket_count),
+        directory.group_path(path, group),
+        group=group,
+        vbids=list(rows),
         identity=identity,
         clock_ms=lambda: int(time.time() * 1000),
     )
-    start = time.perf_counter()
     for vbid, each in rows.items():
         writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(7), Seqno(0))])
         for snapshot in range(0, len(each), snapshot_rows):
@@ -131,7 +142,6 @@ def store_rows(path: str, rows: dict[int, list[Row]], *, snapshot_rows: int, run
     while writer.step() or any(writer.publishing(vbid) for vbid in rows):
         writer.commit()
     writer.close()
-    return Timing(sum(map(len, rows.values())), time.perf_counter() - start)
 
 
 def rollback_round(path: str, retracted: int, *, value_bytes: int = 256, seed: int = 1) -> RollbackFigures:

@@ -35,6 +35,15 @@ def test_limit_and_store_write_the_same_rows(tmp_path: Path, deferred: bool, sna
     assert limit.per_second > 0
 
 
+def test_rows_can_be_stored_in_several_groups(tmp_path: Path) -> None:
+    path, rows = str(tmp_path / "m"), bench.own_keys(5, 300)
+    assert bench.store_rows(path, rows, snapshot_rows=50, groups=3).documents == 300
+    assert check(path).problems == []
+    with open_view(path) as view:
+        assert view.identity.group_count == 3
+        assert len(view.get_many([b"document::%010d" % number for number in range(300)])) == 300
+
+
 def test_reads_find_every_sampled_key(tmp_path: Path) -> None:
     path = str(tmp_path / "m")
     bench.store_rows(path, bench.own_keys(4, 500), snapshot_rows=50)
