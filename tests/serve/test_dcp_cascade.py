@@ -1,0 +1,277 @@
+"""A mirror of a mirror equals it and the source: through failovers, collections, durable writes, and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.config import Settings
+from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
+from mirror.feed.verify import verify
+from mirror.sandbox.cluster import SandboxCluster
+from storage.check import check
+from storage.view import open_view
+from tests.feed.harness import Mirror
+from tests.serve.dcp_rig import DcpEndpoint, serving_dcp
+
+VBUCKETS = 8
+SETTINGS = {"noop_interval_s": 0.5, "connection_buffer_size": 64 * 1024}
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[SandboxCluster]:
+    async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1) as running:
+        yield running
+
+
+def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+    path.mkdir(exist_ok=True)
+    return Mirror(
+        path,
+        bucket=cluster.bucket.name,
+        bucket_uuid=cluster.bucket.map.bucket_uuid,
+        vbuckets=VBUCKETS,
+        password="demo",
+        groups=2,
+        settings=SETTINGS | settings,
+    )
+
+
+@asynccontextmanager
+async def cascade(
+    cluster: SandboxCluster, path: Path, **settings: Any
+) -> AsyncIterator[tuple[Mirror, DcpEndpoint, Mirror]]:
+    """Source, a mirror of it, its DCP port, and a mirror of that."""
+    first, second = mirror_of(cluster, path / "first", **settings), mirror_of(cluster, path / "second")
+    first.start(cluster.connection_string)
+    async with serving_dcp(first.path) as endpoint:
+        second.start(endpoint.url)
+        try:
+            yield first, endpoint, second
+        finally:
+            await second.stop()
+            await first.stop()
+
+
+async def level(cluster: SandboxCluster, *mirrors: Mirror) -> None:
+    """Wait until all have what the source has now, by its own histories."""
+
+    def there(mirror: Mirror) -> bool:
+        return all(
+            mirror.row(vbid)["published_seqno"] == cluster.vbucket(vbid).high_seqno
+            and mirror.row(vbid)["vbuuid"] == cluster.vbucket(vbid).vbuuid
+            for vbid in range(VBUCKETS)
+        )
+
+    for mirror in mirrors:
+        await mirror.until(lambda mirror=mirror: there(mirror), "level with the source")  # type: ignore[misc]
+
+
+Contents = dict[int, dict[tuple[int, bytes], tuple[Any, ...]]]
+
+
+def contents(mirror: Mirror) -> Contents:
+    """Everything that readers see, tombstones left out: a first backfill need not bring them."""
+    with open_view(mirror.path) as view:
+        return {
+            vbid: {
+                (each.collection_id, each.key): (
+                    each.seqno, each.rev_seqno, each.cas, each.flags, each.expiry, each.datatype, each.value,
+                )
+                for each in view.scan(vbid, now=0, raw=True)
+            }
+            for vbid in range(VBUCKETS)
+        }  # fmt: skip
+
+
+def assert_equal(cluster: SandboxCluster, first: Mirror, second: Mirror) -> None:
+    one, two = contents(first), contents(second)
+    assert one == two
+    for vbid in range(VBUCKETS):
+        source = {
+            item.key: (item.seqno, item.cas)
+            for item in cluster.vbucket(vbid).state_at(cluster.vbucket(vbid).high_seqno).values()
+        }
+        seen = {bytes([cid]) + key: (found[0], found[2]) for (cid, key), found in two[vbid].items()}
+        assert seen == source, f"vb {vbid}"
+    with open_view(first.path) as a, open_view(second.path) as b:
+        assert [a.state(v).failover_log for v in range(VBUCKETS)] == [b.state(v).failover_log for v in range(VBUCKETS)]
+        assert [a.manifest(v).collections for v in range(VBUCKETS)] == [
+            b.manifest(v).collections for v in range(VBUCKETS)
+        ]
+    assert check(second.path, deep=True).problems == []
+
+
+def write(cluster: SandboxCluster, count: int, name: str = "doc", **where: Any) -> None:
+    for number in range(count):
+        cluster.set(f"{name}-{number}", {"name": name, "number": number}, **where)
+
+
+async def test_a_cascade_is_filled_and_follows(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 400)
+    cluster.bucket.to_disk()
+    async with cascade(cluster, tmp_path) as (first, endpoint, second):
+        await level(cluster, first, second)
+        write(cluster, 200)
+        for number in range(0, 400, 3):
+            cluster.delete(f"doc-{number}")
+        await level(cluster, first, second)
+        assert_equal(cluster, first, second)
+        assert second.consumer is not None
+        counters = second.consumer.status()["counters"]
+        assert counters["requested_again_bytes"] == 0
+        assert endpoint.server.status()["dcp_rollbacks"] == 0
+
+
+async def test_a_failover_with_loss_cascades_exactly(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 200)
+    async with cascade(cluster, tmp_path) as (first, endpoint, second):
+        await level(cluster, first, second)
+        for round_ in range(4):
+            for vbid in range(VBUCKETS):
+                for number in range(3):
+                    cluster.set(f"lost-{round_}-{number}", {"round": round_}, vbid=vbid)
+                    await asyncio.sleep(0.002)
+            await level(cluster, first, second)
+            for vbid in range(0, VBUCKETS, 2):
+                cluster.failover(vbid, lose=2)
+                cluster.set(f"instead-{round_}", {"new": "history"}, vbid=vbid)
+            await level(cluster, first, second)
+            assert_equal(cluster, first, second)
+        with open_view(first.path) as a, open_view(second.path) as b:
+            for vbid in range(0, VBUCKETS, 2):
+                assert len(a.rollbacks(vbid)) == 4
+                assert len(b.rollbacks(vbid)) >= 4
+                assert not b.past(vbid).refills_ms, "no rollback cost more than an undo"
+        assert endpoint.server.status()["dcp_rollbacks"] >= 16
+
+
+async def test_collections_that_come_and_go_cascade(cluster: SandboxCluster, tmp_path: Path) -> None:
+    bucket = cluster.bucket
+    bucket.create_scope("shop")
+    bucket.create_collection("shop", "carts")
+    write(cluster, 100, "cart", collection="shop.carts")
+    async with cascade(cluster, tmp_path) as (first, _, second):
+        await level(cluster, first, second)
+        bucket.create_collection("shop", "items", max_ttl=600)
+        write(cluster, 100, "item", collection="shop.items")
+        bucket.flush_collection("shop.carts")
+        write(cluster, 20, "cart", collection="shop.carts")
+        await level(cluster, first, second)
+        assert_equal(cluster, first, second)
+        bucket.drop_collection("shop.items")
+        write(cluster, 10)
+        await level(cluster, first, second)
+        assert_equal(cluster, first, second)
+        bucket.drop_scope("shop")
+        await level(cluster, first, second)
+        assert_equal(cluster, first, second)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+async def test_durable_writes_are_seen_when_they_are_committed(
+    cluster: SandboxCluster, tmp_path: Path, tracked: bool
+) -> None:
+    """Whether the first mirror keeps the open ones or is not told of them."""
+    write(cluster, 50)
+    async with cascade(cluster, tmp_path, track_prepares=tracked) as (first, _, second):
+        await level(cluster, first, second)
+        for number in range(30):
+            cluster.bucket.prepare(f"doc-{number}", {"durable": number})
+        for vbid in range(VBUCKETS):
+            cluster.set("after", {"a": 1}, vbid=vbid)
+        await level(cluster, first, second)
+        assert_equal(cluster, first, second)
+        for number in range(30):
+            if number % 3:
+                cluster.bucket.commit(f"doc-{number}")
+            else:
+                cluster.bucket.abort(f"doc-{number}")
+        for vbid in range(VBUCKETS):
+            cluster.set("after", {"a": 2}, vbid=vbid)
+        await level(cluster, first, second)
+        assert_equal(cluster, first, second)
+
+
+async def test_the_middle_may_go_and_come_back(cluster: SandboxCluster, tmp_path: Path) -> None:
+    """Its port with it; what it publishes meanwhile is taken up where the other stands."""
+    write(cluster, 200)
+    first, second = mirror_of(cluster, tmp_path / "first"), mirror_of(cluster, tmp_path / "second")
+    for round_ in range(3):
+        first.start(cluster.connection_string)
+        async with serving_dcp(first.path) as endpoint:
+            second.start(endpoint.url)
+            await level(cluster, first, second)
+            assert second.consumer is not None
+            assert second.consumer.status()["counters"]["requested_again_bytes"] == 0
+            await second.stop()
+        write(cluster, 100, f"round-{round_}")
+        if round_ == 1:
+            for vbid in range(VBUCKETS):
+                cluster.failover(vbid, lose=1)
+        await first.stop()
+    assert_still_equal(cluster, first, second)
+
+
+def assert_still_equal(cluster: SandboxCluster, first: Mirror, second: Mirror) -> None:
+    """Both stopped before the source wrote more: they equal each other, at the source's state of that moment."""
+    one, two = contents(first), contents(second)
+    with open_view(second.path) as view:
+        at = [view.state(vbid).published_seqno for vbid in range(VBUCKETS)]
+    with open_view(first.path) as view:
+        for vbid in range(VBUCKETS):
+            older = {(each.collection_id, each.key): each.seqno for each in view.scan(vbid, as_of=at[vbid], now=0)}
+            assert older == {key: found[0] for key, found in two[vbid].items()}
+    assert one.keys() == two.keys()
+
+
+async def test_the_bounded_reader_reads_a_mirror_as_it_reads_a_cluster(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 300)
+    async with cascade(cluster, tmp_path) as (first, endpoint, second):
+        await level(cluster, first, second)
+
+        def read() -> tuple[int, dict[int, Position], list[int]]:
+            count = 0
+            positions: dict[int, Position] = {}
+            with SourceReader(endpoint.url, password="demo") as reader:
+                until = reader.high_seqnos()
+                for item in reader.read(dict.fromkeys(until, Position()), until):
+                    if isinstance(item, Snapshot):
+                        count += sum(1 for _ in item.documents())
+                        positions[item.vbid] = item.position
+                positions[0] = Position(positions[0].vbuuid, positions[0].seqno + 5)
+                gone = [
+                    item.seqno
+                    for item in reader.read({0: positions[0]}, {0: positions[0].seqno})
+                    if isinstance(item, RolledBack)
+                ]
+            return count, positions, gone
+
+        count, positions, gone = await asyncio.to_thread(read)
+        assert count == 300
+        assert gone == [positions[0].seqno - 5]
+
+
+async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 300)
+    cluster.bucket.to_disk()
+    async with cascade(cluster, tmp_path) as (first, endpoint, second):
+        await level(cluster, first, second)
+        for number in range(0, 300, 2):
+            cluster.delete(f"doc-{number}")
+        await level(cluster, first, second)
+
+        def compared() -> list[bool]:
+            settings = Settings.model_validate(SETTINGS)
+            with (
+                open_view(second.path) as view,
+                SourceReader(endpoint.url, settings=settings, password="demo") as reader,
+            ):
+                return [result.equal for result in verify(second.path, view, reader, service=False)]
+
+        assert await asyncio.to_thread(compared) == [True] * VBUCKETS
