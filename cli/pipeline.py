@@ -358,10 +358,14 @@ def backfill(
     master: MasterOption = None,
     spark: SparkOption = False,
     config: options.ConfigOption = None,
+    pairs: options.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Pull a bucket by many tasks into a mirror's data directory, from which `run` goes on. Can be repeated."""
-    settings = options.settings_from({"source": source, "groups": groups}, config=config).settings
+    """Pull a bucket by many tasks into a mirror's data directory, from which `run` goes on. Can be repeated.
+
+    What is mirrored (`collections`, `scope`, `vbuckets`) and how much history is kept are settings, as for `run`.
+    """
+    settings = options.settings_from({"source": source, "groups": groups}, config=config, pairs=pairs).settings
     with running("backfill", master, spark, processes) as runner, tasks_shown("backfill", as_json=as_json) as progress:
         from mirror.spark.backfill import backfill as run
 

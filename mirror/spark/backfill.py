@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mirror.clock import SystemClock
-from mirror.config import Settings, from_wire, to_wire
+from mirror.config import Settings, from_wire, to_wire, vbucket_range
 from mirror.errors import ConfigError, MirrorError, NotSupported, SourceTimeout
 from mirror.feed.bootstrap import Access, discover
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
+from mirror.ingest.selection import Selection
 from mirror.spark.delta import LOCK_FILE, FolderLock
 from mirror.spark.parts import folder_error
 from mirror.spark.runner import Progress, Runner, quiet_logs
@@ -119,7 +120,7 @@ def backfill(
     return Backfilled(
         target=str(target),
         bucket=identity.bucket_name,
-        vbuckets=identity.vbucket_count,
+        vbuckets=len(identity.vbids),
         groups=identity.group_count,
         groups_done_before=identity.group_count - len(missing),
         seqnos=sum(each.seqnos for each in pulled),
@@ -137,8 +138,26 @@ async def _identity(source: str, settings: Settings, groups: int | None) -> Iden
         raise NotSupported(
             "the source does not say which bucket it serves", hint="only Couchbase buckets can be mirrored"
         )
-    count = min(groups or settings.groups, found.vbucket_count)
-    return Identity(found.cluster_uuid or "", found.bucket_name, found.bucket_uuid, found.vbucket_count, count)
+    held = None
+    if settings.vbuckets is not None:
+        held = vbucket_range(settings.vbuckets, "vbuckets")
+        if held[1] >= found.vbucket_count:
+            raise ConfigError(
+                f"vbuckets {held[0]}-{held[1]} are asked for, and the bucket has {found.vbucket_count}",
+                hint=f"give a range up to {found.vbucket_count - 1}",
+                setting="vbuckets",
+            )
+        held = None if held[1] - held[0] + 1 == found.vbucket_count else held
+    count = min(groups or settings.groups, held[1] - held[0] + 1 if held else found.vbucket_count)
+    return Identity(
+        found.cluster_uuid or "",
+        found.bucket_name,
+        found.bucket_uuid,
+        found.vbucket_count,
+        count,
+        held,
+        Selection.of(settings.scope, settings.collections).text,
+    )
 
 
 def _begin(folder: Path, identity: Identity) -> None:

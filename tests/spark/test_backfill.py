@@ -10,6 +10,7 @@ import pytest
 
 from mirror.config import Settings, load
 from mirror.errors import ConfigError, ConnectFailed, MirrorError, SourceTimeout
+from mirror.sandbox.bucket import vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark import backfill as backfills
@@ -150,6 +151,25 @@ def test_the_source_may_write_and_lose_history_meanwhile(
         until("the mirror to follow the source", same)
         service.terminate()
     is_the_sources(source, tmp_path / "data")
+
+
+def test_a_part_of_the_vbuckets_and_one_collection(source: SandboxThread, settings: Settings, tmp_path: Path) -> None:
+    some = settings.model_copy(update={"vbuckets": "4-11", "collections": ("s.c",)})
+    done = backfill(source.connection_string, tmp_path / "data", some, LocalRunner(1), groups=3)
+    assert (done.vbuckets, done.groups) == (8, 3)
+    assert check(str(tmp_path / "data"), deep=True).problems == []
+    with open_view(str(tmp_path / "data")) as view:
+        assert list(view.vbids) == list(range(4, 12))
+        found = {document.key for document in view.scan()}
+    expected = {f"line::{number:03}".encode() for number in range(400)}
+    assert found == {key for key in expected if 4 <= vbucket_of(key, VBUCKETS) <= 11}
+    with pytest.raises(ConfigError, match="the bucket has 16"):
+        backfill(
+            source.connection_string,
+            tmp_path / "more",
+            settings.model_copy(update={"vbuckets": "4-99"}),
+            LocalRunner(1),
+        )
 
 
 def test_what_cannot_be_is_said_at_once(source: SandboxThread, settings: Settings, tmp_path: Path) -> None:
