@@ -23,6 +23,7 @@ from cli.pipeline import need
 from mirror.errors import ExitCode
 from mirror.sandbox.workload import Orders, order_key
 from mirror.serve import http_bench, kv_bench
+from mirror.supervise import start_bench
 from mirror.supervise.bench import ingest_rounds
 from storage import bench as storage_bench
 
@@ -74,6 +75,39 @@ def ingest(
             complain(str(error))
             raise Ended(ExitCode.FAILED) from None
     _finish("ingest", {"documents": documents, "vbuckets": vbuckets, "sync": sync}, found, as_json)
+
+
+@app.command()
+def start(
+    vbuckets: Annotated[int, typer.Option(min=1, max=1024, help="Vbuckets of the source.")] = 1024,
+    nodes: Annotated[int, typer.Option(min=1, max=16, help="Nodes of the source.")] = 4,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes of the service.")] = 4,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, max=100, help="Starts; the first makes the mirror.")] = 3,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """From the service's start until the source has a stream open for every vbucket, and each worker's memory then."""
+    found = []
+    with _folder(folder) as path:
+        try:
+            for figures in start_bench.starts(vbuckets, nodes, workers, rounds - 1, path):
+                found.append(
+                    {
+                        "made": figures.made,
+                        "seconds": round(figures.seconds, 2),
+                        "worker_private_mib": [round(each / 2**20, 1) for each in figures.worker_private_bytes],
+                    }
+                )
+                memory = ", ".join(f"{each / 2**20:.1f}" for each in figures.worker_private_bytes)
+                made = "a new mirror" if figures.made else "again"
+                if not as_json:
+                    typer.echo(f"{made}: {figures.seconds:.2f} s, private MiB of the workers: {memory}")
+        except RuntimeError as error:
+            complain(str(error))
+            raise Ended(ExitCode.FAILED) from None
+    if as_json:
+        shape = {"bench": "start", "vbuckets": vbuckets, "nodes": nodes, "workers": workers, "rounds": found}
+        output.print_json(shape)
 
 
 @app.command()

@@ -69,7 +69,7 @@ def ingest_rounds(
     source = context.Process(target=_serve_documents, args=(there, count, vbuckets, value_bytes), daemon=True)
     source.start()
     try:
-        connection_string: str = _receive(here, source)
+        connection_string: str = receive(here, source)
         rows = limit_rows(count, vbuckets, value_bytes)
         for number in range(rounds):
             path = os.path.join(folder, f"limit-{number}")
@@ -93,10 +93,11 @@ def limit_rows(count: int, vbuckets: int, value_bytes: int) -> dict[int, list[be
     return rows
 
 
-def _receive(here: Connection, process: Any) -> Any:
+def receive(here: Connection, process: Any, *, alive: Any = None) -> Any:
+    """What a process of the benchmark says. RuntimeError when it, or `alive`, ends before it does."""
     deadline = time.monotonic() + PATIENCE_S
     while not here.poll(0.1):
-        if not process.is_alive() or time.monotonic() > deadline:
+        if not process.is_alive() or (alive is not None and not alive.is_alive()) or time.monotonic() > deadline:
             raise RuntimeError("a process of the benchmark ended before it answered")
     return here.recv()
 
@@ -125,7 +126,7 @@ def _consume_once(context: Any, connection_string: str, path: str, sync: str) ->
             if not consumer.is_alive():
                 break
             peak = max(peak, private_bytes(consumer.pid) or 0)
-        count, seconds, cpu_s = _receive(here, consumer)
+        count, seconds, cpu_s = receive(here, consumer)
         return bench.Timing(count, seconds), cpu_s, peak
     finally:
         consumer.join(30)
