@@ -15,6 +15,7 @@ from cli import bench, config, exits, pipeline, sandbox, user
 from cli.changes import changes
 from cli.check import check
 from cli.demo import demo
+from cli.doctor import doctor
 from cli.get import get
 from cli.record import record
 from cli.replay import replay
@@ -62,6 +63,7 @@ app.command(rich_help_panel=LOOK)(changes)
 app.command(rich_help_panel=LOOK)(state)
 app.command(rich_help_panel=LOOK)(check)
 app.command(rich_help_panel=LOOK)(verify)
+app.command(rich_help_panel=LOOK)(doctor)
 app.command(rich_help_panel=MIRROR)(rollback)
 app.command(rich_help_panel=MIRROR)(record)
 app.command(rich_help_panel=MIRROR)(replay)

@@ -149,6 +149,12 @@ class Link(asyncio.Protocol):
         return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
 
     @property
+    def tls_object(self) -> ssl.SSLObject | None:
+        """What the TLS handshake came to; None: the connection is not encrypted."""
+        found = None if self._transport is None else self._transport.get_extra_info("ssl_object")
+        return found if isinstance(found, ssl.SSLObject) else None
+
+    @property
     def unanswered_count(self) -> int:
         """How many requests wait for their answer."""
         return len(self._pending)
@@ -182,6 +188,12 @@ class Link(asyncio.Protocol):
         assert frame.opaque not in self._pending, "an opaque is used once"
         self._pending[frame.opaque] = on_answer
         self.send(encode(frame))
+
+    def expect(self, opaque: int, on_answer: OnAnswer) -> None:
+        """Another answer with this opaque is to come (STAT); to be called while one of them is handed over."""
+        assert opaque not in self._pending, "one waits at a time"
+        if self._error is None:
+            self._pending[opaque] = on_answer
 
     async def request(
         self,

@@ -1,0 +1,77 @@
+"""`doctor`: what stands between a mirror and its source, and what mends it.
+
+Knows how to say findings; what is tried, and what it means, is `mirror.feed.doctor`'s. Nothing is changed, here or at
+the source. Exit code 0 when nothing failed (a warning is no failure), else that of the first failure: 4 where the
+source refuses, 3 where the data is another's or damaged, 2 for settings, 1 for the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import typer
+
+from cli import client, options, output
+from cli.exits import Ended
+from mirror.errors import ConfigError
+from mirror.feed.doctor import Doctor, Finding, Verdict
+from mirror.supervise import logs
+
+COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
+
+
+def doctor(
+    source: Annotated[
+        str | None,
+        typer.Option("--source", "-s", metavar="URL", help="Connection string of the source.", show_default=False),
+    ] = None,
+    data: options.DataOption = None,
+    config: options.ConfigOption = None,
+    pairs: options.SetOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Examine a source, step by step: names, TLS, login, privileges, what the server takes, and (with --data) what
+    resuming the mirror there would come to. Each line says what to do. Nothing is changed.
+    """
+    settings = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs).settings
+    if settings.source is None:
+        raise ConfigError(
+            "no source is given", hint="give --source couchbase://user@host/bucket or set DCP_MIRROR_SOURCE"
+        )
+    logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
+    service = settings.data is not None and client.ask(settings.data, "ping") is not None
+    work = Doctor(settings, settings.source, settings.data, service=service)
+    if not as_json:
+        work.on_finding = say
+    findings = asyncio.run(work.examine())
+    failed = [finding for finding in findings if finding.verdict is Verdict.FAIL]
+    if as_json:
+        output.print_json(
+            {
+                "source": settings.source,
+                "data": None if settings.data is None else str(settings.data),
+                "service": "up" if service else "down",
+                "ok": not failed,
+                "findings": [finding_object(finding) for finding in findings],
+            }
+        )
+    if failed:
+        raise Ended(int(failed[0].exit_code))
+
+
+def finding_object(finding: Finding) -> dict[str, Any]:
+    """A finding, as `cli/JSON.md` promises it."""
+    return {
+        "step": finding.step,
+        "verdict": str(finding.verdict),
+        "text": finding.text,
+        "remedy": finding.remedy or None,
+    }
+
+
+def say(finding: Finding) -> None:
+    """A finding for people."""
+    remedy = f" ({finding.remedy})" if finding.remedy else ""
+    verdict = typer.style(f"{finding.verdict:<4}", fg=COLOURS[finding.verdict], bold=finding.verdict is not Verdict.OK)
+    typer.echo(f"{verdict}  {finding.step:<11} {finding.text}{remedy}")

@@ -1,0 +1,567 @@
+"""What stands between a mirror and its source, step by step, before any of it costs time: nothing is changed anywhere.
+
+Knows in which order things can fail, how to try each alone, and what mends it. No document is fetched: streams are
+asked for with an end at their very start, so that a source says whether it would go on from there, and sends nothing.
+Invariants: each finding is one line with a verdict, and where that is not `ok`, with a remedy; what depends on a failed
+step is left out; an end by whatever closes every connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from mirror.clock import Clock, SystemClock
+from mirror.config import Settings
+from mirror.errors import (
+    AuthRejected,
+    BucketMissing,
+    ClusterError,
+    ConfigError,
+    ExitCode,
+    MirrorError,
+    PrivilegeMissing,
+    TlsFailed,
+)
+from mirror.feed.bootstrap import FEATURES, Access, discover, enter, fetch_manifest
+from mirror.feed.connection_string import Address, parse
+from mirror.feed.session import NodeSession, StreamAnswer
+from mirror.feed.srv import look_up
+from mirror.feed.transport import Link, Opaques
+from mirror.ingest.events import Row, StreamAccepted, StreamRollback
+from mirror.ingest.instructions import RequestStream
+from mirror.ingest.machine import STREAM_FLAGS
+from mirror.ingest.offset import StreamOffset
+from mirror.ingest.reactions import on_refusal
+from mirror.ingest.rollback import vbuuid_at
+from mirror.ingest.selection import StreamFilter
+from mirror.ingest.topology import ClusterMap, Node
+from mirror.wire import events as ev
+from mirror.wire.constants import Feature, Opcode, Status
+from mirror.wire.frame import Frame, request
+from storage.errors import StorageError
+from storage.model import Seqno, Vbid, VbucketState
+from storage.view import View, open_view
+
+PURGE_DAYS = 3
+"""A bucket's metadata purge interval, unless somebody changed it."""
+CERTIFICATE_DAYS = 30
+DISK_FACTOR = 1.4
+"""Size of a mirror by size of what comes over the wire."""
+
+
+class Verdict(StrEnum):
+    """How a step went."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One step."""
+
+    step: str
+    verdict: Verdict
+    text: str
+    remedy: str = ""
+    exit_code: ExitCode = ExitCode.FAILED
+    """Of the command, where this is the first that failed."""
+
+
+@dataclass(slots=True)
+class _Answers:
+    """Waits for the answers to stream requests; whatever a stream brings is not wanted."""
+
+    waiting: dict[int, asyncio.Future[StreamAnswer | ClusterError]] = field(default_factory=dict)
+
+    def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
+        """None was asked for."""
+
+    def on_event(self, vbid: int, event: ev.Event) -> None:
+        """The end of a stream that had its end at its start."""
+
+    def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
+        """The answer to a stream request."""
+        if (future := self.waiting.get(vbid)) is not None and not future.done():
+            future.set_result(answer)
+
+    def on_closed(self, session: NodeSession, error: ClusterError) -> None:
+        """Nothing more comes."""
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_result(error)
+
+
+class Doctor:
+    """Examines a source, and what a data directory makes of it. `examine` does all of it."""
+
+    def __init__(
+        self, settings: Settings, source: str, data: Path | None, *, clock: Clock | None = None, service: bool = False
+    ) -> None:
+        """`data`: the directory of a mirror that is there, or that is to be made. Raises ConfigError for the string."""
+        self.findings: list[Finding] = []
+        self.on_finding: Callable[[Finding], None] = lambda _finding: None
+        self._settings = settings
+        self._access = Access.of(parse(source), settings)
+        self._data = data
+        self._service = service
+        self._clock = clock or SystemClock()
+        self._opaques = Opaques()
+        self._sessions: list[NodeSession] = []
+        self._owners: dict[NodeSession, _Answers] = {}
+
+    async def examine(self) -> list[Finding]:
+        """All steps, as far as they can be taken."""
+        view = self._open_data()
+        try:
+            if not await self._reach():
+                return self.findings
+            cluster_map = await self._log_in()
+            if cluster_map is None:
+                return self.findings
+            self._judge_map(cluster_map, view)
+            await self._open_sessions(cluster_map)
+            if self._sessions:
+                self._judge_controls()
+                await self._collections(cluster_map)
+                await self._dry_run(cluster_map, view)
+            await self._disk(view)
+            return self.findings
+        finally:
+            for session in self._sessions:
+                session.close()
+            if view is not None:
+                view.close()
+
+    def _say(self, step: str, verdict: Verdict, text: str, remedy: str = "", error: Exception | None = None) -> None:
+        code = error.exit_code if isinstance(error, MirrorError) else ExitCode.FAILED
+        finding = Finding(step, verdict, text, remedy, code)
+        self.findings.append(finding)
+        self.on_finding(finding)
+
+    def _fail(self, step: str, error: MirrorError) -> None:
+        self._say(step, Verdict.FAIL, error.what, error.hint, error)
+
+    # -- the way there --------------------------------------------------------------------------------------------
+
+    async def _reach(self) -> bool:
+        """Names and ports; true if one of them answers."""
+        source = self._access.source
+        addresses = source.addresses
+        if source.srv_name is not None:
+            record = f"_couchbase{'s' if source.tls else ''}._tcp.{source.srv_name}"
+            found = await look_up(record, self._settings.dns_server)
+            if found:
+                self._say("dns srv", Verdict.OK, f"{record}: {', '.join(map(str, found))}")
+                addresses = found
+            else:
+                self._say("dns srv", Verdict.OK, f"no records {record}: the name is taken as a host")
+        reached, failures = 0, []
+        for address in addresses:
+            error = await self._try(address)
+            if error is None:
+                reached += 1
+            else:
+                failures.append((address, error))
+        for address, error in failures:
+            self._say(
+                "connect",
+                Verdict.WARN if reached else Verdict.FAIL,
+                f"{address}: {error}",
+                "take the host out of the connection string, or have it answer"
+                if reached
+                else "check host, port, DNS, and that the data service runs there and a firewall lets it through",
+            )
+        if reached:
+            self._say("connect", Verdict.OK, f"{reached} of {len(addresses)} addresses take connections")
+        return reached > 0
+
+    async def _try(self, address: Address) -> str | None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_s):
+                await loop.getaddrinfo(address.host, address.port)
+                _, writer = await asyncio.open_connection(address.host, address.port)
+                writer.close()
+        except TimeoutError:
+            return f"no answer within {self._settings.connect_timeout_s:g} s"
+        except socket.gaierror as error:
+            return f"the name cannot be resolved: {error.strerror}"
+        except OSError as error:
+            return os.strerror(error.errno).lower() if error.errno else str(error)
+        except UnicodeError as error:
+            return f"this cannot be a host's name: {error}"
+        return None
+
+    async def _log_in(self) -> ClusterMap | None:
+        """TLS, user, password, bucket: `enter` does them in turn, and its error says which failed."""
+        source = self._access.source
+        try:
+            found = await discover(self._access, self._clock)
+            node = next((a for each in found.nodes if (a := self._address(each)) is not None), None)
+            link, handshake = await enter(self._access, node or source.addresses[0], self._clock)
+        except TlsFailed as error:
+            self._fail("tls", error)
+            return None
+        except (AuthRejected, ConfigError) as error:
+            self._fail("login", error)
+            return None
+        except BucketMissing as error:
+            self._say("login", Verdict.OK, f"user {source.user or '(certificate)'}")
+            self._fail("bucket", error)
+            return None
+        except MirrorError as error:
+            self._fail("handshake", error)
+            return None
+        try:
+            self._judge_tls(link)
+            self._say("login", Verdict.OK, f"user {source.user or 'of the client certificate'}")
+            self._say("bucket", Verdict.OK, f"{source.bucket}, uuid {found.bucket_uuid or 'unknown'}")
+            missing = [feature for feature in FEATURES if feature not in handshake.features]
+            wanted = {Feature.COLLECTIONS, Feature.SNAPPY, Feature.XATTR} & set(missing)
+            names = ", ".join(feature.name.lower() for feature in missing)
+            self._say(
+                "features",
+                Verdict.OK,
+                f"{len(FEATURES) - len(missing)} of {len(FEATURES)} are granted"
+                + (f", not {names}" if names else "")
+                + (": the server is older than 7.0" if Feature.COLLECTIONS in wanted else ""),
+            )
+        finally:
+            link.close()
+        return found
+
+    def _address(self, node: Node) -> Address | None:
+        port = node.tls_port if self._access.source.tls else node.kv_port
+        return None if port is None else Address(node.host, port)
+
+    def _judge_tls(self, link: Link) -> None:
+        if not link.secure:
+            local = link.address.host in ("localhost", "127.0.0.1", "::1")
+            self._say(
+                "tls",
+                Verdict.OK if local else Verdict.WARN,
+                "not encrypted" + (", on this machine alone" if local else ": everybody on the way can read documents"),
+                "" if local else "write couchbases:// and give the cluster's CA as tls_ca_file",
+            )
+            return
+        tls = link.tls_object
+        certificate: Any = tls.getpeercert() if tls is not None else None
+        ends_s = ssl.cert_time_to_seconds(certificate["notAfter"]) if certificate else None
+        version = tls.version() if tls is not None else "TLS"
+        days = None if ends_s is None else (ends_s - self._clock.wall_ms() / 1000) / 86_400
+        if days is not None and days < CERTIFICATE_DAYS:
+            self._say(
+                "tls", Verdict.WARN, f"{version}; the node's certificate ends in {days:.0f} days", "have it renewed"
+            )
+        else:
+            self._say(
+                "tls", Verdict.OK, f"{version}, verified" + (f", for {days:.0f} days" if days is not None else "")
+            )
+
+    # -- what is there --------------------------------------------------------------------------------------------
+
+    def _judge_map(self, found: ClusterMap, view: View | None) -> None:
+        without = [vbid for vbid in range(found.vbucket_count) if found.node_of(vbid) is None]
+        text = f"{found.vbucket_count} vbuckets on {len(found.nodes)} nodes"
+        if found.vbucket_count == 0:
+            self._say("map", Verdict.FAIL, "the bucket has no vbuckets", "memcached buckets cannot be mirrored")
+        elif without:
+            self._say(
+                "map",
+                Verdict.WARN,
+                f"{text}; {len(without)} have no active node, the first is {without[0]}",
+                "fail the missing node over, or bring it back: the mirror waits for them",
+            )
+        else:
+            self._say("map", Verdict.OK, text)
+        if view is None:
+            return
+        identity = view.identity
+        if identity.bucket_uuid and found.bucket_uuid and identity.bucket_uuid != found.bucket_uuid:
+            self._say(
+                "identity",
+                Verdict.FAIL,
+                f"the data directory mirrors uuid {identity.bucket_uuid}: the bucket is another one, or was made anew",
+                "take another data directory, or have this one set aside by `run --replace-bucket`",
+                _OfData(""),
+            )
+        elif identity.vbucket_count != found.vbucket_count:
+            self._say(
+                "identity",
+                Verdict.FAIL,
+                f"the data directory has {identity.vbucket_count} vbuckets",
+                "take another data directory",
+                _OfData(""),
+            )
+        else:
+            self._say("identity", Verdict.OK, "the data directory mirrors this bucket")
+
+    async def _open_sessions(self, found: ClusterMap) -> None:
+        name = f"dcp-mirror:doctor:{self._clock.unique()}"
+        failed: list[MirrorError] = []
+        for node in found.nodes:
+            address = self._address(node)
+            if address is None or not found.vbids_of(node):
+                continue
+            owner = _Answers()
+            session = NodeSession(self._access, address, owner, self._clock, name=name, opaques=self._opaques)
+            try:
+                await session.open()
+            except MirrorError as error:
+                failed.append(error)
+            else:
+                self._sessions.append(session)
+                self._owners[session] = owner
+        for failure in failed:
+            self._fail("privileges" if isinstance(failure, PrivilegeMissing) else "nodes", failure)
+        if self._sessions:
+            self._say("nodes", Verdict.OK, f"DCP opens at {len(self._sessions)} of {len(self._sessions) + len(failed)}")
+
+    def _judge_controls(self) -> None:
+        session = self._sessions[0]
+        taken = [name for name, yes in session.controls.items() if yes]
+        refused = [name for name, yes in session.controls.items() if not yes]
+        self._say(
+            "controls",
+            Verdict.OK,
+            f"{len(taken)} taken" + (f"; this server does not know {', '.join(refused)}" if refused else ""),
+        )
+        if not session.sends_purge_seqno:
+            self._say(
+                "resume",
+                Verdict.OK,
+                "before 8.0 a first fill of a vbucket with purged deletions that breaks off begins anew",
+            )
+        every = session.noop_interval_s
+        taken_as_asked = session.controls.get("set_noop_interval", False)
+        self._say(
+            "noop",
+            Verdict.OK if taken_as_asked else Verdict.WARN,
+            f"every {every:g} s: a silent connection is noticed after {2 * every:g} s",
+            "" if taken_as_asked else "set noop_interval_s to whole seconds, 20 or more: this server takes no other",
+        )
+
+    async def _collections(self, found: ClusterMap) -> None:
+        session = self._sessions[0]
+        if not session.handshake.collections:
+            return
+        try:
+            manifest = await fetch_manifest(session.link, self._settings)
+        except MirrorError as error:
+            self._fail("collections", error)
+            return
+        text = f"{len(manifest.collections)} in {len(manifest.scopes)} scopes"
+        if manifest.hides_system and found.system_collections:
+            self._say(
+                "collections",
+                Verdict.WARN,
+                f"{text}; the server's own scope _system is hidden from this user, and will not be mirrored",
+                "grant the privilege SystemCollectionLookup (role Data DCP Reader) if it is wanted",
+            )
+        else:
+            self._say("collections", Verdict.OK, text)
+
+    # -- would it go on? ------------------------------------------------------------------------------------------
+
+    async def _dry_run(self, found: ClusterMap, view: View | None) -> None:
+        states = self._states(view)
+        answers: dict[int, StreamAnswer | ClusterError] = {}
+        for session in self._sessions:
+            mine = [
+                vbid
+                for vbid in range(found.vbucket_count)
+                if (node := found.node_of(vbid)) is not None and self._address(node) == session.address
+            ]
+            wanted = [vbid for vbid in mine if vbid in states] if states else mine[:1]
+            answers |= await self._ask(session, wanted, states)
+        refused = {
+            vbid: answer for vbid, answer in answers.items() if not isinstance(answer, StreamAccepted | StreamRollback)
+        }
+        for status, count in Counter(getattr(answer, "status", None) for answer in refused.values()).items():
+            reaction = on_refusal(status) if status is not None else None
+            privilege = status == Status.EACCESS
+            self._say(
+                "privileges" if privilege else "streams",
+                Verdict.FAIL if privilege else Verdict.WARN,
+                f"{count} of {len(answers)} stream requests are refused: "
+                + (reaction.text if reaction is not None else "the connection broke"),
+                "grant the user the role Data DCP Reader on the bucket" if privilege else "the mirror asks again",
+                PrivilegeMissing("") if privilege else None,
+            )
+        if answers and not refused:
+            self._say("privileges", Verdict.OK, "the user may open DCP connections and streams")
+        if states:
+            self._judge_positions(states, answers, view)
+
+    def _states(self, view: View | None) -> dict[int, VbucketState]:
+        if view is None:
+            return {}
+        try:
+            return {int(state.vbid): state for state in view.states()}
+        except StorageError as error:
+            self._say("data", Verdict.FAIL, str(error), "run `dcp-mirror check`", _OfData(""))
+            return {}
+
+    async def _ask(
+        self, session: NodeSession, vbids: list[int], states: dict[int, VbucketState]
+    ) -> dict[int, StreamAnswer | ClusterError]:
+        """Ask for streams that end where they begin."""
+        owner = self._owners[session]
+        loop = asyncio.get_running_loop()
+        filters = {state.stream_filter for vbid, state in states.items() if vbid in vbids and state.stream_filter}
+        chosen = StreamFilter.parse(next(iter(filters))) if len(filters) == 1 else None
+        session.stream_filter = {} if chosen is None else chosen.fields
+        for vbid in vbids:
+            state = states.get(vbid)
+            seqno = state.published_seqno if state is not None else Seqno(0)
+            vbuuid = vbuuid_at(state.failover_log if state is not None else (), seqno)
+            owner.waiting[vbid] = loop.create_future()
+            if session.ready:
+                offset = StreamOffset.between_snapshots(seqno, vbuuid)
+                session.request_stream(RequestStream(Vbid(vbid), "doctor", offset, int(seqno), STREAM_FLAGS), bytes(4))
+            else:
+                owner.on_closed(session, ClusterError("the connection is over"))
+        results = await asyncio.gather(*(owner.waiting[vbid] for vbid in vbids))
+        return dict(zip(vbids, results, strict=True))
+
+    def _judge_positions(
+        self, states: dict[int, VbucketState], answers: dict[int, StreamAnswer | ClusterError], view: View | None
+    ) -> None:
+        assert view is not None, "states are of a view"
+        undone: list[int] = []
+        refilled: list[int] = []
+        for vbid, answer in answers.items():
+            if isinstance(answer, StreamRollback):
+                kept = [each for each in view.boundaries(vbid) if each.seqno and each.seqno <= answer.seqno]
+                (undone if kept else refilled).append(vbid)
+        fresh = sum(1 for state in states.values() if not state.published_seqno)
+        on = len(answers) - len(undone) - len(refilled)
+        text = f"{on - fresh} vbuckets go on where they are" + (f", {fresh} begin" if fresh else "")
+        self._say("positions", Verdict.OK, text)
+        if undone:
+            self._say(
+                "positions",
+                Verdict.WARN,
+                f"{len(undone)} vbuckets would go back to a kept boundary: the source lost history in a failover",
+                "nothing to do: the service does it in an instant",
+            )
+        if refilled:
+            self._say(
+                "positions",
+                Verdict.WARN,
+                f"{len(refilled)} vbuckets would be filled anew, the first is {refilled[0]}: the source has purged "
+                "deletions since, or lost more history than is kept here",
+                "see to room for a second copy of them; keep downtimes below the bucket's metadata purge interval, "
+                "and history_s above the time of a failover",
+            )
+        self._judge_downtime(view)
+
+    def _judge_downtime(self, view: View) -> None:
+        times = [boundaries[0].time_ms for vbid in view.vbids if (boundaries := view.boundaries(vbid))]
+        if self._service or not times:
+            return
+        days = (self._clock.wall_ms() - max(times)) / 86_400_000
+        self._say(
+            "downtime",
+            Verdict.OK if days < PURGE_DAYS * 0.7 else Verdict.WARN,
+            f"nothing was published for {days:.1f} days; buckets forget deletions after {PURGE_DAYS} days by default",
+            ""
+            if days < PURGE_DAYS * 0.7
+            else "start the service; raise the metadata purge interval for longer downtimes",
+        )
+
+    # -- this machine ---------------------------------------------------------------------------------------------
+
+    def _open_data(self) -> View | None:
+        if self._data is None or not (self._data / "mirror.json").exists():
+            return None
+        try:
+            return open_view(str(self._data), stale_reads=True)
+        except StorageError as error:
+            self._say("data", Verdict.FAIL, str(error), error.hint or "run `dcp-mirror check`", _OfData(""))
+            return None
+
+    async def _disk(self, view: View | None) -> None:
+        if self._data is None:
+            return
+        place = next(folder for folder in (self._data, *self._data.absolute().parents) if folder.exists())
+        free_bytes = shutil.disk_usage(place).free
+        free = f"{free_bytes / 2**30:.1f} GiB are free at {place}"
+        if view is not None:
+            held = sum(file.stat().st_size for file in self._data.glob("group-*/data.mdb"))
+            enough = free_bytes >= held
+            self._say(
+                "disk",
+                Verdict.OK if enough else Verdict.WARN,
+                f"the mirror takes {held / 2**30:.1f} GiB, {free}",
+                "" if enough else "a refill of everything needs a second copy's room: make some",
+            )
+            return
+        size = await self._bucket_bytes()
+        if size is None:
+            self._say("disk", Verdict.OK, f"{free}; how large the bucket is this user may not ask")
+            return
+        need = size * DISK_FACTOR
+        self._say(
+            "disk",
+            Verdict.OK if free_bytes >= need else Verdict.FAIL,
+            f"the bucket holds {size / 2**30:.1f} GiB, its mirror about {need / 2**30:.1f} GiB; {free}",
+            "" if free_bytes >= need else "take a larger disk",
+        )
+
+    async def _bucket_bytes(self) -> int | None:
+        """What the nodes' active vbuckets take on their disks; None where they do not tell."""
+        total = 0
+        for session in self._sessions:
+            try:
+                stats = await _statistics(session.link, self._settings.request_timeout_s)
+            except (MirrorError, TimeoutError):
+                return None
+            found = stats.get("ep_db_data_size")
+            if found is None or not found.isdigit():
+                return None
+            copies = 1 + int(stats.get("ep_vb_replica_num", "0") or 0) / max(1, int(stats.get("vb_active_num", "1")))
+            total += int(int(found) / copies)
+        return total
+
+
+class _OfData(MirrorError):
+    """Stands for the exit code of data that is another's, or damaged."""
+
+    exit_code = ExitCode.DATA
+
+
+async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
+    """All of a node's bucket statistics: one answer each, and an empty one at the end."""
+    found: dict[str, str] = {}
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    deadline = time.monotonic() + timeout_s
+
+    def next_answer(outcome: Frame | ClusterError) -> None:
+        if done.done():
+            return
+        if not isinstance(outcome, Frame):
+            done.set_exception(outcome)
+        elif outcome.status != Status.SUCCESS or not outcome.key or time.monotonic() > deadline:
+            done.set_result(None)
+        else:
+            found[outcome.key.decode(errors="replace")] = outcome.value.decode(errors="replace")
+            link.expect(outcome.opaque, next_answer)
+
+    link.ask(request(Opcode.STAT, opaque=link.next_opaque()), next_answer)
+    async with asyncio.timeout(timeout_s):
+        await done
+    return found

@@ -1,0 +1,38 @@
+"""`doctor`: a line for each step, and the exit code of the first that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mirror.sandbox.thread import SandboxThread
+from tests.cli.conftest import call
+
+
+def test_a_sound_source_and_its_mirror(source: SandboxThread, mirrored: Path) -> None:
+    result = call("doctor", "--source", source.connection_string, "--data", mirrored, "--json")
+    assert result.code == 0, result.err
+    facts = result.json
+    assert (facts["ok"], facts["service"], facts["data"]) == (True, "down", str(mirrored))
+    steps = {finding["step"]: finding for finding in facts["findings"]}
+    assert steps["positions"]["text"].startswith("16 vbuckets go on")
+    assert steps["privileges"] == {
+        "step": "privileges",
+        "verdict": "ok",
+        "text": "the user may open DCP connections and streams",
+        "remedy": None,
+    }
+    plain = call("doctor", "--source", source.connection_string)
+    assert plain.code == 0
+    assert all(line.startswith(("ok  ", "warn")) for line in plain.out.splitlines()), plain.out
+    assert "\x1b" not in plain.out
+
+
+def test_the_first_failure_is_the_exit_code(source: SandboxThread) -> None:
+    result = call("doctor", "--source", source.connection_string, env={"DCP_MIRROR_PASSWORD": "wrong"})
+    assert result.code == 4
+    assert result.out.splitlines()[-1].startswith("fail  login")
+    assert result.err == ""
+    assert call("doctor", "--source", "couchbase://demo@127.0.0.1:1/demo").code == 1
+    for arguments, said in (([], "no source is given"), (["--source", "nonsense"], "not a scheme")):
+        result = call("doctor", *arguments)
+        assert (result.code, said in result.complaint) == (2, True), result.err

@@ -1,0 +1,181 @@
+"""The doctor against the embedded source: each thing that can be wrong is one finding with what mends it, and nothing
+is changed by asking.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from mirror.feed.doctor import Doctor, Finding, Verdict
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.wire.constants import Opcode, Status
+from storage.view import open_view
+from tests.feed.scripted_node import PASSWORD, ScriptedNode, refuse
+from tests.feed.test_verify import VBUCKETS, cluster, filled, mirror_of, write
+
+__all__ = ["cluster"]
+
+
+async def examined(source: str, path: Path, data: Path | None = None, **values: Any) -> dict[str, list[Finding]]:
+    """Findings by step."""
+    secrets = path / "doctor"
+    secrets.mkdir(exist_ok=True)
+    (secrets / "password").write_text(values.pop("password", "demo"))
+    service = values.pop("service", False)
+    settings = Settings.model_validate(
+        {"secrets_dir": secrets, "connect_timeout_s": 5, "request_timeout_s": 5, **values}
+    )
+    told: list[Finding] = []
+    doctor = Doctor(settings, source, data, service=service)
+    doctor.on_finding = told.append
+    findings = await doctor.examine()
+    assert told == findings
+    steps: dict[str, list[Finding]] = {}
+    for finding in findings:
+        assert (finding.verdict is Verdict.OK) == (not finding.remedy), finding
+        steps.setdefault(finding.step, []).append(finding)
+    return steps
+
+
+def verdicts(steps: dict[str, list[Finding]]) -> dict[str, str]:
+    return {step: str(findings[0].verdict) for step, findings in steps.items()}
+
+
+def assert_nothing_fetched(cluster: SandboxCluster, before: list[int]) -> None:
+    """No more than the ends of streams, 28 bytes each."""
+    assert {cluster.sent(vbid).bytes - before[vbid] for vbid in range(VBUCKETS)} <= {0, 28}
+
+
+async def test_a_sound_source_and_nothing_of_it_is_fetched(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 200)
+    sent = [cluster.sent(vbid).bytes for vbid in range(VBUCKETS)]
+    steps = await examined(cluster.connection_string, tmp_path, tmp_path / "new")
+    assert {step for step, verdict in verdicts(steps).items() if verdict == "fail"} == set()
+    assert list(steps) == [
+        "connect", "tls", "login", "bucket", "features", "map", "nodes", "controls", "noop", "collections",
+        "privileges", "disk",
+    ]  # fmt: skip
+    assert_nothing_fetched(cluster, sent)
+    assert not (tmp_path / "new").exists()
+
+
+async def test_a_mirror_that_would_go_on(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 200)
+    mirror = await filled(cluster, tmp_path)
+    write(cluster, 50, "later")
+    sent = [cluster.sent(vbid).bytes for vbid in range(VBUCKETS)]
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
+    assert steps["positions"][0].text == "4 vbuckets go on where they are"
+    assert verdicts(steps)["identity"] == verdicts(steps)["downtime"] == verdicts(steps)["disk"] == "ok"
+    assert_nothing_fetched(cluster, sent)
+    with open_view(mirror.path) as view:
+        assert all(state.published_seqno < cluster.vbucket(state.vbid).high_seqno for state in view.states())
+
+
+async def test_what_resuming_would_cost_is_foretold(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    for turn in range(3):
+        write(cluster, 20, f"turn-{turn}")
+        for vbid in range(VBUCKETS):
+            await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    await mirror.stop()
+    cluster.failover(2, lose=1)
+    for number in range(3):
+        cluster.set(f"gone-{number}", {}, vbid=1)
+        cluster.delete(f"gone-{number}", vbid=1)
+    cluster.set("last", {}, vbid=1)
+    cluster.bucket.to_disk(1)
+    cluster.bucket.purge(1)
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
+    going, undone, refilled = (finding.text for finding in steps["positions"])
+    assert going.startswith("2 vbuckets go on")
+    assert undone.startswith("1 vbuckets would go back to a kept boundary")
+    assert refilled.startswith("1 vbuckets would be filled anew, the first is 1")
+
+
+async def test_another_bucket_is_said(cluster: SandboxCluster, tmp_path: Path) -> None:
+    mirror = await filled(cluster, tmp_path)
+    async with SandboxCluster(vbuckets=8, seed=77) as other:
+        steps = await examined(other.connection_string, tmp_path, Path(mirror.path))
+    (finding,) = steps["identity"]
+    assert (finding.verdict, int(finding.exit_code)) == (Verdict.FAIL, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "said", "code"),
+    [
+        ({"password": "wrong"}, "login", "wrong user or password", 4),
+        ({"bucket": "other"}, "bucket", "no bucket other", 4),
+        ({"user": "weak"}, "privileges", "refused", 4),
+        ({"user": "none"}, "privileges", "read DCP", 4),
+        ({"tls": True}, "tls", "does not speak TLS", 4),
+    ],
+)
+async def test_each_refusal_is_a_finding_of_its_step(
+    cluster: SandboxCluster, tmp_path: Path, change: dict[str, Any], step: str, said: str, code: int
+) -> None:
+    cluster.add_user("weak", "demo", frozenset({"DcpProducer", "Read", "MetaRead"}))
+    cluster.add_user("none", "demo", frozenset({"Read", "MetaRead"}))
+    source = cluster.connection_string.replace("demo@", f"{change.get('user', 'demo')}@")
+    source = source.removesuffix("/demo") + "/" + change.get("bucket", "demo")
+    source = source.replace("couchbase://", "couchbases://") if change.get("tls") else source
+    steps = await examined(source, tmp_path, password=change.get("password", "demo"))
+    (finding,) = [each for each in steps[step] if each.verdict is Verdict.FAIL][:1]
+    assert said in finding.text
+    assert int(finding.exit_code) == code
+
+
+async def test_hosts_that_do_not_answer(cluster: SandboxCluster, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        dead = f"127.0.0.1:{taken.getsockname()[1]}"
+        alive = cluster.connection_string.partition("@")[2].partition(",")[0]
+        steps = await examined(f"couchbase://demo@{dead},{alive}/demo", tmp_path)
+        assert [finding.verdict for finding in steps["connect"]] == [Verdict.WARN, Verdict.OK]
+        assert "connection refused" in steps["connect"][0].text
+        assert verdicts(steps)["privileges"] == "ok"
+        steps = await examined(f"couchbase://demo@{dead},no-such-host.invalid:11210/demo", tmp_path)
+    assert list(steps) == ["connect"]
+    assert "cannot be resolved" in steps["connect"][1].text
+    with pytest.raises(ConfigError):
+        await examined("couchbase://", tmp_path)
+
+
+async def test_vbuckets_without_a_node_are_counted(cluster: SandboxCluster, tmp_path: Path) -> None:
+    cluster.bucket.map.owners[1] = None  # type: ignore[call-overload]
+    cluster.bucket.map_changed(1)
+    steps = await examined(cluster.connection_string, tmp_path)
+    assert (steps["map"][0].verdict, "1 have no active node" in steps["map"][0].text) == (Verdict.WARN, True)
+
+
+async def test_a_server_that_keeps_its_own_noop_interval_and_refuses_streams_for_now(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    cluster.faults.refuse_streams(Status.ETMPFAIL)
+    steps = await examined(cluster.connection_string, tmp_path)
+    assert verdicts(steps)["streams"] == "warn"
+    assert "warming up" in steps["streams"][0].text
+
+
+async def test_a_node_that_hangs_up_is_one_finding(tmp_path: Path) -> None:
+    async with ScriptedNode({Opcode.SELECT_BUCKET: refuse(Status.ETMPFAIL)}) as node:
+        steps = await examined(f"couchbase://demo@127.0.0.1:{node.port}/b", tmp_path, password=PASSWORD)
+    assert verdicts(steps)["handshake"] == "fail"
+
+
+async def test_data_that_cannot_be_read_is_said_and_the_source_examined_all_the_same(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "mirror.json").write_text("{}")
+    steps = await examined(cluster.connection_string, tmp_path, data)
+    assert (verdicts(steps)["data"], verdicts(steps)["privileges"]) == ("fail", "ok")
