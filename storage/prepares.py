@@ -4,7 +4,7 @@ Knows the tree `prepare` and the layout of a PREPARE message; never what makes a
 its own, (branch, seqno) like any other, that names what settled it. Whether it is open follows from the chain: its row
 is visible and what settled it is not. So a rollback or an abandoned snapshot opens it again without a write. Whatever
 comes of its key settles it: the commit or the abort, a later prepare, or a plain row (in a disk snapshot the source
-sends a commit as a mutation). Invariants: at most one prepare of a key is open; nothing above the seqno that `state`
+sends a commit as a mutation); and what ends or empties its collection. Invariants: at most one prepare of a key is open; nothing above the seqno that `state`
 says is staged is written; a settled prepare stays for as long as a kept boundary may lie between it and what settled
 it; memory holds keys and positions of the open ones, and the messages that no commit has written yet.
 Source: protocol facts 2.6 and 2.11; kv_engine docs/dcp/documentation/commands/{prepare,commit,abort}.md.
@@ -19,7 +19,7 @@ from typing import Any
 from storage import chain, keys, records
 from storage.environment import Environment
 from storage.errors import CorruptedError, SeqnoOrder
-from storage.model import SEQNO_MAX, VbucketState
+from storage.model import SEQNO_MAX, Manifest, VbucketState
 
 OPEN_MAX = 65_536
 """Open prepares of one vbucket. Writers wait for each durable write: so many mean aborts that never came."""
@@ -143,6 +143,13 @@ class Prepares:
             for row_key, frame in rows:
                 if frame[1] != 0x5F:
                     self.settled(key_of(frame), keys.ROW.unpack(row_key))
+
+    def settled_by_manifest(self, manifest: Manifest, by: Position) -> None:
+        """A collection that ends or begins takes the open prepares in it along."""
+        for key, at in list(self.open.items()):
+            collection = manifest.collections.get(keys.split_key(key)[0])
+            if collection is None or at[1] <= collection.begin_seqno:
+                self.settled(key, by)
 
     def frame(self, environment: Environment, vbid: int, key: bytes) -> bytes | None:
         """The message of the open prepare of a key; None when none is open."""

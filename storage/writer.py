@@ -395,6 +395,7 @@ class GroupWriter:
             seqno = max(seqno, vbucket.manifests[-1][1])
         vbucket.manifests.append((branch, seqno, manifest))
         vbucket.change(manifest=manifest)
+        vbucket.prepares.settled_by_manifest(manifest, (branch, seqno))
 
     def prepare(self, vbid: int, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
         """Accept the first half of a sync write: the PREPARE message in stored form. Raises SeqnoOrder."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,22 @@ import storage.prepares
 from storage import directory, keys, records
 from storage.check import check
 from storage.errors import CorruptedError, SeqnoOrder
-from storage.model import Kind, Vbid
+from storage.model import Collection, Kind, Manifest, Seqno, Vbid
 from storage.prepares import check_frame, committed_row, key_of, rows
 from storage.view import open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row, span
-from tests.storage.test_writer import KEYS, VBIDS, Store, crash, open_writer, small_limits
+from tests.storage.test_writer import KEYS, VBIDS, Store, crash, open_writer, small_limits, system_event_frame
 
 __all__ = ["small_limits"]
 
 EXTRAS = struct.Struct(">QQIIIBBB")
 
 
-def prepare_frame(key: bytes, seqno: int, value: bytes = b"v", *, deleted: int = 0, datatype: int = 1) -> bytes:
-    wire_key = b"\0" + key
+def prepare_frame(
+    key: bytes, seqno: int, value: bytes = b"v", *, deleted: int = 0, datatype: int = 1, collection: bytes = b"\0"
+) -> bytes:
+    wire_key = collection + key
     extras = EXTRAS.pack(seqno, 3, 9, 4_000_000_000, 0, 5, deleted, 1)
     body = len(extras) + len(wire_key) + len(value)
     return (
@@ -270,6 +273,30 @@ def test_rows_of_histories_that_nobody_sees_any_more_go(writer: GroupWriter) -> 
     writer.stage(0, [row(writer.row_prefix(0), KEYS[0][2], b"y", 2)], 1, span(2, 2))
     boundary(writer, 2)
     assert stored(writer) == []
+
+
+def test_a_collection_that_ends_or_begins_anew_takes_its_open_prepares_along(path: str, writer: GroupWriter) -> None:
+    """Neither a commit nor an abort comes for them any more."""
+    writer.prepare(0, 1, prepare_frame(KEY, 1), span(1, 1))
+    writer.prepare(0, 2, prepare_frame(b"x", 2, collection=b"\x08"), span(1, 2))
+    both = Manifest.initial()
+    both = replace(both, collections=both.collections | {8: Collection(8, 0, "c", Seqno(0))})
+    writer.system_event(0, 3, system_event_frame(3), both, span(1, 3))
+    assert set(writer.open_prepares(0)) == {WIRE_KEY, b"\x08x"}
+    boundary(writer, 3)
+    flushed = replace(both, collections=both.collections | {0: Collection(0, 0, "_default", Seqno(4))})
+    writer.system_event(0, 4, system_event_frame(4), flushed, span(4, 4))
+    assert set(writer.open_prepares(0)) == {b"\x08x"}
+    writer.system_event(0, 5, system_event_frame(5), Manifest.initial(), span(4, 5))
+    assert writer.open_prepares(0) == {}
+    boundary(writer, 5)
+    crash(writer)
+    writer = open_writer(path)
+    assert writer.open_prepares(0) == {}
+    assert writer.rollback(0, 3).boundary_seqno == 3
+    assert set(writer.open_prepares(0)) == {WIRE_KEY, b"\x08x"}
+    assert check(path).problems == []
+    writer.close()
 
 
 def test_memory_counts_prepares_until_they_are_written(writer: GroupWriter) -> None:
