@@ -22,8 +22,9 @@ from mirror.feed.reader import SourceReader
 from mirror.feed.repair import refill
 from mirror.feed.verify import WAIT_S
 from mirror.feed.verify import verify as compare
+from mirror.ingest.selection import Selection
 from mirror.supervise import logs
-from storage import keys
+from storage import directory, keys
 from storage.digest import Fingerprint
 from storage.view import View, open_view
 
@@ -70,7 +71,7 @@ def verify(
     service = client.ask(path, "ping") is not None
     started = time.monotonic()
     with (
-        SourceReader(url, settings=settings) as reader,
+        SourceReader(url, settings=settings, collections=selected(path, url, settings)) as reader,
         render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen,
     ):
         progress = Progress(screen)
@@ -116,6 +117,18 @@ def needed(settings: Settings) -> tuple[Path, str]:
             "no source is given", hint="give --source couchbase://user@host/bucket or set DCP_MIRROR_SOURCE"
         )
     return settings.data, settings.source
+
+
+def selected(path: Path, url: str, settings: Settings) -> list[str] | None:
+    """What of the bucket the mirror holds, as far as the source has it now; None: all of it. Raises MirrorError."""
+    selection = Selection.parse(directory.load(str(path)).selection)
+    if selection.scope is None and not selection.collections:
+        return None
+    with SourceReader(url, settings=settings) as reader:
+        known = set(reader.collection_names().values())
+    if selection.scope is not None:
+        return [selection.scope] if any(name.startswith(f"{selection.scope}.") for name in known) else None
+    return sorted(known & set(selection.collections)) or None
 
 
 def same_bucket(view: View, reader: SourceReader) -> None:

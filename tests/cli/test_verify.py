@@ -89,3 +89,25 @@ def test_another_bucket_is_refused(mirrored: Path) -> None:
         result = call("verify", "--data", mirrored, "--source", other.connection_string)
     assert result.code == 3
     assert "uuid" in result.complaint
+
+
+def test_a_mirror_of_one_collection_is_compared_with_that_alone(tmp_path: Path) -> None:
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=8, seed=4)) as thread:
+        bucket = thread.cluster.bucket
+        thread.call(bucket.create_scope, "shop")
+        for name in ("orders", "items"):
+            thread.call(bucket.create_collection, "shop", name)
+            for number in range(60):
+                thread.call(bucket.set, f"{name}-{number}", {"number": number}, collection=f"shop.{name}")
+        flags = ["--data", tmp_path / "data", "--source", thread.connection_string]
+        result = call("run", *flags, "--groups", "2", "--set", "collections=shop.orders", "--until-caught-up")
+        assert result.code == 0, result.err
+        result = call("verify", *flags, "--json")
+        assert (result.code, result.json["totals"]["documents"]) == (0, 60), result.out
+        thread.call(bucket.delete, "orders-7", collection="shop.orders")
+        thread.call(bucket.set, "items-99", {}, collection="shop.items")
+        result = call("verify", *flags, "--json")
+        assert (result.code, result.json["totals"]["not_compared"]) == (0, 1), result.out
+        thread.call(bucket.drop_collection, "shop.orders")
+        result = call("verify", *flags, "--json")
+        assert (result.code, result.json["totals"]["not_compared"]) == (0, 60), result.out
