@@ -42,6 +42,8 @@ class Negotiated:
     expiry_asked: bool = False
     force_compression: bool = False
     flat_events: bool = False
+    in_parallel: bool = False
+    """Backfills of several vbuckets take turns; else one is sent after the other."""
     marker_version: MarkerVersion = MarkerVersion.V1
     """Of disk snapshots; those from memory have nothing that V1 could not say."""
 
@@ -135,7 +137,10 @@ class Negotiated:
         return Status.SUCCESS if value in (b"high", b"medium", b"low") else Status.EINVAL
 
     def _set_order(self, value: bytes) -> Status:
-        return Status.SUCCESS if value in (b"round-robin", b"sequential") else Status.EINVAL
+        if value not in (b"round-robin", b"sequential"):
+            return Status.EINVAL
+        self.in_parallel = value == b"round-robin"
+        return Status.SUCCESS
 
     def _set_flag(self, value: bytes) -> Status:
         return Status.SUCCESS if value in _BOOLEANS else Status.EINVAL

@@ -4,7 +4,9 @@ Knows the rules of DCP_STREAM_REQ and their refusals (protocol facts 2.4, 2.5; t
 control. Must never know sockets: bytes leave through the port that it is given. Invariants:
 - a message of a stream is sent only while the window is open, so the window is overshot by one message at most, and
   only while the client takes what was written; stream ends and noops go at once;
-- streams take turns of bounded size, and nothing is held for a stream that waits;
+- streams take turns of bounded size, and nothing is held for a stream that waits; first snapshots come one after the
+  other unless the client asks otherwise, each between turns of those that are live: so a client can use the first
+  vbucket long before it has the last, and no snapshot stays open while history goes on;
 - a request is judged by the one rule of producers, with the source's own failover log, cut at what is published here:
   what the mirror does not have (yet) nobody can resume on.
 """
@@ -98,7 +100,12 @@ class DcpProducer:
         self._watch = watch
         self._counters = counters
         self._news: dict[DcpStream, News] = {}
-        self._ready: deque[DcpStream] = deque()
+        self._live: deque[DcpStream] = deque()
+        self._fresh: deque[DcpStream] = deque()
+        """Streams that wait to begin their first snapshot."""
+        self._filling: DcpStream | None = None
+        """The one whose first snapshot is being sent."""
+        self._live_next = False
         self._is_ready: set[DcpStream] = set()
         self._outbox: deque[bytes] = deque()
         """Stream ends that wait for the answer before them to be written."""
@@ -116,7 +123,6 @@ class DcpProducer:
             self._watch.leave(stream.vbid, news)
         self._counters.closed_streams += len(self.streams)
         self.streams.clear()
-        self._ready.clear()
 
     def failed(self, report: Callable[[BaseException], None]) -> None:
         """Have `report` told when sending ends by an error of this program."""
@@ -178,7 +184,7 @@ class DcpProducer:
     def acked(self, count: int) -> None:
         """DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
         self.window.acked(count)
-        if self._ready:
+        if self._is_ready:
             self._wake.set()
 
     # -- the rules of a stream request
@@ -218,10 +224,29 @@ class DcpProducer:
     # -- sending
 
     def _queue(self, stream: DcpStream) -> None:
-        if stream not in self._is_ready:
-            self._is_ready.add(stream)
-            self._ready.append(stream)
-            self._wake.set()
+        if stream in self._is_ready:
+            return
+        self._is_ready.add(stream)
+        if self.negotiated.in_parallel or not stream.filling:
+            self._live.append(stream)
+        elif stream.snapshot_count:
+            self._filling = stream
+        else:
+            self._fresh.append(stream)
+        self._wake.set()
+
+    def _next(self) -> DcpStream:
+        """Whose turn it is: a live one's after each piece of a first snapshot, and the other way round."""
+        waiting = self._filling or self._fresh
+        self._live_next = bool(self._live) and (self._live_next or not waiting)
+        if self._live_next:
+            stream = self._live.popleft()
+        else:
+            stream = self._filling or self._fresh.popleft()
+            self._filling = None
+        self._live_next = not self._live_next
+        self._is_ready.discard(stream)
+        return stream
 
     def _forget(self, stream: DcpStream) -> None:
         del self.streams[stream.vbid, stream.stream_id]
@@ -234,8 +259,8 @@ class DcpProducer:
             self._wake.clear()
             while self._outbox:
                 self._send(self._outbox.popleft())
-            while self._ready and self.window.is_open:
-                self._turn(self._ready.popleft())
+            while self._is_ready and self.window.is_open:
+                self._turn(self._next())
                 await self._port.writable()
                 await asyncio.sleep(0)
                 while self._outbox:
@@ -243,7 +268,6 @@ class DcpProducer:
 
     def _turn(self, stream: DcpStream) -> None:
         """Send some of a stream."""
-        self._is_ready.discard(stream)
         if stream.ended:  # it was closed while it waited for its turn
             return
         window = self.window

@@ -84,10 +84,16 @@ class DcpStream:
             self._shared_seqno = request.snap_end_seqno
         self._holds_nothing = request.start_seqno == 0
         """The client has no document but those of this stream's first snapshot."""
+        self._level = False
         self._pinned: Standing | None = None
         self._begins: Mapping[int, int] | None = None
         self._marker_end_seqno = 0
         self._last_sent_seqno = 0
+
+    @property
+    def filling(self) -> bool:
+        """True until the client has caught up, or has the first snapshot: the one that may be large."""
+        return not self._level and (self.snapshot_count == 0 or (self.snapshot_count == 1 and self._pinned is not None))
 
     def take(self, bytes_max: int) -> bytes:
         """The next messages: stops with the one that reaches the limit. Empty when there is nothing to send now."""
@@ -132,7 +138,7 @@ class DcpStream:
         elif position >= self.end_seqno:
             out += self.end(StreamEndReason.OK)
         elif now.seqno <= position:
-            self.waiting = True
+            self.waiting = self._level = True
         else:
             self._branch, self._shared_seqno = now.branch, 0
             self._open(out, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from mirror.serve import dcp_producer
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, StreamEndReason
+from storage.keys import vbid_of
 from storage.model import Collection, Seqno
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, system_event, until
 from tests.serve.kv_rig import DEFAULT, Store
@@ -258,26 +260,54 @@ async def test_the_newer_of_two_connections_of_one_name_lives(endpoint: DcpEndpo
     assert await again.alive()
 
 
-async def test_many_streams_take_turns(tmp_path: Path) -> None:
-    store = Store(tmp_path, vbuckets=16)
+@pytest.mark.parametrize("order", [b"sequential", b"round-robin"])
+async def test_backfills_come_one_after_the_other_or_in_turns(tmp_path: Path, order: bytes) -> None:
+    store = Store(tmp_path, vbuckets=4)
     store.logs(UUID)
     last: dict[int, int] = {}
-    for seqno in range(1, 801):
-        vbid = store.put(b"key%d" % seqno, b"x" * 5000, seqno)
+    for seqno in range(1, 401):
+        vbid = store.put(b"key%d" % seqno, b"x" * 20_000, seqno)
         last[vbid] = seqno
     async with serving_dcp(store.path) as endpoint:
-        client = await endpoint.client()
+        client = await endpoint.client(controls={b"backfill_order": order})
         for vbid in last:
             assert (await client.stream(vbid, opaque=vbid)).status == 0
-        done: set[int] = set()
-        while done != set(last):
+        seen: list[int] = []
+        while len(seen) < 400:
             event = await client.event()
             if isinstance(event, ev.Mutation):
                 assert event.opaque == event.vbid
-                if event.seqno == last[event.vbid]:
-                    done.add(event.vbid)
-        assert endpoint.server.status()["dcp_documents"] == 800
-        assert endpoint.server.status()["dcp_snapshots"] == 16
+                seen.append(event.vbid)
+        changes = sum(a != b for a, b in itertools.pairwise(seen))
+        assert (changes == 3) == (order == b"sequential")
+        status = endpoint.server.status()
+        assert (status["dcp_documents"], status["dcp_snapshots"]) == (400, 4)
+    store.close()
+
+
+async def test_what_is_live_comes_between_the_pieces_of_a_backfill(tmp_path: Path) -> None:
+    store = Store(tmp_path, vbuckets=2)
+    store.logs(UUID)
+    large = store.put(b"key1", b"x" * 20_000, 1)
+    for number in range(2, 600):
+        if vbid_of(b"key%d" % number, 2) == large:
+            store.put(b"key%d" % number, b"x" * 20_000, number)
+    async with serving_dcp(store.path) as endpoint:
+        client = await endpoint.client(controls={b"connection_buffer_size": b"100000"})
+        assert (await client.stream(1 - large, opaque=1)).status == 0
+        assert (await client.stream(large, opaque=2)).status == 0
+        await client.event()
+        live = next(key for key in (b"live%d" % number for number in range(99)) if vbid_of(key, 2) != large)
+        store.put(live, b"now", 1)
+        after = 0
+        while True:
+            event = await client.event()
+            await client.send(ack(client.counted))
+            client.counted = 0
+            if event.opaque == 1 and isinstance(event, ev.Mutation):
+                break
+            after += 1
+        assert after < 60, "it did not wait for the end of the other's snapshot"
     store.close()
 
 
