@@ -23,7 +23,7 @@ from mirror import __version__
 from mirror.serve.http_changes import get_changes
 from mirror.serve.http_documents import get_document, get_documents, scan_documents
 from mirror.serve.http_openapi import description
-from mirror.serve.http_problems import Problem, of_http, of_storage
+from mirror.serve.http_problems import Problem, internal, of_http, of_storage
 from mirror.serve.http_requests import Parameters, vbucket
 from mirror.serve.http_service import Service
 from mirror.serve.http_status import why_not_ready
@@ -209,9 +209,7 @@ class Surroundings:
         except Exception:
             log.exception("internal error", route=_route(scope))
             if not status:
-                await Problem("internal", "this is a fault of the program; its log says more").response()(
-                    scope, receive, counted
-                )
+                await internal().response()(scope, receive, counted)
             else:
                 raise
         finally:

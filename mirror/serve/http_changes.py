@@ -4,7 +4,8 @@ Knows the event stream's text (WHATWG HTML, "Server-sent events") and positions;
 Every event carries its own token in its data. A stream of one vbucket gives each event an id, and resumes exactly after
 it; a stream of several gives an id to the last event of each batch, and resumes after that batch, so an event may come
 twice and its token says so. A rollback comes as `rollback`, `retraction` and `restoration` events. Invariants: a stream
-that cannot go on without a gap says so (`reset`) and ends; what one slow reader makes this process hold is one batch.
+that cannot go on without a gap says so (`reset`) and ends; one that meets an error says which (`problem`: a browser's
+`error` is its own) and ends, good to resume; what one slow reader makes this process hold is one batch.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from itertools import islice
 
+import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mirror.serve.auth import Reader
 from mirror.serve.http_documents import collection_id
-from mirror.serve.http_problems import Problem, of_storage
+from mirror.serve.http_problems import Problem, internal, of_storage
 from mirror.serve.http_requests import Parameters, collection_name, parse_position, position_text, vbucket
 from mirror.serve.http_service import WAIT_PARAMETERS, Service
 from mirror.serve.objects import change_json, dumps
@@ -35,6 +37,8 @@ RETRY_MS = 1_000
 
 Keep = Callable[[Change], bool]
 
+log = structlog.get_logger("http")
+
 
 async def get_changes(request: Request) -> Response:
     """GET of the stream."""
@@ -44,6 +48,7 @@ async def get_changes(request: Request) -> Response:
     view = service.view
     count = view.identity.vbucket_count
     vbids: list[int] = sorted({vbucket(text, count) for text in parameters.all("vbid")}) or list(view.vbids)
+    service.refuse_unavailable(vbids)
     since = request.headers.get("last-event-id") or parameters.text("since")
     follow = parameters.flag("follow", True)
     name = parameters.text("collection")
@@ -60,8 +65,8 @@ async def get_changes(request: Request) -> Response:
         await service.after(tokens, timeout_s, lambda: None)
         position = {} if since is None else parse_position(since, count)
     if strange := set(position) - set(vbids):
+        service.refuse_unavailable(strange)
         raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not asked for")
-    service.refuse_unavailable(vbids)
     for vbid, token in position.items():
         _try(service, vbid, token)
     if service.requests.stream_count >= service.streams_max:
@@ -174,6 +179,13 @@ class Stream:
                         yield b": heartbeat\n\n"
         except _Reset as reset:
             yield reset.text
+        except StorageError as error:
+            problem = of_storage(error)
+            log.error("a stream of changes ends", problem=problem.name, error=str(error))
+            yield _event("problem", dumps(problem.object()))
+        except Exception:
+            log.exception("internal error", route="get_changes")
+            yield _event("problem", dumps(internal().object()))
         finally:
             service.requests.stream_ended()
             service.watch.leave()

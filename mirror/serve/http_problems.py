@@ -109,6 +109,11 @@ def of_storage(error: StorageError) -> Problem:
     return Problem(name, error.message, hint=error.hint, **more)
 
 
+def internal() -> Problem:
+    """What a reader is told of a fault of the program; the log says the rest."""
+    return Problem("internal", "this is a fault of the program; its log says more")
+
+
 def of_http(error: HTTPException) -> Problem:
     """What a reader is told where no route answers."""
     if error.status_code == 405:

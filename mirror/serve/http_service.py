@@ -2,8 +2,8 @@
 
 Knows the open view, users, budgets and the way errors become problems; never a route's own parameters. Invariants: a
 collection is read only after its name was judged; a vbucket that was never published, or is being filled anew, is
-"not available now", never "absent"; a read with tokens answers only if the tokens still stand after it, so that a
-rollback in between cannot slip an older value in.
+"not available now", never "absent", unless its source is known to have nothing; a read with tokens answers only if the
+tokens still stand after it, so that a rollback in between cannot slip an older value in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from mirror.serve.http_status import Status
 from mirror.serve.http_view import Mirror
 from mirror.serve.metrics import Requests
 from storage.errors import StorageError
-from storage.model import VbucketState
 from storage.view import Published, View
 from storage.wait import POLL_MIN_S, MutationToken, Standing, next_delay_s, standing
 
@@ -176,10 +175,19 @@ class Service:
     # whether there is something to read
 
     def refuse_unavailable(self, vbids: Iterable[int]) -> None:
-        """Raise Problem for vbuckets that are filled anew, unless their old copy is good enough."""
+        """Raise Problem for vbuckets that are filled anew, unless their old copy is good enough, or not held here."""
+        wanted = sorted(vbids)
+        held = self.view.vbids
+        for vbid in wanted:
+            if vbid not in held:
+                raise Problem(
+                    "not-held",
+                    f"this mirror holds vbuckets {held[0]} to {held[-1]}",
+                    hint="ask the mirror that holds it",
+                    vbid=int(vbid),
+                )
         if self.stale_reads:
             return
-        wanted = list(vbids)
         if len(wanted) > FEW:
             published = dict(zip(self.view.vbids, self.view.published(), strict=True))
             stale = [vbid for vbid in wanted if published[vbid].stale]
@@ -196,12 +204,11 @@ class Service:
     async def refuse_unpublished(self, vbids: Iterable[int]) -> None:
         """Raise Problem for vbuckets of which nothing was published yet: what is not found there may well exist."""
         for vbid in vbids:
-            state = self.view.state(vbid)
-            if state.published_seqno:
+            if self.view.state(vbid).published_seqno:
                 continue
             report = await self.status.report()
             row = next((row for row in report["vbuckets"] if row["vbid"] == vbid), None)
-            if unpublished(state, row["lag_seqnos"] if row else None):
+            if row is None or row["lag_seqnos"] != 0:  # whether the source has nothing either is known only from it
                 raise Problem(
                     "not-published",
                     f"nothing of vbucket {vbid} is published yet",
@@ -262,13 +269,6 @@ class Service:
             if now is Standing.WAITING:
                 return False
         return True
-
-
-def unpublished(state: VbucketState, lag_seqnos: int | None) -> bool:
-    """Whether a vbucket's first snapshot is still on its way, as far as the store and the service's report can tell."""
-    if state.published_seqno:
-        return False
-    return not state.failover_log or state.staged_seqno > 0 or bool(lag_seqnos)
 
 
 def _refuse_strange_host(request: Request) -> None:

@@ -35,6 +35,7 @@ class Source:
     """Writes to the store as a worker would; seqnos count up for each vbucket."""
 
     path: str
+    identity: Identity = IDENTITY
     writers: list[GroupWriter] = field(default_factory=list)
     seqnos: dict[int, int] = field(default_factory=dict)
     now_ms: int = 1_700_000_000_000
@@ -45,10 +46,10 @@ class Source:
 
     def open(self) -> None:
         for group in range(GROUPS):
-            vbids = directory.group_vbids(IDENTITY, group)
+            vbids = directory.group_vbids(self.identity, group)
             path = directory.group_path(self.path, group)
             writer = GroupWriter.open(
-                path, group=group, vbids=vbids, identity=IDENTITY, clock_ms=self.clock, map_size=1 << 28
+                path, group=group, vbids=vbids, identity=self.identity, clock_ms=self.clock, map_size=1 << 28
             )
             for vbid in vbids:
                 writer.save_failover_log(vbid, (FailoverEntry(Vbuuid(VBUUID), Seqno(0)),))
@@ -207,11 +208,11 @@ def running(data: Path, source: Source, **settings: Any) -> Iterator[Site]:
 
 
 @contextmanager
-def made(folder: Path) -> Iterator[Source]:
+def made(folder: Path, identity: Identity = IDENTITY) -> Iterator[Source]:
     """A store, empty, with its writers."""
     path = folder / "data"
-    directory.create(str(path), IDENTITY)
-    source = Source(str(path))
+    directory.create(str(path), identity)
+    source = Source(str(path), identity)
     source.open()
     try:
         yield source

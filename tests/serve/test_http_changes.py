@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from storage.errors import CorruptedError
 from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, events
 from tests.supervise.conftest import eventually_now
@@ -252,3 +255,34 @@ def test_no_more_streams_than_allowed(site: Site) -> None:
         problem = site.get("/v1/changes", 503).json()
         assert problem["type"] == "urn:dcp-mirror:too-busy"
     eventually_now(lambda: site.server.service.requests.stream_count == 0)
+
+
+@pytest.mark.parametrize(
+    "error", [CorruptedError("row 7 is damaged", hint="run `dcp-mirror check`"), RuntimeError("/secret")]
+)
+def test_an_error_in_the_middle_is_told_as_an_event_and_the_stream_can_be_resumed(site: Site, error: Exception) -> None:
+    key = site.source.key_of(2)
+    site.source.put(key, b"1")
+    view = site.server.service.view
+    whole = view.changes
+    with listening(site, vbid=2) as listener:
+        assert told(listener.event()) == ("mutation", 1)
+        last = listener.last_id
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise error
+
+        view.changes = broken  # type: ignore[method-assign]
+        site.source.put(key, b"2")
+        event = listener.event()
+        assert event["event"] == "problem"
+        if isinstance(error, CorruptedError):
+            assert event["data"]["type"] == "urn:dcp-mirror:damaged"
+            assert (event["data"]["detail"], event["data"]["hint"]) == (error.message, error.hint)
+        else:
+            assert event["data"]["type"] == "urn:dcp-mirror:internal"
+            assert "secret" not in json.dumps(event)
+        assert list(listener.lines) == [], "the answer ends as it should"
+        view.changes = whole  # type: ignore[method-assign]
+    with listening(site, last_id=last, vbid=2) as listener:
+        assert told(listener.event()) == ("mutation", 2)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mirror.clock import SystemClock
 from mirror.serve.http_problems import Problem
-from mirror.serve.http_service import Watch, unpublished
+from mirror.serve.http_service import Watch
 from mirror.serve.http_view import Mirror
 from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
 from storage.wait import MutationToken
-from tests.serve.http_site import VBUUID, Site, Source
+from tests.serve.http_site import VBUUID, Site, Source, service_report
 
 
 def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(site: Site) -> None:
@@ -38,14 +37,17 @@ def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(si
     assert caught.value.name == "write-lost"
 
 
-def test_nothing_published_is_not_the_same_as_empty(site: Site) -> None:
-    state = site.server.service.view.state(1)
-    assert not unpublished(state, None)
-    assert not unpublished(state, 0)
-    assert unpublished(state, 3)
-    assert unpublished(replace(state, failover_log=()), None)
-    assert unpublished(replace(state, staged_seqno=Seqno(5)), None)
-    assert not unpublished(replace(state, published_seqno=Seqno(5)), 9)
+@pytest.mark.parametrize("lag", [None, 0, 3])
+def test_nothing_published_is_empty_only_where_the_source_is_known_to_have_nothing(site: Site, lag: int | None) -> None:
+    """A stream that was accepted and brings nothing yet (the source reads its disk for others first) looks the same."""
+    report = service_report(site.data)
+    report["vbuckets"][1]["lag_seqnos"] = lag
+    site.stands(report)
+    path = site.document(site.source.key_of(1).decode())
+    answer = site.get(path, 404 if lag == 0 else 503)
+    assert answer.json()["type"] == f"urn:dcp-mirror:{'no-document' if lag == 0 else 'not-published'}"
+    site.source.put(site.source.key_of(1, 1))
+    site.get(path, 404)
 
 
 async def test_one_look_wakes_every_stream_and_none_is_made_for_nobody(source: Source) -> None:

@@ -1,0 +1,92 @@
+"""A mirror of some of its bucket's vbuckets, over HTTP: of the others it says that they are elsewhere, by every way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.serve.http_requests import Page, position_text
+from storage.model import Branch, Identity, Seqno, Vbid
+from storage.view import Pin, Token
+from tests.serve.http_site import VBUCKETS, VBUUID, Site, events, made, running, service_report
+
+HELD = Identity("cluster", "bucket", "uuid", VBUCKETS, 2, held=(2, 5))
+DOCUMENTS = "/v1/collections/_default/documents"
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Iterator[Site]:
+    """Holds vbuckets 2 to 5 of 8, a document in each."""
+    with made(tmp_path, HELD) as source, running(Path(source.path), source) as served:
+        for vbid in HELD.vbids:
+            source.put(source.key_of(vbid), b"%d" % vbid)
+        served.stands(service_report(served.data))
+        yield served
+
+
+def elsewhere(answer: Any) -> None:
+    assert answer.status_code == 421, answer.text
+    assert answer.json()["type"] == "urn:dcp-mirror:not-held"
+    assert answer.json()["detail"] == "this mirror holds vbuckets 2 to 5"
+    assert answer.json()["hint"] == "ask the mirror that holds it"
+
+
+def test_what_it_holds_is_read_as_ever(part: Site) -> None:
+    keys = {vbid: part.source.key_of(vbid).decode() for vbid in HELD.vbids}
+    for vbid, key in keys.items():
+        assert part.get(part.document(key), params={"token": f"{vbid}:{VBUUID}:1"}).json() == vbid
+    found = part.client.post("/v1/collections/_default/multi-get", json={"keys": list(keys.values())}).json()
+    assert [each["value"] for each in found["documents"]] == [2, 3, 4, 5]
+    assert [each["value"] for each in part.get(DOCUMENTS).json()["documents"]] == [2, 3, 4, 5]
+    text = part.get("/v1/changes", params={"follow": "false"}).text
+    assert {each["data"]["vbid"] for each in events(text) if each.get("event") == "mutation"} == set(HELD.vbids)
+    assert part.get("/readyz").json() == {"status": "ready"}
+
+
+def test_pages_begin_and_end_where_it_does(part: Site) -> None:
+    found, params = [], {"limit": "1"}
+    while True:
+        page = part.get(DOCUMENTS, params=params).json()
+        found += [each["vbid"] for each in page["documents"]]
+        if page["next"] is None:
+            break
+        params = {"limit": "1", "page": page["next"]}
+    assert found == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("vbid", [0, 1, 6, 7])
+def test_what_another_holds_is_elsewhere_and_never_absent(part: Site, vbid: int) -> None:
+    key = part.source.key_of(vbid).decode()
+    elsewhere(part.client.get(part.document(key)))
+    own = [part.source.key_of(each, number).decode() for each in HELD.vbids for number in range(4)]
+    for keys in ([key], [*own, key]):
+        elsewhere(part.client.post("/v1/collections/_default/multi-get", json={"keys": keys}))
+    elsewhere(part.client.get(DOCUMENTS, params={"vbid": vbid}))
+    page = Page(Pin(Vbid(vbid), Branch(1), Seqno(1), 0), b"", 0, b"", None, False, False, None, 0)
+    elsewhere(part.client.get(DOCUMENTS, params={"page": page.text()}))
+    elsewhere(part.client.get(f"/v1/vbuckets/{vbid}"))
+    elsewhere(part.client.get(part.document(own[0]), params={"token": f"{vbid}:{VBUUID}:1"}))
+
+
+def test_changes_of_what_another_holds_are_elsewhere(part: Site) -> None:
+    for more in ({}, {"since": "now"}, {"since": "6:1:1"}, {"collection": "_default"}):
+        elsewhere(part.client.get("/v1/changes", params={"vbid": [2, 6], "follow": "false"} | more))
+        elsewhere(part.client.get("/v1/changes", params={"vbid": list(range(VBUCKETS)), "follow": "false"} | more))
+    both = {vbid: Token(Vbid(vbid), Branch(1), Seqno(1)) for vbid in (2, 6)}
+    elsewhere(part.client.get("/v1/changes", params={"since": position_text(both), "follow": "false"}))
+    elsewhere(part.client.get("/v1/changes", params={"token": f"6:{VBUUID}:1", "follow": "false"}))
+
+
+def test_vbuckets_that_the_bucket_does_not_have_are_another_thing(part: Site) -> None:
+    key = part.source.key_of(2).decode()
+    for path, params in (
+        (part.document(key), {"token": f"{VBUCKETS}:{VBUUID}:1"}),
+        (DOCUMENTS, {"vbid": VBUCKETS}),
+        ("/v1/changes", {"vbid": VBUCKETS}),
+        ("/v1/changes", {"since": f"{VBUCKETS}:1:1"}),
+        (f"/v1/vbuckets/{VBUCKETS}", {}),
+    ):
+        assert part.get(path, 404, params=params).json()["type"] == "urn:dcp-mirror:no-vbucket"
