@@ -22,10 +22,12 @@ from mirror.supervise.supervisor import Supervisor
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature
+from mirror.wire.events import Mutation
 from mirror.wire.frame import Frame
 from storage import directory, keys, records
 from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
 from storage.writer import GroupWriter
+from tests.serve.dcp_rig import DcpClient
 from tests.supervise.scripted import look_up, settings_for, worker_command
 
 IDENTITY = Identity("c1", "demo", "b1", 8, 4)
@@ -198,6 +200,27 @@ async def test_a_server_reports_what_it_did(data: Path) -> None:
         await until(lambda: supervisor.status_document()["servers"][0]["counters"].get("kv_hits") == 1)
         assert json.dumps(supervisor.status_document()["listeners"]).startswith('{"kv": ["couchbase://127.0.0.1:')
         client[1].close()
+
+
+async def test_dcp_processes_serve_streams_and_say_what_they_sent(data: Path) -> None:
+    async with service(data, dcp="0", dcp_processes=2) as (supervisor, lines):
+        assert [line.partition("://")[0] for line in lines] == ["dcp couchbase"]
+        vbid = keys.vbid_of(KEY, 8)
+        for number in range(6):
+            client = await DcpClient(*await connect(lines[0])).open("demo", name=f"c{number}", login=False)
+            assert (await client.stream(vbid)).status == 0
+            (document,) = (await client.until_end(1))[1:]
+            assert isinstance(document, Mutation)
+            assert document.value == b"value"
+            await client.close()
+        rows = supervisor.status_document()["servers"]
+        assert [row["kind"] for row in rows] == ["dcp", "dcp"]
+
+        def sent() -> int:
+            rows = supervisor.status_document()["servers"]
+            return sum(row["counters"].get("dcp_documents", 0) for row in rows)
+
+        await until(lambda: sent() == 6)
 
 
 async def test_a_server_without_data_or_with_a_taken_address_says_so(tmp_path: Path, data: Path) -> None:
