@@ -105,11 +105,11 @@ def _all_vb_seqnos(client: DcpClient, frame: Frame) -> Reply | Later | None:
     wanted, collection_id = codec_dcp.decode_all_vb_seqnos_request(frame)
     if collection_id is not None or wanted not in (VbucketState.ALIVE, VbucketState.ACTIVE):
         return kv_requests.OPERATIONS[int(Opcode.GET_ALL_VB_SEQNOS)].handle(client.session, frame)
+    view = client.session.bucket.view
     try:
-        published = client.session.bucket.view.published()
+        seqnos = [(vbid, int(each.seqno)) for vbid, each in zip(view.vbids, view.published(), strict=True)]
     except StorageError as error:
         raise Refused(Status.ETMPFAIL, "the store cannot be read") from error
-    seqnos = [(vbid, int(each.seqno)) for vbid, each in enumerate(published) if each is not None]
     return Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
 
 

@@ -45,10 +45,16 @@ class Store:
     """A mirror's directory, and its writers while the test fills it."""
 
     def __init__(
-        self, path: Path, *, vbuckets: int = 16, bucket: str = "orders", uuid: str = "0123456789abcdef"
+        self,
+        path: Path,
+        *,
+        vbuckets: int = 16,
+        bucket: str = "orders",
+        uuid: str = "0123456789abcdef",
+        held: tuple[int, int] | None = None,
     ) -> None:
         self.path = str(path / "data")
-        self.identity = Identity("cluster", bucket, uuid, vbuckets, 1)
+        self.identity = Identity("cluster", bucket, uuid, vbuckets, 1, held)
         directory.create(self.path, self.identity)
         self.writer = GroupWriter.open(
             directory.group_path(self.path, 0),

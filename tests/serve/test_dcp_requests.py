@@ -247,3 +247,16 @@ async def test_a_seqno_that_no_row_carries_is_told(store: Store, endpoint: DcpEn
     await client.stream(vbid)
     found = await client.events(3)
     assert found[2] == ev.SeqnoAdvanced(vbid, 9, opaque=0x77)
+
+
+async def test_vbuckets_that_another_mirror_holds_are_not_here(tmp_path: Path) -> None:
+    store = Store(tmp_path, vbuckets=4, held=(2, 3))
+    store.log(2, (UUID, 0))
+    store.log(3, (UUID, 0))
+    async with serving_dcp(store.path) as endpoint:
+        client = await endpoint.client()
+        assert (await client.stream(3)).status == 0
+        assert (await client.stream(1)).status == Status.NOT_MY_VBUCKET
+        seqnos = codec_dcp.decode_all_vb_seqnos((await client.ask(codec_dcp_seqnos())).value)
+        assert seqnos == [(2, 0), (3, 0)]
+    store.close()
