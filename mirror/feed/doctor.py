@@ -499,14 +499,14 @@ class Doctor:
             return
         place = next(folder for folder in (self._data, *self._data.absolute().parents) if folder.exists())
         free_bytes = shutil.disk_usage(place).free
-        free = f"{free_bytes / 2**30:.1f} GiB are free at {place}"
+        free = f"{_size(free_bytes)} are free at {place}"
         if view is not None:
             held = sum(file.stat().st_size for file in self._data.glob("group-*/data.mdb"))
             enough = free_bytes >= held
             self._say(
                 "disk",
                 Verdict.OK if enough else Verdict.WARN,
-                f"the mirror takes {held / 2**30:.1f} GiB, {free}",
+                f"the mirror takes {_size(held)}, {free}",
                 "" if enough else "a refill of everything needs a second copy's room: make some",
             )
             return
@@ -518,7 +518,7 @@ class Doctor:
         self._say(
             "disk",
             Verdict.OK if free_bytes >= need else Verdict.FAIL,
-            f"the bucket holds {size / 2**30:.1f} GiB, its mirror about {need / 2**30:.1f} GiB; {free}",
+            f"the bucket holds {_size(size)}, its mirror takes about {_size(need)}; {free}",
             "" if free_bytes >= need else "take a larger disk",
         )
 
@@ -536,6 +536,10 @@ class Doctor:
             copies = 1 + int(stats.get("ep_vb_replica_num", "0") or 0) / max(1, int(stats.get("vb_active_num", "1")))
             total += int(int(found) / copies)
         return total
+
+
+def _size(byte_count: float) -> str:
+    return f"{byte_count / 2**30:.1f} GiB" if byte_count >= 2**30 else f"{byte_count / 2**20:.1f} MiB"
 
 
 class _OfData(MirrorError):

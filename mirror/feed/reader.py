@@ -33,6 +33,7 @@ from mirror.feed.nodes import NodeKeeper
 from mirror.feed.reading import Ended, Item, Position, Reading, RolledBack, Snapshot, VbucketReading
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.spool import SpoolFile
+from mirror.feed.srv import first_addresses
 from mirror.feed.transport import Opaques, Tap
 from mirror.ingest import events as happenings
 from mirror.ingest.events import Row
@@ -508,7 +509,7 @@ class _Hub:
         address = self._address_of(vbid)
         if config and address is not None:
             try:
-                new = read_map(config, address, self.settings)
+                new = read_map(config, address, self.settings, network=self.map.network)
             except HandshakeFailed:
                 pass  # another node will say it better
             else:
@@ -526,12 +527,14 @@ class _Hub:
                 if keeper.session is None or not keeper.ready:
                     continue
                 with contextlib.suppress(ClusterError):  # the next one knows
-                    self._take_map(await fetch_map(keeper.session.link, self.settings))
+                    self._take_map(await fetch_map(keeper.session.link, self.settings, network=self.map.network))
                     break
             else:
                 with contextlib.suppress(ClusterError, ConfigError):  # the keepers say what is wrong
-                    addresses = dict.fromkeys([*self._keepers, *self._access.source.addresses])
-                    self._take_map(await discover(self._access, self.clock, addresses=addresses))
+                    first = await first_addresses(self._access.source, self.settings.dns_server)
+                    addresses = dict.fromkeys([*self._keepers, *first])
+                    network = self.map.network
+                    self._take_map(await discover(self._access, self.clock, addresses=addresses, network=network))
             await self.clock.sleep(POLL_S)
 
     def _take_map(self, new: ClusterMap) -> None:
@@ -547,6 +550,7 @@ class _Hub:
         wanted = {address for node in new.nodes if (address := self._address(node)) is not None and new.vbids_of(node)}
         for address in wanted - set(self._keepers):
             keeper = NodeKeeper(address, self._make_session, self, self.settings, self.clock)
+            keeper.on_died = self._fail
             self._keepers[address] = keeper
             keeper.start()
         self._follow()

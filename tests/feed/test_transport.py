@@ -196,3 +196,42 @@ async def test_nobody_there_is_one_clear_error() -> None:
         await open_link(Address("no.such.host.invalid", 1), tls=None, timeout_s=5, clock=SystemClock())
     with pytest.raises(ConnectFailed, match="cannot be a host's name"):
         await open_link(Address("a" * 64, 1), tls=None, timeout_s=5, clock=SystemClock())
+
+
+async def test_a_question_with_many_answers_is_told_each_until_it_wants_no_more() -> None:
+    link = Link(Address("127.0.0.1", 1), SystemClock())
+    told: list[bytes] = []
+
+    def next_answer(outcome: Frame | ClusterError) -> None:
+        assert isinstance(outcome, Frame)
+        told.append(outcome.key)
+        if outcome.key:
+            link.expect(outcome.opaque, next_answer)
+
+    asked = request(Opcode.STAT, opaque=link.next_opaque())
+    link.ask(asked, next_answer)
+    link.data_received(b"".join(encode(response(asked, key=key)) for key in (b"a", b"b", b"", b"c")))
+    assert told == [b"a", b"b", b""]
+    assert link.unanswered_count == 0
+
+
+async def test_whoever_listens_is_shown_every_byte_of_both_directions() -> None:
+    shown: list[tuple[bool, bytes]] = []
+    all_shown = asyncio.Event()
+
+    class Listener:
+        def passed(self, link: Link, data: bytes, *, ours: bool) -> None:
+            shown.append((ours, data))
+            if len(shown) == 2:
+                all_shown.set()
+
+    async with ScriptedNode() as node:
+        node.greeting = b"\x81"
+        link = await open_link(Address("127.0.0.1", node.port), tls=None, timeout_s=5, clock=SystemClock())
+        link.tap = Listener()
+        link.send(b"\x80")
+        async with asyncio.timeout(10):
+            await all_shown.wait()
+        assert sorted(shown) == [(False, b"\x81"), (True, b"\x80")]
+        assert link.tls_object is None
+        link.close()
