@@ -99,10 +99,12 @@ class ItemEncoder:
             return item.frame
         if kind == SYSTEM_EVENT:
             frame = self._event(item)
-        elif kind == ABORT or kind in BETWEEN:
+        elif kind in BETWEEN or (kind == ABORT and self._features.collections):
             frame = item.frame
+        elif kind == ABORT:
+            frame = _build(item.frame, ABORT, item.frame[24 : 24 + item.frame[4]], self._key(item), b"", 0)
         elif self._features.sync_writes and isinstance(item, CommitItem) and not from_disk:
-            frame = commit_frame(_vbid(item), item.key, item.prepared_seqno, item.seqno)
+            frame = commit_frame(_vbid(item), self._key(item), item.prepared_seqno, item.seqno)
         else:
             frame = self._document(item, kind, from_disk=from_disk)
         return frame if stream_id is None else with_stream_id(frame, stream_id)
@@ -116,7 +118,7 @@ class ItemEncoder:
 
     def _document(self, item: Item, kind: int, *, from_disk: bool) -> bytes:
         value, datatype = self._value(item)
-        key = item.key if self._features.collections else item.key[leb128.decode(item.key)[1] :]
+        key = self._key(item)
         extras = item.frame[24 : 24 + item.frame[4]]
         if kind in (DELETION, EXPIRATION):
             when = extras[16:20] if from_disk else b"\0\0\0\0"
@@ -126,6 +128,10 @@ class ItemEncoder:
                 kind = DELETION
                 extras = extras[:16] + (when + b"\0" if self._features.delete_times else b"\0\0")
         return _build(item.frame, kind, extras, key, value, datatype)
+
+    def _key(self, item: Item) -> bytes:
+        """Without its collection id for clients that know none."""
+        return item.key if self._features.collections else item.key[leb128.decode(item.key)[1] :]
 
     def _value(self, item: Item) -> tuple[bytes, int]:
         value, datatype = item.value, item.datatype

@@ -93,6 +93,15 @@ def test_commits_are_mutations_unless_asked_for_from_memory() -> None:
     assert able.encode(abort, from_disk=True) == abort.frame
 
 
+def test_clients_without_collections_get_commits_and_aborts_under_their_own_keys() -> None:
+    """As the prepares that they end; with the collection's id they ended nothing."""
+    able = ItemEncoder(ClientFeatures(sync_writes=True))
+    commit = CommitItem(6, b"\0k", it.mutation_frame(3, b"\0k", 6, 1, 9, b"{}"), 5)
+    abort = Item(7, b"\0k", it.abort_frame(3, b"\0k", 5, 7))
+    assert decoded(able.encode(commit, from_disk=False)) == ev.Commit(3, b"k", 5, 6)
+    assert decoded(able.encode(abort, from_disk=False)) == ev.Abort(3, b"k", 5, 7)
+
+
 def test_events_in_the_other_shape_and_with_a_stream_id() -> None:
     change = Change(SystemEventId.SCOPE_CREATE, 1, 8, name="s")
     frame = it.system_event_frame(3, 5, 3, 0, b"s", change.body())

@@ -219,6 +219,7 @@ class Checker:
         self.compare(view, vbid, watched.seqno, int(kept[watched.seqno].vbuuid) if watched.seqno else 0, None)
         if not watched.seqno:
             return
+        self._prepares(vbid, watched.seqno, int(kept[watched.seqno].vbuuid))
         announced = self.source.bucket.sent[vbid].snapshot_ends
         assert watched.seqno in announced, f"vb {vbid}: published {watched.seqno}, where no snapshot ends"
         chosen = expected if every else [self.rng.choice(expected)]
@@ -228,6 +229,17 @@ class Checker:
         self._between(view, vbid, expected)
         if watched.floor > 1:
             self._below_floor(view, vbid, watched.floor)
+
+    def _prepares(self, vbid: int, seqno: int, vbuuid: int) -> None:
+        """Where nothing is staged above what is published, the open prepares are the source's at that seqno."""
+        writer = self.mirror.writers[vbid % len(self.mirror.writers)]
+        state = writer.state(vbid)
+        if not self.source.prepares or (state.staging_branch, state.staged_seqno) != (state.branch, seqno):
+            return
+        expected = self.source.open_prepares(self.source.line(vbid, seqno, vbuuid), seqno)
+        found = writer.open_prepares(vbid)
+        assert found == expected, f"vb {vbid} at {seqno}: open prepares {found}, not {expected}"
+        self.counts["open prepares compared"] += bool(expected)
 
     def _between(self, view: View, vbid: int, expected: list[int]) -> None:
         """As of any seqno means: as of the newest boundary not above it. So does a time."""

@@ -213,7 +213,7 @@ class World:
             if wire is not None and getattr(wire, "silent", False):
                 wire.cut()
         for vbid in range(VBUCKETS):  # in the default collection: without collections nothing else is shown
-            self.source.bucket.set(NAMES[vbid][0], self.value(vbid), vbid=vbid)
+            self.source.bucket.set(self.free_keys(vbid)[0], self.value(vbid), vbid=vbid)
         for _ in range(3000):
             self.steps += 1
             for action in (self.all_on, self.pump_all, self.work):
@@ -287,15 +287,20 @@ class World:
 
     def write(self) -> None:
         vbid, key, path = self.place()
-        self.source.bucket.set(
+        self._set(
+            vbid,
             key,
-            self.value(vbid),
-            vbid=vbid,
-            collection=path,
+            path,
             expiry=self.rng.choice((0, 0, 0, 0, 1, 5, 3600)),
             compressed=self.rng.random() < 0.2,
             xattrs={"_s": 1, "u": "x"} if self.rng.random() < 0.15 else None,
         )
+
+    def _set(self, vbid: int, key: str, path: str, **more: Any) -> None:
+        try:
+            self.source.bucket.set(key, self.value(vbid), vbid=vbid, collection=path, **more)
+        except DocumentError:  # a durable write of it is under way
+            self.counts["writes refused by the source"] += 1
 
     def write_many(self) -> None:
         vbid, _, path = self.place()
@@ -304,11 +309,17 @@ class World:
             if self.rng.random() < 0.2:
                 self._delete(vbid, key, path)
             else:
-                self.source.bucket.set(key, self.value(vbid), vbid=vbid, collection=path)
+                self._set(vbid, key, path)
+
+    def free_keys(self, vbid: int, path: str = "_default._default") -> list[str]:
+        """Of which no durable write is under way."""
+        bucket, prepared = self.source.bucket, self.source.vbucket(vbid).prepared
+        return [key for key in NAMES[vbid] if bucket.wire_key(key, path) not in prepared]
 
     def write_group(self) -> None:
         vbid, _, path = self.place()
-        chosen = self.rng.sample(NAMES[vbid], self.rng.randint(2, 6))
+        free = self.free_keys(vbid, path)
+        chosen = self.rng.sample(free, min(len(free), self.rng.randint(2, 6)))
         self.source.bucket.multi_write(vbid, [(key, self.value(vbid)) for key in chosen], collection=path)
 
     def _delete(self, vbid: int, key: str, path: str) -> None:
@@ -333,11 +344,22 @@ class World:
 
     def write_durably(self) -> None:
         vbid, key, path = self.place()
-        if self.rng.random() < 0.5:
-            self.source.bucket.set(key, self.value(vbid), vbid=vbid, collection=path, durable=True)
-        else:
-            wire_key = self.source.bucket.wire_key(key, path)
-            self.source.bucket.documents.abort_durable(self.source.vbucket(vbid), wire_key, b"never")
+        bucket, vbucket = self.source.bucket, self.source.vbucket(vbid)
+        under_way = sorted(vbucket.prepared, key=lambda wire_key: vbucket.prepared[wire_key].seqno)
+        # They end in the order in which they began (the server's durability monitor sees to it).
+        what = self.rng.choice(("begin", "end", "end") if under_way else ("at once", "at once", "never", "begin"))
+        try:
+            if what == "at once":
+                bucket.set(key, self.value(vbid), vbid=vbid, collection=path, durable=True)
+            elif what == "never":
+                bucket.documents.abort_durable(vbucket, bucket.wire_key(key, path), b"never")
+            elif what == "begin":
+                bucket.prepare(key, self.value(vbid) if self.rng.random() < 0.8 else None, vbid=vbid, collection=path)
+            elif under_way:
+                end = bucket.documents.commit if self.rng.random() < 0.6 else bucket.documents.abort
+                end(vbucket, under_way[0])
+        except DocumentError:
+            self.counts["writes refused by the source"] += 1
 
     def change_collections(self) -> None:
         """Create, drop or flush: in all vbuckets at once, as a manifest change is."""
@@ -403,7 +425,7 @@ class World:
             self.counts["changes lost"] += lost
             if self.rng.random() < 0.6:
                 for _ in range(self.rng.randint(1, 8)):
-                    self.source.bucket.set(self.rng.choice(NAMES[vbid]), self.value(vbid), vbid=vbid)
+                    self._set(vbid, self.rng.choice(NAMES[vbid]), self.paths[0])
         self._heal_manifest(vbid)
 
     def _heal_manifest(self, vbid: int) -> None:

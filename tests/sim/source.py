@@ -23,6 +23,7 @@ from mirror.sandbox.vbucket import Vbucket, system_id
 from mirror.wire import codec_dcp
 from mirror.wire.constants import DcpOpenFlag, Feature, SnapshotFlag, Status, SystemEventId
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest
+from storage import keys
 from storage.model import FailoverEntry
 
 State = dict[bytes, Item]
@@ -150,7 +151,11 @@ class SimConnection(NodeConnection):
             session.features.add(int(Feature.COLLECTIONS))
         flags = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS | DcpOpenFlag.INCLUDE_DELETE_TIMES
         features = ClientFeatures(
-            collections=source.collections, snappy=True, open_flags=int(flags), expiry_opcode=True
+            collections=source.collections,
+            snappy=True,
+            open_flags=int(flags),
+            expiry_opcode=True,
+            sync_writes=source.prepares,
         )
         producer = SimProducer(source, self, name, features, source.rng, live_snapshot_items=source.live_snapshot_items)
         producer.controls.noop_enabled = True
@@ -180,6 +185,8 @@ class Source:
         self.oso = self.collections and rng.random() < 0.2
         if self.oso:
             self.shapes = (*self.shapes, "oso")
+        self.prepares = not self.oso and rng.random() < 0.3
+        """Both halves of durable writes are sent."""
         self.bucket = Bucket(
             "demo",
             vbuckets=vbuckets,
@@ -233,6 +240,20 @@ class Source:
         self._past[vbid].append((vbucket.log, vbucket.high_seqno, vbucket.failover_log))
         vbucket.reset()
         self.end_streams(vbid)
+
+    def open_prepares(self, line: list[Item], seqno: int) -> dict[bytes, int]:
+        """Durable writes that a history has under way at a seqno."""
+        found: dict[bytes, int] = {}
+        for item in line[:seqno]:
+            if item.kind == SYSTEM_EVENT:
+                if item.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
+                    gone = system_id(item)
+                    found = {key: at for key, at in found.items() if keys.split_key(key)[0] != gone}
+            elif item.kind == PREPARE:
+                found[item.key] = item.seqno
+            else:
+                found.pop(item.key, None)
+        return found
 
     # --- what it was
 

@@ -49,6 +49,7 @@ MUST_HAPPEN = (
     "key rows made in steps",
     "maps grown",
     "mid-snapshot resumes",
+    "open prepares compared",
     "open snapshots written down",
     "out-of-order snapshots published",
     "protocol broken",
