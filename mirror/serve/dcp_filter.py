@@ -90,7 +90,7 @@ def parse(
         if value:
             raise Refused(Status.EINVAL, "A filter needs collections")
         found = StreamFilter(collections=frozenset({DEFAULT_COLLECTION}), legacy=True)
-        _check_reader(found, manifest, reader)
+        check_reader(found, manifest, reader)
         return found
     asked = _object(value) if value else {}
     if value and not _KNOWN & asked.keys():
@@ -122,16 +122,16 @@ def parse(
         stream_id=stream_id,
         purge_seqno=_purge_seqno(asked.get("purge_seqno")),
     )
-    _check_reader(found, manifest, reader)
+    check_reader(found, manifest, reader)
     return found
 
 
-def _check_reader(found: StreamFilter, manifest: Manifest, reader: Reader) -> None:
-    """Refuse what would show more than the reader may read; what a scope will hold one day included."""
+def check_reader(found: StreamFilter, manifest: Manifest, reader: Reader) -> None:
+    """Raise Refused for what would show more than the reader may read; what a scope will hold one day included."""
     if reader.reads_all:
         return
     if found.scope_id is not None:
-        allowed = f"{manifest.scopes[found.scope_id]}.*" in reader.patterns
+        allowed = f"{manifest.scopes.get(found.scope_id)}.*" in reader.patterns
     else:
         entries = [manifest.collections.get(number) for number in found.collections or ()]
         allowed = bool(entries) and all(

@@ -187,6 +187,20 @@ class DcpProducer:
         if self._is_ready:
             self._wake.set()
 
+    def permit(self, reader: Reader | None) -> None:
+        """The client may read what `reader` may, from now on: streams that show more end."""
+        for stream in list(self.streams.values()):
+            try:
+                if reader is not None:
+                    dcp_filter.check_reader(stream.filter, self._bucket.manifest(), reader)
+                    continue
+            except Refused as error:
+                if error.status != Status.EACCESS:
+                    continue
+            self._outbox.append(stream.end(StreamEndReason.LOST_PRIVILEGES))
+            self._forget(stream)
+            self._wake.set()
+
     # -- the rules of a stream request
 
     def _judge(self, request: StreamRequest, reader: Reader) -> tuple[DcpStream, tuple[FailoverEntry, ...]]:

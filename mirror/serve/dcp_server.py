@@ -3,7 +3,7 @@
 Knows what differs from the KV endpoint: names of connections, the watch over the store, and who may be silent. The
 rest (listeners, limits, login, the sweep) is the KV endpoint's. Invariants: of two connections of one name in this
 process the newer one lives (kv_engine docs/dcp/documentation/commands/open-connection.md); a client that only listens
-is not idle.
+is not idle; what the users file takes from a reader, his open streams lose within a second.
 """
 
 from __future__ import annotations
@@ -86,9 +86,20 @@ class DcpServer(KvServer):
     # -- the sweep
 
     def sweep(self) -> None:
-        """Hang up on the idle and on those who take nothing. Who has streams and asked for no noops may listen."""
+        """Hang up on the idle and on those who take nothing. Who has streams and asked for no noops may listen; who may
+        no longer read what a stream shows does not get more of it.
+        """
         for connection in self.connections:
             producer = connection.producer if isinstance(connection, DcpConnection) else None
-            if producer is not None and producer.streams and not producer.negotiated.noop_enabled:
+            if producer is None or not producer.streams:
+                continue
+            if not producer.negotiated.noop_enabled:
                 connection.heard_s = self.now_s
+            session = connection.session
+            reader = session.reader
+            if reader is not None:
+                reader = self._users.reader(reader.name) if reader.name else self._users.anonymous
+            if reader is None or reader != session.reader:
+                session.reader = reader
+                producer.permit(reader)
         super().sweep()

@@ -71,7 +71,7 @@ class DcpStream:
         self._view = view
         self._branch = standing.branch
         self._failover_log = standing.failover_log
-        self._filter = stream_filter
+        self.filter = stream_filter
         self._encoder = RowEncoder(negotiated, stream_filter, no_value=bool(request.flags & StreamRequestFlag.NO_VALUE))
         self._tells_advance = negotiated.collections
         self._marker_version = negotiated.marker_version
@@ -133,7 +133,7 @@ class DcpStream:
         shared = now.has(self._branch, max(position, self._shared_seqno))
         if not (now.whole and shared) or now.failover_log != self._failover_log:
             out += self.end(StreamEndReason.STATE_CHANGED)
-        elif self._filter.empty:
+        elif self.filter.empty:
             out += self.end(StreamEndReason.FILTER_EMPTY)
         elif position >= self.end_seqno:
             out += self.end(StreamEndReason.OK)
@@ -145,9 +145,9 @@ class DcpStream:
 
     def _open(self, out: bytearray, now: Standing) -> None:
         position = self.position_seqno
-        begins = self._filter.begins(now.manifest)
+        begins = self.filter.begins(now.manifest)
         end_seqno = now.seqno
-        if self._filter.legacy and begins is not None:  # without SeqnoAdvanced only a document can carry the end
+        if self.filter.legacy and begins is not None:  # without SeqnoAdvanced only a document can carry the end
             end_seqno = store.last_document_seqno(self._view(), self.vbid, now, position, begins)
             if end_seqno == position:
                 self.position_seqno = now.seqno

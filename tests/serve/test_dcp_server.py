@@ -45,6 +45,42 @@ async def test_over_tls_with_a_user_of_the_file_who_may_read_one_collection(tmp_
     store.close()
 
 
+async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(tmp_path: Path) -> None:
+    users_file = tmp_path / "users.json"
+
+    def allow(*patterns: str) -> None:
+        entry = {"read": list(patterns), "verifiers": entry_of("pw")["verifiers"]}
+        users_file.write_text(json.dumps({"users": {"ann": entry, "bob": entry_of("pw")}}))
+
+    allow("*")
+    store = Store(tmp_path, vbuckets=1)
+    store.logs()
+    carts = Collection(9, 8, "carts", Seqno(1))
+    system_event(store, 1, ev.CollectionCreated(1, 8, 9, "carts"), DEFAULT, carts)
+    async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
+        clients = []
+        for name, value in (("ann", b""), ("ann", b'{"collections":["9"]}'), ("bob", b"")):
+            client = await endpoint.connect()
+            assert await client.login(name, "pw") == 0
+            await client.open("orders", name=f"{name}{len(value)}", login=False)
+            assert (await client.stream(0, value=value)).status == 0
+            await client.until_end(1)
+            clients.append(client)
+        allow("shop.carts", "_default.other")
+        assert await clients[0].event() == ev.StreamEnd(0, 8, opaque=0x77)
+        assert (await clients[0].stream(0)).status == Status.EACCESS
+        store.put(b"c", b"cart", 2, cid=9)
+        await clients[1].until_end(2)
+        await clients[2].until_end(2)
+        users_file.write_text(json.dumps({"users": {"bob": entry_of("pw")}}))
+        assert await clients[1].event() == ev.StreamEnd(0, 8, opaque=0x77)
+        assert (await clients[1].stream(0)).status == Status.EACCESS
+        assert await clients[2].login("bob", "wrong") != 0
+        assert await clients[2].event() == ev.StreamEnd(0, 8, opaque=0x77), "who failed to log in again is nobody"
+        assert (await clients[2].stream(0)).status == Status.EACCESS
+    store.close()
+
+
 async def test_more_connections_than_allowed_are_closed(tmp_path: Path) -> None:
     store = Store(tmp_path, vbuckets=1)
     store.logs()
