@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 import msgpack
 
 from storage import keys
-from storage.model import Document
+from storage.model import Document, Kind
 from storage.records import DATATYPE_SNAPPY, decompress
 
 DIGEST_BYTES = 16
@@ -31,6 +31,8 @@ RUN_ROWS = 50_000
 """Fingerprints sorted in memory at once: about 15 MB."""
 _CHUNK_ROWS = 2_000
 _HEAD = struct.Struct(">IIB")
+_PREFIXES = [keys.encode_collection_id(collection_id) for collection_id in range(0x80)]
+_MUTATION = Kind.MUTATION
 _VERSION = struct.Struct(">IQQQ?")
 
 
@@ -48,20 +50,14 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(document: Document) -> Fingerprint:
     """Of a document that was read `raw`. Raises CorruptedError when its value cannot be decompressed."""
-    value, datatype, deleted = document.value, document.datatype, document.deleted
+    _, collection_id, key, seqno, rev_seqno, cas, flags, expiry, datatype, value, kind, _ = document
+    deleted = kind is not _MUTATION
     if datatype & DATATYPE_SNAPPY:
         value, datatype = decompress(value) if value else value, datatype & ~DATATYPE_SNAPPY
-    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    hasher.update(_HEAD.pack(0, 0, datatype) if deleted else _HEAD.pack(document.flags, document.expiry, datatype))
-    hasher.update(value)
-    return Fingerprint(
-        keys.encode_collection_id(document.collection_id) + document.key,
-        int(document.seqno),
-        document.rev_seqno,
-        document.cas,
-        deleted,
-        hasher.digest(),
-    )
+    head = _HEAD.pack(0, 0, datatype) if deleted else _HEAD.pack(flags, expiry, datatype)
+    digest = hashlib.blake2b(head + value, digest_size=DIGEST_BYTES).digest()
+    prefix = _PREFIXES[collection_id] if collection_id < 0x80 else keys.encode_collection_id(collection_id)
+    return Fingerprint(prefix + key, int(seqno), rev_seqno, cas, deleted, digest)
 
 
 class Digest:
@@ -75,9 +71,8 @@ class Digest:
     def add(self, each: Fingerprint) -> None:
         """The next version."""
         self.count += 1
-        self._hasher.update(_VERSION.pack(len(each.key), each.seqno, each.rev_seqno, each.cas, each.deleted))
-        self._hasher.update(each.key)
-        self._hasher.update(each.digest)
+        key, seqno, rev_seqno, cas, deleted, digest = each
+        self._hasher.update(_VERSION.pack(len(key), seqno, rev_seqno, cas, deleted) + key + digest)
 
     def hex(self) -> str:
         """The digest so far."""
