@@ -282,8 +282,8 @@ def _paths() -> dict[str, Schema]:
         "200": {
             "description": "Events `mutation`, `deletion`, `expiration`, `system_event`, `rollback`, `retraction` and "
             "`restoration` with the objects of `dcp-mirror changes --json`; `reset` (a problem) when the stream cannot "
-            "go on without a gap; `problem` when it ends for another reason and can be resumed; `end` with the position "
-            "when it does not follow.",
+            "go on without a gap; `problem` when it ends for another reason and can be resumed; `end` with the "
+            "position when it does not follow.",
             "content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/Event"}}},
         },
         **_problems(404, 409, 410, 421, 504),
@@ -309,7 +309,8 @@ def _paths() -> dict[str, Schema]:
                  _query("deletions", FLAG, "With tombstones."), AS_OF, TOKEN, TIMEOUT,
                  _query("limit", {"type": "integer", "minimum": 1, "maximum": http_requests.PAGE_LIMIT_MAX,
                                   "default": http_requests.PAGE_LIMIT_DEFAULT}, "Documents in a page at most."),
-                 _query("page", {"type": "string", "maxLength": 4096}, "`next` of the page before, alone.")],
+                 _query("page", {"type": "string", "maxLength": 4096},
+                        "`next` of the page before; beside it only `limit`.")],
             ),
         },
         "/v1/collections/{collection}/multi-get": {

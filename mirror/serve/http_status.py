@@ -33,7 +33,7 @@ SAMPLES_MAX = 180
 ROLLBACKS_SHOWN = 50
 REASONS_SHOWN = 10
 
-READ_COUNTERS = ("http_documents", "kv_hits")
+READ_COUNTERS = ("http_documents", "kv_hits", "dcp_documents")
 """What server processes call the documents that they gave to readers."""
 
 Report = dict[str, Any]

@@ -131,6 +131,7 @@ def families(report: Report, ready: bool) -> Iterator[Metric]:
     yield _gauge("ingest_documents_per_second", "Documents received lately.", [([], sums["documents_per_s"])])
     yield _gauge("ingest_bytes_per_second", "Bytes received lately.", [([], sums["bytes_per_s"])])
     yield _counter("rollbacks", "Rollbacks that readers went through.", [([], sums["rollback_count"])])
+    yield _gauge("leases", "Readers that hold history.", [([], len(report["leases"]))])
     for name, text, field in (
         ("published_seqno", "What readers see.", "published_seqno"),
         ("staged_seqno", "What was received.", "staged_seqno"),

@@ -18,7 +18,7 @@ PICTURES = os.environ.get("PAGE_PICTURES")
 
 
 def report(vbuckets: int = 64) -> dict[str, Any]:
-    """A service with everything wrong that can be: vbucket 3 lags, 5 rolled back, 7 refused, worker 1 is dead."""
+    """A service with everything wrong that can be: vbucket 3 lags, 5 rolled back, 7 refused, 11 stalls."""
     now = 1_700_000_000_000
     rows = []
     for vbid in range(vbuckets):
@@ -36,6 +36,10 @@ def report(vbuckets: int = 64) -> dict[str, Any]:
     rows[5] |= {"rollback_count": 1, "last_rollback_ms": now - 60_000}
     rows[7] |= {"state": "refused", "last_error": "the user may not read it <b>now</b>"}
     rows[9] |= {"state": "backfilling"}
+    rows[11] |= {
+        "state": "stalled", "lag_seqnos": 4, "lag_s": 2.0, "source_high_seqno": 1015, "stalls": 1,
+        "detail": "nothing came for 30 s",
+    }  # fmt: skip
     figures = {
         "cpu_percent": 12.5, "private_bytes": 44_000_000, "resident_bytes": 80_000_000, "threads": 1, "open_files": 20,
     }  # fmt: skip
@@ -49,13 +53,19 @@ def report(vbuckets: int = 64) -> dict[str, Any]:
                 "last_exit_ms": now - 5000 if slot else None, "last_error": None, "counters": {}, **figures,
             }
         )  # fmt: skip
-    server = workers[0] | {"slot": 2000, "kind": "http", "groups": [], "counters": {"http_documents": 5}}
+    servers = [
+        workers[0] | {"slot": slot, "kind": kind, "groups": [], "counters": {f"{kind}_connections": 5}}
+        for slot, kind in ((1000, "kv"), (2000, "http"), (3000, "dcp"))
+    ]
     return {
         "service": "up", "state": "mirroring", "message": "997 seqnos behind", "pid": 1, "uptime_s": 4000.0,
         "time_ms": now, "data": "/data", "source": "couchbase://db1.example/demo", "source_error": None,
         "bucket": "demo", "bucket_uuid": "u", "cluster_uuid": "c", "vbucket_count": vbuckets, "vbuckets_held": vbuckets,
         "group_count": 8,
-        "sync": "safe", "supervisor": figures, "workers": workers, "servers": [server],
+        "sync": "safe", "supervisor": figures, "workers": workers, "servers": servers,
+        "listeners": {"kv": ["couchbase://127.0.0.1:11210"], "http": ["http://127.0.0.1:8091"]},
+        "leases": [{"id": "1", "name": "export of orders", "until_ms": now + 60_000, "vbuckets": 64}],
+        "selection": "collections shop.orders", "warnings": ["the user lacks a privilege: <i>stats</i>"],
         "totals": {
             "vbuckets": vbuckets, "states": {"streaming": vbuckets - 2, "refused": 1, "backfilling": 1},
             "documents": None, "published_seqnos": 123_456, "staged_seqnos": 123_456, "source_high_seqnos": 124_453,
@@ -117,22 +127,63 @@ def test_a_lagging_a_rolled_back_and_a_dead_vbucket_are_called_so(page: Any, sit
         (5, "rolled back"),
         (7, "dead"),
         (9, "filling"),
+        (11, "stalled"),
         (0, "up to date"),
     ):
         cell = cells.nth(vbid)
         assert f"Vbucket {vbid}: {word};" in cell.get_attribute("aria-label")
         signs[cell.inner_text()] = word
-    assert len(signs) == 6, "each has a sign of its own"
+    assert len(signs) == 7, "each has a sign of its own"
     legend = page.locator("#legend").inner_text()
-    for text in ("1 lagging", "1 rolled back", "1 dead", "1 filling", "1 a little behind", "59 up to date"):
+    for text in (
+        "1 lagging",
+        "1 rolled back",
+        "1 dead",
+        "1 filling",
+        "1 a little behind",
+        "1 stalled",
+        "58 up to date",
+    ):
         assert text in legend
-    assert "1 dead, 1 lagging, 1 rolled back." in page.locator("#headline").inner_text()
+    assert "1 dead, 1 rolled back, 1 stalled, 1 lagging." in page.locator("#headline").inner_text()
     lines = page.locator("#attention tbody tr").all_inner_texts()
-    assert [line.split("\t")[0] for line in lines] == ["7", "5", "3"]
+    assert [line.split("\t")[0] for line in lines] == ["7", "5", "11", "3"]
     assert "refused: the user may not read it <b>now</b>" in lines[0], "text is text"
-    assert "997 seqnos, 2 min" in lines[2]
+    assert "stalled: nothing came for 30 s" in lines[2]
+    assert "997 seqnos, 2 min" in lines[3]
     assert page.title().startswith("✕")
+    assert page.locator("h1").inner_text() == "dcp-mirror of demo, collections shop.orders"
+    assert page.locator("#warnings").inner_text() == "the user lacks a privilege: <i>stats</i>"
     picture(page, "wide")
+
+
+def test_who_serves_whom_and_who_holds_history_is_told(page: Any, site: Site) -> None:
+    site.stands(report())
+    opened(page, site)
+    processes = [line.split("\t") for line in page.locator("#processes tbody tr").all_inner_texts()]
+    assert [(line[0], line[4]) for line in processes] == [
+        ("supervisor", ""),
+        ("worker 0", ""),
+        ("worker 1", ""),
+        ("kv 0", "5"),
+        ("http 0", "5"),
+        ("dcp 0", "5"),
+    ]
+    listeners = page.locator("#listeners").inner_text()
+    assert listeners == "kv at couchbase://127.0.0.1:11210; http at http://127.0.0.1:8091"
+    assert "export of orders holds the history of 64 vbuckets until" in page.locator("#leases").inner_text()
+
+
+def test_the_map_of_a_part_of_the_bucket_is_of_that_part(page: Any, site: Site) -> None:
+    changed = report(512) | {"vbucket_count": 1024}
+    for row in changed["vbuckets"]:
+        row["vbid"] += 512
+    site.stands(changed)
+    opened(page, site)
+    assert page.locator("#map button").count() == 512
+    assert page.locator("#map button").nth(7).get_attribute("aria-label").startswith("Vbucket 519: dead;")
+    assert "512 of 1,024" in page.locator("#figures").inner_text()
+    picture(page, "part")
 
 
 def test_the_vbuckets_of_a_dead_worker_are_dead(page: Any, site: Site) -> None:
@@ -145,6 +196,16 @@ def test_the_vbuckets_of_a_dead_worker_are_dead(page: Any, site: Site) -> None:
     process = page.locator("#processes tbody tr").nth(2).inner_text()
     assert "worker 1" in process
     assert "absent" in process
+
+
+def test_the_vbuckets_of_a_worker_that_says_nothing_are_not_called_up_to_date(page: Any, site: Site) -> None:
+    changed = report()
+    changed["workers"][1]["heartbeat_age_s"] = 20.0
+    site.stands(changed)
+    opened(page, site)
+    assert "31 stalled" in page.locator("#legend").inner_text()
+    assert "worker 1 is silent for 20 s" in page.locator("#attention").inner_text()
+    assert "silent for 20 s" in page.locator("#processes tbody tr").nth(2).inner_text()
 
 
 def test_a_vbucket_is_chosen_by_finger_or_keys(page: Any, site: Site) -> None:

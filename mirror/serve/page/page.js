@@ -4,16 +4,19 @@
 
 const ASK_MS = 2000;
 const SAMPLES_EVERY = 3;
+const SILENT_S = 5;
 const ROLLED_BACK_MS = 15 * 60 * 1000;
 const KINDS = {
   dead: { sign: "✕", word: "dead", text: "nobody feeds it" },
   rolled: { sign: "↺", word: "rolled back", text: "rolled back in the last quarter of an hour" },
+  stalled: { sign: "=", word: "stalled", text: "its source is ahead and sends nothing, or its worker says nothing" },
   lagging: { sign: "▲", word: "lagging", text: "too far behind its source" },
   behind: { sign: "▵", word: "a little behind", text: "more than a tenth of the limit behind its source" },
   filling: { sign: "◐", word: "filling", text: "on its way to its first or next state" },
   idle: { sign: "–", word: "stored", text: "no service runs; this is what is stored" },
   ok: { sign: "·", word: "up to date", text: "published and near its source" },
 };
+const BAD = ["dead", "rolled", "stalled", "lagging"];
 const DEAD = new Set(["damaged", "refused", "no-active-node", "finished"]);
 const FILLING = new Set(["starting", "waiting", "requesting", "backfilling", "rolling-back", "refilling"]);
 
@@ -41,6 +44,7 @@ const span = (seconds) => {
   if (seconds < 3600) return `${number(seconds / 60, 0)} min`;
   return seconds < 172800 ? `${number(seconds / 3600, 1)} h` : `${number(seconds / 86400, 1)} days`;
 };
+const seqnos = (count) => `${number(count)} seqno${count === 1 ? "" : "s"}`;
 const moment = (ms) => (known(ms) ? new Date(ms).toLocaleString() : "–");
 
 let selected = null;
@@ -52,6 +56,7 @@ function kindOf(row, report, workers) {
   if (report.service === "down" || row.state === "stored") return "idle";
   const worker = workers.get(row.group);
   if (worker && worker.phase !== "running" && worker.phase !== "starting" && worker.phase !== "stopping") return "dead";
+  if (row.state === "stalled" || silent(worker)) return "stalled";
   if (known(row.last_rollback_ms) && report.time_ms - row.last_rollback_ms < ROLLED_BACK_MS) return "rolled";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s) return "lagging";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s / 10 && !FILLING.has(row.state)) return "behind";
@@ -59,8 +64,15 @@ function kindOf(row, report, workers) {
   return "ok";
 }
 
+const silent = (process) => process && process.phase === "running" && process.heartbeat_age_s > SILENT_S;
+const silence = (process) => `silent for ${span(process.heartbeat_age_s)}`;
+
 function why(row, kind, workers) {
   const said = row.last_error || row.detail;
+  if (kind === "stalled" && row.state !== "stalled") {
+    const worker = workers.get(row.group);
+    return `worker ${worker.slot} is ${silence(worker)}`;
+  }
   if (kind === "dead") {
     const worker = workers.get(row.group);
     if (worker && worker.phase !== "running") {
@@ -72,7 +84,7 @@ function why(row, kind, workers) {
   return row.state + (said ? `: ${said}` : "");
 }
 
-const behind = (row) => known(row.lag_seqnos) ? `${number(row.lag_seqnos)} seqnos, ${span(row.lag_s)}` : "unknown";
+const behind = (row) => known(row.lag_seqnos) ? `${seqnos(row.lag_seqnos)}, ${span(row.lag_s)}` : "unknown";
 
 function describe(row, kind, workers) {
   return `Vbucket ${row.vbid}: ${KINDS[kind].word}; ${why(row, kind, workers)}; published ${number(row.published_seqno)}` +
@@ -105,7 +117,7 @@ function drawMap(report) {
     cell.dataset.vbid = row.vbid;
     cell.setAttribute("aria-selected", String(selected === row.vbid));
     if (selected === row.vbid) $("detail").textContent = text;
-    if (kind === "dead" || kind === "rolled" || kind === "lagging") attention.push([row, kind]);
+    if (BAD.includes(kind)) attention.push([row, kind]);
   });
   if (selected === null) $("detail").textContent = "Choose a vbucket to see how it stands.";
   const legend = $("legend");
@@ -134,22 +146,29 @@ function drawMap(report) {
 }
 
 function drawHeadline(report, counts) {
-  $("bucket").textContent = report.bucket ? `of ${report.bucket}` : "";
-  const bad = ["dead", "lagging", "rolled"].filter((kind) => counts[kind]).map((kind) => `${number(counts[kind])} ${KINDS[kind].word}`);
+  const part = known(report.selection) && report.selection !== "the whole bucket" ? `, ${report.selection}` : "";
+  $("bucket").textContent = report.bucket ? `of ${report.bucket}${part}` : "";
+  const bad = BAD.filter((kind) => counts[kind]).map((kind) => `${number(counts[kind])} ${KINDS[kind].word}`);
   let text = report.service === "down" ? "No service runs: this is what is stored." : report.state;
   if (report.message) text += `: ${report.message}`;
   if (report.source_error) text += `. The source cannot be reached: ${report.source_error}`;
   if (bad.length) text += `. ${bad.join(", ")}.`;
   $("headline").textContent = text;
   $("headline").classList.toggle("bad", Boolean(bad.length || report.source_error || report.service === "down"));
+  drawLines("warnings", report.warnings || []);
   $("asked").textContent = `as of ${new Date(report.time_ms).toLocaleTimeString()}`;
-  document.title = (counts.dead ? "✕ " : counts.lagging ? "▲ " : "") + `dcp-mirror ${report.bucket || ""}`;
+  document.title = (counts.dead ? "✕ " : counts.lagging || counts.stalled ? "▲ " : "") + `dcp-mirror ${report.bucket || ""}`;
+}
+
+function drawLines(id, texts) {
+  $(id).hidden = !texts.length;
+  $(id).replaceChildren(...texts.map((text) => make("li", text)));
 }
 
 function drawFigures(report) {
   const sums = report.totals;
   const pairs = [
-    ["behind the source", known(sums.lag_seqnos) ? `${number(sums.lag_seqnos)} seqnos` : "–"],
+    ["behind the source", known(sums.lag_seqnos) ? seqnos(sums.lag_seqnos) : "–"],
     ["longest lag", span(sums.lag_s)],
     ["ingest, documents", known(sums.documents_per_s) ? `${number(sums.documents_per_s)}/s` : "–"],
     ["ingest, bytes", known(sums.bytes_per_s) ? `${bytes(sums.bytes_per_s)}/s` : "–"],
@@ -174,23 +193,28 @@ function drawProcesses(report) {
     const line = make("tr");
     const state = make("td");
     const well = phase === "running";
-    state.append(make("span", well ? "·" : "✕", `sign ${well ? "ok" : "dead"}`), ` ${phase}`);
+    const kind = !well ? "dead" : silent({ phase, ...row }) ? "stalled" : "ok";
+    state.append(make("span", KINDS[kind].sign, `sign ${kind}`), ` ${kind === "stalled" ? silence(row) : phase}`);
     const ended = row.last_exit ? `${row.last_exit}, ${moment(row.last_exit_ms)}` + (row.last_error ? `: ${row.last_error}` : "") : "";
     line.append(make("td", name), state, make("td", share(row.cpu_percent, " %")), make("td", bytes(row.private_bytes)),
+      make("td", known(row.counters?.[`${row.kind}_connections`]) ? number(row.counters[`${row.kind}_connections`]) : ""),
       make("td", known(row.restarts) ? number(row.restarts) : ""), make("td", known(row.uptime_s) ? span(row.uptime_s) : ""), make("td", ended, "long"));
     return line;
   }));
+  $("listeners").textContent = Object.entries(report.listeners || {}).map(([kind, urls]) => `${kind} at ${urls.join(", ")}`).join("; ");
 }
 
 function drawPast(report) {
   const { history, disk, totals } = report;
   const events = history.rollbacks.map((event) => [event.time_ms, event.vbid,
-    `rolled back from ${number(event.from_seqno)} to ${number(event.to_seqno)} (${number(event.from_seqno - event.to_seqno)} seqnos)`, "rolled"]);
+    `rolled back from ${number(event.from_seqno)} to ${number(event.to_seqno)} (${seqnos(event.from_seqno - event.to_seqno)})`, "rolled"]);
   for (const event of history.refills) events.push([event.time_ms, event.vbid, "filled anew from 0", "filling"]);
   events.sort((a, b) => b[0] - a[0]);
   $("history").textContent = (known(history.floor_newest_ms)
     ? `Every vbucket can be read as of any kept boundary since ${moment(history.floor_newest_ms)}; the oldest floor is of ${moment(history.floor_oldest_ms)}.`
     : "Nothing is published yet.") + ` Rollbacks: ${number(totals.rollback_count)}; refills: ${number(history.refill_count)}.`;
+  drawLines("leases", (report.leases || []).map((lease) =>
+    `${lease.name} holds the history of ${number(lease.vbuckets)} vbuckets until ${moment(lease.until_ms)} at least`));
   $("past").hidden = !events.length;
   $("past").tBodies[0].replaceChildren(...events.slice(0, 20).map(([ms, vbid, text, kind]) => {
     const line = make("tr");
