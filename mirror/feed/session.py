@@ -318,15 +318,12 @@ class NodeSession:
         )
         self._streams[opaque] = asked.vbid
         link.routes[opaque] = row_prefix
-        timeout_s = self._access.settings.request_timeout_s
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._stream_unanswered, asked.vbid, opaque)
 
         def settle(outcome: Frame | ClusterError) -> None:
-            timer.cancel()
             if isinstance(outcome, Frame):
                 self._stream_answered(asked.vbid, opaque, outcome)
 
-        link.ask(frame, settle)
+        self._ask(frame, settle, f"the stream request of vb {asked.vbid}")
         return opaque
 
     def close_stream(self, vbid: int, opaque: int | None) -> None:
@@ -341,12 +338,24 @@ class NodeSession:
         if self.ready:
             link = self.link
             frame = request(Opcode.DCP_CLOSE_STREAM, vbucket=vbid, opaque=link.next_opaque())
-            link.ask(frame, lambda _outcome: None)
+            self._ask(frame, lambda _outcome: None, f"the closing of vb {vbid}'s stream")
 
     def get_failover_log(self, vbid: int, on_answer: OnAnswer) -> None:
         """Ask for a vbucket's failover log."""
-        link = self.link
-        link.ask(request(Opcode.DCP_GET_FAILOVER_LOG, vbucket=vbid, opaque=link.next_opaque()), on_answer)
+        frame = request(Opcode.DCP_GET_FAILOVER_LOG, vbucket=vbid, opaque=self.link.next_opaque())
+        self._ask(frame, on_answer, f"what the failover log of vb {vbid} is")
+
+    def _ask(self, frame: Frame, on_answer: OnAnswer, what: str) -> None:
+        """Ask; a node that does not answer in time is not well, whatever else it says."""
+        error = SourceTimeout(f"{self.address} did not answer {what}", node=str(self.address))
+        timeout_s = self._access.settings.request_timeout_s
+        timer = asyncio.get_running_loop().call_later(timeout_s, self.close, error)
+
+        def settle(outcome: Frame | ClusterError) -> None:
+            timer.cancel()
+            on_answer(outcome)
+
+        self.link.ask(frame, settle)
 
     def answer_marker(self, vbid: int, opaque: int) -> None:
         """Answer a snapshot marker that asked for it."""
@@ -463,12 +472,6 @@ class NodeSession:
             else:
                 answer = StreamRefused(opaque, event.status, event.value)
         self._owner.on_answer(vbid, answer)
-
-    def _stream_unanswered(self, vbid: int, opaque: int) -> None:
-        if self._streams.get(opaque) == vbid:
-            self.close(
-                SourceTimeout(f"{self.address} did not answer the stream request of vb {vbid}", node=str(self.address))
-            )
 
     def _forget(self, opaque: int) -> None:
         self._streams.pop(opaque, None)

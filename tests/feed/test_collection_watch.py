@@ -213,7 +213,7 @@ async def test_when_its_only_collection_is_dropped_it_says_so_and_takes_the_next
     for vbid in range(VBUCKETS):
         await mirror.until_state(vbid, "refused")
         assert "dropped at the source" in mirror.row(vbid)["text"]
-    assert gone(mirror, "inventory.airline")
+    await mirror.until(lambda: gone(mirror, "inventory.airline"), "its documents gone")
     cluster.bucket.create_collection("inventory", "airline")
     write(cluster, 4, "again", "inventory.airline")
     await until_holds(mirror, "inventory.airline", keys(4, "again"))

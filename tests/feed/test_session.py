@@ -527,6 +527,25 @@ async def test_own_noops_keep_a_connection_alive_that_has_no_stream_yet(tmp_path
         assert session.ready
 
 
+async def test_a_node_that_does_not_answer_what_a_vbucket_waits_for_is_left(tmp_path: Path) -> None:
+    """Its noops are answered: without a limit the vbucket would wait for its failover log for ever, and say nothing."""
+    for opcode, words in (
+        (Opcode.DCP_GET_FAILOVER_LOG, "failover log of vb 3"),
+        (Opcode.DCP_STREAM_REQ, "stream request of vb 3"),
+        (Opcode.DCP_CLOSE_STREAM, "closing of vb 3's stream"),
+    ):
+        async with opened(tmp_path, {opcode: silent}, request_timeout_s=0.3) as (_, session, owner):
+            if opcode == Opcode.DCP_GET_FAILOVER_LOG:
+                session.get_failover_log(VBID, lambda _outcome: None)
+            elif opcode == Opcode.DCP_STREAM_REQ:
+                session.request_stream(asked(), PREFIX)
+            else:
+                session.close_stream(VBID, None)
+            await owner.until(lambda owner=owner: bool(owner.lost))  # type: ignore[misc]
+            assert isinstance(owner.lost[0], SourceTimeout)
+            assert words in owner.lost[0].what
+
+
 async def test_own_noops_go_on_where_the_source_has_an_interval_of_its_own(tmp_path: Path) -> None:
     """A server that does not take our interval sends its noops every three minutes: silence must be told from death."""
 
