@@ -57,7 +57,7 @@ def record(
         )
     if to is None:
         raise ConfigError("no file is named", hint="give --to FILE")
-    logs.set_up("debug" if settings.log_level == "debug" else "warning", json=settings.log_json)
+    logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
     parse(settings.source)
     recorder = Recorder(to, SystemClock(), bytes_max=bytes_max)
     started = time.monotonic()

@@ -67,7 +67,7 @@ def verify(
     """Compare every version of every key with the source. Exit code 1 when something differs."""
     settings = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs).settings
     path, url = needed(settings)
-    logs.set_up("debug" if settings.log_level == "debug" else "warning", json=settings.log_json)
+    logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
     service = client.ask(path, "ping") is not None
     started = time.monotonic()
     with (

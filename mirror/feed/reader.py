@@ -437,7 +437,7 @@ class _Hub:
             except ClusterError as error:
                 if not error.retryable:
                     raise
-                complaint = str(error)
+                complaint = error.what
             except RemoteProtocolError as error:
                 complaint = f"the source broke the protocol: {error}"
             if not complaint:
@@ -499,7 +499,7 @@ class _Hub:
             self._reading.fail(error)
 
     def _node_errors(self) -> str:
-        errors = {str(keeper.error) for keeper in self._keepers.values() if keeper.error is not None}
+        errors = {keeper.error.what for keeper in self._keepers.values() if keeper.error is not None}
         return "; " + "; ".join(sorted(errors)) if errors else ""
 
     # -- the map --------------------------------------------------------------------------------------------------
@@ -606,7 +606,7 @@ class _Hub:
         """A session is over: its vbuckets wait for the next."""
         for vbucket in self._streamed():
             if vbucket.session is session:
-                vbucket.detach(happenings.ConnectionLost(str(error)))
+                vbucket.detach(happenings.ConnectionLost(error.what))
 
     def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
         """Data of a live stream."""

@@ -594,12 +594,8 @@ class Reading:
             if reading.idle or self.outbox.full:
                 reading.progress_at = now
             elif now - reading.progress_at > timeout_s:
-                more = f"; {why}" if why else ""
-                self.fail(
-                    SourceTimeout(
-                        f"the source brought nothing of vb {reading.vbid} for {timeout_s:g} s: {reading.text}{more}"
-                    )
-                )
+                what = f"the source brought nothing of vb {reading.vbid} for {timeout_s:g} s: {reading.text}{why}"
+                self.fail(SourceTimeout(what, hint="check the nodes and the network, and start again"))
                 return
 
     # -- what the vbuckets ask for --------------------------------------------------------------------------------
