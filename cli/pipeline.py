@@ -247,12 +247,10 @@ def sync(
         **({"collection": collection} if collection else {}),
         **({"connection": source} if source else {"path": str(options.data_directory(data, config).absolute())}),
     }
-    from mirror.spark.options import parse
-
-    parse({**wanted, "table": "changes"})  # what is wrong in itself is said before Java starts
-    from mirror.spark.sync import How
+    from mirror.spark.sync import How, check_source
     from mirror.spark.sync import sync as run
 
+    check_source(wanted, options.settings_from({"source": source}, config=config).settings)
     how = How(checkpoint=checkpoint, trigger_s=trigger_s, available_now=available_now, keep_hours=keep_hours)
     with spark_session("sync", master) as spark, render.Screen(to_stderr=True) as screen, ending() as stop:
 

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -36,6 +37,8 @@ Progress = Callable[[int, int], None]
 POLL_INTERVAL_S = 0.5
 
 _MARK = "dcp-mirror-error:"
+_TOLD = re.compile(r"MirrorSourceError: (.+?)(?: SQLSTATE: \w+)?$", re.MULTILINE)
+"""How the data source tells of an error that was foreseen (failures.py), among Spark's own words."""
 
 
 class Runner(Protocol):
@@ -64,7 +67,10 @@ class LocalRunner:
         results: list[Any] = [None] * len(tasks)
         before = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(
-            min(self.parallelism, len(tasks)), multiprocessing.get_context("spawn"), self._prepare
+            min(self.parallelism, len(tasks)),
+            multiprocessing.get_context("spawn"),
+            _begin,
+            (os.getpid(), self._prepare),
         )
         try:
             with _no_interrupt():
@@ -93,6 +99,14 @@ class LocalRunner:
             if progress is not None:
                 progress(done, len(tasks))
         return results
+
+
+def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
+    """The first steps of a process. One whose parent has died already would wait for tasks for ever."""
+    if prepare is not None:
+        prepare()
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 @contextmanager
@@ -192,5 +206,8 @@ def error_of(error: BaseException) -> BaseException:
         found = pickle.loads(bytes.fromhex(text[start + len(_MARK) : text.index(";", start)]))
         if isinstance(found, MirrorError | StorageError):
             return found
+    told = _TOLD.search(text)
+    if told is not None:
+        return MirrorError(told[1].strip())
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return MirrorError(f"Spark: {first}", hint="DCP_MIRROR_LOG_LEVEL=debug shows all of it")

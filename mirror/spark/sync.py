@@ -11,6 +11,7 @@ each batch.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mirror.clock import SystemClock
+from mirror.config import Settings
 from mirror.errors import ConfigError, MirrorError
+from mirror.feed import connection_string
+from mirror.feed.bootstrap import Access, discover
 from mirror.spark.lake import Applied, Batch, Lake
+from mirror.spark.local import chosen_vbids
+from mirror.spark.options import parse
 from mirror.spark.progress import BatchFigures, Listener
 from mirror.spark.runner import error_of
 from mirror.spark.sink import write_parts
 from storage.errors import StorageError
+from storage.view import open_view
 
 CHECKPOINT_FOLDER = "_checkpoint"
 TIDY_BATCHES = 100
@@ -68,6 +76,16 @@ def checkpoint_name(folder: Path) -> str | None:
 def offsets_of(folder: Path, batch_number: int) -> str:
     """What a batch covers, as Spark wrote it down before it ran."""
     return (folder / "offsets" / str(batch_number)).read_text()
+
+
+def check_source(options: Mapping[str, str], settings: Settings) -> None:
+    """Raise what is wrong with a source by its own name, before Java is started and anything is made."""
+    wanted = parse({**options, "table": "changes"})
+    if wanted.path is not None:
+        with open_view(wanted.path) as view:
+            chosen_vbids(view, wanted)
+    elif wanted.connection is not None:
+        asyncio.run(discover(Access.of(connection_string.parse(wanted.connection), settings), SystemClock()))
 
 
 class Sink:
@@ -137,10 +155,11 @@ def sync(
                 listener.applied(number, applied)
 
         sink = Sink(lake, checkpoint, how, on_batch)
-        stream = spark.readStream.format("mirror").options(**source, table="changes").load()
-        writer = stream.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint)).queryName("sync")
-        writer = writer.trigger(availableNow=True) if how.available_now else _every(writer, how.trigger_s)
         try:
+            stream = spark.readStream.format("mirror").options(**source, table="changes").load()
+            writer = stream.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint))
+            writer = writer.queryName("sync")
+            writer = writer.trigger(availableNow=True) if how.available_now else _every(writer, how.trigger_s)
             query = writer.start()
             while not query.awaitTermination(POLL_S):
                 if stop is not None and stop.is_set():

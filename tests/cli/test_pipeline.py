@@ -82,6 +82,31 @@ def test_what_is_wrong_is_said_in_one_line(arguments: list[str], what: str, mirr
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "what"),
+    [
+        (["--data", "nowhere"], 2, "no such directory"),
+        (["--source", "http://x/y"], 2, "'http' is not a scheme"),
+        (["--source", "couchbase://demo@127.0.0.1:1/demo"], 1, "127.0.0.1:1"),
+    ],
+)
+def test_a_stream_of_nothing_ends_before_java_starts(
+    arguments: list[str], code: int, what: str, tmp_path: Path
+) -> None:
+    done = call("pipeline", "sync", "--to", "lake", *arguments, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
+    assert done.code == code
+    assert what in done.complaint
+    assert "Spark" not in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_refuses_is_exit_4(source: SandboxThread, tmp_path: Path) -> None:
+    arguments = ["--source", source.connection_string, "--to", tmp_path / "lake"]
+    done = call("pipeline", "sync", *arguments, env={"DCP_MIRROR_PASSWORD": "wrong"})
+    assert done.code == 4, done.err
+    assert "password" in done.complaint
+
+
 def test_no_mirror_and_no_room_are_told_with_their_place(mirrored: Path, tmp_path: Path) -> None:
     done = call("pipeline", "export", "--data", tmp_path / "nowhere", "--to", tmp_path / "out")
     assert (done.code, "no such directory" in done.complaint) == (2, True)
@@ -137,7 +162,7 @@ def test_a_killed_export_leaves_nothing_to_be_read_and_no_process(form: str, lar
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
     ).stdout.split()
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.communicate(timeout=LIMIT_S)
     assert children
     while any(Path(f"/proc/{pid}").exists() and running(pid) for pid in children):
         assert time.monotonic() < deadline, "its processes live on"

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from mirror.errors import ConfigError, ConnectFailed, MirrorError
-from mirror.spark.runner import LocalRunner, _Guarded, as_text, error_of
+from mirror.spark.runner import LocalRunner, _begin, _Guarded, as_text, error_of
 from storage.errors import CorruptedError
 
 
@@ -53,6 +53,14 @@ def test_a_process_that_dies_ends_the_run_with_a_clear_error() -> None:
         LocalRunner(2).run(die, [1, 2])
 
 
+def test_a_process_whose_parent_died_before_it_was_ready_does_not_stay() -> None:
+    pid = os.fork()
+    if pid == 0:
+        _begin(os.getpid(), None)  # not its parent's process id
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
 def test_what_cannot_be_mended_comes_back_and_what_can_is_raised_for_another_try() -> None:
     result, error = _Guarded(refuse)(3)
     assert result is None
@@ -69,6 +77,14 @@ def test_an_error_survives_as_text_with_all_it_says() -> None:
     found = error_of(RuntimeError(as_text(ConfigError("bad", hint="mend it", setting="x"))))
     assert isinstance(found, ConfigError)
     assert (str(found), found.setting, found.exit_code) == ("bad (mend it)", "x", 2)
+
+
+def test_what_the_data_source_said_is_found_among_sparks_words() -> None:
+    text = (
+        "[STREAM_FAILED] Query [id = 1] terminated with exception: [PYTHON_STREAMING] Failed when source perform "
+        "latestOffset: MirrorSourceError: vbucket 3: history is gone (begin anew) SQLSTATE: 38000\n=== Query ===\n"
+    )
+    assert str(error_of(RuntimeError(text))) == "vbucket 3: history is gone (begin anew)"
 
 
 def test_an_error_of_sparks_own_is_told_in_one_line() -> None:

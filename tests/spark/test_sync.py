@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
-from mirror.errors import ConfigError, MirrorError
+from mirror.config import load
+from mirror.errors import ConfigError, ConnectFailed, MirrorError
 from mirror.spark import sync as syncs
 from mirror.spark.columns import CHANGES
 from mirror.spark.lake import Applied, Lake
 from mirror.spark.parts import PartWriter
-from mirror.spark.sync import How, Sink, checkpoint_name, sync
+from mirror.spark.sync import How, Sink, check_source, checkpoint_name, sync
+from storage.errors import NotAMirror
 from tests.spark.events import event, table_of
+from tests.spark.mirrors import SmallMirror
 
 
 def checkpoint(folder: Path, name: str = "an-id", **offsets: str) -> Path:
@@ -102,6 +105,18 @@ def test_a_checkpoint_whose_tables_are_gone_is_refused_before_anything_runs(tmp_
     (place / "commits" / "0").touch()
     with pytest.raises(ConfigError, match="tables that are gone"):
         sync(None, {"path": "x"}, tmp_path)
+
+
+def test_a_source_is_looked_at_before_anything_is_made(tmp_path: Path) -> None:
+    settings = load().settings
+    with pytest.raises(NotAMirror):
+        check_source({"path": str(tmp_path / "absent")}, settings)
+    with pytest.raises(ConnectFailed):
+        check_source({"connection": "couchbase://demo@127.0.0.1:1/demo"}, settings)
+    SmallMirror(tmp_path / "mirror").close()
+    check_source({"path": str(tmp_path / "mirror"), "vbuckets": "0-3"}, settings)
+    with pytest.raises(ConfigError, match="does not hold vbucket 8"):
+        check_source({"path": str(tmp_path / "mirror"), "vbuckets": "0-8"}, settings)
 
 
 def test_what_a_sink_failed_of_is_what_is_raised() -> None:
