@@ -180,7 +180,7 @@ def test_what_is_needed_is_asked_for(tmp_path: Path) -> None:
         (["--set", "commit_interval_ms=soon"], {}, "commit_interval_ms"),
         ([], {"DCP_MIRROR_WORKERS": "x"}, "workers"),
         ([], {"DCP_MIRROR_WROKERS": "2"}, "WROKERS"),
-        ([], {"DCP_MIRROR_DCP": "127.0.0.1:1"}, "listener"),
+        ([], {"DCP_MIRROR_DCP": "nowhere"}, "dcp"),
         (["--config", "/nonexistent.toml"], {}, "/nonexistent.toml"),
         (["--collection", "airline"], {}, "SCOPE.COLLECTION"),
         (["--collection", "a.b", "--scope", "a"], {}, "both a scope and collections"),
