@@ -33,15 +33,13 @@ def test_it_ends_when_it_was_told_to(source: SandboxThread, tmp_path: Path) -> N
 def test_every_mistake_is_one_line_and_leaves_no_file(source: SandboxThread, tmp_path: Path) -> None:
     url = source.connection_string
     (tmp_path / "there").write_text("mine")
-    for code, said, arguments, env in (
-        (2, "no source is given", ["--to", tmp_path / "x"], {}),
-        (2, "no file is named", ["--source", url], {}),
-        (2, "exists already", ["--source", url, "--to", tmp_path / "there"], {}),
-        (2, "there is no vbucket 99", ["--source", url, "--to", tmp_path / "x", "--vbid", "99"], {}),
-        (4, "wrong user or password", ["--source", url, "--to", tmp_path / "y"], {"DCP_MIRROR_PASSWORD": "no"}),
-        (1, "cannot be reached", ["--source", "couchbase://demo@127.0.0.1:1/demo", "--to", tmp_path / "z"], {}),
+    for code, said, arguments in (
+        (2, "no file is named", ["--source", url]),
+        (2, "exists already", ["--source", url, "--to", tmp_path / "there"]),
+        (2, "there is no vbucket 99", ["--source", url, "--to", tmp_path / "x", "--vbid", "99"]),
+        (1, "cannot be reached", ["--source", "couchbase://demo@127.0.0.1:1/demo", "--to", tmp_path / "z"]),
     ):
-        result = call("record", *arguments, env=env)
+        result = call("record", *arguments)
         assert (result.code, said in result.complaint) == (code, True), (arguments, result.code, result.err)
     assert (tmp_path / "there").read_text() == "mine"
     assert not (tmp_path / "z").exists()
