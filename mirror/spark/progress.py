@@ -6,6 +6,7 @@ a stream: what it cannot read is left out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class BatchFigures:
     updated: int | None = None
     deleted: int | None = None
     lag_seqnos: int | None = None
-    """How far the source was ahead of the batch's end, where it says so."""
+    """How far the source was ahead when the batch ended, where that is known."""
 
 
 class Listener(StreamingQueryListener):
@@ -78,8 +79,14 @@ class Listener(StreamingQueryListener):
 
 
 def lag_of(sources: Any) -> int | None:
-    """The sum that the source tells as its metric, where it does."""
+    """What the source's own figure for its front says, less where the batch ended: seqnos, over all vbuckets."""
     try:
-        return int(sources[0].metrics["lagSeqnos"])
-    except (IndexError, KeyError, TypeError, ValueError):
+        end, front = (seqnos_of(text) for text in (sources[0].endOffset, sources[0].latestOffset))
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError):
         return None
+    return sum(max(0, seqno - end.get(vbid, 0)) for vbid, seqno in front.items())
+
+
+def seqnos_of(text: str) -> dict[str, int]:
+    """Where each vbucket stands in an offset (offsets.py), as Spark shows it."""
+    return {vbid: at[1] for vbid, at in json.loads(text)["vbuckets"].items()}

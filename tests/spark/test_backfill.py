@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql import SparkSession
 
 from mirror.config import Settings, load
 from mirror.errors import ConfigError, ConnectFailed, MirrorError, SourceTimeout
@@ -15,7 +16,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark import backfill as backfills
 from mirror.spark.backfill import Backfilled, backfill, backfill_task
-from mirror.spark.runner import LocalRunner
+from mirror.spark.runner import LocalRunner, SparkRunner
 from storage.check import check
 from storage.view import open_view
 from tests.cli.conftest import call
@@ -190,3 +191,27 @@ def test_a_source_that_falls_silent_is_given_up_by_name(
     source.call(lambda: source.cluster.faults.mute_streams([5]))
     with pytest.raises(SourceTimeout, match="vbucket 5 does not come on"):
         backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4, silence_s=4)
+
+
+def test_the_same_by_sparks_executors(
+    source: SandboxThread, settings: Settings, tmp_path: Path, spark: SparkSession
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    done = backfill(
+        source.connection_string,
+        tmp_path / "data",
+        settings.model_copy(update={"password_file": secret(tmp_path)}),
+        SparkRunner(spark),
+        groups=4,
+        scratch=str(tmp_path / "scratch"),
+    )
+    assert (done.groups, list((tmp_path / "scratch").iterdir())) == (4, [])
+    is_the_sources(source, tmp_path / "data")
+
+
+def secret(folder: Path) -> Path:
+    """The password where executors find it, too."""
+    file = folder / "password"
+    file.write_text("demo")
+    file.chmod(0o600)
+    return file

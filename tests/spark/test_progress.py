@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mirror.spark.lake import Applied
+from mirror.spark.offsets import At, Offset
 from mirror.spark.progress import BATCHES_HELD_MAX, BatchFigures, Listener, lag_of
 
 
-def told(batch: int, rows: int = 10, **metrics: str) -> Any:
+def offset(**seqnos: int) -> str:
+    at = {int(vbid[1:]): At(1, seqno, 7) for vbid, seqno in seqnos.items()}
+    return json.dumps(Offset("path", "uuid", at).encode())
+
+
+def told(batch: int, rows: int = 10, **offsets: str) -> Any:
     return SimpleNamespace(
         progress=SimpleNamespace(
             batchId=batch,
             numInputRows=rows,
             processedRowsPerSecond=123.456,
             durationMs={"triggerExecution": 789, "addBatch": 700},
-            sources=[SimpleNamespace(metrics=metrics)],
+            sources=[SimpleNamespace(**offsets)],
         )
     )
 
@@ -27,8 +34,8 @@ def test_a_batch_is_told_with_what_it_did() -> None:
     seen: list[BatchFigures] = []
     listener = Listener(seen.append)
     listener.applied(3, Applied(10, 5, 4, 1))
-    listener.onQueryProgress(told(3, lagSeqnos="17"))
-    assert seen == [BatchFigures(3, 10, 123.5, 789, inserted=5, updated=4, deleted=1, lag_seqnos=17)]
+    listener.onQueryProgress(told(3, endOffset=offset(v0=5, v2=9), latestOffset=offset(v0=7, v1=10, v2=4)))
+    assert seen == [BatchFigures(3, 10, 123.5, 789, inserted=5, updated=4, deleted=1, lag_seqnos=12)]
 
 
 def test_a_trigger_without_anything_to_do_is_not_told() -> None:
@@ -44,6 +51,8 @@ def test_what_was_done_is_not_held_for_ever() -> None:
     assert list(listener._applied) == list(range(50, BATCHES_HELD_MAX + 50))
 
 
-@pytest.mark.parametrize("sources", [[], [SimpleNamespace(metrics={})], [SimpleNamespace(metrics=None)], None])
+@pytest.mark.parametrize(
+    "sources", [[], [SimpleNamespace(endOffset="{}", latestOffset=None)], [SimpleNamespace()], None]
+)
 def test_a_source_that_does_not_say_how_far_it_is_ahead(sources: Any) -> None:
     assert lag_of(sources) is None

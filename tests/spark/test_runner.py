@@ -1,13 +1,14 @@
-"""Tasks on processes of this machine; on Spark's executors they are tested with the pipelines that run there."""
+"""Tasks on processes of this machine and on Spark's executors: the same results, and the same errors."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+from pyspark.sql import SparkSession
 
 from mirror.errors import ConfigError, ConnectFailed, MirrorError
-from mirror.spark.runner import LocalRunner, _begin, _Guarded, as_text, error_of
+from mirror.spark.runner import LocalRunner, SparkRunner, _begin, _Guarded, as_text, error_of
 from storage.errors import CorruptedError
 
 
@@ -90,3 +91,19 @@ def test_what_the_data_source_said_is_found_among_sparks_words() -> None:
 def test_an_error_of_sparks_own_is_told_in_one_line() -> None:
     found = error_of(RuntimeError("\n[SOME_CLASS] It went wrong.\n at java.lang.Thread\n"))
     assert str(found).startswith("Spark: [SOME_CLASS] It went wrong. (")
+
+
+def test_the_same_on_spark(spark: SparkSession) -> None:
+    seen: list[tuple[int, int]] = []
+    results = SparkRunner(spark).run(double, range(8), lambda done, of: seen.append((done, of)))
+    assert [number for number, _ in results] == [2 * number for number in range(8)]
+    assert os.getpid() not in {pid for _, pid in results}
+    assert seen[-1] == (8, 8)
+    assert SparkRunner(spark).run(double, []) == []
+
+
+def test_a_tasks_own_error_is_what_a_run_on_spark_ends_with(spark: SparkSession) -> None:
+    with pytest.raises(CorruptedError, match=r"/x: three is damaged \(mend it\)"):
+        SparkRunner(spark).run(refuse, range(4))
+    with pytest.raises(ConnectFailed, match="nobody answers 7"):
+        SparkRunner(spark).run(lose, [7])
