@@ -169,7 +169,10 @@ def http(
     folder: FolderOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Documents over HTTP from one process, against the same HTTP server answering as many bytes from memory."""
+    """Documents over HTTP from one process, against the same HTTP server answering as many bytes from memory.
+
+    memcached and Redis speak no HTTP; `bench kv` has them beside the mirror, with one client for all three.
+    """
     found = []
     with _folder(folder) as path:
         mirror = str(Path(path) / "mirror")
