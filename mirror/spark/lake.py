@@ -12,7 +12,8 @@ where events come from, nor Spark. Delta has no transaction over two tables, so 
    meanwhile; its merge is one commit with the same kind of mark.
 3. A batch is begun only when the one before is in both tables. So after a crash the marks say one of three things:
    neither has the batch (do both), `changes` has it (fold its files), both have it (nothing to do). `documents` is
-   never ahead, and at most one batch behind.
+   never ahead, and at most one batch behind. (A batch that changes no document leaves no mark in `documents`; folding
+   it again changes nothing again.)
 4. The second guard: a merge changes a row only by an event that stands later in (at_branch, at_seqno), which rises for
    each key also across rollbacks, where seqno falls. So even a batch that was folded twice would change nothing.
    Where a whole vbucket is void (a resync) this does not apply: positions may begin anew there.
@@ -95,6 +96,8 @@ class Lake:
         self.changes_folder = folder / CHANGES_FOLDER
         self.documents_folder = folder / DOCUMENTS_FOLDER
         self._lock = FolderLock(folder)
+        self._folded: int | None = None
+        """The newest batch that this object has brought into `documents`."""
         try:
             self.changes = self._open_or_make(self.changes_folder, CHANGES)
             self.documents = self._open_or_make(self.documents_folder, STATE)
@@ -175,6 +178,7 @@ class Lake:
         """Fold a batch that `changes` has into `documents`, once. Raises CommitConflict."""
         self.documents.update_incremental()
         if self.documents.transaction_version(BATCH_MARK) == batch.number:
+            self._folded = batch.number
             return Applied(0, 0, 0, 0)
         files = self._files_of(batch.number)
         voids = voids_of(files)
@@ -199,12 +203,11 @@ class Lake:
             done = merge.execute()
         except (CommitFailedError, DeltaError) as error:
             raise conflict_or(self.documents_folder, self.documents, error) from error
-        return Applied(
-            sum(pq.read_metadata(file).num_rows for file in files),
-            int(done["num_target_rows_inserted"]),
-            int(done["num_target_rows_updated"]),
-            int(done["num_target_rows_deleted"]),
-        )
+        changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
+        # A merge that changes nothing makes no version, and no mark: doing it again would change nothing either.
+        assert not any(changed) or self.documents.transaction_version(BATCH_MARK) == batch.number
+        self._folded = batch.number
+        return Applied(sum(pq.read_metadata(file).num_rows for file in files), *changed)
 
     def _files_of(self, batch_number: int) -> list[Path]:
         """The files of a batch in `changes`; they keep their names until the batch is in both tables."""
@@ -228,7 +231,7 @@ class Lake:
 
         Only between batches: a batch's files must not be moved before they are folded.
         """
-        assert self.done_batch == self.documents.transaction_version(BATCH_MARK), "not within a batch"
+        assert self.done_batch == self._folded, "not within a batch"
         try:
             self.changes.optimize.compact()
             for table in (self.changes, self.documents):
