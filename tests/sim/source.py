@@ -185,7 +185,7 @@ class Source:
         self.oso = self.collections and rng.random() < 0.2
         if self.oso:
             self.shapes = (*self.shapes, "oso")
-        self.prepares = not self.oso and rng.random() < 0.3
+        self.prepares = self.collections and not self.oso and rng.random() < 0.3
         """Both halves of durable writes are sent."""
         self.bucket = Bucket(
             "demo",
