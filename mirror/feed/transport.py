@@ -16,7 +16,7 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import Address, is_name
 from mirror.feed.tls import Tls, hung_up, not_tls, speaks_plain_kv
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Magic, opcode_name
 from mirror.wire.errors import RemoteProtocolError
@@ -286,7 +286,8 @@ async def open_link(
                 address.host,
                 address.port,
                 ssl=None if tls is None else tls.context,
-                happy_eyeballs_delay=NEXT_ADDRESS_DELAY_S,
+                # Not where there is one address alone: asyncio forgets the socket of a race that is cancelled.
+                happy_eyeballs_delay=NEXT_ADDRESS_DELAY_S if is_name(address.host) else None,
                 server_hostname=None if tls is None else address.host.partition("%")[0],
             )
             return link

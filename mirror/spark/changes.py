@@ -68,7 +68,11 @@ class LocalChanges:
         assert options.path is not None
         self._options = options
         self._view = opened(options.path)
-        self._vbids = chosen_vbids(self._view, options)
+        try:
+            self._vbids = chosen_vbids(self._view, options)
+        except BaseException:
+            self._view.close()
+            raise
         self.bucket_uuid = self._view.identity.bucket_uuid
         self._known: set[int] = set()
         self._turn = 0

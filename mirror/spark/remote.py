@@ -43,6 +43,8 @@ from storage.view import Pin
 ORIGIN = "connection"
 AGAIN = "start the query again: it looks at its position anew"
 FRAMES_AT_ONCE = 2_000
+SUSPECTS = 16
+"""Vbuckets whose failover log is asked for with each batch though nothing new is in them."""
 LENGTH_BYTES = 4
 SPOOL_BYTES = 4 * 1024 * 1024
 """Rows of a vbucket that are held in memory; what is more goes to disk."""
@@ -260,11 +262,16 @@ class RemoteChanges:
         self._options = options
         self._reader = SourceReader(options.connection, collections=options.collections, ca=options.ca_file)
         self._reader.__enter__()
-        self._vbids = chosen_vbids(self._reader, options)
+        try:
+            self._vbids = chosen_vbids(self._reader, options)
+        except BaseException:
+            self._reader.close()
+            raise
         self.bucket_uuid = self._reader.bucket_uuid
         self._turn = 0
         self._target: Mapping[int, int] | None = None
         self._probed: set[tuple[int, int, int]] = set()
+        self._looked = False
 
     def close(self) -> None:
         """Let go of everything."""
@@ -298,17 +305,18 @@ class RemoteChanges:
         """Where the next batch ends. Raises LostHistory."""
         lags: dict[int, Lag] = {}
         anew: dict[int, str] = {}
+        suspects = self._suspects()
         for vbid, high_seqno in self._high_seqnos().items():
             at = start.of(vbid)
             seqno = high_seqno if self._target is None else min(high_seqno, self._target.get(vbid, 0))
-            if seqno == at.seqno:
+            if seqno == at.seqno and (vbid not in suspects or not seqno):
                 continue
             log = self._reader.failover_log(vbid)
             lost = self._lost(vbid, at, log)
             if lost:
                 self._refuse(vbid, lost)
                 anew[vbid] = lost
-            elif seqno < at.seqno:
+            elif seqno <= at.seqno:
                 continue
             weight = 1 / self._options.max_rows if limited else 1e-18
             lags[vbid] = Lag(0 if lost else at.seqno, At(at.branch, seqno, log[0].vbuuid), bool(lost), weight)
@@ -322,6 +330,16 @@ class RemoteChanges:
                 moved[vbid] = end._replace(since_seqno=_begins(at, end))
         names = {**start.names, **self._reader.collection_names()} if moved else start.names
         return Offset(ORIGIN, self.bucket_uuid, {**start.at, **moved}, names)
+
+    def _suspects(self) -> set[int]:
+        """Vbuckets whose history is looked at though their seqno is what it was: it may be another one's. All of them
+        when a query begins, then some each time.
+        """
+        if not self._looked:
+            self._looked = True
+            return set(self._vbids)
+        self._vbids = self._vbids[SUSPECTS:] + self._vbids[:SUSPECTS]
+        return set(self._vbids[:SUSPECTS])
 
     def _refuse(self, vbid: int, lost: str) -> None:
         if not self._options.resync:

@@ -219,6 +219,20 @@ def test_what_a_failover_lost_is_refused_or_begun_anew(source: SandboxThread) ->
     follower.driver.close()
 
 
+def test_a_loss_that_new_writes_have_made_up_for_in_number_is_noticed(source: SandboxThread) -> None:
+    write(source, 0, 100)
+    follower = Follower(options(source))
+    follower.run()
+    source.call(source.cluster.failover, 0, lose=3)
+    source.call(lambda: [source.cluster.set(f"new{number}", {}, vbid=0) for number in range(3)])
+    with pytest.raises(LostHistory, match=r"vbucket 0: the source lost"):
+        follower.run()
+    follower.restart(options(source, onLostHistory="resync"))
+    follower.run()
+    assert follower.state == there(source)
+    follower.driver.close()
+
+
 def test_a_batch_whose_end_was_lost_before_it_ran_is_made_up_for(source: SandboxThread) -> None:
     write(source, 0, 100)
     follower = Follower(options(source))
