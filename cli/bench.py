@@ -19,7 +19,7 @@ import typer
 
 from cli import options, output
 from cli.exits import Ended, complain
-from cli.pipeline import need
+from cli.pipeline import need, spark_session
 from mirror.errors import ExitCode
 from mirror.sandbox.workload import Orders, order_key
 from mirror.serve import http_bench, kv_bench
@@ -247,7 +247,6 @@ def spark(
     """A mirror read by Spark, beside Parquet of the same orders, from_json on the same rows, and plain Arrow."""
     need("pyspark", "pyarrow", "deltalake")
     from mirror.spark import bench as spark_bench
-    from mirror.spark.session import session
 
     def orders() -> Iterator[tuple[bytes, bytes]]:
         template = Orders(Random(1), value_bytes)
@@ -258,13 +257,10 @@ def spark(
         few, many = str(Path(path) / "few"), str(Path(path) / "many")
         size = spark_bench.store(few, orders(), spark_bench.FEW)
         spark_bench.store(many, orders(), spark_bench.MANY)
-        made = session("dcp-mirror bench")
-        try:
-            for each in spark_bench.rounds(spark_bench.Jobs(made, Path(path), few, many), rounds):
+        with spark_session("bench", None) as session:
+            for each in spark_bench.rounds(spark_bench.Jobs(session, Path(path), few, many), rounds):
                 found.append(each)
                 _say_round({name: f"{name} {seconds:.2f} s" for name, seconds in each.items()}, as_json)
-        finally:
-            made.stop()
     ratios = spark_bench.ratios(found)
     if as_json:
         setting = {"documents": documents, "document_bytes": size}

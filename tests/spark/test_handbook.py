@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 
 import mirror.spark
 from tests.cli.conftest import environment
+from tests.spark.conftest import FAST
 
 HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -36,7 +37,7 @@ class Shell:
         with self._log.open("wb") as log:
             self._bash = subprocess.Popen(
                 ["bash", "-eu"],
-                env=environment() | {"PATH": path},
+                env=environment() | {"PATH": path, "JDK_JAVA_OPTIONS": FAST["spark.driver.extraJavaOptions"]},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
