@@ -1,8 +1,9 @@
 """Connections of HTTP readers: uvicorn's protocol with limits on how many there are and how long they may dawdle.
 
-Knows asyncio's transports and uvicorn's own parser of HTTP/1.1; never a route. Invariants: a connection that says
-nothing, says half a request, or takes nothing of its answer is gone after its limit, with whatever was kept for it;
-more connections than allowed are turned away at once; what is on its way to slow readers has one bound for all of them.
+Knows asyncio's transports and uvicorn's protocol over httptools (llhttp, the parser of Node.js); never a route.
+Invariants: a connection that says nothing, says half a request, or takes nothing of its answer is gone after its limit,
+with whatever was kept for it; more connections than allowed are turned away at once; what is on its way to slow readers
+has one bound for all of them; requests that come ahead of their answers wait as bytes, but for a few.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from mirror.serve.http_problems import Problem
 
 HEAD_BYTES_MAX = 256 * 1024
 """Request line and headers; the position of a reader of 1,024 vbuckets is some 10 KiB."""
+SLICE_BYTES = 4 * 1024
+"""What is parsed at a time: as many requests as fit wait for their turn as objects, what follows them as bytes."""
 LINGER_S = 2.0
 """How long what a refused client still sends is thrown away: closing at once would take the refusal away from it."""
 REQUEST_TIMEOUT_S = 20.0
@@ -67,8 +71,10 @@ class Gate:
     turned_away_count: int = 0
 
 
-class BoundedProtocol(H11Protocol):
+class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
+
+    transport: asyncio.Transport
 
     def __init__(self, config: Config, gate: Gate, app_state: dict[str, Any]) -> None:
         """`app_state` is what requests see of the listener they came in by."""
@@ -77,6 +83,11 @@ class BoundedProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
         self._refused = False
+        self._in_head = True
+        self._head_bytes = 0
+        self._unparsed = b""
+        self._wrong: str | None = None
+        """Why nothing more is read: it is told once what was asked before is answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take it, or turn it away."""
@@ -111,22 +122,76 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Let uvicorn read on; a request has so long to be whole."""
-        if self._refused or self.transport.is_closing():
+        if self._refused or self._wrong is not None or self.transport.is_closing():
             return
+        self._unset_keepalive_if_required()
         self._wait_for_request()
-        super().data_received(data)
+        self._unparsed += data
+        self._parse()
 
-    def handle_events(self) -> None:
-        """Stop the clock once a request is being answered: its own limits hold from there."""
-        super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:
+    def _parse(self) -> None:
+        """Parse until a request waits for its turn; stop the clock once one is being answered: its own limits hold."""
+        at = 0
+        unparsed = self._unparsed
+        while at < len(unparsed) and not self.pipeline and self._wrong is None and not self._refused:
+            self._feed(unparsed[at : at + SLICE_BYTES])
+            at += SLICE_BYTES
+        self._unparsed = unparsed[at:]
+        if self._unparsed:
+            self.flow.pause_reading()
+        if self._answering:
             self._stop_waiting()
+
+    def _feed(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # nothing is upgraded here, and the parser goes no further
+            self.cycle.keep_alive = False
+            self._wrong = ""
+        except httptools.HttpParserError as error:
+            self.send_400_response(f"that is no HTTP request: {error.__context__ or error}")
+        else:
+            if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
+                self.send_400_response("the request's head has no end")
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def on_headers_complete(self) -> None:
+        """One host, as RFC 9112 (section 3.2) has it; the rest is uvicorn's."""
+        if self.parser.get_http_version() == "1.1" and sum(name == b"host" for name, _ in self.headers) != 1:
+            raise ValueError("it names no host, or several")
+        super().on_headers_complete()
+        self._in_head, self._head_bytes = False, 0
+
+    def on_message_complete(self) -> None:
+        """What comes next is the next request's head."""
+        super().on_message_complete()
+        self._in_head = True
 
     def on_response_complete(self) -> None:
         """The next request may take its time, but not for ever."""
         super().on_response_complete()
-        if self.cycle is not None and self.cycle.response_complete:
+        if self.transport.is_closing():
+            return
+        if self._wrong and not self._answering:
+            self.send_400_response(self._wrong)
+        elif self._unparsed:
+            self.flow.pause_reading()  # uvicorn has just begun to read on
+            self._unset_keepalive_if_required()
+            self.loop.call_soon(self._go_on)
+        elif not self._answering:
             self._stop_waiting()
+
+    def _go_on(self) -> None:
+        if not self.transport.is_closing():
+            self._wait_for_request()
+            self._parse()
+            if not self._unparsed and not self._answering:
+                self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """The reader takes nothing for now."""
@@ -154,7 +219,17 @@ class BoundedProtocol(H11Protocol):
             self._stuck = None
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP, or too long: say so, and hang up."""
+        """What came is no HTTP, or too long: say so when all before it is answered, and hang up."""
+        if self._answering and self._in_head:
+            self._wrong = msg
+            self.flow.pause_reading()
+            return
+        if self._answering:  # it is this request's body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started or self.pipeline:
+                self.transport.abort()
+                return
         body = Problem("bad-request", msg, hint=f"request line and headers: {HEAD_BYTES_MAX} bytes at most").response()
         self._turn_away(b"400 Bad Request", bytes(body.body))
 
@@ -181,7 +256,6 @@ def protocol_config(app: Any) -> Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        h11_max_incomplete_event_size=HEAD_BYTES_MAX,
     )
     config.load()
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mirror.serve import http_bench
-from tests.serve.http_site import Site, Source
+from tests.serve.http_site import Site, Source, service_report
 
 
 def test_both_servers_answer_every_request(source: Source) -> None:
@@ -22,5 +22,6 @@ def test_both_servers_answer_every_request(source: Source) -> None:
 
 def test_an_answer_without_a_document_is_no_figure(site: Site) -> None:
     port = int(site.url.rpartition(":")[2])
+    site.stands(service_report(site.data))
     with pytest.raises(RuntimeError, match="404"):
         http_bench.measure(port, [b"none"], 1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from typing import Any
 
 import pytest
 
 from mirror.serve.http_problems import Problem
-from mirror.serve.http_protocol import HEAD_BYTES_MAX, Budget
+from mirror.serve.http_protocol import HEAD_BYTES_MAX, SLICE_BYTES, Budget
 from tests.serve.http_site import Site
 from tests.supervise.conftest import eventually_now
 
@@ -124,6 +125,65 @@ def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
         answer = read_all(line)
     assert answer.count(b"HTTP/1.1 200 OK") == 51
     assert answer.endswith(b'{"status":"alive"}')
+
+
+def test_what_is_asked_far_ahead_waits_as_bytes_and_is_answered_in_order(site: Site) -> None:
+    asked = 20_000
+    one = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    held: list[tuple[int, int]] = []
+
+    async def look() -> None:
+        held.extend((len(each._unparsed), len(each.pipeline)) for each in site.server.gate.state.connections)
+
+    with site.connect() as line:
+        sender = threading.Thread(target=line.sendall, args=(one * asked + last,))
+        sender.start()
+        answer = bytearray()
+        while chunk := line.recv(1 << 20):
+            answer += chunk
+            if len(held) < 200:
+                site.call(look())
+        sender.join(30)
+    assert answer.count(b"HTTP/1.1 200 OK") == asked + 1
+    unparsed, waiting = (max(each) for each in zip(*held, strict=True))
+    assert 0 < unparsed <= 2 * 256 * 1024, "of 840 KiB"
+    assert 0 < waiting <= SLICE_BYTES // 16
+
+
+def test_garbage_after_requests_is_told_once_they_are_answered(site: Site) -> None:
+    with site.connect() as line:
+        line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3 + b"\x00garbage\r\n\r\n")
+        answer = read_all(line)
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"200", b"400"]
+    assert b"urn:dcp-mirror:bad-request" in answer
+
+
+def test_garbage_in_a_body_is_the_fault_of_its_request(site: Site) -> None:
+    head = b"POST /v1/collections/_default/multi-get HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with site.connect() as line:
+        line.sendall(head + b"no length\r\n")
+        assert read_all(line).startswith(b"HTTP/1.1 400 ")
+    eventually_now(lambda: connections(site) == 0)
+
+
+@pytest.mark.parametrize("hosts", [b"", b"Host: localhost\r\nHost: other\r\n"])
+def test_a_request_names_one_host(site: Site, hosts: bytes) -> None:
+    with site.connect() as line:
+        line.sendall(b"GET /livez HTTP/1.1\r\n" + hosts + b"\r\n")
+        answer = read_all(line)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"it names no host, or several" in answer
+
+
+def test_who_wants_another_protocol_is_answered_in_this_one_and_asked_to_come_again(site: Site) -> None:
+    """As curl --http2 does."""
+    more = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n\r\n"
+    with site.connect() as line:
+        line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + more)
+        answer = read_all(line)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"connection: close" in answer
 
 
 def test_the_budget_lets_a_first_answer_through_however_large() -> None:
