@@ -27,6 +27,7 @@ of some batch.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +51,9 @@ OFFSETS_MARK = "dcp-mirror/offsets"
 
 CONFIGURATION = {"delta.logRetentionDuration": "interval 7 days", "delta.checkpointInterval": "50"}
 """A commit for each batch: the log is summed up often, and its old entries go after a week."""
+
+_NAME = re.compile(r"part-[0-9a-f]{16}-b(\d+)-[0-9a-f]{32}\.parquet")
+"""Of files that were written with `Lake.prefix`."""
 
 LATER = "(s.at_branch > t.at_branch OR (s.at_branch = t.at_branch AND s.at_seqno > t.at_seqno))"
 
@@ -78,6 +82,14 @@ class Applied(NamedTuple):
     inserted: int
     updated: int
     deleted: int
+
+
+def batch_of(name: str) -> int | None:
+    """The batch that wrote a file of that name; None: it is no batch's own, but delta-rs's, whose names have pieces of
+    hexadecimal digits that may look like anything.
+    """
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def fingerprint(text: str) -> int:
@@ -211,17 +223,20 @@ class Lake:
 
     def _files_of(self, batch_number: int) -> list[Path]:
         """The files of a batch in `changes`; they keep their names until the batch is in both tables."""
-        wanted = f"-b{batch_number}-"
-        names = (uri.rsplit("/", 1)[-1] for uri in self.changes.file_uris())
-        return sorted(self.changes_folder / name for name in names if wanted in name)
+        names = self._files()
+        return sorted(self.changes_folder / name for name in names if batch_of(name) == batch_number)
+
+    def _files(self) -> set[str]:
+        return {uri.rsplit("/", 1)[-1] for uri in self.changes.file_uris()}
 
     def remove_unfinished(self) -> list[str]:
         """Remove the files of attempts at batches that were not committed; returns their names."""
-        done = self.done_batch
+        done = -1 if self.done_batch is None else self.done_batch
+        kept = self._files()
         removed = []
-        for path in self.changes_folder.glob("part-*-b*-*.parquet"):
-            number = path.name.split("-")[2][1:]
-            if number.isdigit() and int(number) > (-1 if done is None else done):
+        for path in self.changes_folder.glob("part-*.parquet"):
+            number = batch_of(path.name)
+            if number is not None and number > done and path.name not in kept:
                 path.unlink(missing_ok=True)
                 removed.append(path.name)
         return sorted(removed)

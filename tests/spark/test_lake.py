@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.columns import CHANGES
 from mirror.spark.delta import CommitConflict
-from mirror.spark.lake import Applied, Batch, Lake
+from mirror.spark.lake import Applied, Batch, Lake, batch_of
 from mirror.spark.parts import PartWriter
 from tests.spark.events import Event, History, Name, event, table_of
 
@@ -193,6 +193,23 @@ def test_files_of_a_batch_that_was_not_committed_are_removed_and_no_others(tmp_p
         orphans = [part.name for part in write_files(lake, batch(1), events)]
         assert lake.remove_unfinished() == orphans
         assert told(lake) == identities(events[0])
+
+
+def test_names_of_delta_rs_are_no_batch_s_whatever_their_digits(tmp_path: Path) -> None:
+    """Such a file of a compacted table was once taken for the unfinished attempt at batch 7051415, and removed."""
+    assert batch_of("part-00000-57051415-1179-471f-bb20-cb496dc8c714-c000.zstd.parquet") is None
+    assert batch_of("part-00000-57051415-b117-471f-b120-cb496dc8c714-c000.zstd.parquet") is None
+    with Lake(tmp_path, None) as lake:
+        for number in range(2):
+            apply(lake, batch(number), [[event("mutation", "a", (1, number + 1), value=b"1")]])
+        assert {batch_of(path.name) for path in lake.changes_folder.glob("*.parquet")} == {0, 1}
+        lake.tidy(0)
+        (compacted,) = lake.changes_folder.glob("*.parquet")
+        stranger = lake.changes_folder / "part-00000-99999999-1179-471f-bb20-cb496dc8c714-c000.zstd.parquet"
+        stranger.touch()
+        assert lake.remove_unfinished() == []
+        assert compacted.exists()
+        assert stranger.exists()
 
 
 def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
