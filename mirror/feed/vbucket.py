@@ -20,7 +20,7 @@ from mirror.ingest.backoff import delay_s
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import Instruction, RequestStream, RetryReason, Status
 from mirror.ingest.machine import Phase, VbucketMachine
-from mirror.ingest.selection import Resolved
+from mirror.ingest.selection import Resolved, StreamFilter
 from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
@@ -92,6 +92,7 @@ class VbucketActor:
         """Holds complete snapshots back until the source has persisted them; None: nothing is held back."""
         self._around = around
         self._retry: asyncio.TimerHandle | None = None
+        self._filter: StreamFilter | None = None  # of the machine's last Start
         # What was published when the process started, or after a rollback: at or below it nothing may be sent again.
         self._held_seqno: int = writer.state(vbid).published_seqno
 
@@ -116,15 +117,17 @@ class VbucketActor:
         self.session = session
         self.opaque = None
         self.last_progress = self._around.clock.monotonic()
+        self.handle(self._started(session))
+
+    def _started(self, session: NodeSession) -> happenings.Start:
+        """Whatever is asked for from now on is what of the bucket is shown now."""
         shown = self._around.shown
-        session.stream_filter = {} if shown.filter is None else shown.filter.fields
-        self.handle(
-            happenings.Start(
-                collections=session.handshake.collections,
-                sends_purge_seqno=session.sends_purge_seqno,
-                filter=shown.filter,
-                scope_names=shown.scope_names,
-            )
+        self._filter = shown.filter
+        return happenings.Start(
+            collections=session.handshake.collections,
+            sends_purge_seqno=session.sends_purge_seqno,
+            filter=shown.filter,
+            scope_names=shown.scope_names,
         )
 
     def detach(self, event: happenings.Stop | happenings.ConnectionLost | happenings.NoActiveNode) -> None:
@@ -200,6 +203,7 @@ class VbucketActor:
         """Send a stream request."""
         if self.session is None or not self.session.ready:
             return None
+        self.session.stream_filter = {} if self._filter is None else self._filter.fields  # other vbuckets' may differ
         self.opaque = self.session.request_stream(asked, self.writer.row_prefix(self.vbid))
         return self.opaque
 
@@ -299,7 +303,11 @@ class VbucketActor:
 
     def _retry_due(self) -> None:
         self._retry = None
-        self._around.enter(self.vbid, happenings.RetryDue())
+        event: Any = happenings.RetryDue()
+        wanted = self._around.shown.filter
+        if self.session is not None and wanted is not None and wanted != self._filter:
+            event = self._started(self.session)  # what was asked for is not there any more: no node would stream it
+        self._around.enter(self.vbid, event)
 
     def _cancel_retry(self) -> None:
         if self._retry is not None:

@@ -17,7 +17,7 @@ from mirror.feed.collection_watch import HIDDEN, CollectionWatch
 from mirror.ingest.selection import Selection, SourceManifest, StreamFilter
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.users import ALL_PRIVILEGES, SYSTEM_COLLECTIONS
-from mirror.wire.constants import Status
+from mirror.wire.constants import Status, StreamEndReason
 from storage.check import check
 from storage.errors import UnknownCollection
 from storage.view import open_view
@@ -197,6 +197,24 @@ async def test_one_of_several_that_is_dropped_leaves_and_the_rest_goes_on(
     write(cluster, 3, "again", "inventory.route")
     await until_holds(mirror, "inventory.route", keys(3, "again"))
     await until_holds(mirror, "inventory.airline", keys(20) | keys(5, "late"))
+    await mirror.stop()
+    assert check(mirror.path, deep=True).problems == []
+
+
+async def test_after_a_drop_a_stream_that_ends_is_asked_for_what_is_left(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 20)
+    mirror = mirror_of(cluster, tmp_path, TWO)
+    consumer = mirror.start(cluster.connection_string)
+    await until_holds(mirror, "inventory.route", keys(20))
+    cluster.bucket.drop_collection("inventory.route")
+    await mirror.until(lambda: gone(mirror, "inventory.route"), "the dropped collection gone")
+    await mirror.until(lambda: len(consumer.status()["warnings"]) == 1, "the manifest without it")
+    assert cluster.faults.end_streams(StreamEndReason.CLOSED) == VBUCKETS
+    write(cluster, 5, "late", "inventory.airline")
+    await until_holds(mirror, "inventory.airline", keys(20) | keys(5, "late"))
+    assert consumer.status()["counters"]["requested_again_bytes"] == 0
     await mirror.stop()
     assert check(mirror.path, deep=True).problems == []
 
