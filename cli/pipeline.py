@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,21 +98,12 @@ def collections_from(text: str | None) -> tuple[str, ...] | None:
     return tuple(name if "." in name else f"_default.{name}" for name in text.replace(" ", "").split(","))
 
 
-@contextmanager
-def spark_session(name: str, master: str | None) -> Iterator[Any]:
+def spark_session(name: str, master: str | None) -> AbstractContextManager[Any]:
     """A session for a while; one that was there before goes on."""
     need("pyspark", "pyarrow", "deltalake")
-    from pyspark.sql import SparkSession
+    from mirror.spark.session import lasting
 
-    from mirror.spark.session import session
-
-    found = SparkSession.getActiveSession()
-    made = None if found is not None else session(f"dcp-mirror {name}", master)
-    try:
-        yield found or made
-    finally:
-        if made is not None:
-            made.stop()
+    return lasting(f"dcp-mirror {name}", master)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
@@ -67,3 +68,15 @@ def session(
         # What goes wrong is raised where it is called from; Spark's own log says it again, with the stack of each task.
         made.sparkContext.setLogLevel("FATAL")
     return made
+
+
+@contextmanager
+def lasting(name: str, master: str | None = None) -> Iterator[SparkSession]:
+    """A session for a while; one that was there before goes on afterwards. Raises ConfigError when there is no Java."""
+    found = SparkSession.getActiveSession()
+    used = found or session(name, master)
+    try:
+        yield used
+    finally:
+        if found is None:
+            used.stop()

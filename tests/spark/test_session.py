@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from mirror.spark.session import session
+from mirror.spark.session import lasting, session
 from tests.spark.mirrors import SmallMirror, orders
 
 LINES = """
@@ -27,6 +27,12 @@ def test_a_session_that_is_there_is_used(spark: SparkSession) -> None:
     assert conf.get("spark.python.unix.domain.socket.enabled") == "true"
     assert conf.get("spark.sql.shuffle.partitions") == "1"  # the caller's own goes before the default
     assert spark.sparkContext.master == "local[2]"
+
+
+def test_a_session_that_was_there_outlasts_the_one_that_is_asked_for(spark: SparkSession) -> None:
+    with lasting("for a while") as found:
+        assert found is spark
+    assert spark.range(3).count() == 3
 
 
 def test_without_java_and_without_an_activated_environment_the_readmes_lines_run(tmp_path: Path) -> None:
