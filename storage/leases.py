@@ -46,12 +46,14 @@ class Leases:
         """Hold what was found to be kept (`check_kept`); an older lease of that name is replaced."""
         self._held[name] = Lease(positions, until_ms)
 
-    def renew(self, name: str, until_ms: int) -> bool:
-        """Hold on. False: there is no such lease (any more)."""
+    def renew(self, name: str, positions: Mapping[int, Position], until_ms: int, now_ms: int) -> bool:
+        """Hold on. False: no such lease holds these (any more); what one that ended held may be gone since."""
+        self.prune(now_ms)
         lease = self._held.get(name)
-        if lease is not None:
-            self._held[name] = Lease(lease.positions, until_ms)
-        return lease is not None
+        if lease is None or lease.positions != positions:
+            return False
+        self._held[name] = Lease(positions, until_ms)
+        return True
 
     def release(self, name: str) -> None:
         """Hold no longer."""

@@ -92,10 +92,10 @@ class LeaseBook:
             )
         return Record(lease_id, name, granted_ms, until_ms, positions)
 
-    def known(self, record: Record) -> bool:
-        """True for a renewal: the positions are those that are held already."""
+    def known(self, record: Record, now_ms: int) -> bool:
+        """True for a renewal: the positions are those that are held still."""
         known = self._records.get(record.id)
-        return known is not None and known.positions == record.positions
+        return known is not None and known.until_ms > now_ms and known.positions == record.positions
 
     def enter(self, record: Record) -> None:
         """It is granted."""

@@ -723,8 +723,9 @@ class Supervisor:
         identity, book = self._identity, self._leases
         if identity is None or book is None:
             raise SupervisionError("the service is still starting", hint="try again in a second", retryable=True)
-        record = book.wanted(request, identity.vbucket_count, self._clock.wall_ms())
-        renewed = book.known(record)
+        now_ms = self._clock.wall_ms()
+        record = book.wanted(request, identity.vbucket_count, now_ms)
+        renewed = book.known(record, now_ms)
         orders = self._lease_orders_of(record)
         asked = {position[0] for _, order in orders for position in order["positions"]}
         if not renewed and len(asked) < len(record.positions):
@@ -734,6 +735,7 @@ class Supervisor:
         except SupervisionError:
             if not renewed:  # a worker that died meanwhile hears of a renewed one when it is back
                 await self._tell_release(record)
+                book.strike(record.id)  # nor is what it held before under that id
                 raise
         book.enter(record)
         return {"id": record.id, "until_ms": record.until_ms}

@@ -116,10 +116,10 @@ class Mirroring:
         """Hold positions, or go on holding them. Raises NoSuchBoundary for one that is no longer kept."""
         name, until_ms = command["id"], command["until_ms"]
         for writer in self._writers:
-            if writer.leases.renew(name, until_ms):
-                continue
             own = {vbid: (branch, seqno) for vbid, branch, seqno in command["positions"] if vbid in writer.vbids}
-            if own:
+            if not own:
+                writer.leases.release(name)
+            elif not writer.leases.renew(name, own, until_ms, writer.clock_ms()):
                 writer.lease(name, own, until_ms)
         return {}
 

@@ -87,13 +87,35 @@ def test_a_released_lease_holds_nothing_and_an_unknown_one_cannot_be_renewed(
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     writer.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
-    assert writer.leases.renew("job", clock.now + 2 * HOUR_MS)
+    assert writer.leases.renew("job", {0: (1, 1)}, clock.now + 2 * HOUR_MS, clock.now)
     purge(writer, Window(boundaries=1))
     assert writer.state(0).history_floor_seqno == 1
     writer.leases.release("job")
-    assert not writer.leases.renew("job", clock.now + HOUR_MS)
+    assert not writer.leases.renew("job", {0: (1, 1)}, clock.now + HOUR_MS, clock.now)
     purge(writer, Window(boundaries=1))
     assert writer.state(0).history_floor_seqno == 3
+
+
+def test_a_lease_that_ended_is_not_renewed_but_judged_anew(writer: GroupWriter, clock: Clock) -> None:
+    for seqno in range(1, 4):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+    writer.lease("job", {0: (1, 1)}, clock.now + 1_000)
+    clock.now += 2_000
+    purge(writer, Window(boundaries=1))
+    assert writer.state(0).history_floor_seqno == 3
+    assert not writer.leases.renew("job", {0: (1, 1)}, clock.now + HOUR_MS, clock.now)
+    with pytest.raises(NoSuchBoundary, match="1:1 is not kept"):
+        writer.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
+
+
+def test_other_positions_under_a_name_are_no_renewal(writer: GroupWriter, clock: Clock) -> None:
+    for seqno in range(1, 4):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+    writer.lease("job", {0: (1, 3)}, clock.now + HOUR_MS)
+    assert not writer.leases.renew("job", {0: (1, 2)}, clock.now + HOUR_MS, clock.now)
+    writer.lease("job", {0: (1, 2)}, clock.now + HOUR_MS)
+    purge(writer, Window(boundaries=1))
+    assert writer.state(0).history_floor_seqno == 2
 
 
 def test_what_a_rollback_retracts_stays_for_whoever_holds_it(writer: GroupWriter, view: View, clock: Clock) -> None:

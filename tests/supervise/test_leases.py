@@ -37,7 +37,7 @@ def test_each_worker_hears_of_its_own_groups_alone(tmp_path: Path) -> None:
 def test_a_renewal_ends_with_the_age_of_the_first_grant(tmp_path: Path) -> None:
     leases = book(tmp_path)
     leases.enter(leases.wanted(asking(), 8, 0))
-    assert leases.known(leases.wanted(asking(), 8, 20_000))
+    assert leases.known(leases.wanted(asking(), 8, 20_000), 20_000)
     leases.enter(leases.wanted(asking(), 8, 20_000))
     again = leases.wanted(asking(), 8, 80_000)
     assert again.until_ms == 100_000
@@ -45,10 +45,16 @@ def test_a_renewal_ends_with_the_age_of_the_first_grant(tmp_path: Path) -> None:
         leases.wanted(asking(), 8, 100_000)
 
 
+def test_what_ended_is_asked_for_anew_and_not_renewed(tmp_path: Path) -> None:
+    leases = book(tmp_path)
+    leases.enter(leases.wanted(asking(), 8, 0))
+    assert not leases.known(leases.wanted(asking(), 8, 30_000), 30_000)
+
+
 def test_other_positions_under_a_known_id_are_no_renewal(tmp_path: Path) -> None:
     leases = book(tmp_path)
     leases.enter(leases.wanted(asking(), 8, 0))
-    assert not leases.known(leases.wanted(asking(positions=[[0, 1, 6]]), 8, 1))
+    assert not leases.known(leases.wanted(asking(positions=[[0, 1, 6]]), 8, 1), 1)
 
 
 @pytest.mark.parametrize(
