@@ -446,6 +446,8 @@ class Consumer:
         """Any other message of a stream."""
         self._actors[vbid].progressed()
         self.enter(vbid, event)
+        if isinstance(event, (ev.Prepare, ev.Commit)):  # they bring as much as rows do
+            self._relieve()
 
     def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
         """The answer to a stream request."""

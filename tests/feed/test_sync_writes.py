@@ -151,3 +151,26 @@ async def test_a_source_that_knows_no_sync_writes_is_one_clear_error(tmp_path: P
         error = await mirror.fails()
         assert isinstance(error, NotSupported)
         assert "leave the setting out" in str(error)
+
+
+async def test_a_snapshot_of_durable_writes_takes_no_more_memory_than_one_of_rows(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    """Told by what waits in memory while the source is silent in the middle of it."""
+    mirror = mirror_of(cluster, tmp_path, batch_bytes_max=64 * 1024)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    vbucket = cluster.vbucket(0)
+    cluster.faults.stop_mid_snapshot(400)
+    mark = vbucket.begin_group()
+    for number in range(300):
+        durable(cluster, f"one-{number}", {"pad": "y" * 2_000}, 0)
+    vbucket.end_group(mark)
+    await mirror.until(lambda: mirror.row(0)["staged_seqno"] > 300, "most of the snapshot")
+    assert mirror.row(0)["published_seqno"] == 0
+    assert all(group["pending_bytes"] < 2 * 64 * 1024 for group in consumer.status()["groups"])
+    cluster.faults.clear()
+    cluster.faults.cut()
+    await follow(mirror, cluster)
+    await mirror.stop()
+    assert_equal(mirror, cluster)
