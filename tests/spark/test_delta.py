@@ -57,19 +57,21 @@ def test_an_overwrite_may_bring_other_columns_and_leaves_the_old_version_readabl
     assert DeltaTable(str(tmp_path), version=0).to_pyarrow_table().column("seqno").to_pylist() == [1]
 
 
+@pytest.mark.parametrize("mark", [[Transaction("me", 1)], []], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("first", [True, False], ids=["the first version", "a later version"])
-def test_of_two_commits_upon_one_version_one_fails_and_changes_nothing(tmp_path: Path, first: bool) -> None:
+def test_of_two_commits_upon_one_version_one_fails_and_changes_nothing(
+    tmp_path: Path, first: bool, mark: list[Transaction]
+) -> None:
     if not first:
         commit_parts(tmp_path, None, write(tmp_path, run_name(), 0), SCHEMA)
     mine, other = open_table(tmp_path), open_table(tmp_path)
-    mark = [Transaction("me", 1)]
     commit_parts(tmp_path, mine, write(tmp_path, run_name(), 1), SCHEMA, marks=mark)
     with pytest.raises(CommitConflict):
         commit_parts(tmp_path, other, write(tmp_path, run_name(), 2), SCHEMA, marks=mark)
     assert seqnos(tmp_path) == ([1] if first else [0, 1])
     now = open_table(tmp_path)
     assert now is not None
-    assert now.transaction_version("me") == 1
+    assert now.transaction_version("me") == (1 if mark else None)
 
 
 def test_orphans_are_the_files_that_no_version_names(tmp_path: Path) -> None:
