@@ -283,7 +283,9 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
         return
     # Also for a broken OSO snapshot: rows of its branch are in the tree, so going on needs a newer branch to append to.
     # Its failover log is not that of the copy which is served again: that one's was replaced, so it names no history.
-    log = () if base and state.staging_branch != state.branch else state.failover_log
+    # Nor is what its streams were filtered to.
+    other_copy = base > 0 and state.staging_branch != state.branch
+    log = () if other_copy else state.failover_log
     vbuuid = vbuuid_at(log, base)
     branch = _open_branch(environment, txn, vbid, state.branch, base, vbuuid, BranchReason.ABANDONED, now_ms)
     pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)
@@ -296,7 +298,8 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
         value = keys.BOUNDARY.pack(boundary.snap_start_seqno, boundary.vbuuid, boundary.time_ms)
         key = keys.ROW.pack(branch, base) + keys.BOUNDARY_SUFFIX
         txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
-    _put_state(environment, txn, state, branch, base, failover_log=log)
+    stream_filter = "" if other_copy and state.stream_filter is not None else state.stream_filter
+    _put_state(environment, txn, state, branch, base, failover_log=log, stream_filter=stream_filter)
 
 
 def set_unavailable(environment: Environment, txn: Any, vbid: int, unavailable: bool) -> bool:

@@ -676,6 +676,21 @@ def test_rows_of_an_oso_snapshot_that_came_in_several_commits_all_get_key_rows(
     writer.close()
 
 
+def test_what_a_copy_was_filtered_to_is_unknown_once_an_oso_snapshot_beside_it_broke(writer: GroupWriter) -> None:
+    (key,) = keys_of(0, 1)
+    writer.save_filter(0, "collections 8")
+    publish(writer, 0, [(key, b"1", 1)])
+    writer.begin_refill(0)
+    writer.begin_oso(0)
+    writer.save_failover_log(0, log())
+    writer.save_filter(0, "collections 9")
+    writer.stage(0, [row(writer.row_prefix(0), key, b"2", 5)], 0, span(0, 0), unordered=True)
+    writer.commit(flush_open=True)
+    writer.abandon(0)
+    assert writer.state(0).published_seqno == 1
+    assert writer.state(0).stream_filter == "", "no filter goes on from it: a refill follows"
+
+
 def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer: GroupWriter) -> None:
     """It was emptied, so the boundary named no history and the next start fetched everything anew."""
     writer.save_failover_log(0, log(77))
