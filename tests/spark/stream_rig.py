@@ -103,17 +103,18 @@ class Stream:
         begun, done = self.batches()
         return (begun, done) if begun > done else None
 
-    def kill_in_batch(self, victim: str, kill: Callable[[], None]) -> Kill:
-        """Kill somebody while a batch runs; tries again until the checkpoint proves it."""
+    def kill_in_batch(self, victim: str, kill: Callable[[], None], revive: Callable[[], object]) -> Kill:
+        """Kill somebody while a batch runs, and start it again; until the checkpoint, looked at right after the kill,
+        proves that it did.
+        """
         for _ in range(50):
             before = until("a batch to run", self._running_batch, limit_s=LIMIT_S, poll_s=0.002)
             kill()
             found = Kill(victim, before, self.batches())
+            revive()
             if found.confirmed:
                 self.kills.append(found)
                 return found
-            if self._process is not None and self._process.poll() is not None:
-                self.start()
         raise AssertionError("no kill hit a running batch")
 
     def kill_driver(self, *, whole_group: bool) -> None:

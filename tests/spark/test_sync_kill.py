@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -63,12 +65,10 @@ def test_the_tables_are_exact_whoever_was_killed_in_mid_batch(
         load.rate = rate
         for number in range(kills):
             if number % 2:
-                stream.kill_in_batch("mirror", service.kill_supervisor)
-                service.start()
+                stream.kill_in_batch("mirror", lambda: os.kill(service.pid, signal.SIGKILL), lambda: bury(service))
             else:
                 whole = bool(rng.randrange(2))
-                stream.kill_in_batch("driver", lambda whole=whole: stream.kill_driver(whole_group=whole))
-                stream.start()
+                stream.kill_in_batch("driver", lambda whole=whole: stream.kill_driver(whole_group=whole), stream.start)
             if number < ROLLBACKS:
                 lose_a_tail(source, load, stream, data, f"tail{next(tails)}")
             left = changes // 2 * (number + 1) // kills - (load.written - changes // 2)
@@ -85,6 +85,12 @@ def test_the_tables_are_exact_whoever_was_killed_in_mid_batch(
     assert found["rollbacks"] >= ROLLBACKS
     assert found["retractions"] >= ROLLBACKS * TAIL
     assert service.tracebacks() == ""
+
+
+def bury(service: Service) -> None:
+    """Wait until its workers have followed it, then start it anew."""
+    service.kill_supervisor()
+    service.start()
 
 
 def lose_a_tail(source: SandboxThread, load: Load, stream: Stream, data: Path, name: str) -> None:
