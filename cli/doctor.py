@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import client, options, output
+from cli import options, output
 from cli.exits import Ended
+from mirror import client
 from mirror.errors import ConfigError
 from mirror.feed.doctor import Doctor, Finding, Verdict
 from mirror.supervise import logs

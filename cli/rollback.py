@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import client, options, output, render
+from cli import options, output, render
 from cli.state import boundary_object
+from mirror import client
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError

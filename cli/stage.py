@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cli import client
+from mirror import client
 from mirror.errors import SupervisionError
 from mirror.sandbox import control
 from mirror.supervise.worker import die_with_parent

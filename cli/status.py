@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import client, options, output, render
+from cli import options, output, render
+from mirror import client
 from mirror.supervise.status import summed, totals
 from mirror.supervise.stored import stored_status
 from storage.view import View, open_view

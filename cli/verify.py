@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import client, options, output, render
+from cli import options, output, render
 from cli.exits import Ended
+from mirror import client
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ConfigError, ExitCode
 from mirror.feed.comparison import Difference, VbucketResult

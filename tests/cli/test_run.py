@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cli import client
+from mirror import client
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import LIMIT_S, background, call

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cli import client, status
+from cli import status
+from mirror import client
 from tests.cli.conftest import call
 
 JSON_MD = Path(status.__file__).with_name("JSON.md").read_text()

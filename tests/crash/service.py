@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from cli import client
+from mirror import client
 from mirror.errors import MirrorError
 from tests.cli.conftest import COMMAND, environment
 

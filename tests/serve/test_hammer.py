@@ -22,8 +22,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli import client as control
 from mirror import ViewInvalidated, open_view
+from mirror import client as control
 from mirror.sandbox import SandboxCluster, SandboxThread, vbucket_of
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr

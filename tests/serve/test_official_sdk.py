@@ -26,8 +26,8 @@ from couchbase.exceptions import (
 from couchbase.options import ClusterOptions, GetOptions, UpsertOptions
 from couchbase.transcoder import RawBinaryTranscoder
 
-from cli import client as control
 from mirror import MutationToken, WriteLost, open_view
+from mirror import client as control
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.wire import codec_kv
 from storage.wait import Standing, standing
