@@ -2,16 +2,17 @@
 
 Knows the flags, the screen and the exit code; the work is the supervisor's. Logs and progress go to stderr, and the
 addresses that readers can come to are the first lines on stdout. Invariants: nothing is started before every setting
-was found good; with --until-caught-up the exit code says whether it was.
+was found good; with --until-caught-up the exit code says whether it was: a signal before that is 130.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -19,6 +20,7 @@ from cli import options, output, render
 from cli.exits import Ended
 from mirror.clock import SystemClock
 from mirror.config import Loaded
+from mirror.errors import ExitCode
 from mirror.feed.connection_string import parse
 from mirror.supervise import logs
 from mirror.supervise.replace import set_aside_another_bucket
@@ -107,6 +109,11 @@ def run(
 
     ADDR is PORT, HOST:PORT, [IPV6]:PORT or unix:PATH, with tls:// before it for TLS; several are parted by commas.
     """
+
+    def ended_early(*_: object) -> NoReturn:
+        raise Ended(ExitCode.INTERRUPTED if until_caught_up else ExitCode.DONE)
+
+    signal.signal(signal.SIGTERM, ended_early)  # until the supervisor takes it
     flags = {
         "source": source, "data": data, "workers": workers, "groups": groups, "sync": sync, "kv": kv, "http": http,
         "collections": ",".join(collection) if collection else None, "scope": scope, "dcp": dcp,

@@ -407,10 +407,10 @@ class Supervisor:
         if number == signal.SIGHUP and not (self._had_terminal and not has_terminal()):
             self._reload_settings()
             return
+        if self._until_caught_up and not self._stopping:
+            self._exit = ExitCode.INTERRUPTED
         if number == signal.SIGINT:
             self._interrupts += 1
-            if self._until_caught_up:
-                self._exit = ExitCode.INTERRUPTED
         if self._interrupts > 1:
             log.warning("interrupted again: killing the workers; nothing published is lost")
             for child in self._alive():

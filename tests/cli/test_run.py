@@ -163,6 +163,29 @@ def test_nobody_at_the_address(tmp_path: Path) -> None:
     assert "127.0.0.1:1" in result.complaint
 
 
+def test_waiting_for_the_end_and_stopped_before_it_is_not_caught_up(tmp_path: Path) -> None:
+    arguments = ["--source", NOBODY_THERE, "--data", tmp_path, "--until-caught-up", "--json"]
+    with background("run", *arguments) as service:
+        eventually(lambda: (client.ask(tmp_path, "status") or {}).get("status", {}).get("source_error"))
+        service.terminate()
+        out, err = service.communicate(timeout=LIMIT_S)
+    assert service.returncode == 130, err
+    assert json.loads(out)["caught_up"] is False
+    assert "error" not in err.replace("error=", "")
+    assert "caught up:" not in err
+
+
+@pytest.mark.parametrize(("flags", "code"), [([], 0), (["--until-caught-up"], 130)])
+def test_stopped_before_it_has_read_its_settings_it_ends_cleanly(tmp_path: Path, flags: list[str], code: int) -> None:
+    os.mkfifo(tmp_path / "mirror.toml")
+    arguments = ["--config", tmp_path / "mirror.toml", "--data", tmp_path / "data", "--source", NOBODY_THERE]
+    with background("run", *arguments, *flags) as service, (tmp_path / "mirror.toml").open("w"):
+        service.terminate()  # it waits for the file's text
+        _, err = service.communicate(timeout=LIMIT_S)
+    assert (service.returncode, err) == (code, "")
+    assert not (tmp_path / "data").exists()
+
+
 def test_what_is_needed_is_asked_for(tmp_path: Path) -> None:
     assert "--data" in call("run", "--source", NOBODY_THERE).complaint
     assert "--source" in call("run", "--data", tmp_path).complaint
