@@ -170,6 +170,8 @@ def put_published(
     floor = state.history_floor_seqno if state.staging_published_seqno else seqno
     pub = keys.PUB.pack(branch, seqno, floor, *manifest_key, 0)
     txn.put(vbid_key, pub, db=environment.db(keys.DB_PUB))
+    if not seqno and branch == state.branch:
+        return  # the source has nothing: `state` says so, and there is nothing to go back to
     put_boundary(environment, txn, state, branch, seqno, snap_start_seqno, now_ms)
     chain.put_span(environment, txn, state.vbid, branch, seqno, state.staging_published_seqno)
 
@@ -283,9 +285,9 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
         return
     # Also for a broken OSO snapshot: rows of its branch are in the tree, so going on needs a newer branch to append to.
     # Its failover log is not that of the copy which is served again: that one's was replaced, so it names no history.
-    # Nor is what its streams were filtered to.
+    # Nor is what its streams were filtered to. Where nothing was published, a log would say that there is nothing.
     other_copy = base > 0 and state.staging_branch != state.branch
-    log = () if other_copy else state.failover_log
+    log = () if other_copy or not base else state.failover_log
     vbuuid = vbuuid_at(log, base)
     branch = _open_branch(environment, txn, vbid, state.branch, base, vbuuid, BranchReason.ABANDONED, now_ms)
     pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)

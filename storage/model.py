@@ -126,6 +126,16 @@ class VbucketState:
     stream_filter: str | None = None
     """What the streams of the staging branch were filtered to, in the words of whoever asked; None: to nothing."""
 
+    @property
+    def is_whole(self) -> bool:
+        """True once something complete is served. That the source has nothing is something complete, too: it was
+        published at 0, and a failover log without anything of its history says so.
+        """
+        if self.published_seqno:
+            return True
+        nothing_staged = self.staged_seqno == 0 and self.open_snapshot is None
+        return bool(self.failover_log) and nothing_staged and self.staging_branch == self.branch
+
 
 class Document(NamedTuple):
     """A row as readers get it. `value` is the body, decompressed and without xattrs, unless asked for raw.

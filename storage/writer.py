@@ -84,6 +84,7 @@ class Vbucket:
         "flushed_seqno",
         "indexed_seqno",
         "job",
+        "known_empty",
         "manifest_key",
         "manifests",
         "open_snapshot",
@@ -117,6 +118,7 @@ class Vbucket:
         self.job: index.IndexJob | None = None
         self.dirty = False
         self.unordered = False
+        self.known_empty = bool(state.failover_log)  # matters only while nothing is held: it was published at 0
 
     @property
     def state(self) -> VbucketState:
@@ -465,7 +467,9 @@ class GroupWriter:
         vbucket.dirty = True
 
     def save_failover_log(self, vbid: int, log: Sequence[FailoverEntry], source_purge_seqno: int | None = None) -> None:
-        """Replace the failover log, with the next commit and never later than the first rows of its stream."""
+        """Replace the failover log, with the next commit and never later than the first rows of its stream. That of a
+        vbucket of which nothing is held yet waits for those rows, or for the word that there are none (`publish` at 0).
+        """
         vbucket = self._vbuckets[vbid]
         vbucket.change(failover_log=tuple(log))
         if source_purge_seqno is not None:
@@ -614,6 +618,8 @@ class GroupWriter:
             published, indexed = vbucket.complete_seqno, vbucket.complete_seqno
         else:
             published, indexed = state.staging_published_seqno, vbucket.indexed_seqno
+        # A log on disk without anything of its history says that the source has nothing: not before that is known.
+        log = state.failover_log if staged or published or publish or vbucket.known_empty else ()
         txn.put(
             keys.VBID_KEY.pack(state.vbid),
             records.encode_state(
@@ -622,7 +628,7 @@ class GroupWriter:
                 published,
                 indexed,
                 open_snapshot,
-                state.failover_log,
+                log,
                 state.source_purge_seqno,
                 state.rollback_count,
                 state.last_rollback_ms,
@@ -661,6 +667,7 @@ class GroupWriter:
                 history_floor_seqno=base.history_floor_seqno if base.staging_published_seqno else seqno,
                 staging_published_seqno=seqno,
             )
+            vbucket.known_empty = True
             vbucket.indexed_seqno = seqno
             vbucket.unindexed_count = 0
             vbucket.complete_seqno = None

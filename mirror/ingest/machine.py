@@ -130,6 +130,7 @@ class VbucketMachine:
         "_rollback_rounds",
         "_source_purge_seqno",
         "_stored_filter",
+        "_told_empty",
         "durable_seqno",
         "failover_log",
         "high_seqno",
@@ -171,6 +172,8 @@ class VbucketMachine:
         self._next_vbuuid: Vbuuid | None = None
         self._common_tried = False
         self._rollback_rounds = 0
+        self._told_empty = False
+        """The store was told that the source has nothing; matters only while nothing is held."""
         self._load(state)
 
     # --- for people ---
@@ -280,9 +283,11 @@ class VbucketMachine:
 
     def _perhaps_empty(self, out: list[Instruction]) -> None:
         assembler = self._assembler
-        if self.refilling and not assembler.holds_part and not assembler.boundary_seqno and not assembler.open_snapshot:
-            assembler.source_is_empty(out)
-            self._noticed(out)
+        if self._told_empty or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
+            return
+        self._told_empty = True
+        assembler.source_is_empty(out)
+        self._noticed(out)
 
     # --- the handshake ---
 
@@ -528,7 +533,7 @@ class VbucketMachine:
                 self._violated("too many markers that ask for an answer", out)
                 return
         self._marker_purge_seqno = event.purge_seqno
-        if self.refilling and event.end_seqno == 0:
+        if event.end_seqno == 0:
             self._perhaps_empty(out)
         self._report_streaming(out)
 
@@ -645,6 +650,7 @@ class VbucketMachine:
         self._source_purge_seqno = int(state.source_purge_seqno)
         self._stored_filter = state.stream_filter
         self.refilling = state.staging_branch != state.branch and not self._assembler.boundary_seqno
+        self._told_empty = bool(state.failover_log) and not self.refilling
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
     def _is_stale(self, opaque: int) -> bool:

@@ -100,7 +100,7 @@ async def get_document(request: Request) -> Response:
 
     document = await service.after(tokens, timeout_s, read)
     if document is None:
-        await service.refuse_unpublished((vbid,))
+        service.refuse_unpublished((vbid,))
         raise Problem("no-document", "no such document", vbid=int(vbid))
     tag = entity_tag(document, form)
     headers = headers_of(document, tag)
@@ -130,7 +130,7 @@ async def get_documents(request: Request) -> Response:
 
     found = await service.after(tokens, timeout_s, read)
     missing = [key for key in keys if key not in found]
-    await service.refuse_unpublished({view.vbid_of(key) for key in missing})
+    service.refuse_unpublished({view.vbid_of(key) for key in missing})
     service.requests.gave(len(found))
     rows = b",".join(document_json(found[key]) for key in keys if key in found)
     body = b'{"documents":[' + rows + b'],"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
@@ -201,7 +201,7 @@ async def _answer_page(service: Service, page: Page, limit: int) -> Response:
     unread: Iterable[int] = (pin.vbid,)
     more = True
     for _ in range(PAGE_STEPS_MAX):
-        await service.refuse_unpublished(unread)
+        service.refuse_unpublished(unread)
         unread = ()
         found, start = await asyncio.to_thread(_read_page, view, pin, page, start, limit - len(rows))
         for row in found:

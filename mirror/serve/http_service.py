@@ -201,14 +201,10 @@ class Service:
                 vbid=int(vbid),
             )
 
-    async def refuse_unpublished(self, vbids: Iterable[int]) -> None:
+    def refuse_unpublished(self, vbids: Iterable[int]) -> None:
         """Raise Problem for vbuckets of which nothing was published yet: what is not found there may well exist."""
         for vbid in vbids:
-            if self.view.state(vbid).published_seqno:
-                continue
-            report = await self.status.report()
-            row = next((row for row in report["vbuckets"] if row["vbid"] == vbid), None)
-            if row is None or row["lag_seqnos"] != 0:  # whether the source has nothing either is known only from it
+            if not self.view.state(vbid).is_whole:
                 raise Problem(
                     "not-published",
                     f"nothing of vbucket {vbid} is published yet",

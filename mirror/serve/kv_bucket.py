@@ -87,10 +87,7 @@ class KvBucket:
 
     def ready(self, vbid: int) -> bool:
         """False while a vbucket holds nothing complete: its first stream was not accepted, or is still coming in."""
-        state = self.state(vbid)
-        return bool(
-            state.published_seqno or (state.failover_log and not state.staged_seqno and state.open_snapshot is None)
-        )
+        return self.state(vbid).is_whole
 
     # -- scans
 

@@ -582,7 +582,15 @@ def test_a_refill_from_an_empty_source_is_complete_at_zero(how: str) -> None:
     assert kinds(rig.tell(ev.HighSeqno(0))) == []
 
 
-def test_an_empty_source_is_not_taken_for_complete_without_a_refill() -> None:
+def test_that_a_fresh_vbucket_is_empty_at_its_source_is_told_once() -> None:
+    """Else a reader could not tell what is absent from what has yet to come."""
+    rig = streaming_at(failover_log=[])
+    assert kinds(rig.tell(ev.HighSeqno(0))) == [ins.PublishSnapshot]
+    assert kinds(rig.tell(ev.HighSeqno(0))) == []
+    assert rig.store.served.seqno == 0
+
+
+def test_a_source_that_has_lost_all_is_not_taken_for_complete_without_a_refill() -> None:
     rig = streaming_at(100)
     assert kinds(rig.tell(ev.HighSeqno(0))) == []
 

@@ -246,7 +246,7 @@ class Mirrored(RuleBasedStateMachine):
             self.check_new(self.rig.tell_rows(opaque, [row(first, b"a", b"never")]))
         elif what == 1 and first >= second:
             self.check_new(self.rig.tell_rows(opaque, [row(first, b"a", b"never"), row(second, b"b", b"never")]))
-        elif what == 2 and first < position:
+        elif what == 2 and max(first, assembler._resumed_end) < position:
             self.tell(SnapshotMarker(0, 0, first, int(SnapshotFlag.MEMORY), opaque=opaque))
         elif what == 3 and (first < position or (open_snapshot is not None and first > open_snapshot.end_seqno)):
             self.tell(SeqnoAdvanced(0, first, opaque=opaque))

@@ -53,6 +53,7 @@ class Source:
             )
             for vbid in vbids:
                 writer.save_failover_log(vbid, (FailoverEntry(Vbuuid(VBUUID), Seqno(0)),))
+                writer.publish(vbid, 0, 0)  # the source has nothing yet
             writer.commit()
             self.writers.append(writer)
 

@@ -13,7 +13,7 @@ from mirror.serve.http_service import Watch
 from mirror.serve.http_view import Mirror
 from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
 from storage.wait import MutationToken
-from tests.serve.http_site import VBUUID, Site, Source, service_report
+from tests.serve.http_site import VBUUID, Site, Source
 
 
 def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(site: Site) -> None:
@@ -35,19 +35,6 @@ def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(si
     with pytest.raises(Problem) as caught:
         site.call(service.after([token], 10, read))
     assert caught.value.name == "write-lost"
-
-
-@pytest.mark.parametrize("lag", [None, 0, 3])
-def test_nothing_published_is_empty_only_where_the_source_is_known_to_have_nothing(site: Site, lag: int | None) -> None:
-    """A stream that was accepted and brings nothing yet (the source reads its disk for others first) looks the same."""
-    report = service_report(site.data)
-    report["vbuckets"][1]["lag_seqnos"] = lag
-    site.stands(report)
-    path = site.document(site.source.key_of(1).decode())
-    answer = site.get(path, 404 if lag == 0 else 503)
-    assert answer.json()["type"] == f"urn:dcp-mirror:{'no-document' if lag == 0 else 'not-published'}"
-    site.source.put(site.source.key_of(1, 1))
-    site.get(path, 404)
 
 
 async def test_one_look_wakes_every_stream_and_none_is_made_for_nobody(source: Source) -> None:

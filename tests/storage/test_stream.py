@@ -134,11 +134,14 @@ def test_a_refill_is_not_whole_and_shares_nothing(store: Store, view: View) -> N
         stream.rows(view, 0, before, 0, bytes_max=1 << 20)
 
 
-def test_a_fresh_vbucket_is_whole_once_its_source_was_heard(tmp_path: Path) -> None:
+def test_a_fresh_vbucket_is_whole_once_its_source_said_that_it_has_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path, vbuckets=1)
     with open_view(store.path) as view:
         assert not stream.standing(view, 0).whole
         store.log(0, (7, 0))
+        assert not stream.standing(view, 0).whole, "its stream was accepted: all may be yet to come"
+        store.writer.publish(0, 0, 0)
+        store.writer.commit()
         assert stream.standing(view, 0).whole
         store.put(b"a", b"v", 1, publish=False)
         assert not stream.standing(view, 0).whole

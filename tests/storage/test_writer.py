@@ -771,3 +771,49 @@ def test_a_file_that_has_outgrown_its_map_is_opened_and_grows_on(path: str, monk
     assert writer.figures()["map_bytes"] == 4 << 20
     publish(writer, 0, [(keys_of(0, 1)[0], b"1", 1)])
     writer.close()
+
+
+def test_that_the_source_has_nothing_is_known_only_once_it_was_said(path: str) -> None:
+    """A stream that was accepted may bring everything yet: its log alone must not make an absent document of it."""
+    writer = open_writer(path)
+    writer.save_failover_log(0, log(77))
+    writer.commit()
+    assert writer.state(0).failover_log == log(77)
+    with open_view(path) as view:
+        assert not view.state(0).is_whole
+        writer.publish(0, 0, 0)
+        writer.commit()
+        assert view.state(0).is_whole
+        assert view.boundaries(0) == []
+        writer.save_failover_log(0, log(78))
+        writer.commit()
+        assert view.state(0).is_whole
+    crash(writer)
+    writer = open_writer(path)
+    assert writer.state(0).is_whole
+    assert writer.state(0).failover_log == log(78)
+    (key,) = keys_of(0, 1)
+    writer.stage(0, [row(writer.row_prefix(0), key, b"1", 3)], 0, span(3, 9))
+    writer.commit(flush_open=True)
+    assert not writer.state(0).is_whole
+    assert writer.state(0).failover_log == log(78)
+    writer.abandon(0)
+    assert not writer.state(0).is_whole
+    writer.close()
+
+
+def test_rows_of_the_first_snapshot_bring_its_log_along(path: str) -> None:
+    writer = open_writer(path)
+    (key,) = keys_of(0, 1)
+    writer.save_failover_log(0, log(77))
+    writer.stage(0, [row(writer.row_prefix(0), key, b"1", 3)], 0, span(3, 9))
+    writer.commit()
+    with open_view(path) as view:
+        assert view.state(0).failover_log == ()
+        writer.commit(flush_open=True)
+        assert view.state(0).failover_log == log(77)
+        assert not view.state(0).is_whole
+        writer.publish(0, 9, 3)
+        writer.commit()
+        assert view.state(0).is_whole
+    writer.close()
