@@ -27,6 +27,10 @@ WAITING_BYTES_MAX = 8 * 1024 * 1024
 """Commands queued to a child that takes none: it is stuck, and its heartbeat will say so; queue no more."""
 
 
+class Refused(SupervisionError):
+    """A worker that lives said no."""
+
+
 @dataclass(frozen=True, slots=True)
 class Heard:
     """A child said something."""
@@ -110,7 +114,7 @@ class Child:
             self._process.send_signal(signal.SIGKILL)
 
     async def request(self, command: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Ask it something. Raises SupervisionError when it dies, is stuck, or says no."""
+        """Ask it something. Raises SupervisionError when it dies or is stuck, Refused when it says no."""
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"worker {self.slot} takes no commands")
         self._asked += 1
@@ -132,7 +136,7 @@ class Child:
         if waiting is None or waiting.done():
             return
         if "error" in message:
-            waiting.set_exception(SupervisionError(str(message["error"])))
+            waiting.set_exception(Refused(str(message["error"])))
         else:
             waiting.set_result(message.get("value") or {})
 

@@ -25,7 +25,7 @@ from mirror.feed.consumer import judge_streams
 from mirror.ingest.selection import Selection
 from mirror.supervise.backoff import failures_after, restart_delay_ms
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, START, STOP
-from mirror.supervise.children import Child, Gone, Heard, server_command, spawn, worker_command
+from mirror.supervise.children import Child, Gone, Heard, Refused, server_command, spawn, worker_command
 from mirror.supervise.control import ControlServer
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
@@ -730,14 +730,14 @@ class Supervisor:
         asked = {position[0] for _, order in orders for position in order["positions"]}
         if not renewed and len(asked) < len(record.positions):
             raise SupervisionError("not all workers run", hint="try again in a second", retryable=True)
-        try:
-            await asyncio.gather(*(child.request(order, OWNER_TIMEOUT_S) for child, order in orders))
-        except SupervisionError:
-            if not renewed:  # a worker that died meanwhile hears of a renewed one when it is back
-                await self._tell_release(record)
-                book.strike(record.id)  # nor is what it held before under that id
-                raise
-        book.enter(record)
+        told = (child.request(order, OWNER_TIMEOUT_S) for child, order in orders)
+        failures = [each for each in await asyncio.gather(*told, return_exceptions=True) if isinstance(each, Exception)]
+        failures.sort(key=lambda each: not isinstance(each, Refused))
+        if failures and (not renewed or isinstance(failures[0], Refused)):
+            await self._tell_release(record)
+            book.strike(record.id)  # nor is what it held before under that id
+            raise failures[0]
+        book.enter(record)  # a worker that died meanwhile hears of a renewed one when it is back
         return {"id": record.id, "until_ms": record.until_ms}
 
     async def _release(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from mirror.supervise import logs
 from mirror.supervise.channel import Message
 from mirror.supervise.supervisor import Source, Supervisor
 from mirror.supervise.worker import Work, main
+from storage.errors import NoSuchBoundary
 
 SOURCE = Source("c1", "demo", "b1", 8)
 
@@ -78,6 +79,8 @@ class ScriptedWork:
         }
 
     async def request(self, command: dict[str, Any]) -> dict[str, Any]:
+        if command["op"] == "lease" and self.script == "forgetful":
+            raise NoSuchBoundary("1:5 is not kept")
         return {"heard": command}
 
 

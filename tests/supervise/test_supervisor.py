@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mirror.client import SOCKET_NAME, socket_address
+from mirror.client import SOCKET_NAME, ServiceSaidNo, socket_address
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import (
@@ -29,6 +29,7 @@ from mirror.errors import (
     MirrorError,
     SupervisionError,
 )
+from mirror.lease import Lease
 from mirror.supervise.supervisor import Source, Supervisor, exit_words
 from storage import directory
 from storage.model import Identity
@@ -335,6 +336,42 @@ async def test_a_mirror_of_the_whole_bucket_refuses_to_become_one_of_a_part(tmp_
     directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
     with pytest.raises(ConfigError, match="mirrors the whole bucket, not scope inventory"):
         await supervisor(tmp_path, settings=settings_for(tmp_path, scope="inventory")).run()
+
+
+async def test_a_lease_outlives_the_death_of_a_worker_and_ends_when_one_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path, worker_heartbeat_timeout_s=1.5)
+    async with serving(supervisor(tmp_path, settings=settings)) as service:
+
+        def is_another(victim: int) -> bool:
+            return running(service)() and victim not in pids(service)
+
+        await eventually(running(service))
+        positions = {0: (1, 5), 1: (1, 5)}
+        held = [[vbid, *position] for vbid, position in positions.items()]
+        with pytest.raises(ServiceSaidNo, match="lease of 0"):
+            await asyncio.to_thread(Lease, tmp_path, positions, name="job", seconds=0)
+        lease = await asyncio.to_thread(Lease, tmp_path, positions, name="job", seconds=3)
+        renewal = {"op": "lease", "id": lease.id, "name": "job", "seconds": 30, "positions": held}
+        victim = pids(service)[0]
+        os.kill(victim, signal.SIGSTOP)
+        assert (await ask(tmp_path, renewal))["ok"], "asked while it stood still, and answered once it was dead"
+        assert (await ask(tmp_path, renewal))["ok"], "it is not there, or still starting"
+        await eventually(lambda: is_another(victim))
+        assert (await ask(tmp_path, renewal))["ok"]
+        assert lease.lost is None
+        monkeypatch.setenv("SCRIPT", "forgetful")
+        victim = pids(service)[1]
+        os.kill(victim, signal.SIGKILL)
+        await eventually(lambda: is_another(victim))
+        await eventually(lambda: lease.lost)
+        assert isinstance(lease.lost, ServiceSaidNo)
+        assert "1:5 is not kept" in str(lease.lost)
+        assert service.status_document()["leases"] == []
+        refused = await ask(tmp_path, renewal)
+        assert (refused["ok"], refused["retryable"]) == (False, False)
+        await asyncio.to_thread(lease.release)
 
 
 async def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
