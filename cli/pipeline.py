@@ -25,6 +25,7 @@ import typer
 from cli import exits, options, output, render
 from cli.get import as_of_from
 from mirror.errors import ConfigError, ExitCode
+from mirror.feed.comparison import not_said
 from storage.keys import split_key
 
 if TYPE_CHECKING:
@@ -383,7 +384,8 @@ def compared_object(done: Compared) -> dict[str, Any]:
         ]
         rows.append(row)
     equal = not done.different and not done.unfinished
-    return {"equal": equal, "elapsed_s": round(done.elapsed_s, 3), "vbuckets": rows}
+    sums = {name: sum(row[name] for row in rows) for name in ("behind_seqnos", "not_compared")}
+    return {"equal": equal, "elapsed_s": round(done.elapsed_s, 3), **sums, "vbuckets": rows}
 
 
 def compared_lines(done: Compared) -> Iterator[str]:
@@ -400,7 +402,8 @@ def compared_lines(done: Compared) -> Iterator[str]:
     states = Counter(each.state for each in done.vbuckets)
     documents = sum(each.documents for each in done.vbuckets)
     said = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    yield f"{len(done.vbuckets)} vbuckets ({said}), {documents:,} documents, {render.duration(done.elapsed_s)}"
+    more = f"; {unsaid}" if (unsaid := not_said(done.vbuckets)) else ""
+    yield f"{len(done.vbuckets)} vbuckets ({said}), {documents:,} documents, {render.duration(done.elapsed_s)}{more}"
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from cli.exits import Ended
 from mirror import client
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ConfigError, ExitCode
-from mirror.feed.comparison import Difference, VbucketResult
+from mirror.feed.comparison import Difference, VbucketResult, not_said
 from mirror.feed.reader import SourceReader
 from mirror.feed.repair import refill
 from mirror.feed.verify import WAIT_S
@@ -42,6 +42,7 @@ COUNTED = (
     "purged_there",
     "moved",
     "not_compared",
+    "behind_seqnos",
 )
 REPAIRED = ("different", "unreadable")
 """States that fetching anew mends; the others mend themselves once the service streams."""
@@ -249,7 +250,7 @@ def say(facts: dict[str, Any], results: list[VbucketResult], limit: int) -> None
     if facts["repaired"]:
         typer.echo(f"fetched anew: {len(facts['repaired'])} vbuckets")
     verdict = "equal" if facts["ok"] else f"NOT equal: {sums['vbuckets'] - sums['states'].get('equal', 0)} vbuckets"
-    more = f", {sums['not_compared']:,} keys changed meanwhile and were not compared" if sums["not_compared"] else ""
+    more = f", {unsaid}" if (unsaid := not_said(results)) else ""
     typer.echo(
         f"{facts['data']}: {verdict} ({sums['vbuckets']} vbuckets, {sums['documents']:,} documents and "
         f"{sums['tombstones']:,} tombstones compared in {render.duration(facts['elapsed_s'])}{more})"

@@ -111,6 +111,8 @@ class VbucketResult:
     """Keys that changed while they were compared, and were compared again."""
     not_compared: int = 0
     """Keys that kept changing, or that the source changed after what the mirror holds."""
+    behind_seqnos: int = 0
+    """How far what was read of the source lies above what the mirror had published: of that nothing is said."""
     differences: list[Difference] = field(default_factory=list)
     """The first of them."""
 
@@ -150,6 +152,17 @@ class VbucketResult:
             if there is not None:
                 self.source_tombstones += there.deleted
                 self.source_documents += not there.deleted
+
+
+def not_said(results: Iterable[VbucketResult]) -> str:
+    """What a verdict does not speak of, in words; empty: it speaks of all that was read of the source."""
+    found = list(results)
+    seqnos, keys_left = sum(each.behind_seqnos for each in found), sum(each.not_compared for each in found)
+    parts = [
+        f"compared up to what the mirror has published: the source is {seqnos:,} seqnos ahead" if seqnos else "",
+        f"{keys_left:,} keys changed meanwhile and were not compared" if keys_left else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, source: Side) -> Verdict:

@@ -219,6 +219,7 @@ class Verifier:
         )
         with lease.hold(self._path, {vbid: (int(pin.branch), int(pin.seqno))}, name="verify"):
             moved = compare(result, self._fingerprints(pin, mirror), there, mirror, source, remember=self._service)
+        result.behind_seqnos = max(0, source.seqno - mirror.seqno)
         vbucket.result = result
         vbucket.here = Position(self._vbuuid_at(vbid, mirror.seqno), mirror.seqno)
         return moved
@@ -302,6 +303,8 @@ class Verifier:
                 else:
                     result.count(verdict, here, seen)
             vbucket.moved = left
+            if mirror.seqno >= result.source_seqno:
+                result.behind_seqnos = 0
             vbucket.here = Position(self._vbuuid_at(result.vbid, mirror.seqno), mirror.seqno)
         except ViewInvalidated:
             vbucket.again, vbucket.moved = True, {}

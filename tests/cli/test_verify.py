@@ -8,12 +8,14 @@ from pathlib import Path
 import lmdb
 import pytest
 
+import cli
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage import directory, keys
 from tests.cli.conftest import call
 
 ALTERED = 3
+JSON_MD = Path(cli.__file__).with_name("JSON.md")
 
 
 @pytest.fixture
@@ -44,6 +46,31 @@ def test_a_mirror_equals_its_source(source: SandboxThread, mirrored: Path) -> No
     plain = call("verify", "--data", mirrored, "--source", source.connection_string, "--vbid", "3")
     assert plain.code == 0
     assert "equal (1 vbuckets" in plain.out
+
+
+def test_a_source_that_went_on_is_compared_as_far_as_the_mirror_is_and_that_is_said(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with SandboxThread(SandboxCluster(vbuckets=4, seed=6)) as thread:
+        flags = ["--data", data, "--source", thread.connection_string]
+        for number in range(20):
+            thread.call(thread.cluster.set, f"old-{number}", {})
+        assert call("run", *flags, "--until-caught-up").code == 0
+        for number in (0, 0, *range(20, 50)):
+            thread.call(thread.cluster.set, f"old-{number}", {"new": number})
+        found = call("verify", *flags, "--json").json
+        plain = call("verify", *flags)
+        compared = call("pipeline", "compare", *flags, "--json").json
+        table = call("pipeline", "compare", *flags)
+        promised = JSON_MD.read_text()
+    said = "compared up to what the mirror has published: the source is 32 seqnos ahead"
+    said += ", 31 keys changed meanwhile and were not compared"
+    assert (plain.code, said in plain.out) == (0, True), plain.out
+    assert (table.code, said in table.out) == (0, True), table.out
+    for sums in (found["totals"], compared):
+        assert (sums["behind_seqnos"], sums["not_compared"]) == (32, 31)
+    for rows in (found["vbuckets"], compared["vbuckets"]):
+        assert all(row["behind_seqnos"] == row["source_seqno"] - row["published_seqno"] for row in rows)
+        assert [name for name in rows[0] if f"`{name}`" not in promised] == []
 
 
 def test_an_altered_row_is_named_and_mended(source: SandboxThread, altered: Path) -> None:
@@ -102,6 +129,7 @@ def test_a_mirror_of_one_collection_is_compared_with_that_alone(tmp_path: Path) 
         assert result.code == 0, result.err
         result = call("verify", *flags, "--json")
         assert (result.code, result.json["totals"]["documents"]) == (0, 60), result.out
+        assert result.json["totals"]["behind_seqnos"] == 0
         thread.call(bucket.delete, "orders-7", collection="shop.orders")
         thread.call(bucket.set, "items-99", {}, collection="shop.items")
         result = call("verify", *flags, "--json")

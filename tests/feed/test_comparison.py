@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from mirror.feed import comparison
-from mirror.feed.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge, pairs
+from mirror.feed.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge, not_said, pairs
 from storage.digest import Fingerprint
 from storage.model import Collection, Manifest, ManifestUid, Seqno
 
@@ -146,6 +146,15 @@ def test_only_the_first_differences_are_named_and_all_are_counted(monkeypatch: p
     compare(result, [version(f"key-{number}", number + 1) for number in range(5)], [], side(9), side(9))
     assert (result.missing_there, len(result.differences), result.state) == (5, 2, "different")
     assert (result.documents, result.source_documents) == (5, 0)
+
+
+def test_what_a_verdict_does_not_speak_of_is_said() -> None:
+    assert not_said([VbucketResult(0), VbucketResult(1)]) == ""
+    found = [VbucketResult(0, behind_seqnos=1000, not_compared=4), VbucketResult(1, behind_seqnos=2)]
+    assert not_said(found) == (
+        "compared up to what the mirror has published: the source is 1,002 seqnos ahead, "
+        "4 keys changed meanwhile and were not compared"
+    )
 
 
 def test_what_only_the_mirror_holds_is_excused_where_the_source_may_have_forgotten_its_deletion() -> None:

@@ -122,7 +122,7 @@ async def test_what_the_source_changed_since_is_not_compared_and_the_rest_is(
     cluster.delete("doc-99")
     results = await verified(mirror, cluster, service=False)
     assert states(results) == ["equal"] * VBUCKETS
-    assert sum(result.not_compared for result in results) == 41
+    assert sum(result.not_compared for result in results) == sum(result.behind_seqnos for result in results) == 41
     assert sum(result.documents for result in results) == 200 - 31
     assert "no service runs" in results[0].text
 
@@ -132,6 +132,7 @@ async def test_a_mirror_of_nothing_yet_is_behind(cluster: SandboxCluster, tmp_pa
     write(cluster, 50)
     results = await verified(mirror, cluster, service=False)
     assert states(results) == ["behind"] * VBUCKETS
+    assert all(result.behind_seqnos == result.source_seqno > 0 for result in results)
     assert not any(result.equal for result in results)
 
 
@@ -165,6 +166,7 @@ async def test_a_mirror_under_load_is_equal(cluster: SandboxCluster, tmp_path: P
         await mirror.stop()
     assert states(results) == ["equal"] * VBUCKETS, [(each.state, each.text, each.differences) for each in results]
     assert sum(result.documents for result in results) > 0
+    assert not any(result.behind_seqnos for result in results), "a running mirror is waited for"
 
 
 async def test_a_failover_in_between_is_followed(cluster: SandboxCluster, tmp_path: Path) -> None:
