@@ -71,8 +71,12 @@ class Store:
         self.writer.commit()
 
     def logs(self, vbuuid: int = 77) -> None:
-        for vbid in range(self.identity.vbucket_count):
+        """Every stream is accepted, and the source has nothing that is not staged already."""
+        for vbid in self.identity.vbids:
             self.log(vbid, (vbuuid, 0))
+            if not self.writer.state(vbid).staged_seqno:
+                self.writer.publish(vbid, 0, 0)
+        self.writer.commit()
 
     def put(
         self,

@@ -251,8 +251,7 @@ async def test_a_seqno_that_no_row_carries_is_told(store: Store, endpoint: DcpEn
 
 async def test_vbuckets_that_another_mirror_holds_are_not_here(tmp_path: Path) -> None:
     store = Store(tmp_path, vbuckets=4, held=(2, 3))
-    store.log(2, (UUID, 0))
-    store.log(3, (UUID, 0))
+    store.logs(UUID)
     async with serving_dcp(store.path) as endpoint:
         client = await endpoint.client()
         assert (await client.stream(3)).status == 0

@@ -67,6 +67,12 @@ async def test_before_the_first_stream_is_accepted_nothing_is_absent(store: Stor
         await temporary(collection)
 
 
+async def test_while_an_accepted_stream_has_brought_nothing_nothing_is_absent(store: Store) -> None:
+    store.log(0, (77, 0))
+    async with reading(store) as collection:
+        await temporary(collection)
+
+
 async def test_while_the_first_backfill_comes_in_nothing_is_absent(store: Store) -> None:
     store.logs()
     write(store, 1, 5, publish=False)
