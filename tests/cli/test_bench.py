@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import cli
+
+BENCHES_MD = (
+    Path(cli.__file__).with_name("JSON.md").read_text().partition("## `bench ... --json`\n")[2].partition("\n## ")[0]
+)
+FEW = ["--documents", "1000"]
+
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -68,4 +75,38 @@ def test_rollback_prints_its_figures_and_leaves_nothing_behind(tmp_path: Path) -
     figures = shape["rounds"][0]
     assert figures["retracted_rows"] == 2000
     assert {"rollback_ms", "step_ms_max", "removed_rows_per_s", "documents_per_s", "reads_per_s"} <= set(figures)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "few"),
+    [
+        ("ingest", [*FEW, "--vbuckets", "4"]),
+        ("start", ["--vbuckets", "8", "--nodes", "2", "--workers", "1"]),
+        ("get", [*FEW, "--reads", "1000", "--vbuckets", "4"]),
+        ("rollback", ["--rows", "1000"]),
+        ("http", [*FEW, "--requests", "100", "--connections", "2"]),
+        ("kv", [*FEW, "--reads", "1000", "--vbuckets", "4"]),
+    ],
+)
+def test_every_field_that_is_printed_is_promised(name: str, few: list[str], tmp_path: Path) -> None:
+    result = bench(name, *few, "--rounds", "1", "--json", "--folder", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    shape = json.loads(result.stdout)
+    assert shape["bench"] == name
+    common, *each = BENCHES_MD.split("\n- ")
+    (own,) = [text for text in each if text.startswith(f"`{name}`:")]
+    assert [field for field in {**shape, **shape["rounds"][0]} if f"`{field}`" not in common + own] == []
+
+
+def test_start_times_a_start_that_makes_the_mirror_and_one_that_goes_on(tmp_path: Path) -> None:
+    flags = ["--vbuckets", "8", "--nodes", "2", "--workers", "2", "--rounds", "2", "--folder", str(tmp_path)]
+    result = bench("start", *flags)
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert first.startswith("a new mirror: ")
+    assert second.startswith("again: ")
+    memory = [float(each) for each in second.partition("workers: ")[2].split(", ")]
+    assert len(memory) == 2
+    assert min(memory) > 1
     assert list(tmp_path.iterdir()) == []

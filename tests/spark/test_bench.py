@@ -10,6 +10,7 @@ from pyspark.sql import SparkSession
 from pyspark.testing import assertDataFrameEqual
 from typer.testing import CliRunner
 
+import cli
 from cli.bench import app, bar_lines
 from mirror.spark import bench
 from storage.check import check
@@ -58,4 +59,7 @@ def test_it_prints_seconds_and_bars(spark: SparkSession, tmp_path: Path, monkeyp
     assert [each["at_most"] for each in shape["bars"]] == [3.0, 0.6, 1.3, None, None, None]
     assert all(each["ratio_min"] == each["ratio_max"] > 0 for each in shape["bars"])
     assert list(tmp_path.iterdir()) == []
+    promised = Path(cli.__file__).with_name("JSON.md").read_text().partition("\n- `spark`:")[2].partition("\n## ")[0]
+    fields = [name for name in shape if name not in ("bench", "rounds")]
+    assert [name for name in [*fields, *shape["rounds"][0], *shape["bars"][0]] if f"`{name}`" not in promised] == []
     assert spark.range(3).count() == 3  # a session that was there goes on
