@@ -9,8 +9,11 @@ first worker is forked, but the memory allocator's own, which knows about forks.
 from __future__ import annotations
 
 import gc
+import os
 import sys
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 from pyspark import daemon
 
@@ -21,9 +24,23 @@ def main() -> None:
     """Import, freeze, serve."""
     for name in (*READERS, *(each for each in sys.argv[1:2] if each.startswith("pyspark."))):
         import_module(name)
+    daemon.worker = partial(work, daemon.worker)
     gc.collect()
     gc.freeze()
     daemon.manager()
+
+
+def work(worker: Any, sock: Any, authenticated: bool) -> int:
+    """PySpark's worker, ending as it does where Spark has stopped listening (a `limit` that is full), without a trace.
+
+    What fails in a task is told to Spark by the worker itself; a broken pipe behind another error is not left out.
+    """
+    try:
+        return int(worker(sock, authenticated))
+    except BrokenPipeError as error:
+        if error.__context__ is not None:
+            raise
+        os._exit(1)
 
 
 if __name__ == "__main__":
