@@ -161,12 +161,12 @@ async def test_a_snapshot_of_durable_writes_takes_no_more_memory_than_one_of_row
     consumer = mirror.start(cluster.connection_string)
     await follow(mirror, cluster)
     vbucket = cluster.vbucket(0)
-    cluster.faults.stop_mid_snapshot(400)
+    cluster.faults.stop_mid_snapshot(200)  # a piece is a message or two
     mark = vbucket.begin_group()
     for number in range(300):
         durable(cluster, f"one-{number}", {"pad": "y" * 2_000}, 0)
     vbucket.end_group(mark)
-    await mirror.until(lambda: mirror.row(0)["staged_seqno"] > 300, "most of the snapshot")
+    await mirror.until(lambda: mirror.row(0)["staged_seqno"] >= 190, "a good part of the snapshot")
     assert mirror.row(0)["published_seqno"] == 0
     assert all(group["pending_bytes"] < 2 * 64 * 1024 for group in consumer.status()["groups"])
     cluster.faults.clear()
