@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from storage import branches, directory
+from storage import branches
 from storage.model import Boundary, Branch, FailoverEntry, Seqno, SnapshotRange, Vbuuid
 from storage.view import open_view
 from storage.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of, log, row
+from tests.storage.model import keys_of, log, row
 from tests.storage.test_writer import crash, open_writer, publish
 
 KEY = keys_of(0, 1)[0]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    directory.create(str(tmp_path / "mirror"), IDENTITY)
-    return str(tmp_path / "mirror")
 
 
 def entries(*pairs: tuple[int, int]) -> tuple[FailoverEntry, ...]:

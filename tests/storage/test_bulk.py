@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 import pytest
 
-from storage import bulk, directory, records
+from storage import bulk, records
 from storage.bulk import EVERY_KEY, KeyRange
 from storage.errors import ViewInvalidated
 from storage.model import Branch, Collection, Document, Seqno, Vbid
 from storage.purge import Window
-from storage.view import Pin, View, open_view
+from storage.view import Pin, View
 from storage.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.model import keys_of
 from tests.storage.test_view import commit, put, system_event
-from tests.storage.test_writer import Clock, open_writer, publish
+from tests.storage.test_writer import Clock, publish
 
 NAMES = keys_of(0, 40)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    directory.create(str(tmp_path / "mirror"), IDENTITY)
-    return str(tmp_path / "mirror")
-
-
-@pytest.fixture
-def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
-    opened = open_writer(path, clock=clock)
-    opened.save_failover_log(0, log())
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def view(path: str, writer: GroupWriter) -> Iterator[View]:
-    with open_view(path) as opened:
-        yield opened
 
 
 def documents(view: View, pin: Pin, wanted: KeyRange = EVERY_KEY, rows_max: int = 7) -> list[Document]:

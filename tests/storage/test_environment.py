@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import lmdb
 import pytest
@@ -17,14 +16,8 @@ from storage.check import check
 from storage.environment import SHARED, Environment, storage_error
 from storage.errors import Closed, CorruptedError, Full, Locked, ReadOnly, StorageError
 from storage.view import open_view
-from tests.storage.model import IDENTITY, keys_of
+from tests.storage.model import keys_of
 from tests.storage.test_writer import open_writer, publish
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    directory.create(str(tmp_path / "mirror"), IDENTITY)
-    return str(tmp_path / "mirror")
 
 
 @pytest.mark.parametrize(

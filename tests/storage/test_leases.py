@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from storage import directory
 from storage import leases as leases_module
-from storage.check import check
 from storage.errors import NoSuchBoundary, StorageError, ViewInvalidated
 from storage.leases import Leases
 from storage.model import Branch, Seqno, Vbid
 from storage.purge import Window
-from storage.view import Token, View, open_view
+from storage.view import Token, View
 from storage.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of, log, span
-from tests.storage.test_writer import Clock, open_writer, publish, row
+from tests.storage.model import keys_of, log, span
+from tests.storage.test_writer import Clock, publish, row
 
 A, B, C = keys_of(0, 3)
 HOUR_MS = 3_600_000
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    directory.create(str(tmp_path / "mirror"), IDENTITY)
-    return str(tmp_path / "mirror")
-
-
-@pytest.fixture
-def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
-    opened = open_writer(path, clock=clock)
-    opened.save_failover_log(0, log())
-    yield opened
-    opened.close()
-    assert check(path).problems == []
-
-
-@pytest.fixture
-def view(path: str, writer: GroupWriter) -> Iterator[View]:
-    with open_view(path) as opened:
-        yield opened
 
 
 def purge(writer: GroupWriter, window: Window) -> None:

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
-from storage import directory, positions
+from storage import positions
 from storage.model import Collection, Seqno
 from storage.purge import Window
-from storage.view import View, open_view
+from storage.view import View
 from storage.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.model import keys_of
 from tests.storage.test_view import commit, put, system_event
-from tests.storage.test_writer import Clock, open_writer, publish
+from tests.storage.test_writer import Clock, publish
 
 A, B, C = keys_of(0, 3)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    directory.create(str(tmp_path / "mirror"), IDENTITY)
-    return str(tmp_path / "mirror")
-
-
-@pytest.fixture
-def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
-    opened = open_writer(path, clock=clock)
-    opened.save_failover_log(0, log())
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def view(path: str, writer: GroupWriter) -> Iterator[View]:
-    with open_view(path) as opened:
-        yield opened
 
 
 def fill(writer: GroupWriter, first_seqno: int, *lengths: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 import storage.prepares
-from storage import directory, keys, records
+from storage import keys, records
 from storage.check import check
 from storage.errors import CorruptedError, SeqnoOrder
 from storage.model import Collection, Kind, Manifest, Seqno, Vbid
 from storage.prepares import check_frame, committed_row, key_of, rows
 from storage.view import open_view
 from storage.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of, log, row, span
+from tests.storage.model import keys_of, log, row, span
 from tests.storage.test_writer import KEYS, VBIDS, Store, crash, open_writer, small_limits, system_event_frame
 
 __all__ = ["small_limits"]
@@ -159,12 +158,6 @@ def test_open_prepares_follow_every_commit_rollback_and_crash() -> None:
 @pytest.mark.timeout(3600)
 def test_open_prepares_follow_every_commit_rollback_and_crash_of_many() -> None:
     run_state_machine_as_test(StoreWithPrepares, settings=settings(LIMITS, max_examples=3000, stateful_step_count=60))
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    directory.create(str(tmp_path / "mirror"), IDENTITY)
-    return str(tmp_path / "mirror")
 
 
 @pytest.fixture

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from storage import directory, records
+from storage import records
 from storage.errors import AnswerTooLarge, NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Branch, Collection, Manifest, ManifestUid, Seqno, Vbid
 from storage.purge import Window
-from storage.view import CHUNK_BYTES, Pin, Time, Token, View, open_view
+from storage.view import CHUNK_BYTES, Pin, Time, Token, View
 from storage.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of, log, span
-from tests.storage.test_writer import Clock, open_writer, publish
+from tests.storage.model import keys_of, span
+from tests.storage.test_writer import Clock, publish
 
 A, B, C, D = keys_of(0, 4)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    directory.create(str(tmp_path / "mirror"), IDENTITY)
-    return str(tmp_path / "mirror")
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
-    opened = open_writer(path, clock=clock)
-    opened.save_failover_log(0, log())
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def view(path: str, writer: GroupWriter) -> Iterator[View]:
-    with open_view(path) as opened:
-        yield opened
 
 
 def put(writer: GroupWriter, key: bytes, seqno: int, value: bytes = b"v", cid: int = 0, expiry: int = 0) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from mirror import MutationToken, open_view
-from storage import directory
+from mirror import MutationToken
 from storage.errors import NotPublished, StorageError, WriteLost
 from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
 from storage.view import View
 from storage.wait import POLL_MAX_S, POLL_MIN_S, Standing, next_delay_s, standing, wait_for
 from storage.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of
+from tests.storage.model import keys_of
 from tests.storage.test_writer import open_writer, publish
 
 A = keys_of(0, 1)[0]
@@ -31,12 +29,6 @@ def token(vbuuid: int, seqno: int, vbid: int = 0) -> MutationToken:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
-    directory.create(str(tmp_path / "mirror"), IDENTITY)
-    return str(tmp_path / "mirror")
-
-
-@pytest.fixture
 def writer(path: str) -> Iterator[GroupWriter]:
     opened = open_writer(path)
     opened.save_failover_log(0, log_of((OLD, 0)))
@@ -44,12 +36,6 @@ def writer(path: str) -> Iterator[GroupWriter]:
         publish(opened, 0, [(A, b"%d" % seqno, seqno)])
     yield opened
     opened.close()
-
-
-@pytest.fixture
-def view(path: str, writer: GroupWriter) -> Iterator[View]:
-    with open_view(path) as opened:
-        yield opened
 
 
 def test_a_write_is_waited_for_until_it_is_published(view: View, writer: GroupWriter) -> None:

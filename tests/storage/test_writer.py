@@ -378,12 +378,6 @@ def test_every_view_equals_the_model_after_every_step_of_many() -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
-    directory.create(str(tmp_path / "mirror"), IDENTITY)
-    return str(tmp_path / "mirror")
-
-
-@pytest.fixture
 def writer(path: str) -> Iterator[GroupWriter]:
     opened = open_writer(path)
     yield opened

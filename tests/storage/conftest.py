@@ -1,0 +1,42 @@
+"""A mirror of one bucket, its writer for group 0, and a reader: what most tests of the store begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import directory
+from storage.check import check
+from storage.view import View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, log
+from tests.storage.test_writer import Clock, open_writer
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    directory.create(str(tmp_path / "mirror"), IDENTITY)
+    return str(tmp_path / "mirror")
+
+
+@pytest.fixture
+def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
+    """What a test leaves behind must be sound."""
+    opened = open_writer(path, clock=clock)
+    opened.save_failover_log(0, log())
+    yield opened
+    opened.close()
+    assert check(path).problems == []
+
+
+@pytest.fixture
+def view(path: str, writer: GroupWriter) -> Iterator[View]:
+    with open_view(path) as opened:
+        yield opened
