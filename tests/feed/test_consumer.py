@@ -338,7 +338,9 @@ async def test_changed_password_needs_no_restart(cluster: SandboxCluster, tmp_pa
     mirror.password_file.write_text("rotated\n")
     write(cluster, 20, "after")
     await follow(mirror, cluster)
+    assert consumer.status()["counters"]["requested_again_bytes"] == 0
     await mirror.stop()
+    assert_equal(mirror, cluster)
 
 
 async def test_missing_password_and_missing_user_are_exit_2(
@@ -395,6 +397,7 @@ async def test_first_host_that_answers_is_enough(cluster: SandboxCluster, tmp_pa
     mirror.start(cluster.connection_string.replace("@", "@127.0.0.1:1,"))
     await follow(mirror, cluster)
     await mirror.stop()
+    assert_equal(mirror, cluster)
 
 
 async def test_another_bucket_is_exit_3_and_the_data_stays(cluster: SandboxCluster, tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ async def test_vbuckets_are_whole_again_on_branches_of_their_own(cluster: Sandbo
 
 async def test_nothing_to_do_asks_nobody(tmp_path: Path, cluster: SandboxCluster) -> None:
     mirror = await filled(cluster, tmp_path)
-    refill_now(mirror.path, "couchbase://demo@127.0.0.1:1/demo", mirror.settings, [])
+    with open_view(mirror.path) as view:
+        before = view.published()
+        refill_now(mirror.path, "couchbase://demo@127.0.0.1:1/demo", mirror.settings, [])  # nobody is there to be asked
+        assert view.published() == before
 
 
 async def test_a_group_that_somebody_owns_is_left_alone(cluster: SandboxCluster, tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def test_server_agrees_with_an_independent_client(mechanism: str) -> None:
     client = scramp.ScramClient([SCRAMP_NAMES[mechanism]], "demo", "demo")
     server = ScramServer(mechanism, PASSWORDS.get)
     client.set_server_first(server.challenge(client.get_client_first().encode()).decode())
-    client.set_server_final(server.outcome(client.get_client_final().encode()).decode())
+    client.set_server_final(server.outcome(client.get_client_final().encode()).decode())  # raises on a wrong proof
+    assert server.username == "demo"
 
 
 def test_recorded_exchange_of_an_sdk_with_a_real_server_is_reproduced(captures: Path) -> None:

@@ -100,6 +100,9 @@ async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
             for connection in cluster.faults.connections(node=1):
                 connection.link.send(notice)
             await mirror.until(lambda rev=rev: consumer.status()["map"]["rev"] == rev, "the announced map")
+        cluster.set("after", {}, vbid=0)
+        await follow(mirror, cluster)
+        assert consumer.status()["counters"]["requested_again_bytes"] == 0
         await mirror.stop()
 
 

@@ -92,6 +92,7 @@ async def test_a_node_that_takes_connections_and_streams_nothing_is_said_and_tri
     await mirror.until(lambda: "does not stream" in (consumer.status()["nodes"][0]["error"] or ""), "said")
     cluster.bucket.stream_faults.clear()
     await follow(mirror, cluster)
+    assert {row["state"] for row in consumer.status()["vbuckets"]} == {"streaming"}
     await mirror.stop()
 
 

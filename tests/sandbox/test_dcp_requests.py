@@ -306,6 +306,8 @@ async def test_an_answer_to_nothing_ends_the_connection() -> None:
         client = await Client.dcp(cluster)
         client.send(Frame(0x81, int(Opcode.DCP_STREAM_REQ), opaque=5))
         await client.until_closed()
+        assert 5 not in client.answers
+        assert client.events == []
 
 
 async def test_more_bytes_acknowledged_than_sent_is_refused() -> None:

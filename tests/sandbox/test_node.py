@@ -30,6 +30,7 @@ async def test_frames_may_come_byte_by_byte() -> None:
             client.writer.write(bytes((byte,)))
             await client.writer.drain()
         await client.until(lambda: 9 in client.answers)
+        assert client.answers[9].status == 0
 
 
 async def test_garbage_ends_its_own_connection_only() -> None:
@@ -57,6 +58,7 @@ async def test_a_length_that_cannot_be_true_ends_the_connection_at_once() -> Non
         client = await Client.connect(cluster)
         client.writer.write(b"\x80\x00" + bytes(6) + b"\xff\xff\xff\xff" + bytes(12))
         await client.until_closed()
+        assert client.answers == {}
 
 
 async def test_before_login_only_login_is_answered() -> None:

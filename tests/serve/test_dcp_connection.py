@@ -126,6 +126,8 @@ async def test_a_client_that_takes_nothing_for_too_long_is_hung_up_on(store: Sto
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.send(STREAM)
         await until(lambda: endpoint.server.status()["dcp_dropped"] > 0)
+        await until(lambda: not endpoint.server.connections)
+        assert endpoint.server.status()["dcp_dropped"] == 1
         client.writer.transport.abort()
 
 
