@@ -25,10 +25,8 @@ from mirror.sandbox.item import (
     commit_frame,
 )
 from mirror.wire import leb128
-from mirror.wire.constants import DcpOpenFlag, Magic, SystemEventId
-from mirror.wire.frame import HEADER
-
-_FLEX = int(Magic.FLEX_REQUEST)
+from mirror.wire.constants import DcpOpenFlag, SystemEventId
+from mirror.wire.frame import HEADER, with_stream_id
 
 
 @dataclass(slots=True)
@@ -167,11 +165,3 @@ def _build(frame: bytes, kind: int, extras: bytes, key: bytes, value: bytes, dat
     return b"".join(
         (HEADER.pack(frame[0], kind, len(key), len(extras), datatype, vbid, length, 0, cas), extras, key, value)
     )
-
-
-def with_stream_id(frame: bytes, stream_id: int) -> bytes:
-    """The same message in flexible framing, with its stream's id."""
-    key_length = int.from_bytes(frame[2:4])
-    body_length = int.from_bytes(frame[8:12]) + 3
-    head = bytes((_FLEX, frame[1], 3, key_length)) + frame[4:8] + body_length.to_bytes(4) + frame[12:24]
-    return head + b"\x22" + stream_id.to_bytes(2) + frame[24:]

@@ -14,13 +14,14 @@ from enum import Enum
 from itertools import chain
 from random import Random
 
-from mirror.sandbox.encoder import ItemEncoder, with_stream_id
+from mirror.sandbox.encoder import ItemEncoder
 from mirror.sandbox.filter import StreamFilter
 from mirror.sandbox.item import ABORT, MUTATION, PREPARE, BetweenItem, Item
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, OsoFlag, SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import OsoSnapshot, SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
+from mirror.wire.frame import with_stream_id
 
 LIVE_SNAPSHOT_ITEMS = 5
 """Most changes in a live snapshot; on average about half as many, as recorded under load."""

@@ -17,7 +17,7 @@ from mirror.wire import codec_dcp, leb128
 from mirror.wire import frame as fr
 from mirror.wire.constants import DcpOpenFlag, Magic, Opcode
 from mirror.wire.events import CollectionModified, SystemEvent
-from mirror.wire.frame import HEADER
+from mirror.wire.frame import HEADER, with_stream_id
 from mirror.wire.system_events import decode_system_event, encode_system_event
 
 MUTATION = int(Opcode.DCP_MUTATION)
@@ -25,7 +25,6 @@ DELETION = int(Opcode.DCP_DELETION)
 EXPIRATION = int(Opcode.DCP_EXPIRATION)
 SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
 
-_FLEX = int(Magic.FLEX_REQUEST)
 _FLAT = 2
 """Version of a system event whose value is FlatBuffers."""
 _EVENT_VERSION_AT = 24 + 12
@@ -136,11 +135,3 @@ def _without_metadata(extras: bytes, value: bytes, where: slice) -> tuple[bytes,
     if length > len(value):
         raise ValueError(f"metadata of {length} bytes in {len(value)} bytes of value")
     return extras[: where.start] + _NO_METADATA + extras[where.stop :], value[:-length]
-
-
-def with_stream_id(message: bytes, stream_id: int) -> bytes:
-    """The same message in flexible framing, with its stream's id."""
-    key_length = int.from_bytes(message[2:4])
-    body_length = int.from_bytes(message[8:12]) + 3
-    head = bytes((_FLEX, message[1], 3, key_length)) + message[4:8] + body_length.to_bytes(4) + message[12:24]
-    return head + b"\x22" + stream_id.to_bytes(2) + message[24:]

@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from mirror.serve.dcp_controls import Negotiated
-from mirror.serve.dcp_encoder import MUTATION, RowEncoder, with_stream_id
+from mirror.serve.dcp_encoder import MUTATION, RowEncoder
 from mirror.serve.dcp_filter import StreamFilter
 from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.errors import ProtocolError
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
+from mirror.wire.frame import with_stream_id
 from storage import stream as store
 from storage.errors import StorageError
 from storage.stream import Left, Standing

@@ -25,6 +25,7 @@ __all__ = [
     "request",
     "response",
     "stream_id_framing",
+    "with_stream_id",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -48,7 +49,8 @@ _KIND = {
     int(Magic.FLEX_RESPONSE): _FLEX,
 }
 _RESPONSES = frozenset((int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE), int(Magic.SERVER_RESPONSE)))
-_FLEX_OF = {int(Magic.REQUEST): int(Magic.FLEX_REQUEST), int(Magic.RESPONSE): int(Magic.FLEX_RESPONSE)}
+_FLEX_REQUEST = int(Magic.FLEX_REQUEST)
+_FLEX_OF = {int(Magic.REQUEST): _FLEX_REQUEST, int(Magic.RESPONSE): int(Magic.FLEX_RESPONSE)}
 
 _ESCAPE = 15
 """A nibble of 15 in a frame info says: add the next byte."""
@@ -238,6 +240,14 @@ def stream_id_framing(stream_id: int | None) -> bytes:
     if not 0 <= stream_id <= 0xFFFF:
         raise LocalProtocolError(f"stream id {stream_id} is not 16 bits")
     return b"\x22" + stream_id.to_bytes(2)
+
+
+def with_stream_id(message: bytes, stream_id: int) -> bytes:
+    """The bytes of a plain request in flexible framing, with its stream's id: made for every message of a stream."""
+    key_length = int.from_bytes(message[2:4])
+    body_length = int.from_bytes(message[8:12]) + 3
+    head = bytes((_FLEX_REQUEST, message[1], 3, key_length)) + message[4:8] + body_length.to_bytes(4) + message[12:24]
+    return head + b"\x22" + stream_id.to_bytes(2) + message[24:]
 
 
 def request(

@@ -6,7 +6,7 @@ import pytest
 
 from mirror.document import values
 from mirror.sandbox import item as it
-from mirror.sandbox.encoder import ClientFeatures, ItemEncoder, with_stream_id
+from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
 from mirror.sandbox.item import CommitItem, EventItem, Item
 from mirror.sandbox.manifest import Change
 from mirror.wire import codec_dcp
@@ -109,5 +109,5 @@ def test_events_in_the_other_shape_and_with_a_stream_id() -> None:
     assert ItemEncoder(ClientFeatures(collections=True)).encode(item, from_disk=True) == frame
     flat = decoded(ItemEncoder(ClientFeatures(collections=True, flat_events=True)).encode(item, from_disk=True))
     assert flat == ev.SystemEvent(3, 5, 3, 2, b"s", change.flat_body())
-    with_id = fr.decode(with_stream_id(frame, 300))[0]
+    with_id = fr.decode(fr.with_stream_id(frame, 300))[0]
     assert (with_id.stream_id, with_id.key, with_id.value) == (300, b"s", change.body())

@@ -9,7 +9,7 @@ import cramjam
 import pytest
 
 from mirror.serve.dcp_controls import Negotiated
-from mirror.serve.dcp_encoder import RowEncoder, with_stream_id
+from mirror.serve.dcp_encoder import RowEncoder
 from mirror.serve.dcp_filter import StreamFilter
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev
@@ -170,7 +170,7 @@ def test_stream_ids_stand_in_the_framing() -> None:
     row = ev.Mutation(0, b"\0k", 5, 1, 9, value=b"v")
     framed = encoder(Negotiated(True, True, 0x5), StreamFilter(stream_id=5)).encode(codec_dcp.encode(row))
     assert codec_dcp.decode(fr.decode(framed)[0]) == replace(row, stream_id=5)
-    assert framed == with_stream_id(codec_dcp.encode(row), 5)
+    assert framed == fr.with_stream_id(codec_dcp.encode(row), 5)
 
 
 def test_what_cannot_be_taken_apart_is_an_error() -> None:

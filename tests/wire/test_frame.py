@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from mirror.wire.frame import (
     request,
     response,
     stream_id_framing,
+    with_stream_id,
 )
 from tests.wire.shapes import frames
 
@@ -147,6 +149,15 @@ def test_a_stream_id_is_three_bytes_of_framing() -> None:
         stream_id_framing(65_536)
     with pytest.raises(RemoteProtocolError, match="stream id of 1 bytes"):
         _ = request(Opcode.DCP_MUTATION, framing=b"\x21\0").stream_id
+
+
+@given(st.binary(max_size=255), st.binary(max_size=255), st.binary(max_size=300), st.integers(1, 0xFFFF))
+def test_a_message_gets_its_stream_id_as_if_it_had_been_encoded_with_it(
+    extras: bytes, key: bytes, value: bytes, stream_id: int
+) -> None:
+    plain = request(Opcode.DCP_MUTATION, datatype=5, vbucket=3, opaque=9, cas=7, extras=extras, key=key, value=value)
+    framed = replace(plain, magic=int(Magic.FLEX_REQUEST), framing=stream_id_framing(stream_id))
+    assert with_stream_id(encode(plain), stream_id) == encode(framed)
 
 
 def test_an_answer_has_the_opcode_and_opaque_of_its_question() -> None:
