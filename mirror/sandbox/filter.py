@@ -1,24 +1,18 @@
-"""Which changes of a vbucket a DCP stream shows: the JSON value of a stream request, judged and remembered.
+"""Which changes of a vbucket a DCP stream shows: what a stream request asks for, judged and remembered.
 
-Knows the keys of the request's value (protocol facts 2.4; kv_engine docs/dcp/documentation/commands/stream-request.md)
-and collection ids before keys. Must never know seqnos, snapshots or connections. Invariants: a filter that was accepted
-changes only with the collections of its scope, and by those that end; a client without collections sees the default
-collection and no system events.
+Knows manifests and collection ids before keys; the request's value is taken apart in `mirror.wire.stream_filter`. Must
+never know seqnos, snapshots or connections. Invariants: a filter that was accepted changes only with the collections of
+its scope, and by those that end; a client without collections sees the default collection and no system events.
 """
 
 from __future__ import annotations
-
-import json
-import re
 
 from mirror.sandbox.item import SYSTEM_EVENT, EventItem, Item
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.vbucket import system_id
 from mirror.wire.constants import Status, SystemEventId
-
-_HEX = re.compile(r"[0-9a-fA-F]{1,16}")
-_DECIMAL = re.compile(r"[0-9]{1,20}")
-_KNOWN = frozenset(("uid", "collections", "scope", "sid", "purge_seqno"))
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.stream_filter import KEYS, parse_filter
 
 
 class FilterError(Exception):
@@ -112,7 +106,7 @@ def parse(
     *,
     has_collections: bool,
     has_stream_ids: bool,
-    known: frozenset[str] = _KNOWN,
+    known: frozenset[str] = KEYS,
     sees_system: bool = True,
 ) -> StreamFilter:
     """The filter that a stream request asks for, or a FilterError.
@@ -124,57 +118,22 @@ def parse(
         if value:
             raise FilterError(Status.EINVAL)
         return StreamFilter(collections={0}, legacy=True)
-    asked = _object(value) if value else {}
-    asked = {key: content for key, content in asked.items() if key in known}
-    if value and not asked:
-        raise FilterError(Status.EINVAL)
+    try:
+        asked = parse_filter(value, has_stream_ids=has_stream_ids, known=known)
+    except RemoteProtocolError as error:
+        raise FilterError(Status(error.status)) from None
     hidden = None if sees_system else manifest
-    stream_id = asked.get("sid")
-    if (stream_id is not None) != has_stream_ids:
-        raise FilterError(Status.DCP_STREAM_ID_INVALID)
-    if stream_id is not None and not (isinstance(stream_id, int) and 0 < stream_id <= 0xFFFF):
-        raise FilterError(Status.DCP_STREAM_ID_INVALID)
-    if "uid" in asked:
-        _hex(asked["uid"])
-    result = StreamFilter(stream_id=stream_id, purge_seqno=_purge_seqno(asked.get("purge_seqno")), hidden=hidden)
-    if "scope" in asked and "collections" in asked:
-        raise FilterError(Status.EINVAL)
-    if "scope" in asked:
-        result.scope_id = _hex(asked["scope"])
-        if result.scope_id not in manifest.scopes or (hidden and result.scope_id in hidden.system_scopes):
+    result = StreamFilter(
+        scope_id=asked.scope_id, stream_id=asked.stream_id, purge_seqno=asked.purge_seqno, hidden=hidden
+    )
+    if asked.scope_id is not None:
+        if asked.scope_id not in manifest.scopes or (hidden and asked.scope_id in hidden.system_scopes):
             raise FilterError(Status.UNKNOWN_SCOPE)
         result.collections = {
-            entry.collection_id for entry in manifest.collections.values() if entry.scope_id == result.scope_id
+            entry.collection_id for entry in manifest.collections.values() if entry.scope_id == asked.scope_id
         }
-    elif "collections" in asked:
-        names = asked["collections"]
-        if not isinstance(names, list) or not names:
-            raise FilterError(Status.EINVAL)
-        result.collections = {_hex(name) for name in names}
+    elif asked.collections is not None:
+        result.collections = set(asked.collections)
         if not result.collections <= manifest.collections.keys() - (hidden.system_collections if hidden else set()):
             raise FilterError(Status.UNKNOWN_COLLECTION)
     return result
-
-
-def _object(value: bytes) -> dict[str, object]:
-    try:
-        asked = json.loads(value)
-    except ValueError:
-        raise FilterError(Status.EINVAL) from None
-    if not isinstance(asked, dict):
-        raise FilterError(Status.EINVAL)
-    return asked
-
-
-def _hex(text: object) -> int:
-    if not isinstance(text, str) or not _HEX.fullmatch(text):
-        raise FilterError(Status.EINVAL)
-    return int(text, 16)
-
-
-def _purge_seqno(text: object) -> int | None:
-    if text is None:
-        return None
-    if not isinstance(text, str) or not _DECIMAL.fullmatch(text):
-        raise FilterError(Status.EINVAL)
-    return int(text)

@@ -1,25 +1,20 @@
-"""Which changes of a vbucket a DCP stream shows: the JSON value of a stream request, judged and remembered.
+"""Which changes of a vbucket a DCP stream shows: what a stream request asks for, judged and remembered.
 
-Knows the keys of the value (protocol facts 2.4; kv_engine docs/dcp/documentation/commands/stream-request.md), manifests
-and what a reader may read. Must never know seqnos of streams, snapshots or connections. Invariants: a client without
-collections gets the default collection and no system events; a filter names collections by id, or a scope, whose
-collections are those of the manifest at each snapshot's end; nothing passes that the reader may not read.
+Knows manifests and what a reader may read; the request's value is taken apart in `mirror.wire.stream_filter`. Must
+never know seqnos of streams, snapshots or connections. Invariants: a client without collections gets the default
+collection and no system events; a filter names collections by id, or a scope, whose collections are those of the
+manifest at each snapshot's end; nothing passes that the reader may not read.
 """
 
 from __future__ import annotations
 
-import json
-import re
-
 from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import UNKNOWN_COLLECTION_CONTEXT, Refused
 from mirror.wire.constants import Status
+from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import CollectionDropped, ScopeCreated, ScopeDropped, SystemEventContent
+from mirror.wire.stream_filter import parse_filter
 from storage.model import DEFAULT_COLLECTION, Manifest
-
-_HEX = re.compile(r"[0-9a-fA-F]{1,16}")
-_DECIMAL = re.compile(r"[0-9]{1,20}")
-_KNOWN = {"uid", "collections", "scope", "sid", "purge_seqno"}
 
 
 class StreamFilter:
@@ -92,35 +87,19 @@ def parse(
         found = StreamFilter(collections=frozenset({DEFAULT_COLLECTION}), legacy=True)
         check_reader(found, manifest, reader)
         return found
-    asked = _object(value) if value else {}
-    if value and not _KNOWN & asked.keys():
-        raise Refused(Status.EINVAL, "The value of the request has no known key")
-    stream_id = asked.get("sid")
-    if (stream_id is not None) != has_stream_ids:
-        raise Refused(Status.DCP_STREAM_ID_INVALID)
-    if stream_id is not None and not (type(stream_id) is int and 0 < stream_id <= 0xFFFF):
-        raise Refused(Status.DCP_STREAM_ID_INVALID)
-    if "uid" in asked:
-        _hex(asked["uid"])
-    if "scope" in asked and "collections" in asked:
-        raise Refused(Status.EINVAL, "A scope and collections cannot both be asked for")
-    collections = scope_id = None
-    if "scope" in asked:
-        scope_id = _hex(asked["scope"])
-        if scope_id not in manifest.scopes:
-            raise Refused(Status.UNKNOWN_SCOPE, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
-    elif "collections" in asked:
-        names = asked["collections"]
-        if not isinstance(names, list) or not names:
-            raise Refused(Status.EINVAL, "`collections` must be a list of ids")
-        collections = frozenset(_hex(name) for name in names)
-        if not collections <= manifest.collections.keys():
-            raise Refused(Status.UNKNOWN_COLLECTION, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
+    try:
+        asked = parse_filter(value, has_stream_ids=has_stream_ids)
+    except RemoteProtocolError as error:
+        raise Refused(error.status, error.detail) from None
+    if asked.scope_id is not None and asked.scope_id not in manifest.scopes:
+        raise Refused(Status.UNKNOWN_SCOPE, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
+    if asked.collections is not None and not asked.collections <= manifest.collections.keys():
+        raise Refused(Status.UNKNOWN_COLLECTION, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
     found = StreamFilter(
-        collections=collections,
-        scope_id=scope_id,
-        stream_id=stream_id,
-        purge_seqno=_purge_seqno(asked.get("purge_seqno")),
+        collections=asked.collections,
+        scope_id=asked.scope_id,
+        stream_id=asked.stream_id,
+        purge_seqno=asked.purge_seqno,
     )
     check_reader(found, manifest, reader)
     return found
@@ -140,27 +119,3 @@ def check_reader(found: StreamFilter, manifest: Manifest, reader: Reader) -> Non
         )
     if not allowed:
         raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read all that the stream would show")
-
-
-def _object(value: bytes) -> dict[str, object]:
-    try:
-        asked = json.loads(value)
-    except (ValueError, RecursionError):
-        asked = None
-    if not isinstance(asked, dict):
-        raise Refused(Status.EINVAL, "The value of the request must be a JSON object")
-    return asked
-
-
-def _hex(text: object) -> int:
-    if not isinstance(text, str) or not _HEX.fullmatch(text):
-        raise Refused(Status.EINVAL, "Ids are hexadecimal strings")
-    return int(text, 16)
-
-
-def _purge_seqno(text: object) -> int | None:
-    if text is None:
-        return None
-    if not isinstance(text, str) or not _DECIMAL.fullmatch(text):
-        raise Refused(Status.EINVAL, "`purge_seqno` is a decimal string")
-    return int(text)

@@ -1,0 +1,82 @@
+"""The JSON value of a DCP stream request: which collections of the vbucket the client asks for, and how.
+
+Knows the keys of the value and what they may hold (protocol facts 2.4; kv_engine
+docs/dcp/documentation/commands/stream-request.md); must never know a manifest, nor who asks. Invariants: a value is
+taken apart as a whole or refused with a RemoteProtocolError that has the status to answer with; ids are hexadecimal, a
+purge seqno is decimal, both as strings; a stream id is there if and only if the connection has turned them on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from mirror.wire.constants import Opcode, Status
+from mirror.wire.errors import RemoteProtocolError
+
+__all__ = ["KEYS", "FilterRequest", "parse_filter"]
+
+KEYS = frozenset(("uid", "collections", "scope", "sid", "purge_seqno"))
+
+_HEX = re.compile(r"[0-9a-fA-F]{1,16}")
+_DECIMAL = re.compile(r"[0-9]{1,20}")
+_STREAM_ID_MAX = 0xFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class FilterRequest:
+    """What is asked for: a scope, some collections, or with neither of them everything."""
+
+    scope_id: int | None = None
+    collections: frozenset[int] | None = None
+    stream_id: int | None = None
+    purge_seqno: int | None = None
+
+
+def parse_filter(value: bytes, *, has_stream_ids: bool, known: frozenset[str] = KEYS) -> FilterRequest:
+    """Take the value of a client that knows collections apart; `known` are the keys that the server reads."""
+    asked = {key: content for key, content in _object(value).items() if key in known} if value else {}
+    if value and not asked:
+        raise _wrong("The value of the request has no known key")
+    stream_id = asked.get("sid")
+    if (stream_id is not None) != has_stream_ids:
+        raise _wrong("A stream id is for a connection that has turned them on", Status.DCP_STREAM_ID_INVALID)
+    if stream_id is not None and not (type(stream_id) is int and 0 < stream_id <= _STREAM_ID_MAX):
+        raise _wrong("`sid` is a number of 16 bits, and not 0", Status.DCP_STREAM_ID_INVALID)
+    if "uid" in asked:
+        _hex(asked["uid"])
+    purge_seqno = asked.get("purge_seqno")
+    if purge_seqno is not None and not (isinstance(purge_seqno, str) and _DECIMAL.fullmatch(purge_seqno)):
+        raise _wrong("`purge_seqno` is a decimal string")
+    if "scope" in asked and "collections" in asked:
+        raise _wrong("A scope and collections cannot both be asked for")
+    scope_id = collections = None
+    if "scope" in asked:
+        scope_id = _hex(asked["scope"])
+    elif "collections" in asked:
+        names = asked["collections"]
+        if not isinstance(names, list) or not names:
+            raise _wrong("`collections` must be a list of ids")
+        collections = frozenset(_hex(name) for name in names)
+    return FilterRequest(scope_id, collections, stream_id, None if purge_seqno is None else int(purge_seqno))
+
+
+def _object(value: bytes) -> dict[str, object]:
+    try:
+        asked = json.loads(value)
+    except (ValueError, RecursionError):
+        asked = None
+    if not isinstance(asked, dict):
+        raise _wrong("The value of the request must be a JSON object")
+    return asked
+
+
+def _hex(text: object) -> int:
+    if not isinstance(text, str) or not _HEX.fullmatch(text):
+        raise _wrong("Ids are hexadecimal strings")
+    return int(text, 16)
+
+
+def _wrong(detail: str, status: Status = Status.EINVAL) -> RemoteProtocolError:
+    return RemoteProtocolError(detail, op=Opcode.DCP_STREAM_REQ, status=status)
