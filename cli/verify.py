@@ -1,7 +1,8 @@
 """`verify`: the mirror against its source, and `--repair` of what differs.
 
 Knows how to open both, and how to say what was found; how two copies are compared is `mirror.feed.verify`'s. Exit code
-0 when every vbucket is equal (after a repair: when it is then), 1 when not. Works with the service up or down.
+0 when every vbucket is equal (after a repair: when it is then), 3 when one is not, 1 when of one nothing can be said,
+as `pipeline compare` has it. Works with the service up or down.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def verify(
     pairs: options.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Compare every version of every key with the source. Exit code 1 when something differs."""
+    """Compare every version of every key with the source. Exit code 3 when something differs, 1 where unsure."""
     settings = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs).settings
     path, url = needed(settings)
     logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
@@ -107,7 +108,7 @@ def verify(
     else:
         say(facts, results, limit)
     if not facts["ok"]:
-        raise Ended(ExitCode.FAILED)
+        raise Ended(ExitCode.DATA if any(result.wrong for result in results) else ExitCode.FAILED)
 
 
 def needed(settings: Settings) -> tuple[Path, str]:

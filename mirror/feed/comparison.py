@@ -126,6 +126,11 @@ class VbucketResult:
         """True when nothing speaks against it."""
         return self.state == "equal"
 
+    @property
+    def wrong(self) -> bool:
+        """True when what is held is not the source's, or cannot be read. Neither this nor equal: nobody knows."""
+        return self.state in ("different", "rollback", "unreadable")
+
     def excuse_purged(self) -> None:
         """The source has forgotten deletions above what the mirror holds: what only the mirror has says nothing."""
         if self.published_seqno < self.source_seqno:

@@ -49,12 +49,12 @@ class Compared:
     @property
     def different(self) -> bool:
         """True when some vbucket is not the source's."""
-        return any(each.state in ("different", "rollback") for each in self.vbuckets)
+        return any(each.wrong for each in self.vbuckets)
 
     @property
     def unfinished(self) -> bool:
         """True when nothing can be said of some vbucket."""
-        return any(each.state not in ("equal", "different", "rollback") for each in self.vbuckets)
+        return not all(each.equal or each.wrong for each in self.vbuckets)
 
 
 def compare(

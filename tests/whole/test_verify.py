@@ -49,7 +49,7 @@ def test_what_was_altered_is_found_and_mended_while_the_source_is_written_to(tmp
             service.start()
             service.wait_workers(2)
             result = call(*verify)
-            assert result.code == 1, (result.out, result.err)
+            assert result.code == 3, (result.out, result.err)
             assert [row["vbid"] for row in result.json["vbuckets"] if row["state"] != "equal"] == [2, 5]
             result = call(*verify, "--repair")
             assert (result.code, result.json["repaired"]) == (0, [2, 5]), (result.out, result.err)
