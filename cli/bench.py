@@ -59,21 +59,17 @@ def ingest(
         raise Ended(ExitCode.USAGE)
     found = []
     with _folder(folder) as path:
-        try:
-            for figures in ingest_rounds(documents, vbuckets, value_bytes, rounds, path, sync):
-                found.append(
-                    {
-                        "documents_per_s": round(figures.ingest.per_second),
-                        "limit_documents_per_s": round(figures.limit.per_second),
-                        "ratio": round(figures.ratio, 3),
-                        "cpu_s": round(figures.ingest_cpu_s, 3),
-                        "peak_private_mib": round(figures.peak_private_bytes / 2**20, 1),
-                    }
-                )
-                _say_round(found[-1], as_json)
-        except RuntimeError as error:
-            complain(str(error))
-            raise Ended(ExitCode.FAILED) from None
+        for figures in ingest_rounds(documents, vbuckets, value_bytes, rounds, path, sync):
+            found.append(
+                {
+                    "documents_per_s": round(figures.ingest.per_second),
+                    "limit_documents_per_s": round(figures.limit.per_second),
+                    "ratio": round(figures.ratio, 3),
+                    "cpu_s": round(figures.ingest_cpu_s, 3),
+                    "peak_private_mib": round(figures.peak_private_bytes / 2**20, 1),
+                }
+            )
+            _say_round(found[-1], as_json)
     _finish("ingest", {"documents": documents, "vbuckets": vbuckets, "sync": sync}, found, as_json)
 
 
@@ -89,22 +85,18 @@ def start(
     """From the service's start until the source has a stream open for every vbucket, and each worker's memory then."""
     found = []
     with _folder(folder) as path:
-        try:
-            for figures in start_bench.starts(vbuckets, nodes, workers, rounds - 1, path):
-                found.append(
-                    {
-                        "made": figures.made,
-                        "seconds": round(figures.seconds, 2),
-                        "worker_private_mib": [round(each / 2**20, 1) for each in figures.worker_private_bytes],
-                    }
-                )
-                memory = ", ".join(f"{each / 2**20:.1f}" for each in figures.worker_private_bytes)
-                made = "a new mirror" if figures.made else "again"
-                if not as_json:
-                    typer.echo(f"{made}: {figures.seconds:.2f} s, private MiB of the workers: {memory}")
-        except RuntimeError as error:
-            complain(str(error))
-            raise Ended(ExitCode.FAILED) from None
+        for figures in start_bench.starts(vbuckets, nodes, workers, rounds - 1, path):
+            found.append(
+                {
+                    "made": figures.made,
+                    "seconds": round(figures.seconds, 2),
+                    "worker_private_mib": [round(each / 2**20, 1) for each in figures.worker_private_bytes],
+                }
+            )
+            memory = ", ".join(f"{each / 2**20:.1f}" for each in figures.worker_private_bytes)
+            made = "a new mirror" if figures.made else "again"
+            if not as_json:
+                typer.echo(f"{made}: {figures.seconds:.2f} s, private MiB of the workers: {memory}")
     if as_json:
         shape = {"bench": "start", "vbuckets": vbuckets, "nodes": nodes, "workers": workers, "rounds": found}
         output.print_json(shape)
@@ -178,24 +170,20 @@ def http(
         mirror = str(Path(path) / "mirror")
         storage_bench.store_rows(mirror, storage_bench.own_keys(64, documents), snapshot_rows=documents)
         sample = storage_bench.sample_keys(requests, documents)
-        try:
-            with http_bench.serving(None) as bare, http_bench.serving(mirror) as served:
-                for _ in range(rounds):
-                    limit = http_bench.measure(bare, sample, connections)
-                    ours = http_bench.measure(served, sample, connections)
-                    found.append(
-                        {
-                            "requests_per_s": round(ours.per_second),
-                            "limit_requests_per_s": round(limit.per_second),
-                            "ratio": round(ours.per_second / limit.per_second, 3),
-                            "p50_ms": round(ours.quantile_ms(0.5), 2),
-                            "p99_ms": round(ours.quantile_ms(0.99), 2),
-                        }
-                    )
-                    _say_round(found[-1], as_json)
-        except (RuntimeError, OSError) as error:
-            complain(str(error))
-            raise Ended(ExitCode.FAILED) from None
+        with http_bench.serving(None) as bare, http_bench.serving(mirror) as served:
+            for _ in range(rounds):
+                limit = http_bench.measure(bare, sample, connections)
+                ours = http_bench.measure(served, sample, connections)
+                found.append(
+                    {
+                        "requests_per_s": round(ours.per_second),
+                        "limit_requests_per_s": round(limit.per_second),
+                        "ratio": round(ours.per_second / limit.per_second, 3),
+                        "p50_ms": round(ours.quantile_ms(0.5), 2),
+                        "p99_ms": round(ours.quantile_ms(0.99), 2),
+                    }
+                )
+                _say_round(found[-1], as_json)
     _finish("http", {"documents": documents, "requests": requests, "connections": connections}, found, as_json)
 
 
@@ -215,21 +203,17 @@ def kv(
         rows = storage_bench.own_keys(vbuckets, documents)
         storage_bench.store_rows(mirror, rows, snapshot_rows=documents)
         sample = storage_bench.sample_keys(reads, documents)
-        try:
-            servers: list[tuple[str, int, kv_bench.Protocol]] = [
-                ("mirror", stack.enter_context(kv_bench.mirror_server(mirror)), kv_bench.Memcached)
-            ]
-            for name in kv_bench.peers():
-                held = [(b"document::%010d" % number, b"%0256d" % number) for number in range(documents)]
-                servers.append((name, *stack.enter_context(kv_bench.peer_server(name, held))))
-            for _ in range(rounds):
-                for name, port, protocol in servers:
-                    figures = kv_bench.measure(port, protocol, sample)
-                    found.append({"server": name} | {key: round(value) for key, value in asdict(figures).items()})
-                    _say_round(found[-1], as_json)
-        except RuntimeError as error:
-            complain(str(error))
-            raise Ended(ExitCode.FAILED) from None
+        servers: list[tuple[str, int, kv_bench.Protocol]] = [
+            ("mirror", stack.enter_context(kv_bench.mirror_server(mirror)), kv_bench.Memcached)
+        ]
+        for name in kv_bench.peers():
+            held = [(b"document::%010d" % number, b"%0256d" % number) for number in range(documents)]
+            servers.append((name, *stack.enter_context(kv_bench.peer_server(name, held))))
+        for _ in range(rounds):
+            for name, port, protocol in servers:
+                figures = kv_bench.measure(port, protocol, sample)
+                found.append({"server": name} | {key: round(value) for key, value in asdict(figures).items()})
+                _say_round(found[-1], as_json)
     if as_json:
         output.print_json({"bench": "kv", "documents": documents, "reads": reads, "rounds": found})
 
@@ -294,11 +278,18 @@ def bar_lines(ratios: Sequence[Ratio]) -> list[str]:
     return lines
 
 
-def _folder(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
+@contextlib.contextmanager
+def _folder(folder: Path | None) -> Iterator[str]:
+    """A folder for one bench, which ends in a line where one of its processes fails."""
     if folder is not None and not folder.is_dir():
         complain(f"--folder {folder}: no such directory")
         raise Ended(ExitCode.USAGE)
-    return tempfile.TemporaryDirectory(prefix="dcp-mirror-bench-", dir=folder)
+    with tempfile.TemporaryDirectory(prefix="dcp-mirror-bench-", dir=folder) as path:
+        try:
+            yield path
+        except (RuntimeError, OSError) as error:
+            complain(str(error))
+            raise Ended(ExitCode.FAILED) from None
 
 
 def _say_round(figures: dict[str, Any], as_json: bool) -> None:

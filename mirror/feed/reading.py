@@ -24,6 +24,7 @@ from mirror.clock import Clock
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.spool import Spool, SpoolFile
+from mirror.feed.vbucket import failover_log_event
 from mirror.ingest import events as happenings
 from mirror.ingest import instructions as deeds
 from mirror.ingest.backoff import delay_s
@@ -32,10 +33,8 @@ from mirror.ingest.instructions import Instruction
 from mirror.ingest.machine import Phase, VbucketMachine
 from mirror.ingest.rollback import vbuuid_at
 from mirror.wire import events as ev
-from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.constants import StreamEndReason
-from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 from storage.model import SEQNO_MAX, Branch, Document, FailoverEntry, Manifest, Seqno, Vbid, VbucketState, Vbuuid
 from storage.records import decode_row
@@ -381,7 +380,7 @@ class VbucketReading:
 
         def settle(outcome: Frame | Exception) -> None:
             if self.session is session and isinstance(outcome, Frame):
-                self.handle(_failover_log_event(outcome))
+                self.handle(failover_log_event(outcome))
 
         session.get_failover_log(self.vbid, settle)
         return None
@@ -648,13 +647,3 @@ class Reading:
         if not self._active and not self._waiting and not self._ended:
             self._ended = True
             self.outbox.finish()
-
-
-def _failover_log_event(answer: Frame) -> Any:
-    if answer.status != WireStatus.SUCCESS:
-        return happenings.FailoverLogRefused(answer.status)
-    try:
-        log = [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in decode_failover_log(answer.value)]
-    except RemoteProtocolError:
-        return happenings.FailoverLogRefused(WireStatus.EINTERNAL)
-    return happenings.FailoverLogReceived(log)

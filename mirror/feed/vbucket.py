@@ -221,19 +221,10 @@ class VbucketActor:
 
         def settle(outcome: Frame | Exception) -> None:
             if self.session is session and isinstance(outcome, Frame):
-                self._around.enter(self.vbid, self._read_failover_log(outcome))
+                self._around.enter(self.vbid, failover_log_event(outcome, self.source_high_seqno))
 
         session.get_failover_log(self.vbid, settle)
         return True
-
-    def _read_failover_log(self, answer: Frame) -> Any:
-        if answer.status != WireStatus.SUCCESS:
-            return happenings.FailoverLogRefused(answer.status)
-        try:
-            log = [FailoverEntry(Vbuuid(uuid), Seqno(at)) for uuid, at in decode_failover_log(answer.value)]
-        except RemoteProtocolError:
-            return happenings.FailoverLogRefused(WireStatus.EINTERNAL)
-        return happenings.FailoverLogReceived(log, self.source_high_seqno)
 
     def answer_marker(self, opaque: int) -> None:
         """Answer a marker, unless its stream is gone."""
@@ -353,3 +344,14 @@ class VbucketActor:
             "key_bytes": history.key_bytes if history is not None else None,
             "node": str(self.session.address) if self.session is not None else None,
         }
+
+
+def failover_log_event(answer: Frame, high_seqno: int | None = None) -> Any:
+    """What an answer to GET_FAILOVER_LOG means to a vbucket's machine."""
+    if answer.status != WireStatus.SUCCESS:
+        return happenings.FailoverLogRefused(answer.status)
+    try:
+        log = [FailoverEntry(Vbuuid(uuid), Seqno(at)) for uuid, at in decode_failover_log(answer.value)]
+    except RemoteProtocolError:
+        return happenings.FailoverLogRefused(WireStatus.EINTERNAL)
+    return happenings.FailoverLogReceived(log, high_seqno)
