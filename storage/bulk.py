@@ -6,19 +6,21 @@ as `View.scan` of the boundary finds, whatever is written, purged or rolled back
 is read in one transaction and holds `rows_max` rows or `CHUNK_BYTES` at most (and a run of `GET_ROWS` rows), so neither
 the purger nor memory is held up by a long read.
 
-Two ways: rows in their own order, taking those whose places the key tree named before, is twice as fast as looking each
-row up; but it needs the places remembered, and it walks over older versions and over what nobody asked for.
+Two ways: rows from the newest to the oldest, taking the first that is met of each key, is some times faster than
+looking each row up; but it needs the keys remembered, and it walks over older versions and over what nobody asked for.
+It begins so, and goes on by keys where that does not pay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from storage import keys
 from storage.errors import CorruptedError
+from storage.model import Kind
 from storage.view import CHUNK_BYTES, Pin, View
 
 ROWS_MAX = 2_000
@@ -26,10 +28,14 @@ ROWS_MAX = 2_000
 GET_ROWS = 128
 """Rows fetched between two looks at how many bytes they are."""
 REMEMBERED_MAX = 500_000
-"""Documents of a vbucket whose places are remembered while its rows are walked: some 50 MB."""
+"""Keys of a vbucket that are remembered while its rows are walked: some 60 MB."""
 ROWS_PER_DOCUMENT = 3
 """Walking rows and leaving out the older versions is faster than looking each row up, up to about so many."""
 _FOREVER = b"\xff"
+_MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
+"""Between these are mutations: magic, opcode, and the upper byte of a key's length, since no key has 256 bytes."""
+_KEYS = [slice(55, 55 + length) for length in range(256)]
+"""Where a mutation's key stands, by its length."""
 
 
 class KeyRange(NamedTuple):
@@ -44,11 +50,11 @@ EVERY_KEY = KeyRange()
 
 
 class Chunk(NamedTuple):
-    """Documents of one collection: their keys as they stand on the wire, and their rows, in the same order."""
+    """Rows of documents of one collection."""
 
     collection_id: int
-    keys: list[bytes]
     frames: list[bytes]
+    byte_count: int
 
 
 def documents(
@@ -64,9 +70,7 @@ def documents(
     Raises ViewInvalidated once the purger has been at what `pin` sees. A rollback does not end it.
     """
     read = _Read(view, pin, collection_ids, wanted, rows_max)
-    if wanted == EVERY_KEY and (newest := read.newest()) is not None:
-        return read.in_order_of_rows(newest)
-    return read.in_order_of_keys()
+    return read.in_order_of_rows() if wanted == EVERY_KEY else read.in_order_of_keys(frozenset())
 
 
 class _Read:
@@ -94,60 +98,81 @@ class _Read:
             for each in self._standing.links
         }
 
-    def newest(self) -> set[bytes] | None:
-        """The row keys of all documents; None where it is faster to look each row up: they are too many to remember,
-        or most rows are older versions.
+    def in_order_of_rows(self) -> Iterator[Chunk]:
+        """Walk the rows, newest first; by keys from where those would be too many to remember, or most of the rows
+        older versions.
         """
-        found: set[bytes] = set()
-        for prefix, _, begin_seqno in self._collections:
-            position = prefix
+        seen: set[bytes] = set()
+        row_count = 0
+        for link in self._standing.links:
+            first = keys.ROW.pack(link.branch, link.base_seqno) + _FOREVER
+            position = keys.ROW.pack(link.branch, link.cut) + _FOREVER
             while position:
-                with self._transaction() as txn:
-                    versions, position = self._versions(txn, position, prefix, None)
-                found.update([dup[:12] for dup in versions.values() if dup[12] == 0x57 and dup[4:12] > begin_seqno])
-                if len(found) > REMEMBERED_MAX:
-                    return None
-        with self._transaction() as txn:
-            row_count = txn.stat(self._opened.rows)["entries"]
-        return found if row_count <= ROWS_PER_DOCUMENT * len(found) + self._rows_max else None
-
-    def in_order_of_rows(self, newest: set[bytes]) -> Iterator[Chunk]:
-        """Walk the rows, and take those."""
-        for link in reversed(self._standing.links):
-            position, end = keys.ROW.pack(link.branch, link.base_seqno), keys.ROW.pack(link.branch, link.cut)
-            while position < end:
-                frames: list[bytes] = []
-                byte_count = 0
+                taken: list[list[bytes]] = [[] for _ in self._collections]
+                byte_counts = [0 for _ in self._collections]
                 with self._transaction() as txn:
                     cursor = txn.cursor(self._opened.rows)
-                    entries = iter(cursor.iternext()) if cursor.set_range(position + _FOREVER) else iter(())
                     for _ in range(0, self._rows_max, GET_ROWS):
-                        run = list(islice(entries, GET_ROWS))
-                        taken = [frame for key, frame in run if key in newest]
-                        frames += taken
-                        byte_count += sum(map(len, taken))
-                        position = run[-1][0][:12] if len(run) == GET_ROWS else end
-                        if position >= end or byte_count > CHUNK_BYTES:
+                        frames, position = self._run(cursor, position, first)
+                        row_count += len(frames)
+                        for number, mine in enumerate(self._newest(frames, seen)):
+                            taken[number] += mine
+                            byte_counts[number] += sum(map(len, mine))
+                        if not position or sum(byte_counts) > CHUNK_BYTES:
                             break
-                yield from self._chunks(frames)
+                for (_, collection_id, _), rows, byte_count in zip(self._collections, taken, byte_counts, strict=True):
+                    if rows:
+                        yield Chunk(collection_id, rows, byte_count)
+                if len(seen) > REMEMBERED_MAX or row_count > ROWS_PER_DOCUMENT * len(seen) + self._rows_max:
+                    yield from self.in_order_of_keys(seen)
+                    return
 
-    def _chunks(self, frames: list[bytes]) -> Iterator[Chunk]:
-        """Rows by their collections."""
+    @staticmethod
+    def _run(cursor: Any, position: bytes, first: bytes) -> tuple[list[bytes], bytes]:
+        """Some rows below `position` and above `first`, oldest first, and the position below them (empty: the end)."""
+        if not (cursor.prev() if cursor.set_range(position) else cursor.last()):
+            return [], b""
+        frames = list(islice(cursor.iterprev(keys=False), GET_ROWS))
+        following: bytes = cursor.key()
+        if following <= first:
+            following = b""
+            rest = cursor.iternext() if cursor.set_range(first) else ()
+            frames = [frame for _, frame in takewhile(lambda entry: entry[0] < position, rest)]
+        else:
+            frames.reverse()
+        return frames, following
+
+    def _newest(self, frames: list[bytes], seen: set[bytes]) -> Iterator[Collection[bytes]]:
+        """The documents of each collection whose keys are not in `seen`, which all keys join. Rows come oldest first: a
+        later version takes the place of an earlier one.
+        """
+        all_mutations = bool(frames) and _MUTATIONS[0] <= min(frames) and max(frames) < _MUTATIONS[1]
         try:
-            wire_keys = [frame[55 : 55 + (frame[2] << 8 | frame[3])] for frame in frames]
+            if all_mutations:
+                newest = {frame[_KEYS[frame[3]]]: frame for frame in frames}
+            else:
+                newest = {
+                    frame[24 + frame[4] : 24 + frame[4] + (frame[2] << 8 | frame[3])]: frame
+                    for frame in frames
+                    if len(frame) > keys.BOUNDARY.size and frame[1] != Kind.SYSTEM_EVENT
+                }
         except IndexError:
             raise CorruptedError("a row is cut short", path=self._environment.path, vbid=self._vbid) from None
-        if len(self._collections) == 1:
-            if frames:
-                yield Chunk(self._collections[0][1], wire_keys, frames)
-            return
-        for prefix, collection_id, _ in self._collections:
-            mine = [at for at, key in enumerate(wire_keys) if key.startswith(prefix)]
-            if mine:
-                yield Chunk(collection_id, [wire_keys[at] for at in mine], [frames[at] for at in mine])
+        for prefix, _, begin_seqno in self._collections:
+            if newest and min(newest).startswith(prefix) and max(newest).startswith(prefix):
+                mine = newest  # so does all that is between them
+            else:
+                mine = {key: frame for key, frame in newest.items() if key.startswith(prefix)}
+            if not seen.isdisjoint(mine):
+                mine = {key: frame for key, frame in mine.items() if key not in seen}
+            seen.update(mine)
+            if all_mutations and frames[0][24:32] > begin_seqno:
+                yield mine.values()
+            else:
+                yield [each for each in mine.values() if each[1] == Kind.MUTATION and each[24:32] > begin_seqno]
 
-    def in_order_of_keys(self) -> Iterator[Chunk]:
-        """Walk the keys that are wanted, and look their rows up."""
+    def in_order_of_keys(self, done: Set[bytes]) -> Iterator[Chunk]:
+        """Walk the keys that are wanted, and look up the rows of those that are not `done`."""
         for collection_prefix, collection_id, begin_seqno in self._collections:
             prefix = collection_prefix + self._wanted.prefix
             end = None if self._wanted.end is None else collection_prefix + self._wanted.end
@@ -155,7 +180,11 @@ class _Read:
             while position:
                 with self._transaction() as txn:
                     versions, following = self._versions(txn, position, prefix, end)
-                    found = [key for key, dup in versions.items() if dup[12] == 0x57 and dup[4:12] > begin_seqno]
+                    found = [
+                        key
+                        for key, dup in versions.items()
+                        if dup[12] == Kind.MUTATION and dup[4:12] > begin_seqno and key not in done
+                    ]
                     frames: list[bytes] = []
                     byte_count = 0
                     rows = txn.cursor(self._opened.rows)
@@ -173,7 +202,7 @@ class _Read:
                             break
                 position = following
                 if frames:
-                    yield Chunk(collection_id, found[: len(frames)], frames)
+                    yield Chunk(collection_id, frames, byte_count)
 
     @contextmanager
     def _transaction(self) -> Iterator[Any]:

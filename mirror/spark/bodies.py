@@ -8,16 +8,17 @@ for each body, in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from mirror.errors import ConfigError, MirrorError
 
 JSON = 0x01
 """Bit of a datatype: the body is JSON."""
+_ONE_JSON = bytes((JSON,))
 
 
 class DocumentDoesNotFit(MirrorError):
@@ -43,20 +44,23 @@ class Bodies:
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 raise ConfigError(f"column {field.name}: JSON cannot be read as {field.type}: {error}") from None
 
-    def columns(self, bodies: Sequence[bytes], datatypes: bytes, keys: Sequence[bytes]) -> list[Any]:
-        """The schema's columns of these documents. Raises DocumentDoesNotFit."""
-        objects = [
-            body if datatype & JSON and body[:1] == b"{" else _object_or_none(body, datatype)
-            for body, datatype in zip(bodies, datatypes, strict=True)
-        ]
+    def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> list[Any]:
+        """The schema's columns of these documents; bodies and keys are binary arrays. Raises DocumentDoesNotFit."""
+        objects = bodies
+        if datatypes != _ONE_JSON * len(bodies) or pc.binary_slice(bodies, 0, 1).buffers()[2] != b"{" * len(bodies):
+            pairs = zip(bodies.to_pylist(), datatypes, strict=True)
+            objects = pa.array([_object_or_none(body, datatype) for body, datatype in pairs], pa.binary())
         try:
             return self._parse(objects)
         except pa.ArrowInvalid:
-            return self._parse([self._fitting(body, key) for body, key in zip(objects, keys, strict=True)])
+            fitting = [
+                self._fitting(body, key) for body, key in zip(objects.to_pylist(), keys.to_pylist(), strict=True)
+            ]
+            return self._parse(pa.array(fitting, pa.binary()))
 
     def _fitting(self, body: bytes, key: bytes) -> bytes:
         try:
-            self._parse([body])
+            self._parse(pa.array([body], pa.binary()))
         except pa.ArrowInvalid as error:
             if self._permissive:
                 return b"{}"
@@ -67,8 +71,8 @@ class Bodies:
             ) from None
         return body
 
-    def _parse(self, objects: list[bytes]) -> list[Any]:
-        text = b"\n".join(objects)
+    def _parse(self, objects: Any) -> list[Any]:
+        text = objects.buffers()[2]  # one object behind the other: JSON needs nothing between them
         options = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
         table = pj.read_json(pa.BufferReader(text), read_options=options, parse_options=self._options)
         if table.num_rows != len(objects):  # a body with more than one JSON value in it

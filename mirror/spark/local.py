@@ -21,7 +21,7 @@ from mirror.errors import ConfigError
 from mirror.lease import Lease
 from mirror.spark.bodies import Bodies
 from mirror.spark.options import Options
-from mirror.spark.rows import Documents
+from mirror.spark.rows import BATCH_BYTES, Documents
 from storage import bulk, keys
 from storage.bulk import KeyRange
 from storage.errors import UnknownCollection, ViewInvalidated
@@ -171,7 +171,7 @@ def _of_vbucket(view: View, pin: Pin, job: Job, maker: Maker) -> Iterator[Any]:
     ids = None if job.collections is None else [each for each, name in names.items() if name in job.collections]
     for chunk in bulk.documents(view, pin, ids, job.keys):
         prefix_length = len(keys.encode_collection_id(chunk.collection_id))
-        yield from maker.add(pin, names[chunk.collection_id], prefix_length, chunk.keys, chunk.frames)
+        yield from maker.add(pin, names[chunk.collection_id], prefix_length, chunk.frames, chunk.byte_count)
 
 
 class Maker:
@@ -185,14 +185,16 @@ class Maker:
         self._rows = Documents()
         self._now_ms = 0
 
-    def add(self, pin: Pin, collection: str, prefix_length: int, wire_keys: list[bytes], frames: list[bytes]) -> Any:
+    def add(self, pin: Pin, collection: str, prefix_length: int, frames: list[bytes], byte_count: int) -> Iterator[Any]:
         """Take rows; give batches as they are full."""
         if pin.now_ms != self._now_ms:
             yield from self.rest()
             self._now_ms = pin.now_ms
-        self._rows.add(pin.vbid, collection, prefix_length, wire_keys, frames)
-        if self._rows.full:
-            yield from self.rest()
+        whole = byte_count <= BATCH_BYTES
+        for part in [frames] if whole else [[frame] for frame in frames]:
+            self._rows.add(pin.vbid, collection, prefix_length, part, byte_count if whole else len(part[0]))
+            if self._rows.full:
+                yield from self.rest()
 
     def rest(self) -> Iterator[Any]:
         """What is held."""

@@ -151,28 +151,22 @@ def read_documents(options: Options, job: Job, vbids: Sequence[int], shape: Shap
 def _made(maker: Maker, vbid: int, frames: list[bytes], job: Job, names: Mapping[int, str]) -> Iterator[Any]:
     """Hand rows to the maker, those of a collection together."""
     start, prefix, end = job.keys
-    by_collection: dict[int, tuple[list[bytes], list[bytes]]] = {}
+    by_collection: dict[int, list[bytes]] = {}
     for frame in frames:
         wire_key = key_of(frame)
         collection_id = wire_key[0] if wire_key[0] < 0x80 else keys.split_key(wire_key)[0]
-        held = by_collection.setdefault(collection_id, ([], []))
-        held[0].append(wire_key)
-        held[1].append(frame)
+        by_collection.setdefault(collection_id, []).append(frame)
     pin = Pin(Vbid(vbid), Branch(0), Seqno(0), job.now_ms)
-    for collection_id, (wire_keys, rows) in sorted(by_collection.items()):
+    for collection_id, rows in sorted(by_collection.items()):
         name = names.get(collection_id) or job.names.get(collection_id)
         if name is None or (job.wanted_names is not None and name not in job.wanted_names):
             continue  # without a name it was dropped meanwhile, and its documents with it
         length = len(keys.encode_collection_id(collection_id))
         if start or prefix or end is not None:
-            taken = [
-                (key, row)
-                for key, row in zip(wire_keys, rows, strict=True)
-                if key[length:] >= start and key.startswith(prefix, length) and (end is None or key[length:] < end)
-            ]
-            wire_keys, rows = [key for key, _ in taken], [row for _, row in taken]
+            named = [(key_of(row)[length:], row) for row in rows]
+            rows = [row for key, row in named if key >= start and key.startswith(prefix) and (end is None or key < end)]
         if rows:
-            yield from maker.add(pin, name, length, wire_keys, rows)
+            yield from maker.add(pin, name, length, rows, sum(map(len, rows)))
 
 
 def key_of(frame: bytes) -> bytes:

@@ -14,9 +14,11 @@ from mirror.spark.bodies import Bodies, DocumentDoesNotFit
 
 
 def columns(schema: Any, *bodies: bytes, datatypes: bytes | None = None, permissive: bool = False) -> list[Any]:
-    keys = [b"key-%d" % number for number in range(len(bodies))]
+    keys = pa.array([b"key-%d" % number for number in range(len(bodies))])
     datatypes = b"\1" * len(bodies) if datatypes is None else datatypes
-    return [each.to_pylist() for each in Bodies(schema, permissive=permissive).columns(bodies, datatypes, keys)]
+    return [
+        each.to_pylist() for each in Bodies(schema, permissive=permissive).columns(pa.array(bodies), datatypes, keys)
+    ]
 
 
 def test_types_are_those_of_the_schema() -> None:

@@ -40,7 +40,7 @@ def taken(frames: list[tuple[int, bytes]]) -> Documents:
         start = 24 + frame[4]
         wire_key = frame[start : start + (frame[2] << 8 | frame[3])]
         length = next(at for at, byte in enumerate(wire_key, 1) if byte < 0x80)
-        found.add(vbid, f"s.c{length}", length, [wire_key], [frame])
+        found.add(vbid, f"s.c{length}", length, [frame], len(frame))
     found.close()
     return found
 
@@ -106,7 +106,7 @@ def test_metadata_of_old_behind_a_value_is_not_part_of_it() -> None:
 def test_a_damaged_row_is_named(damage: object) -> None:
     good = records.encode_mutation(b"a", b"value", 1)
     documents = Documents()
-    documents.add(7, "s.c", 1, [b"\0a", b"\0a"], [good, damage(good)])  # type: ignore[operator]
+    documents.add(7, "s.c", 1, [good, damage(good)], 100)  # type: ignore[operator]
     with pytest.raises(CorruptedError, match="vbucket 7"):
         documents.close()
 

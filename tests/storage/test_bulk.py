@@ -9,11 +9,11 @@ import pytest
 from storage import bulk, records
 from storage.bulk import EVERY_KEY, KeyRange
 from storage.errors import ViewInvalidated
-from storage.model import Branch, Collection, Document, Seqno, Vbid
+from storage.model import Branch, Collection, Document, Manifest, ManifestUid, Seqno, Vbid
 from storage.purge import Window
 from storage.view import Pin, View
 from storage.writer import GroupWriter
-from tests.storage.model import keys_of
+from tests.storage.model import keys_of, span
 from tests.storage.test_view import commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
@@ -24,9 +24,18 @@ def documents(view: View, pin: Pin, wanted: KeyRange = EVERY_KEY, rows_max: int 
     found = []
     for chunk in bulk.documents(view, pin, None, wanted, rows_max=rows_max):
         rows = [records.decode_row(Vbid(0), Branch(0), frame) for frame in chunk.frames]
-        assert [records.keys.encode_collection_id(chunk.collection_id) + row.key for row in rows] == chunk.keys
+        assert {row.collection_id for row in rows} == {chunk.collection_id}
         found += rows
     return sorted(found, key=lambda row: (row.collection_id, row.key))
+
+
+def delete(writer: GroupWriter, key: bytes, seqno: int, cid: int) -> None:
+    frame = records.encode_deletion(key, seqno, collection_id=cid)
+    writer.stage(0, [(writer.row_prefix(0) + seqno.to_bytes(8, "big"), frame)], 0, span(seqno, seqno))
+
+
+def keys_in(chunk: bulk.Chunk) -> list[bytes]:
+    return [records.decode_row(Vbid(0), Branch(0), frame).key for frame in chunk.frames]
 
 
 def scanned(view: View, **options: object) -> list[Document]:
@@ -71,12 +80,12 @@ def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_th
     fill(writer, 1, 1, 100)
     pin, before = view.pin(0), scanned(view)
     chunks = bulk.documents(view, pin, rows_max=5)
-    seen = list(next(chunks).keys)
+    seen = keys_in(next(chunks))
     writer.rollback(0, 40)
     fill(writer, 2, 41, 80)
     for chunk in chunks:
-        seen += chunk.keys
-    assert sorted(key[1:] for key in seen) == [each.key for each in before]
+        seen += keys_in(chunk)
+    assert sorted(seen) == [each.key for each in before]
     assert documents(view, pin) == before
     chunks = bulk.documents(view, pin, rows_max=5)
     next(chunks)
@@ -104,15 +113,57 @@ def test_collections_are_told_apart_by_id_and_by_name_and_a_drop_hides_them(
         8: "shop.orders",
         0x90: "shop.users",
     }
-    assert [(each.collection_id, each.keys) for each in bulk.documents(view, view.pin(0))] == [
-        (0, [b"\0d"]),
-        (8, [b"\x08o"]),
-        (0x90, [b"\x90\x01u"]),
+    assert [(each.collection_id, keys_in(each)) for each in bulk.documents(view, view.pin(0))] == [
+        (0, [b"d"]),
+        (8, [b"o"]),
+        (0x90, [b"u"]),
     ]
     assert [each.collection_id for each in bulk.documents(view, view.pin(0), [8, 77])] == [8]
     system_event(writer, 6, default, users, scopes=scopes)
     commit(writer, 6)
     assert [each.collection_id for each in bulk.documents(view, view.pin(0))] == [0, 0x90]
+
+
+@pytest.mark.parametrize("get_rows", [1, 3, 128])
+def test_long_snapshots_with_deletions_and_with_other_collections_between_the_rows(
+    writer: GroupWriter, view: View, way: None, monkeypatch: pytest.MonkeyPatch, get_rows: int
+) -> None:
+    monkeypatch.setattr(bulk, "GET_ROWS", get_rows)
+    default, gone = Collection(0, 0, "_default", Seqno(0)), Collection(9, 0, "gone", Seqno(1))
+    kept, flushed = Collection(8, 0, "kept", Seqno(1)), Collection(0x90, 0, "flushed", Seqno(1))
+    last = Collection(0x91, 0, "last", Seqno(1))
+    system_event(writer, 1, default, gone, kept, flushed, last, scopes={0: "_default"})
+    rng = Random(5)
+    for seqno in range(2, 80):
+        key, cid = rng.choice(NAMES[:12]), rng.choice([0, 8, 9, 0x90, 0x91])
+        if rng.random() < 0.3:
+            delete(writer, key, seqno, cid)
+        else:
+            put(writer, key, seqno, b"%d" % seqno, cid)
+    flushed = Collection(0x90, 0, "flushed", Seqno(80))
+    system_event(writer, 80, default, kept, flushed, last, scopes={0: "_default"})
+    put(writer, NAMES[0], 81, b"after the flush", 0x90)
+    commit(writer, 81)
+    assert {row.collection_id for row in scanned(view)} == {0, 8, 0x90, 0x91}
+    for rows_max in (7, 1000):
+        assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)
+        for each in (default, kept, flushed, last):
+            (chunk, *more) = bulk.documents(view, view.pin(0), [each.collection_id], rows_max=1000)
+            assert not more
+            assert sorted(keys_in(chunk)) == [row.key for row in scanned(view, collection=f"_default.{each.name}")]
+
+
+def test_the_name_in_a_system_event_is_not_a_key(writer: GroupWriter, view: View, way: None) -> None:
+    """It has no collection's id in front: read as if it had, `abc` is the document `bc` of collection 0x61."""
+    scopes = {0: "_default"}
+    orders, more = Collection(0x61, 0, "orders", Seqno(1)), Collection(0x62, 0, "abc", Seqno(3))
+    system_event(writer, 1, orders, scopes=scopes)
+    put(writer, b"bc", 2, cid=0x61)
+    frame = records.HEADER.pack(0x80, 0x5F, 3, 13, 0, 0, 16, 0, 0) + (3).to_bytes(8, "big") + bytes(5) + b"abc"
+    manifest = Manifest(ManifestUid(3), scopes, {0x61: orders, 0x62: more})
+    writer.system_event(0, 3, frame, manifest, span(3, 3))
+    commit(writer, 3)
+    assert [row.key for row in documents(view, view.pin(0))] == [b"bc"]
 
 
 def test_large_documents_come_in_smaller_chunks(
@@ -123,6 +174,6 @@ def test_large_documents_come_in_smaller_chunks(
     publish(writer, 0, [(name, b"x" * 1000, seqno) for seqno, name in enumerate(NAMES, 1)])
     for wanted in (EVERY_KEY, KeyRange(prefix=NAMES[0][:1])):
         chunks = list(bulk.documents(view, view.pin(0), None, wanted))
-        names = [key[1:] for chunk in chunks for key in chunk.keys]
+        names = [key for chunk in chunks for key in keys_in(chunk)]
         assert sorted(names) == sorted(name for name in NAMES if name.startswith(wanted.prefix))
         assert max(len(chunk.frames) for chunk in chunks) == 6

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lmdb
 import pytest
@@ -25,14 +26,15 @@ from hypothesis.stateful import (
 import storage.index
 import storage.purge
 import storage.writer
-from storage import directory, records
+from storage import bulk, directory, records
 from storage.branches import all_branches, purge_row
 from storage.check import check
 from storage.environment import SHARED, Environment
 from storage.errors import Locked, NoSuchBoundary, SeqnoOrder, StorageError, ViewInvalidated
-from storage.model import SEQNO_MAX, Manifest, ManifestUid, Seqno, Vbid
+from storage.model import SEQNO_MAX, Branch, Manifest, ManifestUid, Seqno, Vbid
 from storage.purge import Window
-from storage.view import Token, open_view
+from storage.records import decode_row
+from storage.view import Token, View, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, ModelVbucket, keys_of, log, row, span
 
@@ -82,6 +84,18 @@ def crash(writer: GroupWriter) -> None:
 
 VBIDS = [0, 2]
 KEYS = {vbid: keys_of(vbid, 6) for vbid in VBIDS}
+
+
+def in_bulk(view: View, vbid: int, as_of: int | None = None) -> list[dict[bytes, tuple[int, bytes]]]:
+    """Its documents as `bulk` reads them: by rows, by keys, and by rows at first and by keys then."""
+    found = []
+    for ways in ({}, {"ROWS_PER_DOCUMENT": 0}, {"REMEMBERED_MAX": 1}):
+        with patch.multiple(bulk, GET_ROWS=2, **ways):
+            chunks = bulk.documents(view, view.pin(vbid, as_of), rows_max=3)
+            rows = [decode_row(Vbid(vbid), Branch(0), frame) for chunk in chunks for frame in chunk.frames]
+        found.append({row.key: (int(row.seqno), row.value) for row in rows})
+        assert len(found[-1]) == len(rows)
+    return found
 
 
 class Store(RuleBasedStateMachine):
@@ -329,6 +343,7 @@ class Store(RuleBasedStateMachine):
             scanned = {d.key: (d.seqno, d.value) for d in self.view.scan(vbid)}
             assert scanned == live
             assert list(scanned) == sorted(scanned)
+            assert in_bulk(self.view, vbid) == [live] * 3
             assert self.view.count(vbid) == len(live)
             for key in KEYS[vbid]:
                 document = self.view.get(key)
@@ -351,6 +366,7 @@ class Store(RuleBasedStateMachine):
             for seqno, contents in model.boundaries.items():
                 live = {key: entry for key, entry in contents.items() if entry[1] is not None}
                 assert {d.key: (d.seqno, d.value) for d in self.view.scan(vbid, as_of=seqno)} == live
+                assert in_bulk(self.view, vbid, seqno) == [live] * 3
                 for key in KEYS[vbid][:2]:
                     document = self.view.get(key, as_of=seqno)
                     assert (document and (document.seqno, document.value)) == live.get(key)
