@@ -17,7 +17,7 @@ from mirror.document import values
 from mirror.sandbox.clustermap import BUCKET_CAPABILITIES, NOWHERE, ClusterMap
 from mirror.sandbox.dcp import Sent
 from mirror.sandbox.documents import Documents
-from mirror.sandbox.item import Item
+from mirror.sandbox.item import EventItem, Item
 from mirror.sandbox.manifest import BucketManifest, Change, ManifestError
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES, Profile
 from mirror.sandbox.stream import StreamTuning
@@ -282,6 +282,19 @@ class Bucket:
     def _apply(self, changes: list[Change]) -> None:
         for vbucket in self.vbuckets:
             self.documents.apply(vbucket, changes)
+
+    def failover(self, vbid: int, lose: int = 0) -> int:
+        """A vbucket fails over, with the loss of its newest changes, and is told anew what it lost of the manifest.
+
+        Returns the seqno at which its new history begins.
+        """
+        vbucket = self.vbuckets[vbid]
+        before = [item.change for item in vbucket.log if isinstance(item, EventItem)]
+        base = vbucket.failover(lose)
+        known = [item.change for item in vbucket.log if isinstance(item, EventItem)]
+        if len(known) < len(before):
+            self.documents.apply(vbucket, self.manifest.missed(known, before[len(known) :]))
+        return base
 
     # --- the past and the disk
 

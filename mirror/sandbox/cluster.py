@@ -193,7 +193,7 @@ class SandboxCluster:
                 if lose is None:
                     self.vbuckets[vbid].to_disk()
                 else:
-                    self.vbuckets[vbid].failover(lose)
+                    self.bucket.failover(vbid, lose)
         await self._listen(node, node.port or 0, node.tls_port or 0)
 
     def failover(self, vbid: int, *, lose: int = 0) -> int:
@@ -201,7 +201,7 @@ class SandboxCluster:
 
         Returns the seqno at which the new history begins.
         """
-        base = self.vbuckets[vbid].failover(lose)
+        base = self.bucket.failover(vbid, lose)
         owner = self.bucket.map.owners[vbid]
         others = [node.number for node in self._members() if node.alive and node.number != owner]
         if others:
@@ -218,7 +218,7 @@ class SandboxCluster:
         moved = []
         for vbid, owner in enumerate(self.bucket.map.owners):
             if owner == number:
-                self.vbuckets[vbid].failover(lose)
+                self.bucket.failover(vbid, lose)
                 self.bucket.map.owners[vbid] = members[vbid % len(members)] if members else NOWHERE
                 moved.append(vbid)
             self._drop_replica(vbid)
@@ -226,7 +226,7 @@ class SandboxCluster:
 
     def move(self, vbid: int, number: int) -> None:
         """A vbucket moves to another node, losing nothing; the new active node adds an entry to its failover log."""
-        self.vbuckets[vbid].failover(0)
+        self.bucket.failover(vbid)
         self.bucket.map.owners[vbid] = number
         self._drop_replica(vbid)
         self.bucket.map_changed(vbid)
@@ -261,7 +261,7 @@ class SandboxCluster:
         if state == VbucketState.ACTIVE:
             self.bucket.states.pop(vbid, None)
             if before != VbucketState.ACTIVE:
-                self.vbuckets[vbid].failover(0)
+                self.bucket.failover(vbid)
         else:
             self.bucket.states[vbid] = state
         self.bucket.map_changed(vbid)

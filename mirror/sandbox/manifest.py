@@ -9,6 +9,7 @@ and of collections begin at 8; a change of several steps gives all but the last 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mirror.wire.constants import SystemEventId
@@ -175,7 +176,7 @@ class BucketManifest:
         entry = self._existing(path)
         del self.collections[entry.collection_id]
         self.uid += 1
-        return [self._ended(entry)]
+        return [self._ended(entry.collection_id, entry.scope_id)]
 
     def flush_collection(self, path: str) -> list[Change]:
         """A collection is emptied: it begins anew."""
@@ -200,10 +201,49 @@ class BucketManifest:
         for entry in sorted(self.collections.values(), key=lambda entry: -entry.collection_id):
             if entry.scope_id == scope_id:
                 del self.collections[entry.collection_id]
-                changes.append(self._ended(entry))
+                changes.append(self._ended(entry.collection_id, entry.scope_id))
         self.uid += 1
         del self.scopes[scope_id]
         return [*changes, Change(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)]
+
+    def missed(self, known: Sequence[Change], lost: Sequence[Change]) -> list[Change]:
+        """What a vbucket has to be told once more that knows some changes and has lost others: the way from what it
+        knows to the manifest as it is, all but the last step with the uid that it knew.
+
+        A vbucket that becomes active is brought up to the manifest (kv_engine docs/Collections.md).
+        """
+        scopes, collections = {0}, {0: 0}
+        for each in known:
+            if each.event == SystemEventId.SCOPE_CREATE:
+                scopes.add(each.scope_id)
+            elif each.event == SystemEventId.SCOPE_DROP:
+                scopes.discard(each.scope_id)
+            elif each.event == SystemEventId.COLLECTION_END:
+                collections.pop(each.collection_id, None)
+            else:
+                collections[each.collection_id] = each.scope_id
+        begin = SystemEventId.COLLECTION_BEGIN
+        touched: dict[int, SystemEventId] = {}
+        for each in lost:
+            if not each.about_scope and touched.get(each.collection_id) != begin:
+                touched[each.collection_id] = each.event
+        changes = [
+            Change(SystemEventId.SCOPE_CREATE, self.uid, scope_id, name=name)
+            for scope_id, name in self.scopes.items()
+            if scope_id not in scopes
+        ]
+        for collection_id, event in touched.items():
+            entry = self.collections.get(collection_id)
+            if entry is not None:
+                changes.append(self._told(event if collection_id in collections else begin, entry))
+            elif collection_id in collections:
+                changes.append(self._ended(collection_id, collections[collection_id]))
+        changes += [
+            Change(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)
+            for scope_id in scopes - set(self.scopes)
+        ]
+        uid = known[-1].uid if known else 0
+        return [replace(each, uid=uid) for each in changes[:-1]] + changes[-1:]
 
     def _told(self, event: SystemEventId, entry: CollectionEntry) -> Change:
         return Change(
@@ -217,9 +257,9 @@ class BucketManifest:
             flush_uid=entry.flush_uid,
         )
 
-    def _ended(self, entry: CollectionEntry) -> Change:
-        system = entry.collection_id in self.system_collections
-        return Change(SystemEventId.COLLECTION_END, self.uid, entry.scope_id, entry.collection_id, system=system)
+    def _ended(self, collection_id: int, scope_id: int) -> Change:
+        system = collection_id in self.system_collections
+        return Change(SystemEventId.COLLECTION_END, self.uid, scope_id, collection_id, system=system)
 
     def _existing(self, path: str) -> CollectionEntry:
         entry = self.collection(path)

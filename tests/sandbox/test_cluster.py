@@ -137,3 +137,15 @@ async def test_a_million_changes_are_not_needed_to_see_that_nothing_leaks() -> N
             await asyncio.sleep(0)
         assert not cluster.nodes[0].connections
         assert not cluster.vbucket(0).changed
+
+
+async def test_a_collection_whose_creation_a_failover_lost_is_made_again_in_the_vbucket() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.create_scope("shop")
+        cluster.bucket.create_collection("shop", "carts")
+        cluster.bucket.set(b"a", b"1", collection="shop.carts")
+        cluster.failover(0, lose=2)
+        assert cluster.vbucket(0).high_seqno == 2
+        assert cluster.bucket.get(b"a", collection="shop.carts") is None
+        cluster.bucket.set(b"a", b"2", collection="shop.carts")
+        assert cluster.vbucket(0).high_seqno == 3

@@ -136,3 +136,28 @@ def test_names_are_looked_up_with_the_default_left_out() -> None:
     assert manifest.collection("_default._default") == manifest.collection("._default") == manifest.collections[0]
     assert manifest.collection("_default.x") is None
     assert manifest.collection("x._default") is None
+
+
+def test_a_vbucket_is_told_once_more_what_it_lost_of_the_manifest() -> None:
+    manifest = BucketManifest()
+    known = [*manifest.create_scope("shop"), *manifest.create_collection("shop", "kept")]
+    known += manifest.create_collection("shop", "dropped")
+    lost = [*manifest.create_scope("late"), *manifest.create_collection("late", "new")]
+    lost += [*manifest.create_collection("shop", "came and went"), *manifest.drop_collection("shop.came and went")]
+    lost += [
+        *manifest.flush_collection("shop.kept"),
+        *manifest.modify_collection("shop.kept", max_ttl=5, history=False),
+    ]
+    lost += manifest.drop_collection("shop.dropped")
+    told = manifest.missed(known, lost)
+    assert [(each.event.name, each.name or each.collection_id) for each in told] == [
+        ("SCOPE_CREATE", "late"),
+        ("COLLECTION_BEGIN", "new"),
+        ("COLLECTION_BEGIN", "kept"),
+        ("COLLECTION_END", known[2].collection_id),
+    ]
+    assert (told[2].max_ttl, told[2].flush_uid) == (5, lost[4].uid)
+    assert [each.uid for each in told] == [known[-1].uid] * 3 + [manifest.uid]
+    assert manifest.missed([*known, *lost], []) == []
+    dropped = manifest.drop_scope("shop")
+    assert [each.event.name for each in manifest.missed([*known, *lost], dropped)] == ["COLLECTION_END", "SCOPE_DROP"]
