@@ -789,12 +789,34 @@ class View:
         common = leases.common_seqno(served, pinned.links)
         if common is not None and floor > common:
             raise ViewInvalidated(f"history before seqno {floor} is gone", vbid=vbid, hint="start the read again")
+        if common is None:
+            self._check_left(environment, txn, vbid, pinned)
         for link in pinned.links:
             kept_seqno = branches.get_branch(environment, txn, vbid, link.branch).kept_seqno
             if kept_seqno < link.cut and (common is None or common < link.cut):
                 raise ViewInvalidated(
                     "what was rolled back is gone from history", vbid=vbid, hint="start the read again"
                 )
+
+    @staticmethod
+    def _check_left(environment: Environment, txn: Any, vbid: int, pinned: Served) -> None:
+        """Raise ViewInvalidated if the purger was at what `pinned` sees before a refill took the place of its chain.
+
+        The floor of then is forgotten. But a boundary goes before, or together with, the first version that is not
+        seen above it. So the one is looked for up to which the last chain before the refill had this history.
+        """
+        seqno = pinned.seqno
+        shared = {pinned.branch}
+        for branch, row in branches.all_branches(environment, txn, vbid).items():
+            if row.parent in shared:
+                shared.add(branch)
+                seqno = min(seqno, row.base_seqno)
+        if not seqno:
+            return
+        owner = next(link.branch for link in pinned.links if link.base_seqno < seqno)
+        key = keys.ROW.pack(owner, seqno) + keys.BOUNDARY_SUFFIX
+        if txn.get(key, db=environment.db(keys.rows_db(vbid))) is None:
+            raise ViewInvalidated(f"history at seqno {seqno} is gone", vbid=vbid, hint="start the read again")
 
     def standing(self, pin: Pin) -> Served:
         """What `pin` sees, for as long as all of it is kept: a rollback does not end it, the purger does.

@@ -19,6 +19,8 @@ from mirror.errors import ConfigError, MirrorError
 JSON = 0x01
 """Bit of a datatype: the body is JSON."""
 _ONE_JSON = bytes((JSON,))
+_BLANKS = b" \t\n\r"
+_LINE_END, _BEHIND_ALL = b"\n", 2**31 - 1
 
 
 class DocumentDoesNotFit(MirrorError):
@@ -46,17 +48,18 @@ class Bodies:
 
     def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> list[Any]:
         """The schema's columns of these documents; bodies and keys are binary arrays. Raises DocumentDoesNotFit."""
-        objects = bodies
-        if datatypes != _ONE_JSON * len(bodies) or pc.binary_slice(bodies, 0, 1).buffers()[2] != b"{" * len(bodies):
+        objects, enclosed = bodies, _enclosed(bodies)
+        if datatypes != _ONE_JSON * len(bodies) or not enclosed:
             pairs = zip(bodies.to_pylist(), datatypes, strict=True)
             objects = pa.array([_object_or_none(body, datatype) for body, datatype in pairs], pa.binary())
-        try:
-            return self._parse(objects)
-        except pa.ArrowInvalid:
-            fitting = [
-                self._fitting(body, key) for body, key in zip(objects.to_pylist(), keys.to_pylist(), strict=True)
-            ]
-            return self._parse(pa.array(fitting, pa.binary()))
+            enclosed = _enclosed(objects)
+        if enclosed:
+            try:
+                return self._parse(objects)
+            except pa.ArrowInvalid:
+                pass
+        fitting = [self._fitting(body, key) for body, key in zip(objects.to_pylist(), keys.to_pylist(), strict=True)]
+        return self._parse(pa.array(fitting, pa.binary()))
 
     def _fitting(self, body: bytes, key: bytes) -> bytes:
         try:
@@ -72,7 +75,11 @@ class Bodies:
         return body
 
     def _parse(self, objects: Any) -> list[Any]:
-        text = objects.buffers()[2]  # one object behind the other: JSON needs nothing between them
+        """Bodies that are each valid by itself, or `_enclosed`. Then as many values as bodies are one of each, since no
+        damaged body can go on in the next: the line's end between them is an error in a text, and so is `{` behind the
+        end of an object within.
+        """
+        text = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END).buffers()[2]
         options = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
         table = pj.read_json(pa.BufferReader(text), read_options=options, parse_options=self._options)
         if table.num_rows != len(objects):  # a body with more than one JSON value in it
@@ -82,9 +89,16 @@ class Bodies:
         return [column.combine_chunks() for column in table.columns]
 
 
+def _enclosed(bodies: Any) -> bool:
+    """True when each begins with `{` and ends with `}`."""
+    firsts, lasts = pc.binary_slice(bodies, 0, 1), pc.binary_slice(bodies, -1, None)
+    return bool(firsts.buffers()[2] == b"{" * len(bodies) and lasts.buffers()[2] == b"}" * len(bodies))
+
+
 def _object_or_none(body: bytes, datatype: int) -> bytes:
-    """JSON may begin with blanks; what is not an object has no fields."""
-    return body if datatype & JSON and body.lstrip()[:1] == b"{" else b"{}"
+    """JSON may stand between blanks; what is not an object has no fields."""
+    stripped = body.strip(_BLANKS)
+    return stripped if datatype & JSON and stripped[:1] == b"{" else b"{}"
 
 
 def _readable(kind: Any, name: str) -> Any:

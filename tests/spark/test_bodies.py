@@ -67,6 +67,30 @@ def test_a_document_that_does_not_fit_is_named_or_has_nulls(body: bytes) -> None
     assert columns(schema, b'{"a":1}', body, b'{"a":3}', permissive=True) == [[1, None, 3]]
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        (b'{"a":1,"c":', b'{"x":5}}'),
+        (b'{"a":1,"c":"', b'{"}'),
+        (b'{"a":1,"c":"}', b'{"}'),
+        (b'{"a":1,"c":{"x":2}', b'{"x":5}}'),
+        (b'{"a":1}\0', b'{"a":1}\0}'),
+    ],
+)
+def test_damaged_bodies_that_make_one_object_together_do_not_shift_the_others(damaged: tuple[bytes, bytes]) -> None:
+    """Two that are one, and one that is two: as many values as documents."""
+    schema = pa.schema([("a", pa.int64())])
+    bodies = (*damaged, b'{"a":3}', b'{"a":4}{"a":5}')
+    with pytest.raises(DocumentDoesNotFit, match="document 'key-0' does not fit"):
+        columns(schema, *bodies)
+    assert columns(schema, *bodies, permissive=True) == [[None, None, 3, None]]
+
+
+def test_blanks_around_a_body_are_part_of_no_value() -> None:
+    schema = pa.schema([("a", pa.int64())])
+    assert columns(schema, b'{"a":1}\r\n', b'\t{"a":2} ', b'{"a":3}', b" ") == [[1, 2, 3, None]]
+
+
 @pytest.mark.parametrize("kind", [pa.binary(), pa.map_(pa.string(), pa.int64())])
 def test_types_that_json_does_not_have_are_refused_beforehand(kind: Any) -> None:
     with pytest.raises(ConfigError, match="column a: JSON"):

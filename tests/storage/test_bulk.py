@@ -6,14 +6,14 @@ from random import Random
 
 import pytest
 
-from storage import bulk, records
+from storage import bulk, keys, records
 from storage.bulk import EVERY_KEY, KeyRange
-from storage.errors import ViewInvalidated
+from storage.errors import CorruptedError, ViewInvalidated
 from storage.model import Branch, Collection, Document, Manifest, ManifestUid, Seqno, Vbid
 from storage.purge import Window
 from storage.view import Pin, View
 from storage.writer import GroupWriter
-from tests.storage.model import keys_of, span
+from tests.storage.model import keys_of, log, span
 from tests.storage.test_view import commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
@@ -94,6 +94,89 @@ def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_th
         writer._purge(vbid, clock.now)
     with pytest.raises(ViewInvalidated, match="gone"):
         list(chunks)
+
+
+@pytest.mark.parametrize("rolled_back_to", [None, 60])
+def test_history_that_the_purger_was_at_is_not_read_after_a_refill_either(
+    writer: GroupWriter, view: View, clock: Clock, way: None, rolled_back_to: int | None
+) -> None:
+    """The floor of then is forgotten, and what the purger left behind stays for a while."""
+    fill(writer, 1, 1, 100)
+    pins = [view.pin(0, as_of) for as_of in (50, 60, 80, 100)]
+    before = [scanned(view, as_of=pin.seqno) for pin in pins]
+    if rolled_back_to is not None:
+        writer.rollback(0, rolled_back_to)
+        fill(writer, 2, rolled_back_to + 1, 40)
+    chunks = [bulk.documents(view, pin, rows_max=5) for pin in pins]
+    seen = [keys_in(next(each)) for each in chunks]
+
+    def purge(**limits: int) -> None:
+        writer._purger.window = Window(**limits)
+        while (vbid := writer._purger.plan(clock.now)) is not None:
+            writer._purge(vbid, clock.now)
+
+    purge(boundaries=41, time_ms=10**9)  # from 60 on
+    writer.begin_refill(0)
+    writer.save_failover_log(0, log(88))
+    fill(writer, 3, 1, 1)
+    with pytest.raises(ViewInvalidated, match="history at seqno 50 is gone"):
+        list(chunks[0])
+    with pytest.raises(ViewInvalidated, match="gone"):
+        view.standing(pins[0])
+    for pin, contents, met, rest in list(zip(pins, before, seen, chunks, strict=True))[1:]:
+        assert documents(view, pin) == contents
+        for chunk in rest:
+            met += keys_in(chunk)
+        assert sorted(met) == [row.key for row in contents]
+
+
+def test_after_a_refill_also_what_the_history_then_served_had_left_is_not_read_once_the_purger_was_at_it(
+    writer: GroupWriter, view: View, clock: Clock, way: None
+) -> None:
+    fill(writer, 1, 1, 100)
+    pin = view.pin(0)
+    writer.rollback(0, 60)
+    fill(writer, 2, 61, 40)
+    writer._purger.window = Window(boundaries=31, time_ms=10**9)  # from 70 on
+    while (vbid := writer._purger.plan(clock.now)) is not None:
+        writer._purge(vbid, clock.now)
+    writer.begin_refill(0)
+    writer.save_failover_log(0, log(88))
+    fill(writer, 3, 1, 1)
+    with pytest.raises(ViewInvalidated, match="history at seqno 60 is gone"):
+        bulk.documents(view, pin)
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda frame: b"",
+        lambda frame: frame[:10],
+        lambda frame: frame[:40],
+        lambda frame: frame[:55],
+        lambda frame: bytes(len(frame)),
+        lambda frame: frame[:1] + b"\x42" + frame[2:],
+        lambda frame: frame[:1] + b"\x58" + frame[2:],
+        lambda frame: frame[:1] + b"\x5f" + frame[2:],
+    ],
+)
+def test_a_damaged_row_is_not_taken_for_one_that_nobody_wants(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch, damage: object, single: bool
+) -> None:
+    if single:  # only mutations are met together
+        monkeypatch.setattr(bulk, "GET_ROWS", 1)
+    publish(writer, 0, [(name, b"value", seqno) for seqno, name in enumerate(NAMES, 1)])
+    rows = view._open(0).rows
+    row_key = keys.ROW.pack(writer.state(0).branch, 20)
+    with writer.environment.env.begin(write=True) as txn:
+        whole = txn.get(row_key, db=rows)
+        txn.put(row_key, damage(whole), db=rows)  # type: ignore[operator]
+    for read in (scanned, lambda view: documents(view, view.pin(0))):
+        with pytest.raises(CorruptedError):
+            read(view)
+    with writer.environment.env.begin(write=True) as txn:
+        txn.put(row_key, whole, db=rows)
 
 
 def test_collections_are_told_apart_by_id_and_by_name_and_a_drop_hides_them(
