@@ -283,7 +283,7 @@ def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = N
         raise ConfigError(
             f"setting {name} ({provenance.get(name, 'default')}) is wrong: "
             f"{first['msg'].removeprefix('Value error, ')}, not {_shown(first['input'])}",
-            hint=f"change it by {_flag(name)}, {ENV_PREFIX}{name.upper()}, or in the file given by --config",
+            hint=f"change it by --set {name}=VALUE, {ENV_PREFIX}{name.upper()}, or in the file given by --config",
             setting=name,
         ) from None
     if settings.vbuckets is not None:
@@ -397,10 +397,6 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"the settings file {path} is not TOML: {error}", hint="mend that line", setting="config"
         ) from None
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _shown(value: Any) -> str:
