@@ -211,8 +211,11 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
             for at in void:
                 del left[at]
         assert not left, f"lost by no rollback: {sorted(left)[:5]}"
-    assert wanted <= retracted, f"lost, and never taken back: {sorted(wanted - retracted)[:5]}"
-    assert retracted <= wanted, f"taken back without need: {sorted(retracted - wanted)[:5]}"
+    wrong = sorted(wanted ^ retracted)
+    assert not wrong, (
+        f"lost, and never taken back: {sorted(wanted - retracted)[:5]}; "
+        f"taken back without need: {sorted(retracted - wanted)[:5]}; {history_of(wrong[0], rows, rollbacks)}"
+    )
     return {
         "events": len(rows),
         "documents": len(expected),
@@ -220,6 +223,14 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
         "restorations": sum(row["kind"] == "restoration" for row in rows),
         "rollbacks": sum(map(len, rollbacks.values())),
     }
+
+
+def history_of(at: tuple[int, int, int], rows: list[dict[str, Any]], rollbacks: dict[int, list[Any]]) -> str:
+    """All that was told of a row's key and of its vbucket's collections, and the rollbacks: to see what went wrong."""
+    own = [row for row in rows if row["vbid"] == at[0]]
+    keys = {row["key"] for row in own if (row["branch"], row["seqno"]) == at[1:]}
+    told = [tuple(row.values()) for row in own if row["key"] in keys | {None}]
+    return f"{at}: {told}; rollbacks: {rollbacks[at[0]]}"
 
 
 def wire_key_text(wire_key: bytes) -> str:
