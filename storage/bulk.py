@@ -141,6 +141,7 @@ class _Read:
         following: bytes = cursor.key()
         if following <= first:
             following = b""
+            frames.clear()  # they are read again: large ones must not be held twice
             rest = cursor.iternext() if cursor.set_range(first) else ()
             frames = [frame for _, frame in takewhile(lambda entry: entry[0] < position, rest)]
         else:
