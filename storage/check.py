@@ -79,6 +79,8 @@ def _check_group(
         with environment.read() as txn:
             stored = txn.get(b"identity", db=environment.db(keys.DB_META))
             directory.check_identity(stored, identity, group, folder)
+            if len(txn.get(b"fence", db=environment.db(keys.DB_META)) or b"") != keys.SEQNO.size:
+                report.add(f"group {group}", "its fence is not a number of 8 bytes")
             _check_strays(environment, txn, set(vbids), group, report)
         for vbid in vbids:
             try:
@@ -109,7 +111,7 @@ def _check_pages(folder: str, group: int, report: Report) -> bool:
 def _check_strays(environment: Environment, txn: Any, vbids: set[int], group: int, report: Report) -> None:
     """Rows of shared trees that speak of vbuckets of other groups."""
     for name in keys.SHARED_DBS:
-        if name in (keys.DB_META, keys.DB_PURGE) or not environment.has(name):
+        if name == keys.DB_META or not environment.has(name):
             continue
         for key, _ in txn.cursor(environment.db(name)).iternext():
             vbid = int.from_bytes(key[:2], "big")
@@ -321,6 +323,8 @@ class _Walk:
             where = f"prepare {at[0]}:{at[1]}"
             if at[0] not in known:
                 self._add(f"{where} is of an unknown branch")
+            if at[0] == state.staging_branch and at[1] > state.staged_seqno and not self._is_oso(at[0]):
+                self._add(f"{where} lies above the staged seqno {state.staged_seqno}")
             try:
                 prepares.check_frame(frame, at[1])
             except CorruptedError as error:
