@@ -1130,6 +1130,7 @@ class View:
     ) -> Iterator[tuple[str, Document]]:
         """Of each key that `lost` changed above `common` its newest version, and what is visible again in its place."""
         restored_links = chain.recut(served.links, common)
+        back = self._back_with_all_they_held(opened, vbid, lost, restored_links)
         for link in reversed(lost):
             position = max(link.base_seqno, common)
             prefix = keys.PREFIX.pack(link.branch)
@@ -1144,7 +1145,7 @@ class View:
                         raise ViewInvalidated(
                             "what was rolled back is gone from history", vbid=vbid, hint="read it from the beginning"
                         )
-                    pairs = self._retracted_pairs(txn, opened, vbid, rows, lost, restored_links, raw)
+                    pairs = self._retracted_pairs(txn, opened, vbid, rows, lost, restored_links, back, raw)
                 for before, after in pairs:
                     yield "retraction", before
                     if after is not None:
@@ -1152,13 +1153,22 @@ class View:
                 if not rows:
                     break
                 position = int.from_bytes(rows[-1][0][4:], "big")
-        for document in self._back_with_their_collection(opened, vbid, served, lost, restored_links, raw):
-            yield "restoration", document
+        restored = replace(served, links=restored_links)
+        for collection_id, begin_seqno in back.items():
+            start = prefix = keys.encode_collection_id(collection_id)
+            while start:
+                documents, start = self._scan_chunk(
+                    opened, vbid, restored, start, prefix, None, begin_seqno, False, raw
+                )
+                for document in documents:
+                    yield "restoration", document
 
-    def _back_with_their_collection(
-        self, opened: Opened, vbid: int, served: Served, lost: chain.Chain, restored_links: chain.Chain, raw: bool
-    ) -> Iterator[Document]:
-        """Documents of collections that the lost history had dropped or flushed: no event of theirs is retracted."""
+    def _back_with_all_they_held(
+        self, opened: Opened, vbid: int, lost: chain.Chain, restored_links: chain.Chain
+    ) -> dict[int, Seqno]:
+        """Collections that the lost history had dropped or flushed, and where they begin: all that they hold is visible
+        again, whether or not the lost history has an event of it.
+        """
         with opened.environment.read() as txn:
             before, after = (
                 self._manifest(
@@ -1166,17 +1176,11 @@ class View:
                 )
                 for links in (lost, restored_links)
             )
-        restored = replace(served, links=restored_links)
-        for collection_id, entry in after.collections.items():
-            known = before.collections.get(collection_id)
-            if known is not None and known.begin_seqno <= entry.begin_seqno:
-                continue
-            position = prefix = keys.encode_collection_id(collection_id)
-            while position:
-                documents, position = self._scan_chunk(
-                    opened, vbid, restored, position, prefix, None, entry.begin_seqno, False, raw
-                )
-                yield from documents
+        return {
+            collection_id: entry.begin_seqno
+            for collection_id, entry in after.collections.items()
+            if (known := before.collections.get(collection_id)) is None or known.begin_seqno > entry.begin_seqno
+        }
 
     def _retracted_pairs(
         self,
@@ -1186,8 +1190,10 @@ class View:
         rows: list[tuple[bytes, bytes]],
         lost: chain.Chain,
         restored_links: chain.Chain,
+        back: dict[int, Seqno],
         raw: bool,
     ) -> list[tuple[Document, Document | None]]:
+        """Each with what is visible again in its place; but for the collections of `back`, which come back whole."""
         pairs = []
         cursor = txn.cursor(opened.keys)
         manifest_key = branches.manifest_key_on(opened.environment, txn, vbid, restored_links)
@@ -1197,7 +1203,8 @@ class View:
                 continue  # superseded within the lost history: the reader's last word on this key comes later
             again = chain.newest_version(cursor, wire_key, restored_links)
             if again is not None:
-                alive = self._alive(manifest, keys.split_key(wire_key)[0], unpack_dup(again)[1])
+                collection_id = keys.split_key(wire_key)[0]
+                alive = collection_id not in back and self._alive(manifest, collection_id, unpack_dup(again)[1])
                 again = again if alive and again[12] == 0x57 else None
             after = None if again is None else self._row(txn, opened, vbid, again, raw)
             pairs.append((self._row(txn, opened, vbid, dup, raw), after))

@@ -252,7 +252,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
     until = next(ahead, None)
     manifest = positions.manifest_at(view, vbid, end.branch, base_seqno)
     names = names_of(manifest)
-    names_lost: Mapping[int, str] = {}
+    names_lost: dict[int, str] = {}
     at = (end.branch, base_seqno)
     vbuuids = (way.start.vbuuid, end.vbuuid)
     for change in view.changes_between(since, token(vbid, end)):
@@ -264,6 +264,9 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             names_lost = names_of(positions.manifest_at(view, vbid, way.start.branch, way.start.seqno))
         elif change.kind in ("retraction", "restoration"):
             retracted = change.kind == "retraction"
+            if retracted and document.collection_id not in names_lost:  # it came and went in the history that is void
+                where = int(document.branch), int(document.seqno)
+                names_lost |= names_of(positions.manifest_at(view, vbid, *where))
             name = _name(names_lost if retracted else names, document.collection_id)
             yield change_row(document, name, change.kind, vbuuids[not retracted], at[1], at)
         else:

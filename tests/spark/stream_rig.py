@@ -203,13 +203,26 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
     wanted: set[tuple[int, int, int]] = set()
     for vbid, each in rollbacks.items():
         left = {at: row for at, row in lost.items() if at[0] == vbid}
+        drops = {
+            (row["branch"], row["seqno"]): row["collection"]
+            for row in rows
+            if row["vbid"] == vbid and row["kind"] == "collection_dropped"
+        }
         for rollback in each:
-            # What was told and is void from here on; of each key the newest is taken back. (The stream is let see each
-            # rollback by itself. One may go back further than the one before, and void older branches once more.)
+            # What was told and is void from here on; of each key the newest is taken back, a collection that was made
+            # anew being another one. (The stream is let see each rollback by itself. One may go back further than the
+            # one before, and void older branches once more.)
             void = [at for at in sorted(left) if at[1] <= rollback.from_branch and at[2] > rollback.to_seqno]
-            wanted |= set({(left[at]["collection"], left[at]["key"]): at for at in void}.values())
+            newest: dict[tuple[int, str, str], tuple[int, int, int]] = {}
+            for at in void:
+                name = left[at]["collection"]
+                made_anew = sum(dropped == name and where < at[1:] for where, dropped in drops.items())
+                newest[made_anew, name, left[at]["key"]] = at
+            wanted |= set(newest.values())
             for at in void:
                 del left[at]
+            for where in [at for at in drops if at[0] <= rollback.from_branch and at[1] > rollback.to_seqno]:
+                del drops[where]
         assert not left, f"lost by no rollback: {sorted(left)[:5]}"
     wrong = sorted(wanted ^ retracted)
     assert not wrong, (

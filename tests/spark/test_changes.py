@@ -11,11 +11,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from mirror.errors import ConfigError
 from mirror.spark.changes import LocalChanges, LostHistory, Work, read
 from mirror.spark.columns import CHANGES
+from mirror.spark.fold import fold
 from mirror.spark.offsets import Offset
 from mirror.spark.options import Options, parse
 from storage.keys import vbid_of
@@ -295,4 +297,38 @@ def test_dropped_and_flushed_collections_are_told(small: SmallMirror) -> None:
         ("mutation", "shop.orders", b"p"),
         ("collection_dropped", "shop.orders", None),
     ]
+    follower.driver.close()
+
+
+def test_a_collection_that_was_dropped_and_made_anew_in_the_void_history_is_itself_again(small: SmallMirror) -> None:
+    """Both had a document of that name: what is taken back of the later one is not what is valid again."""
+    default, scopes = Collection(0, 0, "_default", Seqno(0)), {0: "_default", 8: "shop"}
+    first, second = Collection(8, 8, "orders", Seqno(1)), Collection(9, 8, "orders", Seqno(5))
+    writer = small.writers[0]
+    follower = Follower(options(small, vbuckets="0"))
+    system_event(writer, 1, default, first, scopes=scopes)
+    put(writer, b"o", 2, cid=8)
+    commit(writer, 2)
+    put(writer, b"o", 3, cid=8)
+    system_event(writer, 4, default, scopes=scopes)
+    system_event(writer, 5, default, second, scopes=scopes)
+    put(writer, b"o", 6, cid=9)
+    put(writer, b"passing", 7, cid=9)
+    system_event(writer, 8, default, scopes=scopes)
+    commit(writer, 8)
+    end = follower.driver.latest(follower.start, True)
+    told = follower.rows(follower.driver.plan(follower.start, end))
+    small.roll_back(0, 2)
+    back = follower.driver.latest(end, True)
+    undone = follower.rows(follower.driver.plan(end, back))
+    assert [(row["kind"], row["collection"], row["key"], row["seqno"]) for row in undone] == [
+        ("retraction", "shop.orders", b"o", 3),
+        ("retraction", "shop.orders", b"o", 6),
+        ("retraction", "shop.orders", b"passing", 7),
+        ("restoration", "shop.orders", b"o", 2),
+    ]
+    binary = pa.schema([each if each.name != "key" else pa.field("key", pa.binary()) for each in CHANGES])
+    folded, _ = fold(pa.Table.from_pylist([*told, *undone], binary))
+    live = folded.filter(folded.column("live")).select(["collection", "key", "seqno"]).to_pylist()
+    assert live == [{"collection": "shop.orders", "key": "o", "seqno": 2}]
     follower.driver.close()

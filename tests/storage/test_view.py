@@ -343,6 +343,27 @@ def test_documents_of_a_collection_that_only_lost_history_dropped_are_restored(w
     assert told == [("rollback", None), *(("restoration", key) for key in sorted((A, B, A + A)))]
 
 
+def test_what_lost_history_overwrote_and_then_flushed_is_restored_once(writer: GroupWriter, view: View) -> None:
+    orders = Collection(9, 8, "orders", Seqno(1))
+    system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
+    put(writer, A, 2, b"old", cid=9)
+    put(writer, B, 3, b"untouched", cid=9)
+    commit(writer, 3)
+    put(writer, A, 4, b"lost", cid=9)
+    system_event(writer, 5, DEFAULT, Collection(9, 8, "orders", Seqno(5)), scopes=SCOPES)
+    put(writer, A, 6, b"after the flush", cid=9)
+    commit(writer, 6)
+    token = Token(Vbid(0), Branch(1), Seqno(6))
+    writer.rollback(0, 3)
+    told = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
+    assert told == [
+        ("rollback", None),
+        ("retraction", b"after the flush"),
+        ("restoration", b"old"),
+        ("restoration", b"untouched"),
+    ]
+
+
 def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: GroupWriter, view: View) -> None:
     """Found by the simulation: the version below a flush came back as if the flush had been undone, too."""
     system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES)
