@@ -72,8 +72,9 @@ class Service:
             self._process.kill()
             self._process.wait()
         for pid in {*workers, *self._workers_seen}:
-            if not gone(pid) and "mirror.supervise.worker" in " ".join(psutil.Process(pid).cmdline()):
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has followed by itself meanwhile
+                if not gone(pid) and "mirror.supervise.worker" in " ".join(psutil.Process(pid).cmdline()):
+                    os.kill(pid, signal.SIGKILL)
         if error is not None:
             error.add_note(f"the service's last words ({self.log}):\n{self.tail()}")
 
