@@ -70,6 +70,7 @@ async def test_it_looks_by_itself_while_somebody_follows(store: Store, view: Vie
     store.writer.begin_refill(0)
     await until(lambda: told == [0, 0])
     await watch.stop()
+    assert told == [0, 0]
 
 
 async def test_a_store_that_cannot_be_read_is_tried_again(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +89,4 @@ async def test_a_store_that_cannot_be_read_is_tried_again(view: View, monkeypatc
     async with asyncio.timeout(10):
         await told.wait()
     await watch.stop()
+    assert not failures

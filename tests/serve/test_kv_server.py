@@ -148,4 +148,6 @@ async def test_the_sweeper_keeps_the_time_and_notices_a_group_made_anew(
                 if looked and endpoint.server.now_s > began:
                     break
                 await asyncio.sleep(0.005)
+        assert looked
+        assert endpoint.server.now_s > began
     store.close()
