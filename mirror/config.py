@@ -35,7 +35,7 @@ MIB = 1024 * 1024
 PASSWORD_BYTES_MAX = 4096
 """A password file larger than this is some other file."""
 
-NOT_SETTINGS = {"DCP_MIRROR_PASSWORD", "DCP_MIRROR_USER", "DCP_MIRROR_CAPTURES"}
+NOT_SETTINGS = {"DCP_MIRROR_PASSWORD", "DCP_MIRROR_USER"}
 """Variables with our prefix that are read elsewhere: secrets, the sandbox's user, the tests' data."""
 
 

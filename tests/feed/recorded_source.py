@@ -5,6 +5,7 @@ tests' names, and documents that a recorded server held although no recorded str
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mirror.feed.recording import Recording
@@ -13,14 +14,16 @@ from mirror.sandbox.replay import Exchange, ReplayedSource, Script
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode_failover_log, to_frame
 from mirror.wire.constants import Datatype, Status
+from tests.recordings import unpack
 
 USER, PASSWORD, BUCKET, BUCKET_UUID, CLUSTER_UUID = "demo", "secret", "default", "b0", "c0"
 VBUCKETS = replay.VBUCKETS_MIN
 
 
-def read_script(folder: Path, name: str) -> Script:
+def read_script(name: str) -> Script:
     """A recording as a script."""
-    return replay.read_script(Recording(folder / f"{name}.jsonl"))
+    with TemporaryDirectory() as folder:
+        return replay.read_script(Recording(unpack(name, Path(folder))))
 
 
 def fresh_exchange(vbid: int, failover_log: list[tuple[int, int]], events: list[ev.Event]) -> Exchange:

@@ -16,6 +16,7 @@ from mirror.feed.recording import Recorder, Recording
 from mirror.feed.transport import Link
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import Frame, encode, request, response
+from tests.recordings import unpack
 
 HELLO = request(Opcode.HELLO, opaque=1, key=b"me", value=b"\0\x08")
 LOGIN = request(Opcode.SASL_AUTH, opaque=2, key=b"PLAIN", value=b"\0demo\0hunter2")
@@ -143,6 +144,6 @@ def test_what_is_no_recording_is_one_clear_error(tmp_path: Path, text: str, said
         Recording(tmp_path / "absent")
 
 
-def test_recordings_of_real_engines_are_read_too(captures: Path) -> None:
-    found = frames(captures / "72_b_multiplex_8vb.jsonl")
+def test_recordings_of_real_engines_are_read_too(tmp_path: Path) -> None:
+    found = frames(unpack("72_b_multiplex_8vb", tmp_path))
     assert len({frame.vbucket for _, _, ours, frame in found if ours and frame.opcode == Opcode.DCP_STREAM_REQ}) == 8

@@ -8,7 +8,6 @@ session before (d1 before d2), or one made from the recorded state and the recor
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mirror.wire.constants import SnapshotFlag, Status
 from storage.check import check
 from storage.model import Document, Kind
 from storage.view import open_view
-from tests.feed.conftest import CAPTURES
+from tests import recordings
 from tests.feed.harness import Mirror
 from tests.feed.recorded_source import (
     BUCKET,
@@ -35,13 +34,13 @@ from tests.feed.recorded_source import (
     stored_events,
 )
 
-COMPARABLE: dict[str, dict[str, dict[str, Any]]] = json.loads((CAPTURES / "comparable.json").read_text())
+COMPARABLE: dict[str, dict[str, dict[str, Any]]] = recordings.notes("comparable")
 DISK = int(SnapshotFlag.DISK)
 UNKNOWN_VBUUID = 0x1122334455667788
 
 
 def notes_of(name: str) -> dict[str, Any]:
-    notes: dict[str, Any] = json.loads((CAPTURES / f"{name}.json").read_text())
+    notes: dict[str, Any] = recordings.notes(name)
     return notes
 
 
@@ -95,7 +94,7 @@ def before_whole(name: str, last_seqno: int, log: list[tuple[int, int]] | None =
 
 def before_crash(name: str) -> list[Step]:
     """What had reached the disk (up to seqno 100), then what the crash lost, as the session before the crash got it."""
-    script = read_script(CAPTURES, name.replace("d2_rollback_after_crash", "d1_before_crash"))
+    script = read_script(name.replace("d2_rollback_after_crash", "d1_before_crash"))
     ((vbid, (exchange,)),) = script.exchanges.items()
     events = [decode(message) for message in exchange.messages]
     lost = [event for event in events if getattr(event, "seqno", 0) > 100]
@@ -123,7 +122,7 @@ def before_beyond_high(name: str) -> list[Step]:
 def before_purge(name: str) -> list[Step]:
     """The documents whose tombstones were purged meanwhile, still alive at seqno 100."""
     ((vbid, state),) = states_of(name).items()
-    vbuuid = read_script(CAPTURES, name).exchanges[vbid][0].asked.vbuuid
+    vbuuid = read_script(name).exchanges[vbid][0].asked.vbuuid
     purged = [key for key, held in state["keys"].items() if held is None]
     held = stored_events(state, vbid, 100)
     events = [marker(vbid, 0, 100), *ghosts(vbid, list(range(1, 1 + len(purged))), purged), *held]
@@ -144,7 +143,7 @@ BEFORE: dict[str, Callable[[str], list[Step]]] = {
 
 @pytest.mark.parametrize("name", COMPARABLE)
 async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> None:
-    script = read_script(CAPTURES, name)
+    script = read_script(name)
     vbids = sorted(script.exchanges)
     assert set(vbids) == {int(vbid) for vbid in COMPARABLE[name]}
     mirror = Mirror(
@@ -207,7 +206,7 @@ def assert_window_is_whole(mirror: Mirror, source: RecordedSource) -> None:
 
 
 def assert_request_was_the_recorded_one(name: str, source: RecordedSource) -> None:
-    recorded = next(iter(read_script(CAPTURES, name).exchanges.values()))
+    recorded = next(iter(read_script(name).exchanges.values()))
     wanted = {(exchange.asked.start_seqno, exchange.asked.vbuuid) for exchange in recorded}
     first = source.requests[0]
     assert (first.start_seqno, first.vbuuid) in wanted
@@ -263,9 +262,7 @@ def compare(path: str, name: str, vbid: int, *, whole: bool) -> None:
     )
     extra = {identity for identity, document in stored.items() if not document.deleted} - live_in_state
     # The recorder looked only for its own keys in some states: what else there is must have come in the stream.
-    streamed = {
-        message.key for exchange in read_script(CAPTURES, name).exchanges[vbid] for message in exchange.messages
-    }
+    streamed = {message.key for exchange in read_script(name).exchanges[vbid] for message in exchange.messages}
     assert all(key.startswith(b"kept-") or key in streamed for _, key in extra), extra
     assert not any(key.startswith((b"ghost-", b"lost-")) for _, key in extra)
     assert all(document.kind in (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION) for document in stored.values())
@@ -299,8 +296,8 @@ def equal_value(document: Document, held: Any) -> bool:
 async def test_rollback_below_the_only_boundary_fills_the_vbucket_anew(tmp_path: Path) -> None:
     """d1 as it was recorded, one snapshot up to 210: no boundary is kept at or below 100, so everything comes again."""
     name = "72_d2_rollback_after_crash"
-    first = read_script(CAPTURES, "72_d1_before_crash")
-    script = read_script(CAPTURES, name)
+    first = read_script("72_d1_before_crash")
+    script = read_script(name)
     (accepted,) = (exchange for exchange in script.exchanges[9] if exchange.status == Status.SUCCESS)
     held = [marker(9, 0, 100), *stored_events(states_of(name)[9], 9, 100)]
     accepted.messages = fresh_exchange(9, [], held).messages + accepted.messages
@@ -318,6 +315,5 @@ async def test_rollback_below_the_only_boundary_fills_the_vbucket_anew(tmp_path:
 
 
 def test_every_recording_with_a_comparable_state_is_here() -> None:
-    recorded = {path.stem for path in CAPTURES.glob("[67]*.jsonl")}
-    assert set(COMPARABLE) <= recorded
+    assert set(COMPARABLE) <= set(recordings.names())
     assert len(COMPARABLE) >= 70

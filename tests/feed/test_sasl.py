@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-from pathlib import Path
 
 import pytest
 import scramp
@@ -20,6 +18,7 @@ from mirror.feed.sasl import (
     plain_decode,
     plain_encode,
 )
+from tests import recordings
 
 SCRAMP_NAMES = {"SCRAM-SHA512": "SCRAM-SHA-512", "SCRAM-SHA256": "SCRAM-SHA-256", "SCRAM-SHA1": "SCRAM-SHA-1"}
 PASSWORDS = {"demo": "demo", "o=d,d": "pass wörd"}
@@ -65,10 +64,9 @@ def test_server_agrees_with_an_independent_client(mechanism: str) -> None:
     assert server.username == "demo"
 
 
-def test_recorded_exchange_of_an_sdk_with_a_real_server_is_reproduced(captures: Path) -> None:
+def test_recorded_exchange_of_an_sdk_with_a_real_server_is_reproduced() -> None:
     """The SDK's nonce holds blanks, and its proof and the server's signature must come out to the byte."""
-    lines = [json.loads(line) for line in (captures / "sdk_72_conn2.jsonl").read_text().splitlines()[:6]]
-    sent = [bytes.fromhex(line["hex"]) for line in lines]
+    sent = [data for _, data in recordings.read("sdk_72_conn2").pieces[:6]]
     first = sent[0][sent[0].index(b"n,,") :]
     challenge = sent[2][sent[2].index(b"r=") :]
     final = sent[3][sent[3].index(b"c=biws") :]

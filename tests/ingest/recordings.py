@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import cramjam
@@ -14,7 +13,6 @@ import cramjam
 from mirror.ingest import events as ev
 from mirror.ingest import instructions as ins
 from mirror.ingest.machine import Phase
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.codec_dcp import decode, decode_failover_log, decode_rollback_seqno
 from mirror.wire.constants import Datatype, Feature, Opcode, Status
 from mirror.wire.events import Mutation, StreamEvent, StreamRequest
@@ -23,22 +21,13 @@ from mirror.wire.leb128 import decode as decode_leb128
 from mirror.wire.scan import is_data, row_of
 from mirror.wire.xattr import body_of
 from storage.model import FailoverEntry, Seqno, Vbuuid
+from tests import recordings
 from tests.ingest.toy_store import Rig, ToyStore
-
-CAPTURES = Path(__file__).parents[2] / ".." / "shared" / "captures"
 
 
 def frames_of(name: str, direction: str) -> list[Frame]:
     """All frames of one direction, in order."""
-    buffer = FrameBuffer()
-    for line in (CAPTURES / f"{name}.jsonl").read_text().splitlines():
-        sent = json.loads(line)
-        if sent["dir"] == direction:
-            buffer.feed(bytes.fromhex(sent["hex"]))
-    frames = []
-    while (frame := buffer.next_frame()) is not None:
-        frames.append(frame)
-    return frames
+    return [frame for which, frame in recordings.frames(name) if which == direction]
 
 
 def entries(pairs: list[tuple[int, int]]) -> list[FailoverEntry]:
@@ -169,8 +158,8 @@ def _with_opaque(event: StreamEvent, opaque: int) -> StreamEvent:
 
 def recorded_states(name: str) -> dict[int, dict[str, Any]]:
     """Per vbucket: what may be compared, joined with the engine's own account of its keys."""
-    comparable = json.loads((CAPTURES / "comparable.json").read_text()).get(name)
-    state = json.loads((CAPTURES / f"{name}.json").read_text()).get("state")
+    comparable = recordings.notes("comparable").get(name)
+    state = recordings.notes(name).get("state")
     return {
         int(vbid): {"comparable": row, "keys": (state if "keys" in state else state[vbid])["keys"]}
         for vbid, row in (comparable or {}).items()

@@ -14,12 +14,11 @@ from mirror.ingest.machine import Phase
 from mirror.wire.events import Mutation
 from mirror.wire.leb128 import decode as decode_leb128
 from storage.model import Manifest
-from tests.ingest.recordings import CAPTURES, Replay, compare, recorded_states, state_key
+from tests import recordings
+from tests.ingest.recordings import Replay, compare, recorded_states, state_key
 from tests.ingest.toy_store import ToyBoundary, ToyStore
 
-pytestmark = pytest.mark.skipif(not CAPTURES.is_dir(), reason="the recordings are not beside the checkout")
-
-NAMES = sorted(path.stem for path in CAPTURES.glob("*.jsonl") if not path.stem.startswith("sdk_"))
+NAMES = [name for name in recordings.names() if not name.startswith("sdk_")]
 COMPARABLE = [name for name in NAMES if recorded_states(name)]
 NO_VALUE = {"605_h7_no_value", "605_h8_no_value_xattrs", "72_h7_no_value", "72_h8_no_value_xattrs"} | {
     "72_h11_no_value_underlying_dt"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +19,8 @@ from mirror.ingest.rollback import (
     vbuuid_at,
 )
 from storage.model import FailoverEntry, Seqno, Vbuuid
+from tests import recordings
 
-CAPTURES = Path(__file__).parents[2] / ".." / "shared" / "captures"
 STRICT_VBUUID = 0x20
 IGNORE_PURGED_TOMBSTONES = 0x80
 
@@ -39,10 +37,9 @@ def recorded_answer(status: str, rollback_seqno: int | None) -> ProducerAnswer:
     return answers[status]
 
 
-@pytest.mark.skipif(not CAPTURES.is_dir(), reason="the recordings are not beside the checkout")
 @pytest.mark.parametrize("server", ["605", "72"])
 def test_the_producer_rule_gives_every_recorded_answer(server: str) -> None:
-    recorded: dict[str, Any] = json.loads((CAPTURES / f"rollback_answers_{server}.json").read_text())
+    recorded: dict[str, Any] = recordings.notes(f"rollback_answers_{server}")
     case_count = 0
     for vbucket in recorded["vbuckets"]:
         failover_log = log(*((entry["uuid"], entry["seqno"]) for entry in vbucket["failover_log"]))

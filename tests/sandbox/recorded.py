@@ -1,15 +1,12 @@
-"""The recordings of real engines, as frames in order, and vbuckets filled with what they sent."""
+"""Recorded frames as requests with their answers and as streams, and vbuckets filled with what was recorded."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 from mirror.sandbox.item import Item
 from mirror.sandbox.vbucket import Vbucket, system_key
 from mirror.wire import frame as fr
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import Frame
 
@@ -22,19 +19,6 @@ STREAM = (
     Opcode.DCP_OSO_SNAPSHOT,
     Opcode.DCP_STREAM_END,
 )
-
-
-def frames(path: Path) -> list[tuple[str, Frame]]:
-    """All frames of a recording with their direction."""
-    buffers = {"c2s": FrameBuffer(), "s2c": FrameBuffer()}
-    found = []
-    for line in path.read_text().splitlines():
-        piece = json.loads(line)
-        buffer = buffers[piece["dir"]]
-        buffer.feed(bytes.fromhex(piece["hex"]))
-        while (frame := buffer.next_frame()) is not None:
-            found.append((piece["dir"], frame))
-    return found
 
 
 def answers(recording: list[tuple[str, Frame]]) -> list[tuple[Frame, Frame]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,10 @@ from mirror.wire import events as ev
 from mirror.wire.constants import Opcode, Status, VbucketState
 from mirror.wire.frame import Frame
 from storage.model import FailoverEntry, Seqno, Vbuuid
+from tests.recordings import frames
 
 from .client import Client
-from .recorded import STREAM, answers, fill, frames, seqno_of, stream_of
+from .recorded import STREAM, answers, fill, seqno_of, stream_of
 
 PASSWORDS = {"@admin": "password", "mirror": "mirror", "reader": "readerpw"}
 
@@ -96,8 +96,8 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-async def test_requests_are_answered_as_recorded(captures: Path, name: str) -> None:
-    recording = frames(captures / f"{name}.jsonl")
+async def test_requests_are_answered_as_recorded(name: str) -> None:
+    recording = frames(name)
     cluster = await cluster_like_the_recorded(name, recording)
     high = {1: 206, 2: 209, 9: 155 if "_d5" in name else 135 if "_d3" in name else 100, 7: 216}
     for vbid in range(16):
@@ -126,8 +126,8 @@ HANGING_UP = ["605_i2_bad_extras_len", "605_i3_stream_req_without_open", "605_i5
 
 
 @pytest.mark.parametrize("name", HANGING_UP)
-async def test_an_old_server_hangs_up_as_recorded(captures: Path, name: str) -> None:
-    recording = frames(captures / f"{name}.jsonl")
+async def test_an_old_server_hangs_up_as_recorded(name: str) -> None:
+    recording = frames(name)
     answered = {request.opaque: answer for request, answer in answers(recording)}
     client = await Client.connect(await cluster_like_the_recorded(name, recording))
     for direction, request in recording:
@@ -140,11 +140,11 @@ async def test_an_old_server_hangs_up_as_recorded(captures: Path, name: str) -> 
     assert client.answers.keys() == answered.keys()
 
 
-def contents(captures: Path, names: list[str], vbid: int) -> dict[int, Frame]:
+def contents(names: list[str], vbid: int) -> dict[int, Frame]:
     """Seqno -> the message, as the most capable of the recorded clients got it."""
     by_seqno: dict[int, Frame] = {}
     for name in names:
-        for frame in stream_of(frames(captures / f"72_{name}.jsonl"), vbid):
+        for frame in stream_of(frames(f"72_{name}"), vbid):
             if frame.opcode in STREAM[:3] or frame.opcode == Opcode.DCP_SYSTEM_EVENT:
                 by_seqno.setdefault(seqno_of(frame), frame)
     return by_seqno
@@ -177,19 +177,19 @@ OLD_FEATURE_SETS = [
 
 
 @pytest.mark.parametrize("name", FEATURE_SETS)
-async def test_a_client_gets_each_document_in_the_shape_it_negotiated(captures: Path, name: str) -> None:
-    by_seqno = contents(captures, ["h12_delete_times_expiry_opcode"], 11)
-    for frame in stream_of(frames(captures / "72_h11_no_value_underlying_dt.jsonl"), 11):
+async def test_a_client_gets_each_document_in_the_shape_it_negotiated(name: str) -> None:
+    by_seqno = contents(["h12_delete_times_expiry_opcode"], 11)
+    for frame in stream_of(frames("72_h11_no_value_underlying_dt"), 11):
         if frame.opcode == Opcode.DCP_MUTATION and frame.datatype & 2:  # kept compressed by the server
             packed = next(
                 f
-                for f in stream_of(frames(captures / "72_h5_snappy_force_compression.jsonl"), 11)
+                for f in stream_of(frames("72_h5_snappy_force_compression"), 11)
                 if f.opcode == frame.opcode and seqno_of(f) == seqno_of(frame)
             )
             by_seqno[seqno_of(frame)] = packed
     for seqno, frame in list(by_seqno.items()):  # the sandbox keeps keys with their collection
         by_seqno[seqno] = replace(frame, key=b"\0" + frame.key)
-    recording = frames(captures / f"{name}.jsonl")
+    recording = frames(name)
     cluster = await cluster_like_the_recorded(name, recording)
     fill(cluster.vbucket(11), by_seqno, 56)
     client = await Client.connect(cluster)
@@ -210,17 +210,15 @@ async def test_a_client_gets_each_document_in_the_shape_it_negotiated(captures: 
 
 
 @pytest.mark.parametrize("name", OLD_FEATURE_SETS)
-async def test_a_client_of_an_old_server_gets_each_document_in_the_shape_it_negotiated(
-    captures: Path, name: str
-) -> None:
+async def test_a_client_of_an_old_server_gets_each_document_in_the_shape_it_negotiated(name: str) -> None:
     stored, timed = (
-        {seqno_of(f): replace(f, key=b"\0" + f.key) for f in stream_of(frames(captures / whole), 11)[1:]}
-        for whole in ("605_h4_include_xattrs_snappy.jsonl", "605_h6_delete_times.jsonl")
+        {seqno_of(f): replace(f, key=b"\0" + f.key) for f in stream_of(frames(whole), 11)[1:]}
+        for whole in ("605_h4_include_xattrs_snappy", "605_h6_delete_times")
     )
     by_seqno = {
         seqno: replace(timed[seqno], datatype=frame.datatype, value=frame.value) for seqno, frame in stored.items()
     }
-    recording = frames(captures / f"{name}.jsonl")
+    recording = frames(name)
     cluster = await cluster_like_the_recorded(name, recording)
     fill(cluster.vbucket(11), by_seqno, 56)
     client = await Client.connect(cluster)
@@ -247,9 +245,9 @@ COLLECTION_STREAMS = [
 
 
 @pytest.mark.parametrize(("name", "high"), COLLECTION_STREAMS)
-async def test_a_backfill_with_collections_is_the_recorded_one(captures: Path, name: str, high: int | None) -> None:
+async def test_a_backfill_with_collections_is_the_recorded_one(name: str, high: int | None) -> None:
     """The same vbucket as of each recording: the documents that its filter shows, and the events in their shape."""
-    recording = frames(captures / f"{name}.jsonl")
+    recording = frames(name)
     wanted: list[Frame] = []
     ended = False
     for frame in stream_of(recording, 13):
@@ -265,9 +263,9 @@ async def test_a_backfill_with_collections_is_the_recorded_one(captures: Path, n
             if marker
             else max(seqno_of(f) for f in wanted if f.opcode in STREAM[:3])
         )
-    by_seqno = contents(captures, ["k1_collections_live"], 13)
+    by_seqno = contents(["k1_collections_live"], 13)
     for other in ("k3_filter_collection", "k4_filter_scope", "k5_filter_default_coll", "k6_uid", "k13_legacy_client"):
-        for seqno, frame in contents(captures, [other], 13).items():
+        for seqno, frame in contents([other], 13).items():
             key = b"\0" + frame.key if other.startswith("k13") else frame.key
             by_seqno.setdefault(seqno, replace(frame, key=key))
     for frame in wanted:  # what this recording alone knows: written after the others ended
@@ -332,9 +330,9 @@ WHOLE_BACKFILLS = [
 
 
 @pytest.mark.parametrize("name", WHOLE_BACKFILLS)
-async def test_a_backfill_is_the_recorded_one_byte_for_byte(captures: Path, name: str) -> None:
+async def test_a_backfill_is_the_recorded_one_byte_for_byte(name: str) -> None:
     """A vbucket with the recorded documents (and gaps for what was not sent) gives the recorded frames again."""
-    recording = frames(captures / f"{name}.jsonl")
+    recording = frames(name)
     wanted: list[Frame] = []
     for frame in stream_of(recording):
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER and int.from_bytes(frame.extras[-4:]) & 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +11,13 @@ from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import Opcode, SystemEventId
 from mirror.wire.system_events import decode_system_event
+from tests.recordings import frames
 
-from .recorded import frames, stream_of
+from .recorded import stream_of
 
 
-def recorded_events(captures: Path, name: str) -> list[ev.SystemEvent]:
-    found = [codec_dcp.decode(f) for f in stream_of(frames(captures / name)) if f.opcode == Opcode.DCP_SYSTEM_EVENT]
+def recorded_events(name: str) -> list[ev.SystemEvent]:
+    found = [codec_dcp.decode(f) for f in stream_of(frames(name)) if f.opcode == Opcode.DCP_SYSTEM_EVENT]
     return [event for event in found if isinstance(event, ev.SystemEvent)]
 
 
@@ -25,7 +25,7 @@ def as_event(change: Change, version: int, body: bytes) -> ev.SystemEvent:
     return ev.SystemEvent(1, 5, change.event, version, change.key, body)
 
 
-def test_bodies_have_the_recorded_bytes(captures: Path) -> None:
+def test_bodies_have_the_recorded_bytes() -> None:
     """The changes that made the recorded events, each with the uid it carried."""
     begin, end = SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END
     made = [
@@ -40,10 +40,8 @@ def test_bodies_have_the_recorded_bytes(captures: Path) -> None:
         Change(end, 3, 9, 10),
         Change(SystemEventId.SCOPE_DROP, 4, 9),
     ]
-    recorded = recorded_events(captures, "72_k1_collections_live.jsonl")
-    flat = {
-        e.seqno: decode_system_event(e) for e in recorded_events(captures, "72_k17_flatbuffers_system_events.jsonl")
-    }
+    recorded = recorded_events("72_k1_collections_live")
+    flat = {e.seqno: decode_system_event(e) for e in recorded_events("72_k17_flatbuffers_system_events")}
     assert len(flat) == 6
     for change, event in zip(made, recorded, strict=True):
         ours = decode_system_event(as_event(change, 2, change.flat_body()))
@@ -53,7 +51,7 @@ def test_bodies_have_the_recorded_bytes(captures: Path) -> None:
     ]
 
 
-def test_both_shapes_say_the_same(captures: Path) -> None:
+def test_both_shapes_say_the_same() -> None:
     for change in (
         Change(SystemEventId.SCOPE_CREATE, 7, 8, name="s"),
         Change(SystemEventId.SCOPE_CREATE, 0, 8, name="a longer name"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +35,7 @@ from couchbase.transcoder import RawBinaryTranscoder
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.sandbox.item import CommitItem
+from tests import recordings
 
 DIGITS = re.compile(r"\d+")
 
@@ -117,8 +116,8 @@ def calls(sdk: Cluster) -> dict[str, Callable[[], Any]]:
     }
 
 
-def test_each_recorded_call_has_the_recorded_outcome(sdk: Cluster, captures: Path) -> None:
-    recorded = {name: (outcome, text) for name, outcome, text in json.loads((captures / "sdk_72.json").read_text())}
+def test_each_recorded_call_has_the_recorded_outcome(sdk: Cluster) -> None:
+    recorded = {name: (outcome, text) for name, outcome, text in recordings.notes("sdk_72")}
     ours = calls(sdk)
     assert ours.keys() == recorded.keys()
     for name, call in ours.items():

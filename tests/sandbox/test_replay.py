@@ -16,6 +16,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.replay import ReplayedSource, read_script
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import encode, request, response
+from tests.recordings import unpack
 
 Rows = dict[int, list[bytes]]
 
@@ -49,8 +50,8 @@ async def test_what_was_recorded_comes_again_for_every_client(tmp_path: Path) ->
             await asyncio.to_thread(SourceReader(replayed.connection_string, password="other").__enter__)
 
 
-async def test_recordings_of_real_engines_are_sources(captures: Path) -> None:
-    script = read_script(Recording(captures / "72_b_multiplex_8vb.jsonl"))
+async def test_recordings_of_real_engines_are_sources(tmp_path: Path) -> None:
+    script = read_script(Recording(unpack("72_b_multiplex_8vb", tmp_path)))
 
     def read(url: str) -> None:
         found = rows_of(url)
@@ -65,8 +66,8 @@ async def test_recordings_of_real_engines_are_sources(captures: Path) -> None:
         await asyncio.to_thread(read, source.connection_string)
 
 
-async def test_a_recorded_rollback_is_given_to_the_request_that_got_it(captures: Path) -> None:
-    script = read_script(Recording(captures / "72_d3_rollback_unknown_vbuuid.jsonl"))
+async def test_a_recorded_rollback_is_given_to_the_request_that_got_it(tmp_path: Path) -> None:
+    script = read_script(Recording(unpack("72_d3_rollback_unknown_vbuuid", tmp_path)))
     ((vbid, exchanges),) = script.exchanges.items()
     refused = exchanges[0].asked
 
@@ -91,8 +92,8 @@ def test_a_file_of_frames_that_make_no_sense_is_one_clear_error(tmp_path: Path) 
         read_script(Recording(tmp_path / "file"))
 
 
-async def test_a_client_that_sends_garbage_harms_itself_alone(captures: Path) -> None:
-    script = read_script(Recording(captures / "72_b_multiplex_8vb.jsonl"))
+async def test_a_client_that_sends_garbage_harms_itself_alone(tmp_path: Path) -> None:
+    script = read_script(Recording(unpack("72_b_multiplex_8vb", tmp_path)))
     async with ReplayedSource(script, whole=True) as source:
         reader, writer = await asyncio.open_connection("127.0.0.1", source.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n" * 9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +12,10 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
+from tests.recordings import frames
 
 from .client import FEATURES, Client
-from .recorded import answers, frames
+from .recorded import answers
 
 SASL = (Opcode.SASL_AUTH, Opcode.SASL_STEP)
 VOLATILE = {"CAS", "last_modified", "seqno", "vbucket_uuid"}
@@ -61,11 +61,11 @@ async def sandbox_for_the_sdk() -> SandboxCluster:
 
 
 @pytest.mark.parametrize("recording", ["sdk_72_conn1", "sdk_72_conn2"])
-async def test_every_request_of_the_sdk_is_answered_as_the_engine_did(captures: Path, recording: str) -> None:
+async def test_every_request_of_the_sdk_is_answered_as_the_engine_did(recording: str) -> None:
     cluster = await sandbox_for_the_sdk()
     client = await Client.connect(cluster)
     asked = 0
-    for request, recorded in answers(frames(captures / f"{recording}.jsonl")):
+    for request, recorded in answers(frames(recording)):
         if request.opcode == Opcode.SASL_STEP:
             continue
         if request.opcode == Opcode.SASL_AUTH:
@@ -78,10 +78,10 @@ async def test_every_request_of_the_sdk_is_answered_as_the_engine_did(captures: 
     assert asked >= (4 if recording.endswith("1") else 40)
 
 
-async def test_the_error_map_speaks_of_every_status_of_the_recorded_one(captures: Path) -> None:
+async def test_the_error_map_speaks_of_every_status_of_the_recorded_one() -> None:
     recorded = next(
         json.loads(answer.value)
-        for request, answer in answers(frames(captures / "sdk_72_conn1.jsonl"))
+        for request, answer in answers(frames("sdk_72_conn1"))
         if request.opcode == Opcode.GET_ERROR_MAP
     )
     async with SandboxCluster(vbuckets=1) as cluster:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +17,10 @@ from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, Status, S
 from mirror.wire.frame import Frame
 from mirror.wire.scan import Run, scan
 from mirror.wire.system_events import decode_system_event
+from tests.recordings import frames
 
 from .client import DATA, ENDLESS, Client
-from .recorded import fill, frames
+from .recorded import fill
 
 
 def data(client: Client, vbid: int = 0) -> list[int]:
@@ -416,7 +416,7 @@ HOTELS = [f"hotel-00{n}" for n in range(4)]
     ],
 )
 def test_durable_writes_are_shown_as_recorded(
-    captures: Path, name: str, high: int, completed: list[tuple[int, int]], counts: tuple[int, ...], steps: list[str]
+    name: str, high: int, completed: list[tuple[int, int]], counts: tuple[int, ...], steps: list[str]
 ) -> None:
     """What came live after the backfill, in the same snapshots: markers, kinds, keys and seqnos."""
     cluster = SandboxCluster(vbuckets=14, profile="7.2")
@@ -441,7 +441,7 @@ def test_durable_writes_are_shown_as_recorded(
     got = []
     while (frame := buffer.next_frame()) is not None:
         got.append(frame)
-    recorded = [frame for direction, frame in frames(captures / f"{name}.jsonl") if direction == "s2c"]
+    recorded = [frame for direction, frame in frames(name) if direction == "s2c"]
     wanted = [f for f in recorded if not f.is_response and f.opcode in range(0x56, 0x66) and f.opcode != 0x5C]
     assert (got[0].extras, got[0].value) == (wanted[0].extras, wanted[0].value)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from mirror.serve.dcp_controls import Negotiated
 from mirror.wire.constants import DcpOpenFlag, MarkerVersion, Status
+from tests import recordings
 
 GOOD, BAD, NOT = Status.SUCCESS, Status.EINVAL, Status.NOT_SUPPORTED
 
@@ -94,13 +92,13 @@ def test_versions_of_markers() -> None:
     assert negotiated.marker_version == MarkerVersion.V2_0
 
 
-def test_the_statuses_are_those_that_a_server_gave(captures: Path) -> None:
+def test_the_statuses_are_those_that_a_server_gave() -> None:
     """But for what a mirror cannot do."""
     other = {"enable_sync_writes", "consumer_name", "change_streams"}
     compared = 0
-    for path in sorted(captures.glob("72_*.json")):
+    for recording in recordings.names("72_"):
         negotiated = Negotiated(True, True, 0x1FF)
-        for note in json.loads(path.read_text())["notes"]:
+        for note in recordings.notes(recording)["notes"]:
             text = note if isinstance(note, str) else str(note)
             if not text.startswith("DCP_CONTROL ") or "=" not in text or " -> " not in text:
                 continue
@@ -109,6 +107,6 @@ def test_the_statuses_are_those_that_a_server_gave(captures: Path) -> None:
             if name in other or status not in Status.__members__:
                 continue
             if status == "SUCCESS":
-                assert negotiated.set(name.encode(), value.encode()) == Status.SUCCESS, (path.name, text)
+                assert negotiated.set(name.encode(), value.encode()) == Status.SUCCESS, (recording, text)
                 compared += 1
     assert compared > 30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import cramjam
 import pytest
@@ -14,10 +13,10 @@ from mirror.serve.dcp_filter import StreamFilter
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import DcpOpenFlag, Opcode
 from mirror.wire.errors import ProtocolError
 from mirror.wire.system_events import decode_system_event, encode_system_event
+from tests.recordings import frames
 
 EVERYTHING = Negotiated(True, True, 0x125, expiry_asked=True)
 XATTR, SNAPPY, JSON = 4, 2, 1
@@ -33,17 +32,13 @@ def sent(row: ev.Event, negotiated: Negotiated, **options: bool) -> ev.Event:
     return codec_dcp.decode(fr.decode(encoder(negotiated, **options).encode(codec_dcp.encode(row)))[0])
 
 
-def documents(path: Path) -> dict[bytes, fr.Frame]:
+def documents(name: str) -> dict[bytes, fr.Frame]:
     """The last frame of each key of a recording."""
-    buffer = FrameBuffer()
-    found = {}
-    for line in path.read_text().splitlines():
-        if '"s2c"' in line:
-            buffer.feed(bytes.fromhex(line.rpartition('"hex": "')[2].partition('"')[0]))
-    while (frame := buffer.next_frame()) is not None:
-        if frame.opcode in (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION):
-            found[frame.key] = frame
-    return found
+    return {
+        frame.key: frame
+        for direction, frame in frames(name)
+        if direction == "s2c" and frame.opcode in (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION)
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,10 +50,10 @@ def documents(path: Path) -> dict[bytes, fr.Frame]:
         ("72_h8_no_value_xattrs", 0xD),
     ],
 )
-def test_from_the_fullest_recording_come_the_others(captures: Path, name: str, flags: int) -> None:
+def test_from_the_fullest_recording_come_the_others(name: str, flags: int) -> None:
     """72_h10 is the recording with xattrs, those of users on deleted documents included."""
-    fullest = documents(captures / "72_h10_deleted_user_xattrs.jsonl")
-    wanted = documents(captures / f"{name}.jsonl")
+    fullest = documents("72_h10_deleted_user_xattrs")
+    wanted = documents(name)
     made = encoder(Negotiated(False, False, flags), StreamFilter(collections=frozenset({0}), legacy=True))
     compared = 0
     for key, frame in wanted.items():

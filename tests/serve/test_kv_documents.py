@@ -18,6 +18,7 @@ from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Feature, Magic, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.model import Collection, Seqno
+from tests.recordings import frames
 from tests.serve.kv_rig import DEFAULT, Client, Endpoint, Store, serving, users
 
 RECORDED_AT = 1_795_234_123.0
@@ -27,22 +28,15 @@ NEWER = {Feature.SUBDOC_REPLICA_READ, Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP}
 """Asked for by the recorded client, granted by servers after the recorded one, and here."""
 
 
-def recorded(captures: Path, name: str) -> list[tuple[Frame, list[Frame]]]:
+def recorded(name: str) -> list[tuple[Frame, list[Frame]]]:
     """Each request of a recorded connection, and what was answered to it."""
     sent: list[Frame] = []
     answers: dict[int, list[Frame]] = {}
-    rest = {"c2s": b"", "s2c": b""}
-    for line in (captures / f"{name}.jsonl").read_text().splitlines():
-        piece = json.loads(line)
-        data = rest[piece["dir"]] + bytes.fromhex(piece["hex"])
-        while fr.frame_size(data) and fr.frame_size(data) <= len(data):
-            frame, end = fr.decode(data)
-            data = data[end:]
-            if piece["dir"] == "c2s":
-                sent.append(frame)
-            else:
-                answers.setdefault(frame.opaque, []).append(frame)
-        rest[piece["dir"]] = data
+    for direction, frame in frames(name):
+        if direction == "c2s":
+            sent.append(frame)
+        else:
+            answers.setdefault(frame.opaque, []).append(frame)
     return [(frame, answers[frame.opaque]) for frame in sent]
 
 
@@ -99,11 +93,11 @@ class Replay:
 
 @pytest.mark.parametrize("name", ["sdk_72_conn1", "sdk_72_conn2"])
 async def test_each_recorded_request_is_answered_as_the_engine_did(
-    tmp_path: Path, captures: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Changes are refused and made in the store instead; a lock is not known to a mirror."""
     monkeypatch.setattr("storage.view.time.time", lambda: RECORDED_AT)
-    session = recorded(captures, name)
+    session = recorded(name)
     store = Store(tmp_path, uuid="0123456789abcdef0123456789abcdef")
     store.collections(1, SCOPES, DEFAULT, ITEMS)
     for request, (answer, *_) in session:

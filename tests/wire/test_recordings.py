@@ -18,7 +18,7 @@ from mirror.wire.frame import Frame, decode, encode
 from mirror.wire.scan import Run, is_data, normalise, scan
 from mirror.wire.states import Role, is_dcp
 from mirror.wire.system_events import decode_system_event, encode_system_event
-from tests.wire.conftest import Recording
+from tests.recordings import Recording
 
 ROUTE = b"brch"
 
