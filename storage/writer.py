@@ -832,22 +832,40 @@ class GroupWriter:
         self._reread(vbid)
         return RollbackResult(boundary.seqno, state.published_seqno, self._vbuckets[vbid].state.branch, state.branch)
 
-    def abandon(self, vbid: int) -> None:
-        """Give up the staged rows of the open snapshot: they can never become visible. One transaction at most."""
+    def abandon(self, vbid: int, *, keep_complete: bool = True) -> bool:
+        """Give up the staged rows of the open snapshot: they can never become visible. One transaction at most.
+
+        A complete snapshot before them that waits for its key rows stays, and is published like any other, unless
+        `keep_complete` is not set. False: it stays, and rows of the open snapshot lie above it on the disk. No branch
+        can begin at its end before that is published: call again then.
+        """
         self.commit()
         vbucket = self._vbuckets[vbid]
+        if keep_complete and vbucket.complete_seqno is not None:
+            return self._abandon_above(vbucket, vbucket.complete_seqno)
         self._discard_pending(vbucket)
         state = vbucket.state
         if vbucket.flushed_seqno == state.staging_published_seqno:  # nothing of it reached the disk
             vbucket.staged_seqno, vbucket.open_snapshot = state.staging_published_seqno, None
             vbucket.dirty = True
-            self._forget_manifests(vbucket)
-            with self.environment.read() as txn:
-                vbucket.prepares = Prepares.load(self.environment, txn, vbucket.state)
-            return
+            self._forget_manifests(vbucket, state.staging_published_seqno)
+            self._read_prepares(vbucket)
+            return True
         now = self.clock_ms()
         self._write(lambda txn: branches.abandon(self.environment, txn, state, vbucket.manifest_key, now))
         self._reread(vbid)
+        return True
+
+    def _abandon_above(self, vbucket: Vbucket, complete_seqno: int) -> bool:
+        """Forget what is staged above a complete end; False where some of it is on the disk."""
+        self._drop_rows(vbucket)
+        vbucket.staged_seqno = vbucket.flushed_seqno
+        self._forget_manifests(vbucket, vbucket.flushed_seqno)
+        if vbucket.flushed_seqno == complete_seqno:
+            vbucket.open_snapshot = None
+        vbucket.dirty = True
+        self._read_prepares(vbucket)
+        return vbucket.open_snapshot is None
 
     def begin_refill(self, vbid: int, reason: BranchReason = BranchReason.REFILL) -> None:
         """Start again from 0 on a branch without parent; the served copy stays until the new one is published."""
@@ -863,22 +881,32 @@ class GroupWriter:
         """Start an out-of-sequence snapshot: a branch of its own that is published whole or never."""
         self.begin_refill(vbid, BranchReason.OSO)
 
-    def _forget_manifests(self, vbucket: Vbucket) -> None:
-        vbucket.manifests = []
+    def _forget_manifests(self, vbucket: Vbucket, above_seqno: int) -> None:
+        vbucket.manifests = [entry for entry in vbucket.manifests if entry[1] <= above_seqno]
+        if vbucket.manifests:
+            vbucket.change(manifest=vbucket.manifests[-1][2])
+            return
         with self.environment.read() as txn:
             vbucket.change(
                 manifest=branches.manifest_at(self.environment, txn, vbucket.base.vbid, vbucket.manifest_key)
             )
 
+    def _read_prepares(self, vbucket: Vbucket) -> None:
+        with self.environment.read() as txn:
+            vbucket.prepares = Prepares.load(self.environment, txn, vbucket.state)
+
     def _discard_pending(self, vbucket: Vbucket) -> None:
         """Forget rows in memory; what is on disk above the newest complete end stays hidden."""
         self._cancel_job(vbucket)
+        self._drop_rows(vbucket)
+        vbucket.complete_seqno = None
+        vbucket.unordered = False
+
+    def _drop_rows(self, vbucket: Vbucket) -> None:
         self.pending_bytes -= vbucket.pending_bytes + vbucket.prepares.pending_bytes
         vbucket.rows = []
         vbucket.pending_bytes = 0
         vbucket.complete_count = 0
-        vbucket.complete_seqno = None
-        vbucket.unordered = False
 
     def _reread(self, vbid: int) -> None:
         with self.environment.read() as txn:

@@ -517,7 +517,7 @@ class Consumer:
         group.full_count = 0
         self._work_wanted.set()
         for vbid, seqno in result.published:
-            self._actors[vbid].handle(happenings.Published(seqno))
+            self._actors[vbid].published(seqno)
 
     def _relieve(self) -> None:
         """Write the fullest group's rows down when all groups together hold as much as the worker may."""

@@ -2,8 +2,9 @@
 
 Knows the writer of a group and the session of a node, and which call each instruction means; decides nothing.
 Invariants (`ingest.instructions`): a list is performed in list order; an instruction that is answered is answered at
-once, before the next of its list; rows that the store refuses end their list, and the machine is told. Errors of the
-store itself pass through: the group's owner drops its machines and starts them anew from what is stored.
+once, before the next of its list (only AbandonStaged may be answered later: while a complete snapshot is published);
+rows that the store refuses end their list, and the machine is told. Errors of the store itself pass through: the
+group's owner drops its machines and starts them anew from what is stored.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class Actor(Protocol):
 
     def drop_held(self) -> bool:
         """Complete snapshots that were held back will never be published as they are; were there any?"""
+        ...
+
+    def abandon_later(self) -> None:
+        """A complete snapshot waits for its key rows: perform AbandonStaged again when it is published."""
         ...
 
     def commit(self) -> None:
@@ -215,7 +220,7 @@ def _roll_back(actor: Actor, asked: Any) -> Any:
         # boundary. Those of the copy that is still served are of another history.
         return happenings.NoBoundary()
     if held and state.published_seqno <= asked.seqno:  # all that was lost is what no reader has seen
-        actor.writer.abandon(actor.vbid)
+        actor.writer.abandon(actor.vbid, keep_complete=False)
         actor.reroute()
         return happenings.RolledBack(actor.writer.state(actor.vbid))
     result = actor.writer.rollback(actor.vbid, asked.seqno)
@@ -228,7 +233,9 @@ def _roll_back(actor: Actor, asked: Any) -> Any:
 def _abandon(actor: Actor, _asked: Any) -> Any:
     actor.commit()
     actor.drop_held()
-    actor.writer.abandon(actor.vbid)
+    if not actor.writer.abandon(actor.vbid):
+        actor.abandon_later()
+        return None
     actor.reroute()
     return happenings.Abandoned(actor.writer.state(actor.vbid))
 

@@ -18,7 +18,7 @@ from mirror.feed.session import NodeSession
 from mirror.ingest import events as happenings
 from mirror.ingest.backoff import delay_s
 from mirror.ingest.events import Row
-from mirror.ingest.instructions import Instruction, RequestStream, RetryReason, Status
+from mirror.ingest.instructions import AbandonStaged, Instruction, RequestStream, RetryReason, Status
 from mirror.ingest.machine import Phase, VbucketMachine
 from mirror.ingest.selection import Resolved, StreamFilter
 from mirror.wire.codec_dcp import decode_failover_log
@@ -91,6 +91,7 @@ class VbucketActor:
         self.gate: PersistenceGate | None = None
         """Holds complete snapshots back until the source has persisted them; None: nothing is held back."""
         self._around = around
+        self._abandon_due = False
         self._retry: asyncio.TimerHandle | None = None
         self._filter: StreamFilter | None = None  # of the machine's last Start
         # What was published when the process started, or after a rollback: at or below it nothing may be sent again.
@@ -109,6 +110,7 @@ class VbucketActor:
             self.session.close_stream(self.vbid, self.opaque)
         self.opaque = None
         self.machine = None
+        self._abandon_due = False
         self.drop_held()
         self._cancel_retry()
 
@@ -159,6 +161,13 @@ class VbucketActor:
         """Hand an event to the machine and do what it wants."""
         if self.machine is not None:
             perform(self, self.machine.handle(event))
+
+    def published(self, seqno: int) -> None:
+        """A commit made everything up to `seqno` visible."""
+        self.handle(happenings.Published(seqno))
+        if self._abandon_due:
+            self._abandon_due = False
+            perform(self, [AbandonStaged(Vbid(self.vbid), "the snapshot before it is published")])
 
     def handle_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         """Hand data to the machine and do what it wants."""
@@ -255,6 +264,10 @@ class VbucketActor:
         if released is not None:
             self.writer.publish(self.vbid, *released)
             self._around.touch_group(self.vbid)
+
+    def abandon_later(self) -> None:
+        """Wait for the complete snapshot that is being published."""
+        self._abandon_due = True
 
     def commit(self) -> None:
         """Commit the group now."""

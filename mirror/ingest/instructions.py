@@ -213,7 +213,7 @@ class RollbackTo(Instruction):
 
 @dataclass(slots=True)
 class AbandonStaged(Instruction):
-    """Drop the staged rows of the open snapshot. Answered by Abandoned."""
+    """Drop the staged rows of the open snapshot; a complete one before it stays. Answered by Abandoned."""
 
 
 @dataclass(slots=True)

@@ -68,6 +68,9 @@ class Actor:
     def drop_held(self) -> bool:
         return self.gate is not None and self.gate.drop()
 
+    def abandon_later(self) -> None:
+        self.done.append("abandon later")
+
     def commit(self) -> None:
         self.done.append("commit")
         self.writer.commit()
@@ -283,6 +286,32 @@ def test_staged_rows_are_abandoned_and_the_published_stay(actor: Actor) -> None:
     (answer,) = actor.told
     assert isinstance(answer, happenings.Abandoned)
     assert (answer.state.published_seqno, answer.state.staged_seqno) == (2, 2)
+
+
+def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_disk(
+    actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 0)
+    perform(actor, [stage(actor, 1, 4)])
+    actor.writer.commit(flush_open=True)
+    perform(actor, [publish(4)])
+    actor.writer.commit()
+    perform(actor, [stage(actor, 5, 6), deeds.AbandonStaged(VBID, "t")])
+    (answer,) = actor.told
+    assert isinstance(answer, happenings.Abandoned)
+    assert answer.state.staged_seqno == 4
+    actor.told.clear()
+    perform(actor, [stage(actor, 5, 6)])
+    actor.writer.commit(flush_open=True)
+    perform(actor, [deeds.AbandonStaged(VBID, "t")])
+    assert actor.told == []
+    assert actor.done[-1] == "abandon later"
+    while actor.writer.publishing(0):
+        actor.writer.step()
+        actor.writer.commit()
+    perform(actor, [deeds.AbandonStaged(VBID, "t")])
+    (answer,) = actor.told
+    assert (answer.state.published_seqno, answer.state.staged_seqno) == (4, 4)
 
 
 def test_refill_needs_room_beside_the_old_copy(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from mirror.wire.codec_dcp import encode_failover_log, to_frame
 from mirror.wire.constants import SnapshotFlag, Status, StreamEndReason
 from storage.check import check
 from storage.view import open_view
+from storage.writer import GroupWriter, Vbucket
 from tests.feed.harness import Mirror
 from tests.feed.recorded_source import BUCKET, BUCKET_UUID, PASSWORD, VBUCKETS, Exchange, RecordedSource, Script
 
@@ -40,8 +43,8 @@ def script(*exchanges: Exchange) -> Script:
     return Script(FEATURES, {VBID: list(exchanges), OTHER: [success(*other)]})
 
 
-def mirror_at(path: Path) -> Mirror:
-    return Mirror(path, bucket=BUCKET, bucket_uuid=BUCKET_UUID, vbuckets=VBUCKETS, password=PASSWORD)
+def mirror_at(path: Path, **settings: Any) -> Mirror:
+    return Mirror(path, bucket=BUCKET, bucket_uuid=BUCKET_UUID, vbuckets=VBUCKETS, password=PASSWORD, settings=settings)
 
 
 def stored(mirror: Mirror) -> list[int]:
@@ -156,3 +159,39 @@ async def test_marker_that_asks_to_be_acked_is_answered_once_it_is_durable(tmp_p
         await mirror.until(lambda: bool(source.markers_answered), "the answer")
         assert mirror.row(VBID)["published_seqno"] == 3
         await mirror.stop()
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])
+async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_again_for_a_fault_of_the_next(
+    on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated row in the next snapshot drops that one alone: the stream is asked for from the complete end."""
+    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 0)
+    index_step = GroupWriter._index_step
+    held = True
+
+    def step(self: GroupWriter, vbucket: Vbucket) -> None:
+        if not held:
+            index_step(self, vbucket)
+
+    monkeypatch.setattr(GroupWriter, "_index_step", step)
+    large = [replace(event, value=b"x" * 40_000) for event in snapshot(1, 4)[1:] if isinstance(event, ev.Mutation)]
+    part = [replace(large[0], seqno=seqno, key=b"\0k%d" % seqno) for seqno in (5, 6)]
+    first = success(snapshot(1, 4)[0], *large, ev.SnapshotMarker(VBID, 5, 9, 1), *part)
+    mirror = mirror_at(tmp_path, batch_bytes_max=64 * 1024)
+    async with RecordedSource(script(first, success(*snapshot(5, 6)))) as source:
+        consumer = mirror.start(source.connection_string)
+        await mirror.until(lambda: mirror.row(VBID)["staged_seqno"] == 6, "staged")
+        if on_disk:
+            consumer._commit(consumer._groups[0], flush_open=True)
+        actor = consumer._actors[VBID]
+        assert actor.opaque is not None
+        twice = mirror.writers[0].row_prefix(VBID) + (6).to_bytes(8)
+        consumer.on_rows(VBID, actor.opaque, [(twice, b"not to be stored")], 100)
+        assert mirror.row(VBID)["published_seqno"] == 0
+        held = False
+        await mirror.until_published(VBID, 6)
+        asked = [request.start_seqno for request in source.requests if request.vbid == VBID]
+        assert asked == [0, 4]
+        await mirror.stop()
+    assert stored(mirror) == [1, 2, 3, 4, 5, 6]

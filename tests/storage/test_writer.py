@@ -210,11 +210,17 @@ class Store(RuleBasedStateMachine):
     @rule(vbid=st.sampled_from(VBIDS))
     def abandon(self, vbid: int) -> None:
         self.settle_first()
-        self.writer.abandon(vbid)
-        self.open[vbid], self.complete[vbid] = [], []
+        done = self.writer.abandon(vbid)
         state = self.writer.state(vbid)
-        assert state.staged_seqno == state.staging_published_seqno
-        assert state.open_snapshot is None
+        self.open[vbid] = [event for event in self.open[vbid] if event[0] <= state.staged_seqno]
+        end = self.complete[vbid][-1][0] if self.complete[vbid] else state.staging_published_seqno
+        if done:
+            assert state.staged_seqno == end
+            assert state.open_snapshot is None
+            self.open[vbid] = []
+        else:
+            assert self.complete[vbid], "only a complete snapshot that waits is waited for"
+            assert state.staged_seqno > end
 
     @rule(vbid=st.sampled_from(VBIDS))
     def begin_refill(self, vbid: int) -> None:
@@ -646,6 +652,46 @@ def test_a_write_that_fails_beside_a_broken_oso_snapshot_is_that_error_and_no_ot
     writer.abandon(0)
     publish(writer, 2, [(keys_of(2, 1)[0], b"y", 1)])
     assert check(path).problems == []
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])
+def test_abandoning_the_next_snapshot_keeps_a_complete_one_that_waits_for_its_key_rows(
+    path: str, writer: GroupWriter, on_disk: bool
+) -> None:
+    """A first snapshot of any size was fetched again because one row of the next one was given up."""
+    staged(writer, 0, 1, 9, 9)
+    writer.commit(flush_open=True)
+    writer.publish(0, 9, 0)
+    writer.commit()
+    assert writer.publishing(0)
+    staged(writer, 0, 10, 12, 15)
+    if on_disk:
+        writer.commit(flush_open=True)
+    assert writer.abandon(0) is not on_disk
+    state = writer.state(0)
+    assert (state.staged_seqno, state.open_snapshot is None) == ((12, False) if on_disk else (9, True))
+    assert writer.pending_bytes == 0
+    settle(writer)
+    assert writer.state(0).published_seqno == 9
+    assert writer.abandon(0)
+    state = writer.state(0)
+    assert (state.staged_seqno, state.open_snapshot) == (9, None)
+    staged(writer, 0, 10, 11, 11)
+    writer.publish(0, 11, 10)
+    settle(writer)
+    with open_view(path) as view:
+        assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(1, 12))
+    assert check(path).problems == []
+
+
+def test_what_is_asked_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
+    """A rollback below its end: it is no longer the source's history."""
+    staged(writer, 0, 1, 9, 9)
+    writer.commit(flush_open=True)
+    writer.publish(0, 9, 0)
+    writer.commit()
+    assert writer.abandon(0, keep_complete=False)
+    assert (writer.state(0).staged_seqno, writer.publishing(0)) == (0, False)
 
 
 def test_system_events_inside_an_oso_snapshot_come_in_any_order(path: str, writer: GroupWriter) -> None:
