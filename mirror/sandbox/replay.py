@@ -22,7 +22,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from mirror.errors import ConfigError
 from mirror.feed.recording import Passed, Recording
@@ -229,7 +229,7 @@ class ReplayedSource:
         self._host = host
         self.port = port
 
-    async def __aenter__(self) -> ReplayedSource:
+    async def __aenter__(self) -> Self:
         """Listen. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, self._host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]

@@ -57,7 +57,7 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"DCP_MIRROR_PASSWORD": "demo", "COLUMNS": "160"} | more
 
 
-def call(*arguments: str | Path, env: dict[str, str] | None = None, **more: Any) -> Result:
+def call(*arguments: object, env: dict[str, str] | None = None, **more: Any) -> Result:
     """Run the command to its end."""
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)],
@@ -71,7 +71,7 @@ def call(*arguments: str | Path, env: dict[str, str] | None = None, **more: Any)
     return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(), done.stdout)
 
 
-def background(*arguments: str | Path, **more: Any) -> subprocess.Popen[str]:
+def background(*arguments: object, **more: Any) -> subprocess.Popen[str]:
     """Start the command and let it run."""
     return subprocess.Popen(
         [*COMMAND, *map(str, arguments)],

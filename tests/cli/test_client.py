@@ -15,7 +15,7 @@ from mirror.errors import SupervisionError
 class Service:
     """A service that answers one line as told."""
 
-    def __init__(self, directory: Path, answer: Callable[[socket.socket, bytes], None]) -> None:
+    def __init__(self, directory: Path, answer: Callable[[socket.socket, bytes], object]) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         with socket_address(directory) as address:
             self._listener.bind(address)
@@ -80,7 +80,7 @@ def test_an_answer_that_makes_no_sense(tmp_path: Path, answer: bytes) -> None:
 def test_a_service_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "TIMEOUT_S", 0.05)
     waiting = threading.Event()
-    with Service(tmp_path, lambda line, _: bool(waiting.wait(30)) and None):
+    with Service(tmp_path, lambda line, _: waiting.wait(30)):
         with pytest.raises(SupervisionError, match="does not answer"):
             client.ask(tmp_path, "status")
         waiting.set()

@@ -169,7 +169,7 @@ def test_without_a_terminal_a_line_comes_every_few_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
-    monkeypatch.setattr(render.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr("cli.render.time.monotonic", lambda: now_s[0])
     monkeypatch.setattr(render, "stdout", Console(highlight=False))
     with render.Screen(plain_interval_s=2) as screen:
         assert not screen.is_terminal

@@ -19,8 +19,8 @@ def test_positions_and_histories_are_those_of_the_source(mirrored: Path, source:
     for row in shown["vbuckets"]:
         vbucket = source.cluster.vbucket(row["vbid"])
         assert list(row) == FIELDS
-        assert row["published_seqno"] == row["staged_seqno"] == source.call(lambda at=vbucket: at.high_seqno)
-        log = source.call(lambda at=vbucket: [(f"{entry.vbuuid:012x}", entry.seqno) for entry in at.failover_log])
+        assert row["published_seqno"] == row["staged_seqno"] == source.call(getattr, vbucket, "high_seqno")
+        log = [(f"{entry.vbuuid:012x}", entry.seqno) for entry in source.call(list, vbucket.failover_log)]
         assert [(entry["vbuuid"], entry["seqno"]) for entry in row["failover_log"]] == log
         assert row["vbuuid"] == log[0][0]
         assert row["snapshot"] is None

@@ -7,6 +7,7 @@ import pytest
 
 from cli import status
 from mirror import client
+from mirror.supervise.stored import stored_status
 from tests.cli.conftest import call
 
 JSON_MD = Path(status.__file__).with_name("JSON.md").read_text()
@@ -50,7 +51,7 @@ def test_top_ends_after_the_looks_that_were_asked_for(mirrored: Path) -> None:
 
 def test_a_large_mirror_is_counted_only_when_asked_to(mirrored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "COUNT_SEQNOS_MAX", 10)
-    document = status.stored_status(mirrored)
+    document = stored_status(mirrored)
     status.Counter(mirrored).fill(document)
     assert document["totals"]["documents"] is None
     status.Counter(mirrored, always=True).fill(document)
@@ -60,7 +61,7 @@ def test_a_large_mirror_is_counted_only_when_asked_to(mirrored: Path, monkeypatc
 def test_what_the_service_does_not_know_yet_comes_from_the_store(
     mirrored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = status.stored_status(mirrored) | {"service": "up", "state": "starting"}
+    answer = stored_status(mirrored) | {"service": "up", "state": "starting"}
     answer["vbuckets"] = [row | {"state": "streaming"} for row in answer["vbuckets"][:3]]
     monkeypatch.setattr(client, "ask", lambda *_: {"status": json.loads(json.dumps(answer))})
     document = status.current_status(mirrored)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -122,14 +123,14 @@ class Service:
             if self._process is not None and pid == self._process.pid:
                 self._process.wait(LIMIT_S)
             else:
-                until(f"process {pid} to die of SIGKILL", lambda pid=pid: gone(pid), poll_s=0.002)
+                until(f"process {pid} to die of SIGKILL", partial(gone, pid), poll_s=0.002)
 
     def kill_supervisor(self, *more: int) -> None:
         """SIGKILL the supervisor, and whoever else is named; its workers must go with it."""
         workers = self.workers_alive()
         self.kill(self.pid, *more)
         for pid in workers:
-            until(f"worker {pid} to go when its supervisor was killed", lambda pid=pid: gone(pid), poll_s=0.002)
+            until(f"worker {pid} to go when its supervisor was killed", partial(gone, pid), poll_s=0.002)
 
     def terminate(self) -> int:
         """Ask it to stop; its exit code."""

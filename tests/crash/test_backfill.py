@@ -7,6 +7,7 @@ view can see. The kill finds it half staged, or whole and without its key rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -58,6 +59,10 @@ def requests_of(source: SandboxThread) -> list[AcceptedStream]:
     return source.call(lambda: list(source.cluster.sent(0).stream_requests))
 
 
+def more_requests(source: SandboxThread, asked: int) -> bool:
+    return len(requests_of(source)) > asked
+
+
 @pytest.fixture
 def source() -> Iterator[SandboxThread]:
     with SandboxThread(SandboxCluster(vbuckets=1)) as thread:
@@ -89,7 +94,7 @@ def test_staged_rows_are_gone_on_with_after_each_of_several_kills(
     staged = 0
     for number in range(4):
         least = staged + rng.randrange(2_000, 9_000)
-        until(f"more than {least} rows to be staged", lambda least=least: half_staged(service, least))
+        until(f"more than {least} rows to be staged", partial(half_staged, service, least))
         workers = service.wait_workers(1)
         if number % 2:
             service.kill(workers[0]["pid"])
@@ -104,7 +109,7 @@ def test_staged_rows_are_gone_on_with_after_each_of_several_kills(
             assert state.open_snapshot is not None
             assert (state.open_snapshot.start_seqno, state.open_snapshot.end_seqno) == (0, DOCUMENTS)
             service.start()
-            until("a stream after the kill", lambda asked=asked: len(requests_of(source)) > asked)
+            until("a stream after the kill", partial(more_requests, source, asked))
             request = requests_of(source)[asked]
             assert request.start_seqno == state.staged_seqno, "staged rows were asked for again"
             assert (request.snap_start_seqno, request.snap_end_seqno) == (0, DOCUMENTS)

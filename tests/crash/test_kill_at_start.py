@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -61,7 +62,7 @@ def test_a_start_that_is_killed_anywhere_leaves_nothing_that_the_next_one_minds(
     for data in places:
         with Service(source.connection_string, data, *FLAGS) as service:
             service.start()
-            until(f"a mirror after {seen}", lambda service=service: is_level(source, service))
+            until(f"a mirror after {seen}", partial(is_level, source, service))
             service.wait_workers(2)  # there already: whoever is told to stop must listen first
             assert service.terminate() == 0
         judge(source.cluster, data, live=False)

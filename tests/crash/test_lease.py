@@ -5,6 +5,7 @@ it was granted for.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,15 @@ def source() -> Iterator[SandboxThread]:
         yield thread
 
 
+def is_published(view: View, vbid: int, seqno: int) -> bool:
+    return view.state(vbid).published_seqno >= seqno
+
+
 def write(source: SandboxThread, view: View, value: int) -> None:
     """One more version in each vbucket, published."""
     for vbid in range(VBUCKETS):
         seqno = source.call(source.cluster.set, f"key::{vbid}", {"v": value}, vbid=vbid).seqno
-        until(f"seqno {seqno} of vb {vbid}", lambda vbid=vbid, seqno=seqno: view.state(vbid).published_seqno >= seqno)
+        until(f"seqno {seqno} of vb {vbid}", partial(is_published, view, vbid, seqno))
 
 
 def floors(view: View) -> list[int]:

@@ -29,14 +29,11 @@ class Authority:
 
         `days`: valid for so long from now; below zero it has expired. None: for as long as it can be.
         """
-        dates = {}
+        since = until = None
         if days is not None:
             now = datetime.datetime.now(tz=datetime.UTC)
-            dates = {
-                "not_before": now - datetime.timedelta(days=abs(days) + 1),
-                "not_after": now + datetime.timedelta(days=days),
-            }
-        made = self._ca.issue_cert(*names, common_name=common_name, **dates)
+            since, until = now - datetime.timedelta(days=abs(days) + 1), now + datetime.timedelta(days=days)
+        made = self._ca.issue_cert(*names, common_name=common_name, not_before=since, not_after=until)
         cert, key = self._folder / f"{into}.pem", self._folder / f"{into}.key"
         chain = b"".join(pem.bytes() for pem in made.cert_chain_pems)
         cert.write_bytes(chain)

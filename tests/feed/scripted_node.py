@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mirror.feed.sasl import SaslError, ScramServer, plain_decode
@@ -20,8 +20,8 @@ Answer = Callable[["ScriptedNode", Frame], list[Frame] | bytes | None]
 class ScriptedNode:
     """`async with ScriptedNode({Opcode.X: answer})`; `asked` holds every request, `send` pushes bytes."""
 
-    def __init__(self, answers: dict[int, Answer] | None = None, *, ssl: Any = None) -> None:
-        self.answers = answers or {}
+    def __init__(self, answers: Mapping[int, Answer] | None = None, *, ssl: Any = None) -> None:
+        self.answers = dict(answers or {})
         self.asked: list[Frame] = []
         self.answered: list[Frame] = []
         self.was_asked = asyncio.Event()

@@ -225,7 +225,7 @@ async def test_one_node_with_a_bad_certificate_does_not_hide_the_others(tmp_path
     authority = Authority(tmp_path)
     bad = authority.node_context("127.0.0.1", days=-1)
     good = authority.node_context("127.0.0.1")
-    answers = {Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(SECURE_MAP).encode())}
+    answers: dict[int, Answer] = {Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(SECURE_MAP).encode())}
     async with ScriptedNode(ssl=bad) as first_node, ScriptedNode(answers, ssl=good) as second_node:
         access = secure_access_to(first_node, tmp_path, authority)
         nodes = [Address("127.0.0.1", node.port) for node in (first_node, second_node)]
@@ -237,7 +237,7 @@ async def test_one_node_with_a_bad_certificate_does_not_hide_the_others(tmp_path
 async def test_an_impostor_is_not_told_the_password(tmp_path: Path) -> None:
     """A server that cannot prove that it knows the password is not sent it in the clear, not even inside TLS."""
     authority = Authority(tmp_path)
-    answers = {Opcode.SASL_STEP: refuse(Status.SUCCESS, b"v=AAAA")}
+    answers: dict[int, Answer] = {Opcode.SASL_STEP: refuse(Status.SUCCESS, b"v=AAAA")}
     async with ScriptedNode(answers, ssl=authority.node_context("127.0.0.1")) as node:
         with pytest.raises(AuthRejected, match="impostor"):
             await enter(secure_access_to(node, tmp_path, authority), Address("127.0.0.1", node.port), SystemClock())
@@ -261,7 +261,7 @@ async def test_a_certificate_is_a_login_said_again_where_the_server_wants_it(
     authority = Authority(tmp_path)
     cert, key = authority.sign(into="client", common_name="demo")
     offered = refuse(Status.NOT_SUPPORTED) if mechanisms is None else refuse(Status.SUCCESS, mechanisms)
-    answers = {Opcode.SASL_LIST_MECHS: offered, Opcode.SASL_AUTH: refuse(Status.SUCCESS)}
+    answers: dict[int, Answer] = {Opcode.SASL_LIST_MECHS: offered, Opcode.SASL_AUTH: refuse(Status.SUCCESS)}
     async with ScriptedNode(answers, ssl=authority.node_context("127.0.0.1", demand=True)) as node:
         ours = {"tls_client_cert_file": cert, "tls_client_key_file": key}
         access = secure_access_to(node, tmp_path, authority, user="", **ours)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> Non
             if index == 0:
                 mirror.start(source.connection_string)
             await mirror.until_published(vbids[0], published_seqno)
-            await mirror.until(lambda seqno=staged_seqno: mirror.row(vbids[0])["staged_seqno"] == seqno, "staged")  # type: ignore[misc]
+            await mirror.until(partial(has_staged, mirror, vbids[0], staged_seqno), "staged")
         if before:
             source.last_end.clear()
             source.requests.clear()
@@ -177,7 +178,7 @@ async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> Non
                 await mirror.until(lambda: bool(source.requests), "a request")
                 await mirror.until_state(vbid, "streaming", "backfilling")
                 await mirror.until(
-                    lambda vbid=vbid: mirror.row(vbid)["published_seqno"] == end_of(script, source, vbid),  # type: ignore[misc]
+                    partial(is_at_end, mirror, script, source, vbid),
                     f"vb {vbid} at the end",
                 )
         assert_window_is_whole(mirror, source)
@@ -194,6 +195,14 @@ async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> Non
 def end_of(script: Script, source: RecordedSource, vbid: int) -> int:
     """Where a vbucket ends: the last snapshot's end, or where the source said to resume and sent nothing more."""
     return source.last_end.get(vbid) or script.exchanges[vbid][-1].asked.start_seqno
+
+
+def is_at_end(mirror: Mirror, script: Script, source: RecordedSource, vbid: int) -> bool:
+    return bool(mirror.row(vbid)["published_seqno"] == end_of(script, source, vbid))
+
+
+def has_staged(mirror: Mirror, vbid: int, seqno: int) -> bool:
+    return bool(mirror.row(vbid)["staged_seqno"] == seqno)
 
 
 def assert_window_is_whole(mirror: Mirror, source: RecordedSource) -> None:

@@ -6,6 +6,7 @@ Polling for maps is off (ten minutes) wherever an announcement is what is tried.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,10 @@ async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_else_
         await mirror.stop()
 
 
+def has_map(consumer: Consumer, rev: int) -> bool:
+    return bool(consumer.status()["map"]["rev"] == rev)
+
+
 async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +104,7 @@ async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
             notice = fr.encode(codec_kv.clustermap_notification(cluster.bucket.map.epoch, rev, b""))
             for connection in cluster.faults.connections(node=1):
                 connection.link.send(notice)
-            await mirror.until(lambda rev=rev: consumer.status()["map"]["rev"] == rev, "the announced map")
+            await mirror.until(partial(has_map, consumer, rev), "the announced map")
         cluster.set("after", {}, vbid=0)
         await follow(mirror, cluster)
         assert consumer.status()["counters"]["requested_again_bytes"] == 0
@@ -146,6 +151,10 @@ async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_asked_again(profile:
         assert_equal(mirror, cluster)
 
 
+def is_warming_up(mirror: Mirror, vbid: int) -> bool:
+    return "warming up" in (mirror.row(vbid)["last_error"] or "")
+
+
 async def test_a_node_that_answers_and_does_not_stream_is_said_and_holds_nobody_else_up(tmp_path: Path) -> None:
     """As while it warms up: it lets us in, has its map, and says of each stream that it is too early."""
     async with source_of() as cluster:
@@ -157,7 +166,7 @@ async def test_a_node_that_answers_and_does_not_stream_is_said_and_holds_nobody_
         for vbid in set(range(VBUCKETS)) - set(theirs):
             await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
         for vbid in theirs:
-            await mirror.until(lambda vbid=vbid: "warming up" in mirror.row(vbid)["last_error"], "the reason")
+            await mirror.until(partial(is_warming_up, mirror, vbid), "the reason")
             assert mirror.row(vbid)["state"] == "waiting"
             assert mirror.row(vbid)["published_seqno"] == 0
         assert all(node["ready"] for node in consumer.status()["nodes"])

@@ -180,8 +180,9 @@ class Client:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             await self.closed.wait()
 
-    def of(self, *kinds: type, vbid: int | None = None) -> list[Any]:
-        return [e for e in self.events if isinstance(e, kinds) and (vbid is None or e.vbid == vbid)]
+    def of(self, *kinds: type[ev.Event], vbid: int | None = None) -> list[Any]:
+        found: list[Any] = [each for each in self.events if isinstance(each, kinds)]
+        return [each for each in found if vbid is None or each.vbid == vbid]
 
     def markers(self, vbid: int | None = None) -> list[tuple[int, int, int]]:
         return [(m.start_seqno, m.end_seqno, int(m.flags)) for m in self.of(ev.SnapshotMarker, vbid=vbid)]

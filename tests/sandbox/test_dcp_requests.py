@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -286,7 +287,8 @@ async def test_a_backfill_with_collections_is_the_recorded_one(name: str, high: 
         assert (await client.ask(request)).status == recorded.status
     await client.until(lambda: len(client.frames) >= len(wanted))
     await asyncio.sleep(0)
-    got, want = client.frames, wanted
+    got: list[Any] = client.frames
+    want: list[Any] = wanted
     if name.startswith("72_k17"):  # the shape of these events is checked in test_manifest; here: which and where
         got, want = ([(f.opcode, f.extras[:12], f.key) for f in side] for side in (got, want))
     if name.startswith("72_k14"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import cramjam
 import pytest
@@ -16,7 +17,7 @@ from mirror.wire.frame import Frame
 from .client import FEATURES, Client
 
 
-def store(key: bytes, value: bytes, opcode: Opcode = Opcode.SET, **more: int) -> Frame:
+def store(key: bytes, value: bytes, opcode: Opcode = Opcode.SET, **more: Any) -> Frame:
     extras = codec_kv.encode_store(codec_kv.Store(more.pop("flags", 0), more.pop("expiry", 0)))
     return fr.request(opcode, key=key, value=value, extras=extras, **more)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -145,7 +146,7 @@ def test_while_a_durable_write_is_under_way_readers_see_what_was_and_writers_are
     world.clock.advance(11)
     assert documents.expire_all(vb) == 0
     assert documents.get(vb, b"\0k").value == b"1"
-    for attempt in (
+    attempts: tuple[Callable[[], object], ...] = (
         lambda: documents.store(vb, b"\0k", b"3"),
         lambda: documents.store(vb, b"\0k", b"3", durability=1),
         lambda: documents.remove(vb, b"\0k"),
@@ -153,7 +154,8 @@ def test_while_a_durable_write_is_under_way_readers_see_what_was_and_writers_are
         lambda: documents.prepare_removal(vb, b"\0k"),
         lambda: documents.touch(vb, b"\0k", 5),
         lambda: documents.expire(vb, documents.get(vb, b"\0k")),
-    ):
+    )
+    for attempt in attempts:
         with pytest.raises(DocumentError) as error:
             attempt()
         assert error.value.status == Status.SYNC_WRITE_IN_PROGRESS

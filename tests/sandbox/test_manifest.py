@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     manifest.create_scope("s")
     manifest.create_collection("s", "c")
     before = manifest.to_json()
-    for attempt in (
+    attempts: tuple[Callable[[], object], ...] = (
         lambda: manifest.create_scope("s"),
         lambda: manifest.create_collection("t", "c"),
         lambda: manifest.create_collection("s", "c"),
@@ -122,7 +123,8 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         lambda: manifest.flush_collection("t.c"),
         lambda: manifest.drop_scope("_default"),
         lambda: manifest.drop_scope("t"),
-    ):
+    )
+    for attempt in attempts:
         with pytest.raises(ManifestError):
             attempt()
     assert manifest.to_json() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -103,7 +104,7 @@ async def test_maps_are_announced_to_who_asked_for_it_also_on_dcp_connections(no
         plain = await Client.login(cluster, features=(Feature.SELECT_BUCKET, Feature.DUPLEX))
         cluster.move(0, 1)
         for client in told:
-            await client.until(lambda client=client: client.pushed)
+            await client.until(partial(getattr, client, "pushed"))
             epoch, rev, bucket, config = codec_kv.decode_clustermap_notification(client.pushed[0])
             assert (epoch, rev, bucket) == (cluster.bucket.map.epoch, cluster.bucket.map.rev, b"demo")
             assert bool(config) == (notice == Feature.CLUSTERMAP_CHANGE_NOTIFICATION)

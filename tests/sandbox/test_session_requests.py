@@ -9,6 +9,7 @@ import pytest
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.users import ALL_PRIVILEGES
 from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
@@ -107,7 +108,7 @@ async def test_a_wrong_password_and_a_wrong_bucket_are_refused() -> None:
         assert (await client.ask(codec_kv.sasl_step(b"SCRAM-SHA512", step))).status == Status.AUTH_ERROR
         assert (await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0demo"))).status == Status.SUCCESS
         assert (await client.ask(codec_kv.select_bucket(b"other"))).status == Status.EACCESS
-        assert (await client.ask(codec_dcp.to_frame(codec_dcp.ev.DcpOpen(b"x", 1)))).status == Status.NO_BUCKET
+        assert (await client.ask(codec_dcp.to_frame(ev.DcpOpen(b"x", 1)))).status == Status.NO_BUCKET
 
 
 async def test_features_come_in_ascending_order_and_only_known_ones() -> None:
@@ -210,7 +211,7 @@ async def test_privileges_are_looked_up_for_each_operation() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         user = cluster.add_user("reader", "pw", ALL_PRIVILEGES - {"DcpProducer"})
         client = await Client.login(cluster, user="reader", password="pw")
-        opening = codec_dcp.to_frame(codec_dcp.ev.DcpOpen(b"x", 1))
+        opening = codec_dcp.to_frame(ev.DcpOpen(b"x", 1))
         refused = await client.ask(opening)
         assert refused.status == Status.EACCESS
         assert "DcpProducer" in json.loads(refused.value)["error"]["context"]
@@ -228,7 +229,7 @@ async def test_privileges_are_looked_up_for_each_operation() -> None:
         ("MetaRead", fr.request(Opcode.GET_META, key=b"\0k")),
         ("MetaRead", fr.request(Opcode.GET_ALL_VB_SEQNOS)),
         ("MetaRead", codec_kv.observe_seqno(0, 1)),
-        ("DcpProducer", codec_dcp.to_frame(codec_dcp.ev.DcpOpen(b"x", 1))),
+        ("DcpProducer", codec_dcp.to_frame(ev.DcpOpen(b"x", 1))),
     ],
 )
 async def test_each_operation_needs_its_privilege(privilege: str, request_: Frame) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -514,7 +515,8 @@ async def test_a_filtered_backfill_tells_its_seqno_in_the_middle_of_the_snapshot
         for index in range(5):
             cluster.set(f"l{index}", {})
         cluster.bucket.to_disk()
-        for name, more in (("plain", {}), ("with ids", {"enable_stream_id": "true"})):
+        asked: dict[str, dict[str, Any]] = {"plain": {}, "with ids": {"enable_stream_id": "true"}}
+        for name, more in asked.items():
             client = await Client.dcp(cluster, name=name, **more)
             value = b'{"collections":["8"],"sid":7}' if more else b'{"collections":["8"]}'
             await client.stream(0, value=value)
@@ -693,7 +695,7 @@ async def test_collections_are_modified_and_flushed_in_the_shape_that_the_client
         bucket.modify_collection("s.c", max_ttl=None)
         bucket.to_disk()
         for name, kind in (("flat again", ev.SystemEvent), ("fixed again", ev.SeqnoAdvanced)):
-            controls = {"flatbuffers_system_events": "true"} if kind is ev.SystemEvent else {}
+            controls: dict[str, Any] = {"flatbuffers_system_events": "true"} if kind is ev.SystemEvent else {}
             client = await Client.dcp(cluster, name=name, **controls)
             await client.stream(0)
             await client.until_seqno(0, 7)

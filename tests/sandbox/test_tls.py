@@ -68,7 +68,7 @@ async def test_ports_outlive_a_restart(authority: Authority) -> None:
 async def test_a_certificate_says_who_the_user_is_and_no_password_is_taken_then(authority: Authority) -> None:
     tls = node_tls(authority, client_ca_file=authority.ca_file)
     cert, key = authority.sign(into="client", common_name="demo")
-    ours = {"tls_ca_file": authority.ca_file, "tls_client_cert_file": cert, "tls_client_key_file": key}
+    ours: dict[str, Any] = {"tls_ca_file": authority.ca_file, "tls_client_cert_file": cert, "tls_client_key_file": key}
     async with SandboxCluster(tls=tls) as cluster:
         assert (await found(cluster.connection_string.replace("demo@", ""), None, **ours)).vbucket_count
         with pytest.raises(AuthRejected, match="knows us by our client certificate"):
@@ -78,7 +78,7 @@ async def test_a_certificate_says_who_the_user_is_and_no_password_is_taken_then(
 
 async def test_a_certificate_of_nobody(authority: Authority) -> None:
     cert, key = authority.sign(into="client", common_name="nobody")
-    ours = {"tls_ca_file": authority.ca_file, "tls_client_cert_file": cert, "tls_client_key_file": key}
+    ours: dict[str, Any] = {"tls_ca_file": authority.ca_file, "tls_client_cert_file": cert, "tls_client_key_file": key}
     async with SandboxCluster(tls=node_tls(authority, client_ca_file=authority.ca_file)) as cluster:
         with pytest.raises(AuthRejected, match="knows no user of our client certificate"):
             await found(cluster.connection_string.replace("demo@", ""), None, **ours)
@@ -88,7 +88,7 @@ async def test_a_certificate_of_nobody(authority: Authority) -> None:
 async def test_where_a_certificate_is_needed_nobody_else_is_served(authority: Authority) -> None:
     tls = node_tls(authority, client_ca_file=authority.ca_file, clients_need_certificate=True)
     cert, key = authority.sign(into="client", common_name="nobody")
-    ca = {"tls_ca_file": authority.ca_file}
+    ca: dict[str, Any] = {"tls_ca_file": authority.ca_file}
     async with SandboxCluster(tls=tls) as cluster:
         for ours in (ca, ca | {"tls_client_cert_file": cert, "tls_client_key_file": key}):
             with pytest.raises(TlsFailed, match="hung up"):
@@ -100,7 +100,7 @@ async def test_where_a_certificate_is_needed_nobody_else_is_served(authority: Au
 @pytest.mark.parametrize(("maximum", "wanted", "ends"), [("1.2", "1.3", True), ("1.2", "1.2", False)])
 async def test_old_versions(authority: Authority, maximum: Version, wanted: str, ends: bool) -> None:
     async with SandboxCluster(tls=node_tls(authority, maximum=maximum)) as cluster:
-        ours = {"tls_ca_file": authority.ca_file, "tls_minimum_version": wanted}
+        ours: dict[str, Any] = {"tls_ca_file": authority.ca_file, "tls_minimum_version": wanted}
         if ends:
             with pytest.raises(ClusterError, match="TLS"):
                 await found(cluster.connection_string, **ours)
@@ -132,7 +132,7 @@ async def test_alternate_addresses_are_chosen_by_the_host_that_was_contacted(aut
         nodes=2, tls=node_tls(authority), advertised_host="node.internal.invalid", external_host="127.0.0.1"
     ) as cluster:
         for url in (cluster.connection_string, cluster.plain_connection_string):
-            settings = {"tls_ca_file": authority.ca_file} if url.startswith("couchbases") else {}
+            settings: dict[str, Any] = {"tls_ca_file": authority.ca_file} if url.startswith("couchbases") else {}
             outside = await found(url, **settings)
             assert outside.network == "external"
             assert {node.host for node in outside.nodes} == {"127.0.0.1"}

@@ -225,7 +225,7 @@ def test_aborts_are_superseded_by_the_next_prepare_and_purged_like_tombstones() 
     source.set("last", {})
     assert vbucket.purge() == 4
     vbucket.failover(1)
-    assert (vbucket.purge_seqno, vbucket.prepared.keys()) == (4, {b"\0open"})
+    assert (vbucket.purge_seqno, set(vbucket.prepared)) == (4, {b"\0open"})
     source.prepare("k", {})
     assert vbucket.log[3].next_seqno == 4
     source.commit("open")

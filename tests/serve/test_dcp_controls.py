@@ -87,9 +87,10 @@ def test_expirations_are_told_apart_only_with_delete_times() -> None:
 
 def test_versions_of_markers() -> None:
     negotiated = Negotiated(True, True, 1)
-    assert negotiated.marker_version == MarkerVersion.V1
+    versions = [negotiated.marker_version]
     negotiated.set(b"max_marker_version", b"2.0")
-    assert negotiated.marker_version == MarkerVersion.V2_0
+    versions.append(negotiated.marker_version)
+    assert versions == [MarkerVersion.V1, MarkerVersion.V2_0]
 
 
 def test_the_statuses_are_those_that_a_server_gave() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import cramjam
 import pytest
@@ -27,7 +28,7 @@ def encoder(negotiated: Negotiated, stream_filter: StreamFilter | None = None, *
     return RowEncoder(negotiated, stream_filter or StreamFilter(), **options)
 
 
-def sent(row: ev.Event, negotiated: Negotiated, **options: bool) -> ev.Event:
+def sent(row: ev.Event, negotiated: Negotiated, **options: Any) -> ev.Event:
     """What a client gets of a row, as an event."""
     return codec_dcp.decode(fr.decode(encoder(negotiated, **options).encode(codec_dcp.encode(row)))[0])
 

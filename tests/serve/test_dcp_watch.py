@@ -38,7 +38,7 @@ def test_news_are_told_to_those_who_follow(store: Store, view: View) -> None:
     told.clear()
     assert watch.look() == 0
     seqno = 0
-    vbids = set()
+    vbids: set[int] = set()
     while len(vbids) < 2:
         seqno += 1
         vbids.add(store.put(b"k%d" % seqno, b"1", seqno))

@@ -55,7 +55,7 @@ def listening(site: Site, last_id: str = "", **params: Any) -> Iterator[Listener
         yield Listener(response)
 
 
-def told(event: dict[str, Any]) -> tuple[str, str | None]:
+def told(event: dict[str, Any]) -> tuple[str, Any]:
     document = event["data"].get("document", {})
     return event["event"], document.get("value")
 

@@ -237,7 +237,7 @@ def test_ranges_prefixes_tombstones_and_times(site: Site) -> None:
     encoded = base64.urlsafe_b64encode(keys[2]).decode()
     assert read(start=encoded, key_encoding="base64url") == keys[2:]
     site.get(path, 410, params={"vbid": vbid, "as_of": "2001-01-01T00:00:00Z"})
-    for wrong in (
+    queries: tuple[dict[str, str | int], ...] = (
         {"as_of": 3},
         {"as_of": "yesterday", "vbid": 1},
         {"limit": 0},
@@ -246,7 +246,8 @@ def test_ranges_prefixes_tombstones_and_times(site: Site) -> None:
         {"unknown": 1},
         {"page": "nonsense"},
         {"deletions": "maybe"},
-    ):
+    )
+    for wrong in queries:
         answer = site.client.get(path, params=wrong)
         assert answer.status_code in (400, 404), wrong
         assert answer.headers["content-type"] == "application/problem+json"

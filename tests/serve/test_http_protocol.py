@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mirror.serve.http_problems import Problem
-from mirror.serve.http_protocol import HEAD_BYTES_MAX, SLICE_BYTES, Budget
+from mirror.serve.http_protocol import HEAD_BYTES_MAX, SLICE_BYTES, BoundedProtocol, Budget
 from tests.serve.http_site import Site
 from tests.supervise.conftest import eventually_now
 
@@ -134,7 +134,9 @@ def test_what_is_asked_far_ahead_waits_as_bytes_and_is_answered_in_order(site: S
     held: list[tuple[int, int]] = []
 
     async def look() -> None:
-        held.extend((len(each._unparsed), len(each.pipeline)) for each in site.server.gate.state.connections)
+        for each in site.server.gate.state.connections:
+            assert isinstance(each, BoundedProtocol)
+            held.append((len(each._unparsed), len(each.pipeline)))
 
     with site.connect() as line:
         sender = threading.Thread(target=line.sendall, args=(one * asked + last,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def test_parameters_are_known_single_and_within_bounds() -> None:
     assert parameters("f=true", "f").flag("f")
     assert parameters("as_of=7", "as_of").as_of() == 7
     assert parameters("as_of=1970-01-01T00:00:01Z", "as_of").as_of() == Time(1000)
-    for query, ask in (
+    questions: tuple[tuple[str, Callable[[requests.Parameters], object]], ...] = (
         ("c=1", lambda found: found),
         ("a=1&a=2", lambda found: found.text("a")),
         ("a=10", lambda found: found.integer("a", 1, 0, 9)),
@@ -107,7 +108,8 @@ def test_parameters_are_known_single_and_within_bounds() -> None:
         ("a=yes", lambda found: found.choice("a", "x", "y")),
         ("as_of=2024-01-01T00:00:00", lambda found: found.as_of()),
         ("as_of=9999999999999999999999", lambda found: found.as_of()),
-    ):
+    )
+    for query, ask in questions:
         with pytest.raises(Problem):
             ask(parameters(query, "a", "as_of"))
 
@@ -115,8 +117,11 @@ def test_parameters_are_known_single_and_within_bounds() -> None:
 def test_the_keys_of_a_multi_get() -> None:
     assert requests.wanted_keys({"keys": ["b", "a", "b"], "keys_b64": ["_w"]}) == [b"b", b"a", b"\xff"]
     assert requests.wanted_keys({}) == []
-    for wrong in ([], {"key": "a"}, {"keys": "a"}, {"keys": [1]}, {"keys": [""]}, {"keys_b64": ["!"]},
-                  {"keys": ["x" * 251]}, {"keys": [str(n) for n in range(1001)]}, {"keys": ["\ud800"]}):  # fmt: skip
+    bodies: tuple[object, ...] = (
+        [], {"key": "a"}, {"keys": "a"}, {"keys": [1]}, {"keys": [""]}, {"keys_b64": ["!"]},
+        {"keys": ["x" * 251]}, {"keys": [str(n) for n in range(1001)]}, {"keys": ["\ud800"]},
+    )  # fmt: skip
+    for wrong in bodies:
         with pytest.raises(Problem):
             requests.wanted_keys(wrong)
 

@@ -275,7 +275,7 @@ def test_many_clients_read_through_writes_a_rollback_and_the_end_of_the_source(t
                         source.call(bucket.set, names[number % len(names)], {"n": number})
                     everybody_goes_on("reads while the source is written")
                     for vbid in range(VBUCKETS):
-                        source.call(lambda vbid=vbid: source.cluster.failover(vbid, lose=3))
+                        source.call(source.cluster.failover, vbid, lose=3)
                     everybody_goes_on("reads during the rollbacks")
                     source.run(source.cluster.stop())
                     everybody_goes_on("reads without a source")

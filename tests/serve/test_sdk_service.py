@@ -34,7 +34,7 @@ from storage.keys import vbid_of
 from tests.crash.service import Service, until
 from tests.serve.test_official_sdk import VBUCKETS, connect, listener, string_of
 
-DOCUMENTS = {f"doc-{number:03}": {"n": number} for number in range(200)}
+DOCUMENTS: dict[str, dict[str, object]] = {f"doc-{number:03}": {"n": number} for number in range(200)}
 HALF = VBUCKETS // 2
 SHORT = timedelta(milliseconds=500)
 

@@ -115,11 +115,12 @@ class History:
 
     def branch_at(self, seqno: int) -> int:
         """The branch whose event the valid history has at a seqno: the newest that told one."""
-        return max(
+        branches: list[int] = [
             each["branch"]
             for each in self.log
             if each["seqno"] == seqno and each["kind"] not in ("retraction", "restoration", "resync")
-        )
+        ]
+        return max(branches)
 
     def resync(self) -> None:
         """Everything anew on a further branch, as after a history that could not be followed."""

@@ -50,7 +50,9 @@ def alter(data: Path, vbid: int) -> bytes:
     with lmdb.open(folder, max_dbs=1000, map_size=1 << 30) as environment, environment.begin(write=True) as txn:
         tree = environment.open_db(keys.rows_db(vbid), txn=txn, create=False)
         row_key = keys.ROW.pack(1, document.seqno)
-        frame = bytearray(txn.get(row_key, db=tree))
+        found = txn.get(row_key, db=tree)
+        assert found is not None
+        frame = bytearray(found)
         frame[-1] ^= 1
         txn.put(row_key, bytes(frame), db=tree)
     return document.key

@@ -198,9 +198,12 @@ def test_what_cannot_be_exported_is_said_before_anything_is_made(small: SmallMir
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_only_an_executor_sees_is_noticed(small: SmallMirror, tmp_path: Path) -> None:
+def test_a_file_that_only_an_executor_sees_is_noticed(
+    small: SmallMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = LocalRunner(1)
-    runner.run = lambda function, tasks, progress=None: [[Part("part-0123456789abcdef-0-x.parquet", 5, 1, "{}", 0)]]  # type: ignore[method-assign,assignment]
+    elsewhere = [[Part("part-0123456789abcdef-0-x.parquet", 5, 1, "{}", 0)]]
+    monkeypatch.setattr(runner, "run", lambda function, tasks, progress=None: elsewhere)
     with pytest.raises(MirrorError, match="all executors share"):
         export(small.path, tmp_path / "out", runner, delta_table=True)
     assert not DeltaTable.is_deltatable(str(tmp_path / "out"))

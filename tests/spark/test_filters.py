@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given
@@ -26,7 +27,7 @@ from mirror.spark.local import Wanted
 
 KEYS = ["", "a", "ab", "abc", "b", "ba", "é", "\U0001f600"]
 COLLECTIONS = ["_default._default", "shop.orders"]
-COMPARISONS = {
+COMPARISONS: dict[type[Filter], Callable[[Any, Any], bool]] = {
     EqualTo: lambda row, value: row == value,
     LessThan: lambda row, value: row < value,
     LessThanOrEqual: lambda row, value: row <= value,

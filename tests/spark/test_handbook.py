@@ -50,7 +50,7 @@ class Shell:
         assert self._bash.stdout is not None
         self._bash.stdin.write(f"{block}\necho; echo {DONE}\n")
         self._bash.stdin.flush()
-        said = []
+        said: list[str] = []
         for line in self._bash.stdout:
             if line.strip() == DONE:
                 return "".join(said)

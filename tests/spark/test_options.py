@@ -38,7 +38,7 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
         }
     )
     assert options.collections == ("shop.orders", "_default.carts")
-    assert options.vbuckets == {0, 1, 2, 3, 7}
+    assert options.vbuckets == frozenset({0, 1, 2, 3, 7})
     assert (options.partitions, options.names, options.permissive, options.pushdown) == (5, ("key", "kind"), True, True)
     assert (options.max_rows, options.max_bytes, options.latest, options.resync) == (10, 64 << 20, True, True)
     assert (options.lease_seconds, options.ca_file) == (30.0, "/ca.pem")

@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -68,7 +69,7 @@ def test_the_tables_are_exact_whoever_was_killed_in_mid_batch(
                 stream.kill_in_batch("mirror", lambda: os.kill(service.pid, signal.SIGKILL), lambda: bury(service))
             else:
                 whole = bool(rng.randrange(2))
-                stream.kill_in_batch("driver", lambda whole=whole: stream.kill_driver(whole_group=whole), stream.start)
+                stream.kill_in_batch("driver", partial(stream.kill_driver, whole_group=whole), stream.start)
             if number < ROLLBACKS:
                 lose_a_tail(source, load, stream, data, f"tail{next(tails)}")
             left = changes // 2 * (number + 1) // kills - (load.written - changes // 2)

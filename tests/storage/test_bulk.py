@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -162,7 +163,7 @@ def test_after_a_refill_also_what_the_history_then_served_had_left_is_not_read_o
     ],
 )
 def test_a_damaged_row_is_not_taken_for_one_that_nobody_wants(
-    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch, damage: object, single: bool
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes], single: bool
 ) -> None:
     if single:  # only mutations are met together
         monkeypatch.setattr(bulk, "GET_ROWS", 1)
@@ -171,7 +172,8 @@ def test_a_damaged_row_is_not_taken_for_one_that_nobody_wants(
     row_key = keys.ROW.pack(writer.state(0).branch, 20)
     with writer.environment.env.begin(write=True) as txn:
         whole = txn.get(row_key, db=rows)
-        txn.put(row_key, damage(whole), db=rows)  # type: ignore[operator]
+        assert whole is not None
+        txn.put(row_key, damage(whole), db=rows)
     for read in (scanned, lambda view: documents(view, view.pin(0))):
         with pytest.raises(CorruptedError):
             read(view)

@@ -24,7 +24,7 @@ def of(frame: bytes) -> Fingerprint:
 
 
 def mutation(**changes: Any) -> bytes:
-    fields = {
+    fields: dict[str, Any] = {
         "key": b"key",
         "value": b"value" * 9,
         "seqno": 5,

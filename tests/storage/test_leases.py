@@ -11,8 +11,8 @@ from storage.model import Branch, Seqno, Vbid
 from storage.purge import Window
 from storage.view import Token, View
 from storage.writer import GroupWriter
-from tests.storage.model import keys_of, log, span
-from tests.storage.test_writer import Clock, publish, row
+from tests.storage.model import keys_of, log, row, span
+from tests.storage.test_writer import Clock, publish
 
 A, B, C = keys_of(0, 3)
 HOUR_MS = 3_600_000

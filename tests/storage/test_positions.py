@@ -24,7 +24,8 @@ def fill(writer: GroupWriter, first_seqno: int, *lengths: int) -> None:
 
 def ends(view: View) -> list[int]:
     """Every boundary, one after the other."""
-    found, position = [], 0
+    found: list[int] = []
+    position = 0
     while (boundary := positions.following(view, 0, position)) is not None:
         position = boundary.seqno
         found.append(position)

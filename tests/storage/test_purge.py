@@ -13,9 +13,9 @@ from storage.model import Branch, Collection, Seqno, Vbid
 from storage.purge import Purger, Window, dead_ranges
 from storage.view import Token, View
 from storage.writer import GroupWriter
-from tests.storage.model import keys_of, span
+from tests.storage.model import keys_of, row, span
 from tests.storage.test_view import DEFAULT, SCOPES, commit, put, system_event
-from tests.storage.test_writer import Clock, publish, row
+from tests.storage.test_writer import Clock, publish
 
 A, B, C = keys_of(0, 3)
 HOUR_MS = 3_600_000

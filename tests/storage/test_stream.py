@@ -166,7 +166,7 @@ def test_a_missing_tombstone_is_told_to_those_who_need_it(
 ) -> None:
     store.put(b"a", b"v", 1)
     store.put(b"b", b"v", 2)
-    monkeypatch.setattr(stream.branches, "purge_row", lambda *_: (2, 2))
+    monkeypatch.setattr("storage.branches.purge_row", lambda *_: (2, 2))
     pinned = stream.standing(view, 0)
     assert pinned.purge_seqno == 2
     with pytest.raises(Left) as caught:

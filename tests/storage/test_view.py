@@ -238,7 +238,8 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
     assert view.scan_page(pin, start=B, end=B) == view.scan_page(pin, start=B, end=A) == ([], b"")
     assert B not in [document.key for document in view.scan_page(view.pin(0, now=13))[0]]
     assert view.pin(0, 4).seqno == 3
-    pages, start = [], b""
+    pages: list[bytes] = []
+    start = b""
     while not pages or start:
         page, start = view.scan_page(pin, start=start, bytes_max=4)
         pages.append(b"".join(each.value for each in page))

@@ -89,7 +89,8 @@ KEYS = {vbid: keys_of(vbid, 6) for vbid in VBIDS}
 def in_bulk(view: View, vbid: int, as_of: int | None = None) -> list[dict[bytes, tuple[int, bytes]]]:
     """Its documents as `bulk` reads them: by rows, by keys, and by rows at first and by keys then."""
     found = []
-    for ways in ({}, {"ROWS_PER_DOCUMENT": 0}, {"REMEMBERED_MAX": 1}):
+    limits: list[dict[str, Any]] = [{}, {"ROWS_PER_DOCUMENT": 0}, {"REMEMBERED_MAX": 1}]
+    for ways in limits:
         with patch.multiple(bulk, GET_ROWS=2, **ways):
             chunks = bulk.documents(view, view.pin(vbid, as_of), rows_max=3)
             rows = [decode_row(Vbid(vbid), Branch(0), frame) for chunk in chunks for frame in chunk.frames]

@@ -45,7 +45,7 @@ def test_a_silent_worker_is_killed_and_not_replaced_before_it_is_reaped() -> Non
 
 
 def test_a_group_moves_only_when_its_holder_is_gone() -> None:
-    desired = {0: (0,), 1: (1,)}
+    desired: dict[int, tuple[int, ...]] = {0: (0,), 1: (1,)}
     before = [WorkerFacts(0, (0, 1), Phase.RUNNING)]
     assert decide(desired, before) == [Stop(0, "its groups move")]
     leaving = [WorkerFacts(0, (0, 1), Phase.STOPPING)]

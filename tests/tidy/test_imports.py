@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def lint_imports(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", *arguments]
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", *arguments]
     return subprocess.run(
         command, cwd=folder, env=os.environ | {"NO_COLOR": "1"}, capture_output=True, text=True, check=False
     )

@@ -12,11 +12,13 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.sandbox.node import NodeConnection
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode
 from storage.view import open_view
@@ -129,14 +131,15 @@ def test_frames_that_break_off(source: SandboxThread, service: Service) -> None:
     for _ in range(3):
         hit = source.call(source.cluster.faults.connections, node=0)
         source.call(source.cluster.faults.truncate, node=0)
-        until("the connections to be made anew", lambda hit=hit: replaced(source, hit))
+        until("the connections to be made anew", partial(replaced, source, hit))
     all_is_well_again(source, service)
 
 
-def replaced(source: SandboxThread, old: list[object]) -> bool:
+def replaced(source: SandboxThread, old: list[NodeConnection]) -> bool:
     """Both workers have another connection to the node, with streams on it."""
     now = source.call(source.cluster.faults.connections, node=0)
-    return len(now) == 2 and not set(now) & set(old) and all(c.session.producer.streams for c in now)
+    streaming = [each for each in now if each.session.producer and each.session.producer.streams]
+    return len(now) == len(streaming) == 2 and not set(now) & set(old)
 
 
 def test_a_server_that_stops_talking_inside_of_a_snapshot(source: SandboxThread, service: Service) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -52,6 +53,10 @@ def kill(what: str, middle: Service, second: Service) -> None:
     service.kill(until(f"a {what}", pid))
 
 
+def has_news(service: Service, before: dict[int, int]) -> bool:
+    return safely_published(service) != before
+
+
 def test_a_cascade_agrees_with_its_source_whoever_is_killed(tmp_path: Path) -> None:
     port = free_port()
     cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=11)
@@ -79,7 +84,7 @@ def test_a_cascade_agrees_with_its_source_whoever_is_killed(tmp_path: Path) -> N
             if number % 2:
                 for vbid in rng.sample(range(VBUCKETS), 3):
                     source.call(cluster.failover, vbid, lose=rng.randrange(1, 5))
-            until(f"news after the {what} died", lambda before=before: safely_published(second) != before)
+            until(f"news after the {what} died", partial(has_news, second, before))
             time.sleep(0.5)
         source.call(writing.cancel)
 

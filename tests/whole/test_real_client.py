@@ -177,11 +177,17 @@ def high_seqnos(source: SandboxThread) -> list[int]:
     return source.call(lambda: [vbucket.high_seqno for vbucket in source.cluster.vbuckets])
 
 
+def collection_id_of(source: SandboxThread, path: str) -> int:
+    entry = source.cluster.bucket.manifest.collection(path)
+    assert entry is not None
+    return entry.collection_id
+
+
 def item_of(source: SandboxThread, where: tuple[str, str]) -> Item:
     """The newest version of a document at the source, a tombstone perhaps."""
     bucket = source.cluster.bucket
     wire_key = bucket.wire_key(where[1], where[0])
-    found = source.call(bucket.vbucket_for(where[1]).find, wire_key, bucket.manifest.collection(where[0]).collection_id)
+    found = source.call(bucket.vbucket_for(where[1]).find, wire_key, collection_id_of(source, where[0]))
     assert found is not None
     return found
 
@@ -231,14 +237,13 @@ def check_value(where: tuple[str, str], done: Written, found: Any) -> None:
 def test_scan_prints_every_document_and_every_tombstone(
     source: SandboxThread, written: dict[tuple[str, str], Written], data: Path
 ) -> None:
-    manifest = source.cluster.bucket.manifest
     result = call("scan", "--data", data, "--json", "--deletions")
     assert result.code == 0, result.err
     lines = [row for row in result.lines if not row["key"].startswith(THERE_BEFORE)]
     rows = {(row["collection_id"], row["key"]): row for row in lines}
     assert len(rows) == len(lines) == len(written)
     for where, done in written.items():
-        row = rows[manifest.collection(where[0]).collection_id, where[1]]
+        row = rows[collection_id_of(source, where[0]), where[1]]
         item = item_of(source, where)
         assert (row["cas"], row["rev_seqno"], row["seqno"]) == (item.cas, item.rev_seqno, item.seqno), where
         assert row["cas"] == done.result.cas

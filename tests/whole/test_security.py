@@ -180,10 +180,10 @@ def test_certificates_and_password_change_under_load(
     password.write_text("demo")
     (tmp_path / "second").mkdir()
     second = Authority(tmp_path / "second")
-    flags = ("--groups", "2", "--workers", "2", "--set", "retry_delay_max_ms=300", "--set", f"password_file={password}")
+    flags = ["--groups", "2", "--workers", "2", "--set", "retry_delay_max_ms=300", "--set", f"password_file={password}"]
     ours = environment()
     del ours["DCP_MIRROR_PASSWORD"]  # it would outrank the file
-    flags = (*flags, "--tls-ca-file", str(authority.ca_file))
+    flags += ["--tls-ca-file", str(authority.ca_file)]
     with Service(source.connection_string, tmp_path / "data", *flags, env=ours) as service:
         service.start()
         service.wait_workers(2)

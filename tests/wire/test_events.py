@@ -15,7 +15,7 @@ def test_every_event_is_frozen_and_has_an_opaque() -> None:
     for kind in kinds:
         fields = {field.name for field in dataclasses.fields(kind)}
         assert "opaque" in fields, kind
-        assert kind.__dataclass_params__.frozen, kind
+        assert vars(kind)["__dataclass_params__"].frozen, kind
         assert not hasattr(kind, "__dict__") or "__slots__" in vars(kind), kind
 
 

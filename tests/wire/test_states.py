@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mirror.wire.constants import DCP_OPCODE_FIRST, DCP_OPCODE_LAST, Opcode
 from mirror.wire.states import (
     ANSWERED,
@@ -41,7 +44,11 @@ def test_every_state_has_a_row_and_every_target_is_a_state() -> None:
 
 
 def test_every_state_is_reached_from_the_first() -> None:
-    for table, first in ((CONNECTION_TRANSITIONS, ConnectionState.PLAIN), (STREAM_TRANSITIONS, StreamState.REQUESTED)):
+    tables: tuple[tuple[Mapping[Any, Mapping[Trigger, Any]], Any], ...] = (
+        (CONNECTION_TRANSITIONS, ConnectionState.PLAIN),
+        (STREAM_TRANSITIONS, StreamState.REQUESTED),
+    )
+    for table, first in tables:
         reached, todo = {first}, [first]
         while todo:
             for state in table[todo.pop()].values():
