@@ -46,7 +46,7 @@ class Settings(BaseSettings):
 
     # what and where
     source: str | None = None
-    """Connection string of the bucket; cli.md says its form."""
+    """Connection string of the bucket: `couchbase://user@host[:port][,host2]/bucket`."""
     data: Path | None = None
     """The data directory."""
     workers: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=lambda: min(4, os.cpu_count() or 1))

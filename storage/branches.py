@@ -230,7 +230,7 @@ def _put_state(
 
 
 def prune_failover_log(log: tuple[FailoverEntry, ...], boundary: Boundary) -> tuple[FailoverEntry, ...]:
-    """What is left of the log after a rollback to `boundary` (protocol facts 2.5)."""
+    """What is left of the log after a rollback to `boundary` (docs/protocol.md 2.5)."""
     kept = tuple(entry for entry in log if entry.seqno <= boundary.seqno)
     if not kept and boundary.vbuuid:
         return (FailoverEntry(boundary.vbuuid, Seqno(0)),)

@@ -8,7 +8,7 @@ sends a commit as a mutation); and so does what ends or empties its collection. 
 is open; nothing above the seqno that `state` says is staged is written; a settled prepare stays for as long as a kept
 boundary may lie between it and what settled it; memory holds keys and positions of the open ones, and the messages that
 no commit has written yet.
-Source: protocol facts 2.6 and 2.11; kv_engine docs/dcp/documentation/commands/{prepare,commit,abort}.md.
+Source: docs/protocol.md 2.6 and 2.11; kv_engine docs/dcp/documentation/commands/{prepare,commit,abort}.md.
 """
 
 from __future__ import annotations

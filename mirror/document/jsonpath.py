@@ -1,7 +1,7 @@
 """Paths into JSON text: where a value stands, and the text with a value put in, changed or taken out.
 
 Knows path syntax (kv_engine docs/SubDocument.md) and JSON text; must never know documents or requests. Invariants: what
-is not touched keeps its spelling to the byte, blanks included, as the engine keeps it (captures/sdk_72_conn2.jsonl);
+is not touched keeps its spelling to the byte, blanks included, as the engine keeps it (recording sdk_72_conn2);
 a failure is a `PathError` with the status that a server answers, and nothing was changed.
 """
 

@@ -4,7 +4,7 @@ Knows the order of the handshake and what each refusal means to the operator; mu
 Invariants: features are only used where HELLO granted them; password, certificates and key are read afresh for each
 handshake, so that they can be replaced without a restart; the password goes over the wire in the clear only where TLS
 or a setting allows it, and never to a server that failed to prove that it knows it; every refusal is one typed error
-with a remedy. Sources: protocol facts 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36
+with a remedy. Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36
 (client certificates: no SASL follows, and a server that knows us by certificate answers SASL with NOT_SUPPORTED), RFC
 75 (maps: known version, notifications, deduplication).
 """

@@ -1,7 +1,7 @@
 """Publishing only what the source has persisted on every copy: what waits for it, and asking how far it is.
 
 Knows snapshot ends that are complete and not yet visible, the cluster map's copies of a vbucket, and OBSERVE_SEQNO
-(protocol facts, pain 14; kv_engine docs/BinaryProtocol.md). Must never know rows: what waits stays staged in the store,
+(docs/protocol.md 3.4; kv_engine docs/BinaryProtocol.md). Must never know rows: what waits stays staged in the store,
 so memory holds a few numbers for each vbucket. Invariants: an end is released only when the active copy and every
 replica that the map names have said, of the history of the open stream, that they persisted it; of a failover in
 between only what both histories share counts; nobody is asked while nothing waits.

@@ -5,7 +5,7 @@ out of order or out of shape is a `SaslError` that never quotes a secret. Passwo
 stand, which is what the server hashes.
 
 Why not the library `scramp` here: since 1.5 it refuses a nonce with a blank in it and fewer than 4096 iterations, but
-the official SDKs send blanks (`captures/sdk_72_conn2.jsonl`) and clusters have been set up with 4000 iterations. It is
+the official SDKs send blanks (recording sdk_72_conn2) and clusters have been set up with 4000 iterations. It is
 the independent peer in this module's tests.
 """
 

@@ -2,7 +2,7 @@
 
 Knows how a connection is negotiated, which opaque belongs to which vbucket's stream, flow control and signs of life;
 must never know what a stream's messages mean, nor the store. Invariants:
-- a message whose opaque is not that of a live stream is dropped, yet acked (protocol facts 2.1, 2.8);
+- a message whose opaque is not that of a live stream is dropped, yet acked (docs/protocol.md 2.1, 2.8);
 - every byte that counts is acked once, when it was accepted or dropped, so the window never leaks shut;
 - a noop is answered before anything else that came with it is worked on;
 - a connection that is silent for twice the noop interval is ended; while the source sends no noops at that interval,
@@ -218,7 +218,7 @@ class NodeSession:
         return True
 
     async def _negotiate(self, link: Link) -> None:
-        """Controls, one at a time (protocol facts 2.3). What is optional may be refused."""
+        """Controls, one at a time (docs/protocol.md 2.3). What is optional may be refused."""
         settings = self._access.settings
         await self._control(link, ControlKey.ENABLE_NOOP, b"true", REQUIRED)
         await self._set_noop_interval(link)

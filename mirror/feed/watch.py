@@ -3,9 +3,10 @@
 Knows the source's high seqnos, what each vbucket holds, and when its connection brought what; must never know what a
 message means. A stream that stands still though the source is ahead is asked for anew, and the second time in a row the
 whole connection is made anew: a window that leaked shut, or a node that answers and does not stream, is mended by
-nothing less (pains 1, 12, 24). Invariants: a vbucket is called stalled from then on until its stream brings something
-or the source turns out not to be ahead; while a connection is busy with a disk snapshot of one vbucket, the others that
-wait for their turn are not stalled; a node that does not say how far it is counts as one that does not answer.
+nothing less (docs/protocol.md 3). Invariants: a vbucket is called stalled from then on until its stream brings
+something or the source turns out not to be ahead; while a connection is busy with a disk snapshot of one vbucket, the
+others that wait for their turn are not stalled; a node that does not say how far it is counts as one that does not
+answer.
 """
 
 from __future__ import annotations

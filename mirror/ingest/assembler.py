@@ -4,7 +4,7 @@ Knows the newest complete boundary, the position, the open snapshot and the mani
 requests, answers, connections or retries: those are the machine's.
 
 Promises: the seqno strictly rises in a vbucket and never passes the open snapshot's end; nothing of an open snapshot
-is published before its end. The rules are those of protocol facts 2.6 and 2.7:
+is published before its end. The rules are those of docs/protocol.md 2.6 and 2.7:
 - a marker's start is not trusted, only its end is;
 - the end is reached by whatever carries that seqno: a row, a system event, a prepare, commit or abort, or
   SeqnoAdvanced, which below the end moves the position and nothing else;

@@ -4,8 +4,8 @@ Knows decoded system events and `storage.model.Manifest`; must never know frames
 
 Invariants: a manifest is never changed, a new one is returned; its uid never falls; a collection's `begin_seqno` never
 falls, and documents at or below it are not of the collection (a begin for a known collection is a flush: dropping or
-flushing a collection sends no deletions, protocol facts 2.11). Events may be missing, deduplicated away by later ones:
-an end without a begin, or a scope's end without its collections' ends, is no error.
+flushing a collection sends no deletions, docs/protocol.md 2.11). Events may be missing, deduplicated away by later
+ones: an end without a begin, or a scope's end without its collections' ends, is no error.
 """
 
 from __future__ import annotations

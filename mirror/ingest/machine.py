@@ -366,7 +366,7 @@ class VbucketMachine:
         self._react(on_refusal(event.status), f"status {event.status:#x}", event.context, out)
 
     def _rolled_back_by_source(self, event: ev.StreamRollback, out: list[Instruction]) -> None:
-        """The decision of protocol facts 2.5: where to go back to."""
+        """The decision of docs/protocol.md 2.5: where to go back to."""
         if self._is_stale(event.opaque):
             return
         self.opaque = None

@@ -4,7 +4,7 @@ Knows what a stream request says about the consumer's position, and how to deriv
 know streams, answers or rows.
 
 Invariant, held by construction: snap_start_seqno <= start_seqno <= snap_end_seqno (a producer answers anything else
-with ERANGE; protocol facts 2.4). Of the three kinds of offset:
+with ERANGE; docs/protocol.md 2.4). Of the three kinds of offset:
 - fresh: all zero and no vbuuid;
 - between snapshots: E,E,E where E is the newest complete boundary. The range of a marker whose first item was not yet
   accepted is never part of an offset;

@@ -1,4 +1,4 @@
-"""How a machine reacts to the end of a stream and to a refused request: two tables (protocol facts 2.4 and 2.10).
+"""How a machine reacts to the end of a stream and to a refused request: two tables (docs/protocol.md 2.4 and 2.10).
 
 Knows codes, what each asks of the machine, and the text that tells people what happened and what mends it. Must never
 know the state of a vbucket.

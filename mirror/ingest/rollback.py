@@ -3,9 +3,8 @@
 Knows seqnos, failover logs and purge seqnos as plain values. Must never know rows, streams, time or the store: every
 function here is pure and total, and says what is true, not what to do about it.
 
-Producer (`producer_answer`): the numbered rule of protocol facts 2.5 (kv_engine docs/dcp/documentation/rollback.md and
-failover-table.cc), where the purge seqno is compared with the *start* seqno. It gives the recorded answer of two real
-engines in all cases of captures/rollback_answers_*.json.
+Producer (`producer_answer`): the numbered rule of docs/protocol.md 2.5, where the purge seqno is compared with the
+*start* seqno. It gives the recorded answer of two real engines in all cases of tests/recordings (`rollback_answers_*`).
 
 Consumer: invariants of the failover log kept beside the data are that it is newest first and its seqnos never rise on
 the way to older entries; the vbuuid of a boundary B is that of the newest entry with seqno <= B, and 0 for B = 0.
@@ -57,7 +56,7 @@ def producer_answer(
     client_purge_seqno: int | None = None,
     holds_whole_filter: bool = False,
 ) -> ProducerAnswer:
-    """Answer a stream request as kv_engine does; case numbers are those of protocol facts 2.5.
+    """Answer a stream request as kv_engine does; case numbers are those of docs/protocol.md 2.5.
 
     `failover_log` is the producer's, newest first. `strict_vbuuid` and `ignore_purged_tombstones` are the stream
     request flags 0x20 and 0x80; `client_purge_seqno` is the request's `purge_seqno` (8.0); `holds_whole_filter` is for
@@ -131,7 +130,7 @@ def common_history(
     source_log: Sequence[FailoverEntry],
     source_high_seqno: int | None = None,
 ) -> CommonHistory | None:
-    """Find the newest common history by the logs alone (design.md 4, before accepting a rollback to 0).
+    """Find the newest common history by the logs alone before a rollback to 0 is accepted (docs/protocol.md 2.5).
 
     Our entries are tried newest first, also where several share a seqno: after a failover without loss the newest
     entry starts at our very position, the source may never have heard of it, and the one before it is still common.

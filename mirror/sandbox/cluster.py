@@ -2,7 +2,7 @@
 
 Knows nodes and the bucket, and moves vbuckets between nodes; must never know who connects. Invariants: a node that is
 down serves nothing, whatever the map says; a map that changed has a higher revision; with the same seed and the same
-calls the same ids, histories and snapshots come out. It answers as the recorded engines do (captures/).
+calls the same ids, histories and snapshots come out. It answers as the recorded engines do (tests/recordings).
 """
 
 from __future__ import annotations

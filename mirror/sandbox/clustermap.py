@@ -1,6 +1,6 @@
 """The cluster map: which node has which vbucket, as the JSON that clients get.
 
-Knows the terse configuration that nodes answer to GET_CLUSTER_CONFIG (captures/sdk_72_*; kv_engine
+Knows the terse configuration that nodes answer to GET_CLUSTER_CONFIG (recordings sdk_72_*; kv_engine
 docs/BinaryProtocol.md). Must never know listeners or data. Invariants: every change has a higher revision within one
 epoch; a vbucket without a node is -1; `thisNode` is true for the node that answers, and for no other.
 """

@@ -1,8 +1,8 @@
 """What DCP_CONTROL sets: names, values, and what they turn on.
 
-Knows the values of protocol facts 2.3 and what recorded engines answered (captures, points 8 to 10); which names there
-are is the profile's. Must never know streams or tasks. Invariants: an unknown name or value is EINVAL and changes
-nothing; what turns on a shape of messages is noted in the client's features, the rest here.
+Knows the values of docs/protocol.md 2.3 and what recorded engines answered; which names there are is the profile's.
+Must never know streams or tasks. Invariants: an unknown name or value is EINVAL and changes nothing; what turns on a
+shape of messages is noted in the client's features, the rest here.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Controls:
         return Status.SUCCESS
 
     def _set_expiry_opcode(self, value: bytes) -> Status:
-        """Success always; without delete times it stays without effect (captures, point 8)."""
+        """Success always; without delete times it stays without effect (docs/protocol.md 2.3)."""
         if value not in (b"true", b"false"):
             return Status.EINVAL
         self.features.expiry_opcode = value == b"true"
@@ -120,7 +120,7 @@ class Controls:
         return Status.SUCCESS
 
     def _set_change_streams(self, value: bytes) -> Status:
-        """Only where the storage keeps history; nobody turns it off again (protocol facts 2.3)."""
+        """Only where the storage keeps history; nobody turns it off again (docs/protocol.md 2.3)."""
         if value != b"true":
             return Status.EINVAL
         if not self.keeps_history:

@@ -1,6 +1,6 @@
 """A DCP connection from the producer's side: open, controls, stream requests, and what is sent when.
 
-Knows the rules of DCP_OPEN, DCP_CONTROL and DCP_STREAM_REQ and their refusals (protocol facts 2.2-2.5, 2.8-2.10; the
+Knows the rules of DCP_OPEN, DCP_CONTROL and DCP_STREAM_REQ and their refusals (docs/protocol.md 2.2-2.5, 2.8-2.10; the
 recordings 72_i*, 72_k*), and the window of flow control. Must never know sockets: bytes leave through the connection
 that it is given. Invariants: a message is sent only while the window is open, so the window is overshot by at most one
 message; streams take turns; everything about a vbucket is asked of the bucket, every rollback of the producer's rule.

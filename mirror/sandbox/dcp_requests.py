@@ -1,8 +1,8 @@
 """Answers to the requests of a DCP client, and what its own answers mean.
 
-Knows who may open a DCP connection and in which order things are allowed (captures 72_i*, points 12 and 13 of their
-README: 7.2 answers EINVAL and stays where 6.0.5 hangs up); must never know sockets. Invariant: nothing but DCP_OPEN is
-accepted on a connection that is not DCP's, and that only once.
+Knows who may open a DCP connection and in which order things are allowed (docs/protocol.md 2.2, recordings 72_i*: 7.2
+answers EINVAL and stays where 6.0.5 hangs up); must never know sockets. Invariant: nothing but DCP_OPEN is accepted on
+a connection that is not DCP's, and that only once.
 """
 
 from __future__ import annotations

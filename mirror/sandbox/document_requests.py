@@ -1,6 +1,6 @@
 """Answers to requests for documents: get and its variants, store, delete, touch, lock, count, metadata.
 
-Knows the extras of these requests and answers (kv_engine docs/BinaryProtocol.md, captures/sdk_72_conn2.jsonl); must
+Knows the extras of these requests and answers (kv_engine docs/BinaryProtocol.md, recording sdk_72_conn2); must
 never know sockets or how documents are kept. Invariants: a vbucket that is not active here is refused with the map; a
 change is answered with its mutation token where that was negotiated; a value leaves with no datatype bit that the
 client did not ask for; quiet forms answer failures only (getters: hits only).

@@ -1,6 +1,6 @@
 """A version as one particular DCP client gets it: features and open flags decide about key, value and opcode.
 
-Knows which negotiated feature alters what (protocol facts 2.2, 2.3, 2.11; the recordings 72_h* and 605_h*); must never
+Knows which negotiated feature alters what (docs/protocol.md 2.2, 2.3, 2.11; recordings 72_h*, 605_h*); must never
 know streams, windows or seqnos. Invariant: where nothing has to be altered the item's own frame is used as it is, so
 the common case costs one test per item; the opaque is set by whoever sends.
 """

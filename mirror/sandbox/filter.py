@@ -112,7 +112,7 @@ def parse(
     """The filter that a stream request asks for, or a FilterError.
 
     `known` are the keys that the server reads. Who may not see the system's collections is not told that they are left
-    out, and that they exist only as far as by the seqnos that are missing (protocol facts 2.2).
+    out, and that they exist only as far as by the seqnos that are missing (docs/protocol.md 2.2).
     """
     if not has_collections:
         if value:

@@ -3,7 +3,7 @@
 Knows the manifest's JSON and which system event tells of which change (kv_engine docs/Collections.md); the bytes of the
 events are the codec's. Must never know vbuckets or connections. Invariants: ids and the uid only grow; ids of scopes
 and of collections begin at 8; a change of several steps gives all but the last of them the uid before it
-(captures/72_k1).
+(recording 72_k1_collections_live).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a server of a given age grants and speaks: the differences between releases as tables.
 
 Knows names of features, settings and flags, and the release that each came with (and left with), as far as this source
-does them at all: protocol facts 2.2 to 2.11, and where the recordings of 6.0.5 and 7.2.0 say otherwise, they. Must
+does them at all: docs/protocol.md 2.2 to 2.11, and where the recordings of 6.0.5 and 7.2.0 say otherwise, they. Must
 never know connections or data. Invariants: whatever a profile does not name, its server refuses as one that never
 heard of it; with the profiles "6.0" and "7.2" the recorded requests are answered as recorded.
 """
@@ -171,7 +171,7 @@ class Profile:
 
     @property
     def hangs_up(self) -> bool:
-        """Whether a request out of place ends the connection (captures, point 13)."""
+        """Whether a request out of place ends the connection (docs/protocol.md 2.2)."""
         return not self.since(6, 5)
 
     @property
@@ -181,7 +181,7 @@ class Profile:
 
     @property
     def needs_dcp_stream(self) -> bool:
-        """Whether streams need a privilege of their own (captures, point 12)."""
+        """Whether streams need a privilege of their own (docs/protocol.md 2.2)."""
         return self.since(7, 0)
 
     @property

@@ -1,7 +1,7 @@
 """What one client said about itself, and how its requests are answered: the shape shared by all operations.
 
 Knows features, user, chosen bucket, and the parts of an answer; must never know sockets or what an operation does.
-Invariants: an answer goes out in the framing that was negotiated (captures/sdk_72_*: with tracing every answer is
+Invariants: an answer goes out in the framing that was negotiated (recordings sdk_72_*: with tracing every answer is
 flexible and tells how long it took); error contexts are JSON and only for clients that asked for them.
 """
 

@@ -1,6 +1,6 @@
 """Answers to what a client asks before and beside documents: HELLO, login, map, collections, statistics, seqnos.
 
-Knows these operations as kv_engine answers them (docs/BinaryProtocol.md, captures/sdk_72_*, 72_i*); must never know
+Knows these operations as kv_engine answers them (docs/BinaryProtocol.md, recordings sdk_72_*, 72_i*); must never know
 sockets or documents. Invariants: features are granted only as the profile has them, in ascending order;
 nothing but HELLO and login is answered before login.
 """

@@ -1,9 +1,9 @@
 """One DCP stream from the producer's side: what comes next, from disk or from memory, and when it is over.
 
-Knows the phases of a stream and the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, protocol facts
-2.6, 2.7, and what the recordings add: README of captures, points 1, 2, 14). Must never know sockets, windows or tasks:
-it is asked for at most so many bytes and gives whole frames. Invariants: the seqnos of a stream rise (but in an
-out-of-order snapshot); every snapshot is complete at its end for what the filter shows; once ended it gives nothing.
+Knows the phases of a stream and the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md
+2.4, 2.6, 2.7). Must never know sockets, windows or tasks: it is asked for at most
+so many bytes and gives whole frames. Invariants: the seqnos of a stream rise (but in an out-of-order snapshot); every
+snapshot is complete at its end for what the filter shows; once ended it gives nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StreamTuning:
     """Settings of the server that change what streams look like."""
 
     antilag_items: int = 0
-    """A filtered backfill tells its seqno after leaving out so many versions (protocol facts 2.7); 0: at its end."""
+    """A filtered backfill tells its seqno after leaving out so many versions (docs/protocol.md 2.7); 0: at its end."""
     oso_share_max: float = 1.0
     """Only a collection with less than this share of the vbucket's documents is sent out of order."""
 
@@ -235,7 +235,7 @@ class ProducerStream:
                 marker_end = item.seqno
             elif self._options.seqno_advanced:  # a prepare at the end: SeqnoAdvanced will tell of it
                 marker_end = item.seqno
-        if not shown:  # a snapshot that shows nothing is not sent (captures, point 14)
+        if not shown:  # a snapshot that shows nothing is not sent (docs/protocol.md 2.7)
             self.seqno = last
             return True
         start = first
@@ -337,7 +337,7 @@ class ProducerStream:
             if not (plain and frame[1] == MUTATION and not frame[5] & unwanted):
                 frame = encoder.encode(item, from_disk=from_disk, stream_id=stream_id)
             if frame[1] == PREPARE:
-                self.uncounted_bytes += 2  # a prepare is counted two bytes longer than it is (protocol facts 2.8)
+                self.uncounted_bytes += 2  # a prepare is counted two bytes longer than it is (docs/protocol.md 2.8)
             parts.append(frame)
             last = item
             room -= len(frame)
@@ -390,7 +390,7 @@ class ProducerStream:
             completed = self.vbucket.high_completed_seqno(end)
             if self._options.marker_v2_2:
                 purge, prepared = self.vbucket.purge_seqno, self.vbucket.high_prepared_seqno(end)
-        if purge or prepared:  # from memory, and with nothing to say, 2.2 is not used (protocol facts 2.6)
+        if purge or prepared:  # from memory, and with nothing to say, 2.2 is not used (docs/protocol.md 2.6)
             version, visible = int(MarkerVersion.V2_2), self._visible_seqno
         elif self._options.marker_v2:
             version, visible = int(MarkerVersion.V2_0), self._visible_seqno

@@ -71,7 +71,7 @@ class Draft(Content):
             raise PathError(Status.SUBDOC_XATTR_CANT_MODIFY_VATTR)
         text = self.attributes_text(path)
         if len(jsonpath.parse_path(path)) > 1 and name.encode() not in self.xattrs:
-            flags |= MKDIR_P  # the attribute itself is made as it is needed (captures/sdk_72_conn2.jsonl)
+            flags |= MKDIR_P  # the attribute itself is made as it is needed (recording sdk_72_conn2)
         text, answer = _changed(text, opcode, path, value, flags)
         self.xattrs = {
             str(member.name).encode(): text[member.value_start : member.end].encode()

@@ -1,6 +1,6 @@
 """Answers to sub-document requests, of one path or of several.
 
-Knows their extras, bodies and document flags (kv_engine docs/SubDocument.md, captures/sdk_72_conn2.jsonl); must never
+Knows their extras, bodies and document flags (kv_engine docs/SubDocument.md, recording sdk_72_conn2); must never
 know sockets or JSON. Invariants: a request of several paths changes all of them or none, in one version; xattr paths
 come before the others; a failed path of several is told in the body under one status for the whole.
 """

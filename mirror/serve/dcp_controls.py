@@ -1,6 +1,6 @@
 """What a DCP client negotiated: by HELLO, by the flags of DCP_OPEN, and by DCP_CONTROL.
 
-Knows names and values of controls and what each turns on (protocol facts 2.2, 2.3; captures, points 8 to 10); must
+Knows names and values of controls and what each turns on (docs/protocol.md 2.2, 2.3); must
 never know streams or tasks. Invariants: an unknown name or a value that makes no sense is EINVAL and changes nothing;
 what is answered with success is honoured, or is a permission that this producer never makes use of (out-of-order
 snapshots); what it cannot do (durable writes, histories, cached items) is not supported.
@@ -59,7 +59,7 @@ class Negotiated:
 
     @property
     def expirations(self) -> bool:
-        """Expirations are told apart from deletions; without delete times they are not (captures, point 8)."""
+        """Expirations are told apart from deletions; without delete times they are not (docs/protocol.md 2.3)."""
         return self.expiry_asked and self.delete_times
 
     def set(self, name: bytes, value: bytes) -> Status:

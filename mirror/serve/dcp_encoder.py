@@ -1,6 +1,6 @@
 """A stored row as one particular DCP client gets it: features and open flags decide about key, value and opcode.
 
-Knows the shape of rows (`storage/FORMAT.md`) and which negotiated feature alters what (protocol facts 2.2, 2.3, 2.11;
+Knows the shape of rows (`storage/FORMAT.md`) and which negotiated feature alters what (docs/protocol.md 2.2, 2.3, 2.11;
 the recordings 72_h* and 605_h*); must never know streams, windows or seqnos. Invariants: where nothing has to be
 altered the row itself is the message; vbucket and opaque are set by whoever sends; a row that cannot be taken apart is
 a ValueError or a ProtocolError, never a message that says something else.

@@ -1,6 +1,6 @@
 """The DCP side of one connection, from DCP_OPEN on: stream requests judged, streams sent in turn, the window kept.
 
-Knows the rules of DCP_STREAM_REQ and their refusals (protocol facts 2.4, 2.5; the recordings 72_i*, 72_k*), and flow
+Knows the rules of DCP_STREAM_REQ and their refusals (docs/protocol.md 2.4, 2.5; the recordings 72_i*, 72_k*), and flow
 control. Must never know sockets: bytes leave through the port that it is given. Invariants:
 - a message of a stream is sent only while the window is open, so the window is overshot by one message at most, and
   only while the client takes what was written; stream ends and noops go at once;

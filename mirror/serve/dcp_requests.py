@@ -1,6 +1,6 @@
 """Answers to the requests of a DCP client.
 
-Knows in which order things are allowed (captures 72_i*, points 12 and 13 of their README: 7.2 answers EINVAL and stays)
+Knows in which order things are allowed (docs/protocol.md 2.2; recordings 72_i*: 7.2 answers EINVAL and stays)
 and what each operation answers; must never know sockets. Invariants: nothing but DCP_OPEN is accepted on a connection
 that is not DCP's, and that only once, after a bucket was selected; a request that breaks a rule is refused, and the
 connection stays.

@@ -1,6 +1,6 @@
 """One DCP stream of one vbucket: what comes next, snapshot by snapshot, and when it is over.
 
-Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, protocol facts 2.6, 2.7) and the store's
+Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md 2.6, 2.7) and the store's
 rows; concepts are those of streaming from a replica: nothing that is not complete is sent. Must never know sockets,
 windows or tasks: it is asked for at most so many bytes and gives whole messages. Invariants:
 - every snapshot sent ends at a seqno that the mirror had published, and is complete there for what the filter shows;

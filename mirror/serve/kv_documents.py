@@ -1,7 +1,7 @@
 """Answers to requests for documents: get and its variants, metadata, and paths inside of documents.
 
 Knows the extras and bodies of these requests (kv_engine docs/BinaryProtocol.md, docs/SubDocument.md,
-captures/sdk_72_conn2.jsonl); must never know sockets, users or how documents are kept. Invariants: a value leaves with
+recording sdk_72_conn2); must never know sockets, users or how documents are kept. Invariants: a value leaves with
 no datatype bit that the client did not ask for, and never with its xattrs; quiet forms answer hits only; a path that
 fails among several is told in the body under one status for the whole.
 """

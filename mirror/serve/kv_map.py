@@ -1,7 +1,7 @@
 """The cluster map that KV clients get: this mirror as the one node, or all mirrors of the bucket side by side.
 
 Knows the terse configuration that nodes answer to GET_CLUSTER_CONFIG (kv_engine docs/BinaryProtocol.md,
-captures/sdk_72_*); must never know connections or documents. Of the mirrors that hold a vbucket the map names one as
+recordings sdk_72_*); must never know connections or documents. Of the mirrors that hold a vbucket the map names one as
 its active node, in turn, and the others as replicas, and any of them answers for it; a vbucket that nobody holds has no
 node. Invariants: the map says the same in every process of a service; its revision rises with each start of the
 service and each change of the list of mirrors.

@@ -1,7 +1,7 @@
 """Answers to what a client asks before and beside documents: HELLO, login, map, collections, statistics, seqnos.
 
-Knows these operations as kv_engine answers them (docs/BinaryProtocol.md, captures/sdk_72_*); must never know sockets or
-documents. Invariants: features are granted only from the list that the recorded server grants, in its order; what a
+Knows these operations as kv_engine answers them (docs/BinaryProtocol.md, recordings sdk_72_*); must never know sockets
+or documents. Invariants: features are granted only from the list that the recorded server grants, in its order; what a
 client who has not logged in gets is HELLO, login, and what says nothing of the data; current and persisted seqno are
 both published_seqno: what can be read, and what a crash would not take back further than the sync setting says.
 """

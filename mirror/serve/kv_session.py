@@ -1,7 +1,7 @@
 """What one KV client said about itself, and the parts of an answer: the shape shared by all operations.
 
 Knows features, the reader behind the connection, the chosen bucket; must never know sockets or what an operation does.
-Invariants: an answer goes out in the framing that was negotiated (captures/sdk_72_*: with tracing every answer is
+Invariants: an answer goes out in the framing that was negotiated (recordings sdk_72_*: with tracing every answer is
 flexible and tells how long it took, but for HELLO's own); error contexts are JSON and only for clients that asked for
 them; nothing is read for somebody who is nobody.
 """

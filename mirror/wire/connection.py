@@ -10,7 +10,7 @@ on; `error.opaque is None` says the bytes themselves cannot be followed any more
 LocalProtocolError and nothing has changed. Any other exception is a defect.
 
 Messages with the opaque of a stream that is over were under way when it ended: they are not handed out, but their bytes
-count for flow control, or the window would leak shut (protocol facts 2.1, 2.8).
+count for flow control, or the window would leak shut (docs/protocol.md 2.1, 2.8).
 """
 
 from __future__ import annotations

@@ -462,7 +462,7 @@ class DurabilityLevel(IntEnum):
 
 
 class ControlKey:
-    """Names of the settings that DCP_CONTROL makes (control.md; protocol facts 2.3)."""
+    """Names of the settings that DCP_CONTROL makes (control.md; docs/protocol.md 2.3)."""
 
     ENABLE_NOOP = b"enable_noop"
     SET_NOOP_INTERVAL = b"set_noop_interval"

@@ -3,7 +3,7 @@
 Knows where the fields stand and which lengths can be true; must never know what an opcode means, nor whose turn it is.
 Invariants: `decode(encode(f)) == (f, f.wire_size)`; no length is used before it is checked against its bound and
 against the others; an opcode without a name is no error here. Sources: kv_engine docs/BinaryProtocol.md (packet
-structure, flexible framing extras), protocol facts 2.1; the stream id's frame info: include/memcached/dcp_stream_id.h.
+structure, flexible framing extras), include/memcached/dcp_stream_id.h; docs/protocol.md 2.1.
 """
 
 from __future__ import annotations

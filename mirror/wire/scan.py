@@ -7,7 +7,7 @@ RemoteProtocolError at once, whether or not the rest of the frame has come; the 
 were cut into buffers, except that a run ends where its buffer ends.
 
 Written for speed in plain Python: one `unpack` a frame, local names only, no object per row but the row's own tuple.
-It is also what a compiler for Python (Cython's pure mode) takes as it stands. Sources: protocol facts 2.1 and 2.11;
+It is also what a compiler for Python (Cython's pure mode) takes as it stands. Sources: docs/protocol.md 2.1 and 2.11;
 kv_engine docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
 """
 

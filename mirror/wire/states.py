@@ -12,8 +12,8 @@ are legal while it is OPEN, and while it is CLOSING (the consumer sent CLOSE_STR
 and is acknowledged). STREAM_END ends it. What is not in a table is an error, for free: local for the one who would say
 it, remote for the one who hears it. A message with the opaque of a stream that is over is no error: it was under way.
 
-Sources: kv_engine docs/dcp/documentation/commands/*, protocol-flow.md; protocol facts 2.1, 2.2, 2.10; recordings g1-g4,
-i1-i5.
+Sources: kv_engine docs/dcp/documentation/commands/*, protocol-flow.md; docs/protocol.md 2.1, 2.2, 2.10; recordings
+72_g*, 72_i*.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The JSON value of a DCP stream request: which collections of the vbucket the client asks for, and how.
 
-Knows the keys of the value and what they may hold (protocol facts 2.4; kv_engine
+Knows the keys of the value and what they may hold (docs/protocol.md 2.4; kv_engine
 docs/dcp/documentation/commands/stream-request.md); must never know a manifest, nor who asks. Invariants: a value is
 taken apart as a whole or refused with a RemoteProtocolError that has the status to answer with; ids are hexadecimal, a
 purge seqno is decimal, both as strings; a stream id is there if and only if the connection has turned them on.

@@ -2,7 +2,7 @@
 
 Knows the layout of the blob; must never know what attributes mean, nor Snappy: a compressed value is opened by its
 owner first. Invariants: `split(join(x, b), XATTR) == (x, b)`; no length is used before it is checked against what is
-there; each attribute stands once. Source: kv_engine docs/Document.md (XATTR encoding); protocol facts 2.1.
+there; each attribute stands once. Source: kv_engine docs/Document.md (XATTR encoding); docs/protocol.md 2.1.
 """
 
 from __future__ import annotations

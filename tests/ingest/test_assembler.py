@@ -1,4 +1,4 @@
-"""Snapshots from messages, rule by rule of protocol facts 2.6 and 2.7: which messages stage, which publish, which are
+"""Snapshots from messages, rule by rule of docs/protocol.md 2.6 and 2.7: which messages stage, which publish, which are
 violations. A dialogue is a list of messages; what it says is what came out of it.
 """
 

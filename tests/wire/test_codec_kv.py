@@ -203,7 +203,7 @@ def test_a_request_with_one_path_is_taken_apart() -> None:
 
 
 def test_items_of_a_range_scan_stand_as_documented() -> None:
-    """range_scan_continue.md: lengths are LEB128; 25 bytes of metadata before a document."""
+    """range_scans/range_scan_continue.md: lengths are LEB128; 25 bytes of metadata before a document."""
     assert kv.encode_scan_items([kv.ScanItem(b"key0"), kv.ScanItem(b"k" * 128)])[:7].hex() == "046b6579308001"
     item = kv.ScanItem(b"key0", b"value0", flags=1, expiry=2, seqno=3, cas=4, datatype=5)
     body = kv.encode_scan_items([item])

@@ -144,7 +144,7 @@ def test_a_rollback_or_a_refusal_ends_the_stream_before_it_began() -> None:
 
 
 def test_what_was_under_way_when_a_stream_ended_is_dropped_and_acknowledged() -> None:
-    """Protocol facts 2.1 and 2.8: not handed out, but counted, or the window leaks shut."""
+    """docs/protocol.md 2.1 and 2.8: not handed out, but counted, or the window leaks shut."""
     pair = Pair().open(window=1000)
     pair.stream(3, 0x100)
     late = encode(codec_dcp.to_frame(document(3, 1, 0x100, 300)))

@@ -13,7 +13,7 @@ from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.flow_control import FlowControlLedger, ProducerWindow, counted_size
 from mirror.wire.frame import request
 
-KEYLESS = {  # protocol facts 2.8: header and extras of each message, without key and value
+KEYLESS = {  # docs/protocol.md 2.8: header and extras of each message, without key and value
     55: ev.Mutation(1, b"k", 2, 3, 4),
     42: ev.Deletion(1, b"k", 2, 3, 4),
     45: ev.Deletion(1, b"k", 2, 3, 4, delete_time=5),
