@@ -3,8 +3,8 @@
 Knows snapshot ends that are complete and not yet visible, the cluster map's copies of a vbucket, and OBSERVE_SEQNO
 (docs/protocol.md 3.4; kv_engine docs/BinaryProtocol.md). Must never know rows: what waits stays staged in the store,
 so memory holds a few numbers for each vbucket. Invariants: an end is released only when the active copy and every
-replica that the map names have said, of the history of the open stream, that they persisted it; of a failover in
-between only what both histories share counts; nobody is asked while nothing waits.
+replica that the map names have said, of the history of the open stream and since the end was complete, that they
+persisted it; of a failover in between only what both histories share counts; nobody is asked while nothing waits.
 """
 
 from __future__ import annotations
@@ -38,11 +38,16 @@ Held = tuple[int, int, int | None]
 
 
 class PersistenceGate:
-    """The complete snapshots of one vbucket that are not visible yet."""
+    """The complete snapshots of one vbucket that are not visible yet.
+
+    Nothing that was answered earlier releases an end that is held later: the copies, and the history that they hold,
+    may be others by then.
+    """
 
     def __init__(self) -> None:
         """Nothing waits, nothing is known to be persisted."""
         self.persisted_seqno = 0
+        """What the last answer said; for status."""
         self._held: list[Held] = []
 
     @property
@@ -50,20 +55,16 @@ class PersistenceGate:
         """How many ends wait."""
         return len(self._held)
 
-    def holds(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> bool:
-        """Take an end in, unless it is persisted already."""
-        if seqno <= self.persisted_seqno:
-            self._held = []  # all of them lie below
-            return False
+    def hold(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> None:
+        """Take an end in."""
         self._held.append((seqno, snap_start_seqno, purge_seqno))
         if len(self._held) > HELD_MAX:
             del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
-        return True
 
     def release(self, persisted_seqno: int) -> Held | None:
         """The newest end that is persisted now, which stands for those before it."""
-        self.persisted_seqno = max(self.persisted_seqno, persisted_seqno)
-        ready = [held for held in self._held if held[0] <= self.persisted_seqno]
+        self.persisted_seqno = persisted_seqno
+        ready = [held for held in self._held if held[0] <= persisted_seqno]
         self._held = self._held[len(ready) :]
         return ready[-1] if ready else None
 
@@ -132,9 +133,10 @@ class PersistencePoller:
                 await self._clock.sleep(self._settings.persistence_poll_interval_ms / 1000)
                 asked = {actor.vbid: vbuuid for actor in actors if (vbuuid := actor.observed_vbuuid) is not None}
                 if asked:
+                    copies = {vbid: self._copies.copies_of(vbid) for vbid in asked}
                     found = await self.ask(asked)
                     for actor in actors:
-                        if actor.vbid in found:
+                        if actor.vbid in found and self._copies.copies_of(actor.vbid) == copies[actor.vbid]:
                             actor.persisted(asked[actor.vbid], found[actor.vbid])
         finally:
             for link in self._links.values():

@@ -242,7 +242,9 @@ class VbucketActor:
 
     def holds(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> bool:
         """Keep a complete snapshot back until it is persisted, where that is asked for."""
-        return self.gate is not None and self.gate.holds(seqno, snap_start_seqno, purge_seqno)
+        if self.gate is not None:
+            self.gate.hold(seqno, snap_start_seqno, purge_seqno)
+        return self.gate is not None
 
     def drop_held(self) -> bool:
         """Forget what was held back."""

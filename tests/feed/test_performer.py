@@ -63,7 +63,9 @@ class Actor:
         self.done.append(("marker", opaque))
 
     def holds(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> bool:
-        return self.gate is not None and self.gate.holds(seqno, snap_start_seqno, purge_seqno)
+        if self.gate is not None:
+            self.gate.hold(seqno, snap_start_seqno, purge_seqno)
+        return self.gate is not None
 
     def drop_held(self) -> bool:
         return self.gate is not None and self.gate.drop()
@@ -180,10 +182,9 @@ def test_rollback_is_answered_with_the_state_or_with_no_boundary(actor: Actor) -
 
 
 def test_what_a_gate_holds_stays_staged_and_a_rollback_of_it_alone_is_none_to_readers(actor: Actor) -> None:
-    actor.gate = PersistenceGate()
-    actor.gate.release(2)
     perform(actor, [stage(actor, 1, 2), publish(2)])
     actor.writer.commit()
+    actor.gate = PersistenceGate()
     perform(actor, [stage(actor, 3, 4), publish(4), stage(actor, 5), publish(5)])
     actor.writer.commit()
     assert (actor.writer.state(0).published_seqno, actor.writer.state(0).staged_seqno) == (2, 5)
@@ -192,7 +193,6 @@ def test_what_a_gate_holds_stays_staged_and_a_rollback_of_it_alone_is_none_to_re
     assert isinstance(answer, happenings.RolledBack)
     assert (answer.state.published_seqno, answer.state.staged_seqno, answer.state.rollback_count) == (2, 2, 0)
     assert actor.gate.waiting == 0
-    actor.gate.release(2)
     perform(actor, [stage(actor, 3), publish(3), deeds.RollbackTo(VBID, "t", Seqno(1))])
     assert actor.told[-1] == happenings.NoBoundary()  # what readers have seen was lost, and nothing older is kept
 

@@ -1,0 +1,169 @@
+"""One vbucket with `publish=persisted` over a real store, without sockets: the test is the source and says what every
+copy has persisted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mirror.clock import ManualClock
+from mirror.feed.persistence import PersistenceGate
+from mirror.feed.vbucket import VbucketActor
+from mirror.ingest import events
+from mirror.ingest.instructions import RequestStream
+from mirror.wire.events import SnapshotMarker
+from storage import directory
+from storage.model import FailoverEntry, Identity, Seqno, Vbuuid
+from storage.purge import Window
+from storage.view import Change, Token, View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import row
+
+VBID = 0
+
+
+class _Handshake:
+    collections = True
+
+
+class ScriptedSession:
+    """Takes requests and remembers them."""
+
+    handshake = _Handshake
+    sends_purge_seqno = False
+    ready = True
+    backfill_at = 0.0
+    address = "node"
+
+    def __init__(self) -> None:
+        self.requests: list[RequestStream] = []
+        self.stream_filter: dict[str, Any] = {}
+
+    def request_stream(self, asked: RequestStream, prefix: bytes) -> int:
+        self.requests.append(asked)
+        return 100 + len(self.requests)
+
+    def close_stream(self, vbid: int, opaque: int | None) -> None: ...
+
+    def set_row_prefix(self, opaque: int, prefix: bytes) -> None: ...
+
+    def get_failover_log(self, vbid: int, settle: Any) -> None: ...
+
+
+class _Shown:
+    filter = None
+    scope_names: ClassVar[dict[int, str]] = {}
+
+
+class _Around:
+    clock = ManualClock()
+    shown = _Shown
+
+    def __init__(self, rig: GatedVbucket) -> None:
+        self.rig = rig
+
+    def commit_group(self, _vbid: int) -> None:
+        self.rig.commit()
+
+    def touch_group(self, vbid: int) -> None: ...
+
+    def enter(self, vbid: int, event: Any) -> None: ...
+
+    def refresh_map(self, config: bytes, vbid: int) -> None: ...
+
+    def refresh_collections(self, vbid: int) -> None: ...
+
+
+class GatedVbucket:
+    """The vbucket, its store and its source."""
+
+    def __init__(self, path: Path, window: Window | None = None) -> None:
+        self.path = str(path / "data")
+        self.identity = Identity("c", "b", "u", 1, 1)
+        self.window = window or Window()
+        self.now_ms = 1_000
+        directory.create(self.path, self.identity)
+        self.open()
+
+    def open(self, *, gated: bool = True) -> None:
+        """A process starts on what is stored."""
+        self.writer = GroupWriter.open(
+            directory.group_path(self.path, 0),
+            group=0,
+            vbids=[VBID],
+            identity=self.identity,
+            sync="unsafe",
+            clock_ms=lambda: self.now_ms,
+            window=self.window,
+        )
+        self.session = ScriptedSession()
+        around: Any = _Around(self)
+        self.actor = VbucketActor(VBID, self.writer, around)
+        self.actor.gate = PersistenceGate() if gated else None
+        self.actor.revive()
+        self.connect()
+
+    def connect(self) -> None:
+        session: Any = self.session
+        self.actor.attach(session)
+
+    def reconnect(self) -> None:
+        self.actor.detach(events.ConnectionLost("lost"))
+        self.connect()
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def commit(self) -> None:
+        for _, seqno in self.writer.commit().published:
+            self.actor.published(seqno)
+
+    # --- the source
+
+    def accept(self, *log: tuple[int, int]) -> None:
+        entries = tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in log)
+        assert self.actor.opaque is not None
+        self.actor.handle(events.StreamAccepted(self.actor.opaque, entries))
+
+    def roll_back(self, seqno: int) -> None:
+        assert self.actor.opaque is not None
+        self.actor.handle(events.StreamRollback(self.actor.opaque, seqno))
+
+    def snapshot(
+        self, start: int, end: int, items: dict[int, tuple[bytes, bytes | None]], *, flush: bool = False
+    ) -> None:
+        """Rows (seqno -> key, value) of one snapshot, and a commit."""
+        opaque = self.actor.opaque
+        assert opaque is not None
+        self.actor.handle(SnapshotMarker(VBID, start, end, 1, opaque=opaque))
+        rows = [row(self.writer.row_prefix(VBID), key, value, seqno) for seqno, (key, value) in items.items()]
+        self.actor.handle_rows(opaque, rows, 100)
+        for _, seqno in self.writer.commit(flush_open=flush).published:
+            self.actor.published(seqno)
+
+    def persisted(self, vbuuid: int, seqno: int) -> None:
+        """Every copy answers so."""
+        self.actor.persisted(vbuuid, seqno)
+        self.commit()
+
+    def high_seqno(self, seqno: int, times: int = 2) -> None:
+        for _ in range(times):
+            self.actor.handle(events.HighSeqno(seqno))
+
+    # --- readers
+
+    @property
+    def published(self) -> int:
+        return int(self.writer.state(VBID).published_seqno)
+
+    def view(self) -> View:
+        return open_view(self.path)
+
+    def seen(self) -> dict[bytes, tuple[int, bytes]]:
+        with self.view() as view:
+            return {each.key: (int(each.seqno), each.value) for each in view.scan(VBID)}
+
+    def changes(self, since: Token | None = None) -> list[Change]:
+        with self.view() as view:
+            return list(view.changes(VBID, since=since))
