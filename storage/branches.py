@@ -8,7 +8,8 @@ they are hidden by the cut and removed later by the purger. Branch numbers rise 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from storage import chain, keys, records
 from storage.environment import Environment
@@ -23,6 +24,16 @@ from storage.model import (
     Vbid,
     VbucketState,
 )
+
+
+class Moment(NamedTuple):
+    """When something is written, by both clocks."""
+
+    wall_ms: int
+    """Milliseconds since 1970, for people and for reads as of a time."""
+    history_ms: int
+    """`history_clock`, for what depends on age."""
+
 
 ManifestKey = tuple[int, int]
 """(branch, seqno) of a manifest row; (0, 0): the initial manifest, for which there is no row."""
@@ -105,6 +116,19 @@ def purge_row(environment: Environment, txn: Any, vbid: int) -> tuple[int, int]:
     return keys.PURGE.unpack(data)
 
 
+def newest_moment(environment: Environment, txn: Any, vbid: Vbid) -> Moment:
+    """When the newest published boundary, or the branch that is served, was written; zeros: nothing was yet."""
+    vbid_key = keys.VBID_KEY.pack(vbid)
+    pub = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
+    served = get_branch(environment, txn, vbid, pub[0])
+    opened = Moment(served.time_ms, served.history_ms)
+    links = chain.load(environment, txn, vbid, pub[0], pub[1])
+    boundary = chain.newest_boundary(environment, txn, vbid, links, pub[1])
+    if boundary is None:
+        return opened
+    return max(opened, Moment(boundary.time_ms, boundary.history_ms), key=attrgetter("history_ms"))
+
+
 def all_branches(environment: Environment, txn: Any, vbid: int) -> dict[int, records.BranchRow]:
     """Every branch of a vbucket by number, rising."""
     found = {}
@@ -155,7 +179,7 @@ def put_published(
     seqno: int,
     snap_start_seqno: int,
     manifest_key: ManifestKey,
-    now_ms: int,
+    now: Moment,
 ) -> None:
     """Make `branch` up to `seqno` what readers see, and keep that boundary.
 
@@ -165,24 +189,25 @@ def put_published(
     vbid_key = keys.VBID_KEY.pack(state.vbid)
     if branch != state.branch:
         row = get_branch(environment, txn, state.vbid, branch)
-        put_branch(environment, txn, state.vbid, branch, row._replace(time_ms=now_ms))
+        put_branch(environment, txn, state.vbid, branch, row._replace(time_ms=now.wall_ms, history_ms=now.history_ms))
         txn.put(vbid_key, keys.PURGE.pack(0, 0), db=environment.db(keys.DB_PURGE))
     floor = state.history_floor_seqno if state.staging_published_seqno else seqno
     pub = keys.PUB.pack(branch, seqno, floor, *manifest_key, 0)
     txn.put(vbid_key, pub, db=environment.db(keys.DB_PUB))
     if not seqno and branch == state.branch:
         return  # the source has nothing: `state` says so, and there is nothing to go back to
-    put_boundary(environment, txn, state, branch, seqno, snap_start_seqno, now_ms)
+    put_boundary(environment, txn, state, branch, seqno, snap_start_seqno, now)
     chain.put_span(environment, txn, state.vbid, branch, seqno, state.staging_published_seqno)
 
 
 def put_boundary(
-    environment: Environment, txn: Any, state: VbucketState, branch: int, seqno: int, start: int, now_ms: int
+    environment: Environment, txn: Any, state: VbucketState, branch: int, seqno: int, start: int, now: Moment
 ) -> None:
     """The boundary row of a published snapshot end."""
     vbuuid = vbuuid_at(state.failover_log, seqno)
     key = keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX
-    txn.put(key, keys.BOUNDARY.pack(min(start, seqno), vbuuid, now_ms), db=environment.db(keys.rows_db(state.vbid)))
+    value = keys.BOUNDARY.pack(min(start, seqno), vbuuid, now.wall_ms, now.history_ms)
+    txn.put(key, value, db=environment.db(keys.rows_db(state.vbid)))
 
 
 def vbuuid_at(log: tuple[FailoverEntry, ...], seqno: int) -> int:
@@ -203,10 +228,11 @@ def _next_branch(environment: Environment, txn: Any, vbid: int) -> int:
 
 
 def _open_branch(
-    environment: Environment, txn: Any, vbid: int, parent: int | None, base: int, vbuuid: int, reason: int, now_ms: int
+    environment: Environment, txn: Any, vbid: int, parent: int | None, base: int, vbuuid: int, reason: int, now: Moment
 ) -> int:
     number = _next_branch(environment, txn, vbid)
-    put_branch(environment, txn, vbid, number, records.BranchRow(parent, base, vbuuid, reason, now_ms))
+    row = records.BranchRow(parent, base, vbuuid, reason, now.wall_ms, history_ms=now.history_ms)
+    put_branch(environment, txn, vbid, number, row)
     return number
 
 
@@ -237,7 +263,7 @@ def prune_failover_log(log: tuple[FailoverEntry, ...], boundary: Boundary) -> tu
     return kept
 
 
-def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary: Boundary, now_ms: int) -> None:
+def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary: Boundary, now: Moment) -> None:
     """Open a branch at a kept boundary of the served chain and serve it.
 
     While a refill is under way the failover log is that of its stream, which the served copy may share nothing with:
@@ -249,17 +275,19 @@ def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary:
     to_vbuuid = vbuuid_at(log, at)
     served = chain.load(environment, txn, vbid, state.branch, at)
     manifest_key = manifest_key_on(environment, txn, vbid, served)
-    branch = _open_branch(environment, txn, vbid, state.branch, at, to_vbuuid, BranchReason.ROLLBACK, now_ms)
+    branch = _open_branch(environment, txn, vbid, state.branch, at, to_vbuuid, BranchReason.ROLLBACK, now)
     pub = keys.PUB.pack(branch, at, min(state.history_floor_seqno, at), *manifest_key, 0)
     txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
     key = keys.ROW.pack(branch, at) + keys.BOUNDARY_SUFFIX
-    value = keys.BOUNDARY.pack(boundary.snap_start_seqno, to_vbuuid, boundary.time_ms)
+    value = keys.BOUNDARY.pack(boundary.snap_start_seqno, to_vbuuid, boundary.time_ms, boundary.history_ms)
     txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
     number = state.rollback_count + 1
     was_served = chain.load(environment, txn, vbid, state.branch, state.published_seqno)
     newest = chain.newest_boundary(environment, txn, vbid, was_served, state.published_seqno)
     from_vbuuid = newest.vbuuid if newest is not None else 0
-    record = records.encode_rollback(state.branch, state.published_seqno, branch, at, from_vbuuid, to_vbuuid, now_ms)
+    record = records.encode_rollback(
+        state.branch, state.published_seqno, branch, at, from_vbuuid, to_vbuuid, now.wall_ms
+    )
     txn.put(keys.ROLLBACK_KEY.pack(vbid, number), record, db=environment.db(keys.DB_ROLLBACK))
     # What the streams of the served copy were filtered to was forgotten when the refill began: then nobody knows.
     unknown = state.stream_filter is not None and state.staging_branch != state.branch
@@ -271,12 +299,12 @@ def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary:
         at,
         failover_log=log,
         rollback_count=number,
-        last_rollback_ms=now_ms,
+        last_rollback_ms=now.wall_ms,
         stream_filter="" if unknown else state.stream_filter,
     )
 
 
-def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_key: ManifestKey, now_ms: int) -> None:
+def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_key: ManifestKey, now: Moment) -> None:
     """Leave rows of an unfinished snapshot behind on their branch, where no chain will ever see them."""
     vbid = state.vbid
     base = state.published_seqno
@@ -289,7 +317,7 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
     other_copy = base > 0 and state.staging_branch != state.branch
     log = () if other_copy or not base else state.failover_log
     vbuuid = vbuuid_at(log, base)
-    branch = _open_branch(environment, txn, vbid, state.branch, base, vbuuid, BranchReason.ABANDONED, now_ms)
+    branch = _open_branch(environment, txn, vbid, state.branch, base, vbuuid, BranchReason.ABANDONED, now)
     pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)
     txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
     if base:
@@ -297,7 +325,7 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
         boundary = chain.newest_boundary(environment, txn, vbid, served, base)
         if boundary is None or boundary.seqno != base:
             raise CorruptedError(f"published seqno {base} has no boundary", path=environment.path, vbid=vbid)
-        value = keys.BOUNDARY.pack(boundary.snap_start_seqno, boundary.vbuuid, boundary.time_ms)
+        value = keys.BOUNDARY.pack(boundary.snap_start_seqno, boundary.vbuuid, boundary.time_ms, boundary.history_ms)
         key = keys.ROW.pack(branch, base) + keys.BOUNDARY_SUFFIX
         txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
     stream_filter = "" if other_copy and state.stream_filter is not None else state.stream_filter
@@ -330,7 +358,7 @@ def begin_refill(
     The flag in `pub` says that a refill is under way. An OSO snapshot keeps the failover log: it is that of its stream,
     which was accepted, and its log saved, before its first message.
     """
-    branch = _open_branch(environment, txn, state.vbid, None, 0, 0, reason, 0)
+    branch = _open_branch(environment, txn, state.vbid, None, 0, 0, reason, Moment(0, 0))
     vbid_key = keys.VBID_KEY.pack(state.vbid)
     pub = list(unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, state.vbid))
     if reason is BranchReason.REFILL:

@@ -85,8 +85,8 @@ def boundary_of(key: bytes, value: bytes, vbid: int) -> Boundary:
     branch, seqno = keys.ROW.unpack_from(key)
     if len(value) != keys.BOUNDARY.size:
         raise CorruptedError(f"boundary row {branch}:{seqno} has {len(value)} bytes", vbid=vbid)
-    start, vbuuid, time_ms = keys.BOUNDARY.unpack(value)
-    return Boundary(Branch(branch), Seqno(seqno), Seqno(start), Vbuuid(vbuuid), time_ms)
+    start, vbuuid, time_ms, history_ms = keys.BOUNDARY.unpack(value)
+    return Boundary(Branch(branch), Seqno(seqno), Seqno(start), Vbuuid(vbuuid), time_ms, history_ms)
 
 
 def newest_boundary(environment: Environment, txn: Any, vbid: Vbid, chain: Chain, to_seqno: int) -> Boundary | None:

@@ -19,7 +19,7 @@ from storage.environment import DATA_FILE, Environment, storage_error
 from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, ReadOnly, StorageError, WrongBucket
 from storage.model import BranchReason, Identity
 
-FORMAT = 1
+FORMAT = 2
 FILE = "mirror.json"
 LOCK_FILE = "writer.lock"
 VBUCKETS_MAX = 65536
@@ -104,12 +104,23 @@ def check_identity(stored: bytes | None, identity: Identity, group: int, path: s
     except Exception as error:
         raise CorruptedError("the environment does not say what it is", path=path) from error
     if stored_format != FORMAT:
-        raise FormatTooNew(f"format {stored_format}; this program knows format {FORMAT}", path=path)
+        raise _other_format(stored_format, path)
     raise WrongBucket(
         f"holds group {fields_stored[1]} of bucket {fields_stored[3]!r} ({fields_stored[4]}), "
         f"but mirror.json says group {group} of {identity.bucket_name!r} ({identity.bucket_uuid})",
         path=path,
         hint="put the right folder in its place",
+    )
+
+
+def _other_format(stored_format: object, path: str) -> FormatTooNew:
+    older = isinstance(stored_format, int) and stored_format < FORMAT
+    return FormatTooNew(
+        f"format {stored_format}; this program knows format {FORMAT}",
+        path=path,
+        hint="move the directory away and run again: the mirror is filled from the source"
+        if older
+        else "use the version of dcp-mirror that wrote it",
     )
 
 
@@ -134,11 +145,7 @@ def load(path: str) -> Identity:
     if not isinstance(data, dict) or not isinstance(data.get("format"), int):
         raise CorruptedError("holds no mirror description", path=file_path, hint="restore it from a backup")
     if data["format"] != FORMAT:
-        raise FormatTooNew(
-            f"format {data['format']}; this program knows format {FORMAT}",
-            path=file_path,
-            hint="use the version of dcp-mirror that wrote it",
-        )
+        raise _other_format(data["format"], file_path)
     try:
         required = [field.name for field in fields(Identity) if field.name not in ("held", "selection")]
         identity = Identity(**{name: data[name] for name in required}, selection=data.get("selection", ""))

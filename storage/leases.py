@@ -23,13 +23,16 @@ from storage.model import Vbid
 LEASES_MAX = 256
 """Leases of a group at once: each costs the purger a look. A job holds one."""
 
+LEASE_MAX_MS = 86_400_000
+"""No lease is held longer than this without being renewed, whatever the clock said that its end was taken from."""
+
 Position = tuple[int, int]
 """Branch and seqno."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Positions held until `until_ms`, milliseconds since 1970."""
+    """Positions held until `until_ms` of the history clock."""
 
     positions: Mapping[int, Position]
     until_ms: int

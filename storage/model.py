@@ -96,6 +96,8 @@ class Boundary:
     vbuuid: Vbuuid
     time_ms: int
     """Wall clock when it was published, milliseconds since 1970."""
+    history_ms: int = 0
+    """The history clock when it was published (`history_clock`): by this its age is known."""
 
 
 @dataclass(frozen=True, slots=True)

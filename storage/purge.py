@@ -1,8 +1,8 @@
 """History: raising the floor, and removing what nothing at or above it can see, in small steps.
 
-Knows boundaries, versions and branches; is called by the group's writer when there is nothing better to do. Cost is
-proportional to what changed, never to the size of the bucket: rows are visited once, in seqno order, after the floor
-has passed them. Invariants:
+Knows boundaries, versions and branches, and of time only what `history_clock` says; is called by the group's writer
+when there is nothing better to do. Cost is proportional to what changed, never to the size of the bucket: rows are
+visited once, in seqno order, after the floor has passed them. Invariants:
 - the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches
   below it (`view` refuses);
 - a version goes only when its next version on the served chain is at or below the floor; a tombstone only when it is
@@ -161,7 +161,7 @@ class Purger:
         if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
             return True
         boundary = chain.newest_boundary(self.environment, txn, vbid, links, floor)
-        return boundary is None or boundary.time_ms <= now_ms - window.time_ms
+        return boundary is None or boundary.history_ms <= now_ms - window.time_ms
 
     def _target_floor(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> int:
         """Where the floor belongs; at least where it is."""
@@ -191,7 +191,7 @@ class Purger:
         for count, (key, value) in enumerate(_forward(self.environment, txn, vbid, links, start)):
             if len(key) == keys.BOUNDARY_KEY_SIZE:
                 boundary = chain.boundary_of(key, value, vbid)
-                if boundary.time_ms > until_ms:
+                if boundary.history_ms > until_ms:
                     break
                 target = boundary.seqno
             elif count >= 2 * STEP_ROWS:
@@ -327,8 +327,8 @@ class Purger:
         ranges = self._dead_ranges(txn, vbid, pub[0])
         cursor = txn.cursor(environment.db(keys.rows_db(vbid))) if ranges else None
         for dead in list(ranges):
-            in_window = window_ms is None or (dead.time_ms or 0) > now_ms - window_ms
-            if dead.time_ms is not None and (
+            in_window = window_ms is None or (dead.since_ms or 0) > now_ms - window_ms
+            if dead.since_ms is not None and (
                 (in_window and dead.after_seqno >= floor) or self._is_held(txn, vbid, dead, now_ms)
             ):
                 continue
@@ -378,7 +378,7 @@ def dead_ranges(environment: Environment, txn: Any, vbid: Vbid) -> list[Dead]:
     served = branches.unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)[0]
     staging = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))[0]
     was_served = {
-        branch: row.time_ms
+        branch: row.history_ms
         for branch, row in known.items()
         if row.time_ms or row.reason not in (BranchReason.REFILL, BranchReason.OSO)
     }

@@ -215,6 +215,8 @@ class BranchRow(NamedTuple):
     """When readers first saw it, milliseconds since 1970; 0: a refill or OSO snapshot that they have not seen."""
     kept_seqno: int = SEQNO_MAX
     """Rows of this branch above it are dead, and the purger has begun to remove them."""
+    history_ms: int = 0
+    """The history clock at `time_ms`."""
 
 
 def encode_branch(row: BranchRow) -> bytes:
@@ -224,7 +226,7 @@ def encode_branch(row: BranchRow) -> bytes:
 
 def decode_branch(data: bytes | None) -> BranchRow:
     """A BranchRow from its bytes."""
-    return BranchRow(*_unpack(data, "branch", 6))
+    return BranchRow(*_unpack(data, "branch", 7))
 
 
 def encode_state(

@@ -33,12 +33,12 @@ ROW_SHARE = 4
 
 
 class Dead(NamedTuple):
-    """Rows (after_seqno, to_seqno] of a branch that no view sees, since `time_ms`; None: they never were published."""
+    """Rows (after_seqno, to_seqno] of a branch that no view sees, since `since_ms`; None: they never were published."""
 
     branch: int
     after_seqno: int
     to_seqno: int
-    time_ms: int | None
+    since_ms: int | None
 
     @property
     def first_key(self) -> bytes:

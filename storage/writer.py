@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import itemgetter, lt
+from operator import attrgetter, itemgetter, lt
 from typing import Any
 
 import lmdb
@@ -23,7 +23,8 @@ import lmdb
 from storage import branches, chain, directory, history, index, keys, records
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import Closed, Locked, NoSuchBoundary, SeqnoOrder, StorageError
-from storage.leases import Leases, check_kept
+from storage.history_clock import HistoryClock
+from storage.leases import LEASE_MAX_MS, Leases, check_kept
 from storage.model import (
     Boundary,
     Branch,
@@ -142,6 +143,7 @@ class GroupWriter:
         identity: Identity,
         sync: str,
         clock_ms: Callable[[], int],
+        monotonic_ms: Callable[[], int] | None = None,
         map_size: int = MAP_SIZE,
         window: Window = KEEP_ALL,
         refill_reads: str = "stale",
@@ -153,6 +155,7 @@ class GroupWriter:
         self.identity = identity
         self.sync = sync
         self.clock_ms = clock_ms
+        self._monotonic_ms = clock_ms if monotonic_ms is None else monotonic_ms
         self.map_size = map_size
         self.window = window
         self.refill_reads = refill_reads
@@ -179,12 +182,15 @@ class GroupWriter:
         identity: Identity,
         sync: str = "safe",
         clock_ms: Callable[[], int],
+        monotonic_ms: Callable[[], int] | None = None,
         map_size: int = MAP_SIZE,
         window: Window = KEEP_ALL,
         refill_reads: str = "stale",
     ) -> GroupWriter:
-        """Take the group's lock and read its states. `window`: how much history to keep. `refill_reads`: what readers
-        get of a vbucket that is being filled anew: its old copy (`stale`), or an error (`unavailable`).
+        """Take the group's lock and read its states. `clock_ms`: the wall clock; `monotonic_ms`: one that is never set
+        (without it `clock_ms`, whose steps ahead then age history). `window`: how much
+        history to keep. `refill_reads`: what readers get of a vbucket that is being filled anew: its old copy
+        (`stale`), or an error (`unavailable`).
 
         Raises Locked, ReadOnly, CorruptedError, FormatTooNew, WrongBucket.
         """
@@ -195,6 +201,7 @@ class GroupWriter:
             identity=identity,
             sync=sync,
             clock_ms=clock_ms,
+            monotonic_ms=monotonic_ms,
             map_size=map_size,
             window=window,
             refill_reads=refill_reads,
@@ -214,6 +221,8 @@ class GroupWriter:
                 self._fence = fence + 1
                 self._while_opening(lambda txn: txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta))
             self._load()
+            if claim:
+                self._clock = self._open_clock()
             self._purger = Purger(self.environment, self.vbids, self.window, self.leases)
             self._purge_after_ms = 0
             if claim:
@@ -225,6 +234,24 @@ class GroupWriter:
         except BaseException:
             self.environment.close()
             raise
+
+    def _open_clock(self) -> HistoryClock:
+        """The history clock, going on from the newest time that is stored in the group.
+
+        The time between two writers counts for half of the window at most: a wall clock that is wrong when the writer
+        starts costs no more.
+        """
+        newest = branches.Moment(0, 0)
+        with self.environment.read() as txn:
+            for vbid in self.vbids:
+                newest = max(newest, branches.newest_moment(self.environment, txn, vbid), key=attrgetter("history_ms"))
+        return HistoryClock(
+            self.clock_ms,
+            self._monotonic_ms,
+            stored_ms=newest.history_ms,
+            stored_wall_ms=newest.wall_ms,
+            downtime_max_ms=(self.window.time_ms or 0) // 2,
+        )
 
     def _settle_refill_reads(self) -> None:
         """Refills that are under way follow the setting as it is now."""
@@ -283,6 +310,9 @@ class GroupWriter:
         SHARED.release(self.environment)
         self._open_environment(claim=False)
 
+    def _moment(self) -> branches.Moment:
+        return branches.Moment(self.clock_ms(), self._clock.now_ms())
+
     def state(self, vbid: int) -> VbucketState:
         """The vbucket as it is after everything accepted so far; `published_seqno` counts commits only."""
         return self._vbuckets[vbid].state
@@ -315,6 +345,10 @@ class GroupWriter:
             "indexing": len(self._jobs),
             "purged_rows": self._purger.removed_rows,
         }
+
+    def clock_steps(self) -> tuple[int, int]:
+        """How often the wall clock was seen to be set since this writer began, and by how many ms the last time."""
+        return self._clock.step_count, self._clock.last_step_ms
 
     def histories(self) -> dict[int, history.History]:
         """How far back each vbucket's history reaches and what it takes, as of the last commit."""
@@ -533,7 +567,7 @@ class GroupWriter:
                 raise
             else:
                 self.commit_count += 1
-                self._unsynced_since = self.clock_ms()
+                self._unsynced_since = self._clock.now_ms()
                 return result
         self._reload()
         raise storage_error(lmdb.MapFullError("map full"), self.path)
@@ -569,7 +603,7 @@ class GroupWriter:
                 index.sort_key_rows(key_rows)
                 index.put_key_rows(environment, txn, vbid, key_rows)
                 publish = True
-        now = self.clock_ms()
+        now = self._moment()
         for branch, seqno, manifest in vbucket.manifests:
             if branch == state.staging_branch and (flush_open or seqno <= (vbucket.complete_seqno or 0)):
                 key = keys.MANIFEST_KEY.pack(vbid, branch, seqno)
@@ -580,7 +614,7 @@ class GroupWriter:
         vbucket.prepares.put(environment, txn, state, staged_seqno, vbucket.complete_seqno if publish else None)
         return len(rows), publish, staged_seqno
 
-    def _put_publish(self, txn: Any, vbucket: Vbucket, now_ms: int) -> None:
+    def _put_publish(self, txn: Any, vbucket: Vbucket, now: branches.Moment) -> None:
         state = vbucket.state
         assert vbucket.complete_seqno is not None
         branches.put_published(
@@ -591,7 +625,7 @@ class GroupWriter:
             vbucket.complete_seqno,
             vbucket.complete_start,
             self._manifest_key_at(vbucket, vbucket.complete_seqno),
-            now_ms,
+            now,
         )
 
     @staticmethod
@@ -702,25 +736,33 @@ class GroupWriter:
         if self._purge_step():
             return True
         idle_since = self._unsynced_since
-        if self.sync == "safe" and idle_since is not None and self.clock_ms() - idle_since >= IDLE_SYNC_MS:
+        if self.sync == "safe" and idle_since is not None and self._clock.now_ms() - idle_since >= IDLE_SYNC_MS:
             self._sync()
         return False
 
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:
-        """Keep history from these positions (vbid: branch, seqno) on until then. Raises NoSuchBoundary for one that is
-        no longer kept; then nothing is held.
+        """Keep history from these positions (vbid: branch, seqno) on until then, by the wall clock as it is now: to set
+        it later changes nothing. Raises NoSuchBoundary for one that is no longer kept; then nothing is held.
         """
-        self.leases.prune(self.clock_ms())
+        self.leases.prune(self._clock.now_ms())
         if self.leases.full:
             raise StorageError("too many leases are held", path=self.path, hint="release some, or wait")
         with self.environment.read() as txn:
             for vbid, position in positions.items():
                 check_kept(self.environment, txn, Vbid(vbid), position)
-        self.leases.put(name, positions, until_ms)
+        self.leases.put(name, positions, self._lease_end_ms(until_ms))
+
+    def renew_lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> bool:
+        """Go on holding. False: no such lease holds these (any more); what one that ended held may be gone since."""
+        return self.leases.renew(name, positions, self._lease_end_ms(until_ms), self._clock.now_ms())
+
+    def _lease_end_ms(self, until_ms: int) -> int:
+        """A time of the wall clock by the history clock."""
+        return self._clock.now_ms() + min(max(0, until_ms - self.clock_ms()), LEASE_MAX_MS)
 
     def _purge_step(self) -> bool:
         """Remove a little history that nobody may look at any more. True when something was done."""
-        now_ms = self.clock_ms()
+        now_ms = self._clock.now_ms()
         if self.window == KEEP_ALL or now_ms < self._purge_after_ms:
             return False
         vbid = self._purger.plan(now_ms)
@@ -734,7 +776,7 @@ class GroupWriter:
     def _purge(self, vbid: Vbid, now_ms: int) -> None:
         purger = self._purger
         removed_rows = self._write(lambda txn: purger.step(txn, vbid, now_ms))
-        purger.settle(removed_rows, self.clock_ms() - now_ms)
+        purger.settle(removed_rows, self._clock.now_ms() - now_ms)
         with self.environment.read() as txn:
             state = branches.load(self.environment, txn, vbid).state
         self._vbuckets[vbid].change(
@@ -827,7 +869,7 @@ class GroupWriter:
         if boundary is None or boundary.seqno < max(1, state.history_floor_seqno):
             return RollbackResult(Seqno(0), state.published_seqno, state.branch, state.branch)
         self._discard_pending(vbucket)
-        now = self.clock_ms()
+        now = self._moment()
         self._write(lambda txn: branches.roll_back(self.environment, txn, state, boundary, now))
         self._reread(vbid)
         return RollbackResult(boundary.seqno, state.published_seqno, self._vbuckets[vbid].state.branch, state.branch)
@@ -851,7 +893,7 @@ class GroupWriter:
             self._forget_manifests(vbucket, state.staging_published_seqno)
             self._read_prepares(vbucket)
             return True
-        now = self.clock_ms()
+        now = self._moment()
         self._write(lambda txn: branches.abandon(self.environment, txn, state, vbucket.manifest_key, now))
         self._reread(vbid)
         return True

@@ -156,6 +156,7 @@ class Consumer:
         self._stopping_keepers: set[asyncio.Task[None]] = set()
         self._finished = asyncio.Event()
         self._error: str | None = None
+        self._clock_step_count = 0
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -707,7 +708,7 @@ class Consumer:
             "map": None if new is None else {"rev_epoch": new.rev_epoch, "rev": new.rev, "nodes": len(new.nodes)},
             "error": self._error,
             "selection": str(self._collections.selection),
-            "warnings": self._collections.warnings + self._unmet_wishes(),
+            "warnings": self._collections.warnings + self._unmet_wishes() + self._clock_warnings(),
         }
 
     def _unmet_wishes(self) -> list[str]:
@@ -721,6 +722,20 @@ class Consumer:
             for name in asked
             for session in sessions
             if not session.controls.get(name.decode(), False)
+        ]
+
+    def _clock_warnings(self) -> list[str]:
+        """That the wall clock was set, which times of publication then show; each step is also logged, once."""
+        steps = [group.writer.clock_steps() for group in self._groups]
+        count, step_ms = max(steps, default=(0, 0))
+        if count > self._clock_step_count:
+            self._clock_step_count = count
+            log.warning("the wall clock was set", step_s=step_ms / 1000, step_count=count)
+        if not count:
+            return []
+        return [
+            f"the wall clock was set {count} times since this worker began, the last time by {step_ms / 1000:+,.0f} s; "
+            "times of publication are wrong where it was"
         ]
 
     def _histories(self) -> dict[int, History]:

@@ -96,6 +96,7 @@ async def _refill_here(
                 identity=identity,
                 sync=settings.sync,
                 clock_ms=clock.wall_ms,
+                monotonic_ms=lambda: int(clock.monotonic() * 1000),
                 refill_reads=settings.refill_reads,
             )
             for group in groups

@@ -208,6 +208,7 @@ def backfill_task(task: Task) -> Pulled:
             identity=task.identity,
             sync="unsafe",  # a crash of this machine costs the group, which is then pulled again
             clock_ms=clock.wall_ms,
+            monotonic_ms=lambda: int(clock.monotonic() * 1000),
             window=Window(
                 time_ms=settings.history_s * 1000,
                 boundaries=settings.history_boundaries,

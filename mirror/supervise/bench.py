@@ -162,6 +162,7 @@ def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> 
                 identity=identity,
                 sync=sync,
                 clock_ms=clock.wall_ms,
+                monotonic_ms=lambda: int(clock.monotonic() * 1000),
             )
             for group in range(8)
         ]

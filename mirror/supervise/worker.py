@@ -119,7 +119,7 @@ class Mirroring:
             own = {vbid: (branch, seqno) for vbid, branch, seqno in command["positions"] if vbid in writer.vbids}
             if not own:
                 writer.leases.release(name)
-            elif not writer.leases.renew(name, own, until_ms, writer.clock_ms()):
+            elif not writer.renew_lease(name, own, until_ms):
                 writer.lease(name, own, until_ms)
         return {}
 
@@ -178,6 +178,7 @@ async def open_stores(start: Message) -> Work:
                     identity=identity,
                     sync=settings.sync,
                     clock_ms=clock.wall_ms,
+                    monotonic_ms=lambda: int(clock.monotonic() * 1000),
                     map_size=settings.map_size_bytes or MAP_SIZE,
                     window=window,
                     refill_reads=settings.refill_reads,

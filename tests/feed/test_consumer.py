@@ -550,3 +550,20 @@ async def test_refill_on_command_while_the_old_copy_is_served(cluster: SandboxCl
         await consumer.request({"op": "refill", "vbid": 99})
     await mirror.stop()
     assert_equal(mirror, cluster)
+
+
+async def test_a_wall_clock_that_is_set_is_a_warning(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    assert consumer.status()["warnings"] == []
+    clock = mirror.writers[0]._clock
+    right = clock._wall_ms
+    monkeypatch.setattr(clock, "_wall_ms", lambda: right() + 3_600_000)
+    write(cluster, 1, "later")
+    await follow(mirror, cluster)
+    (warning,) = consumer.status()["warnings"]
+    assert "the wall clock was set 1 times since this worker began, the last time by +3,600 s" in warning
+    await mirror.stop()

@@ -143,7 +143,7 @@ class Checker:
             assert not kept, f"vb {vbid}: no boundary found at or below {to_seqno}, but {kept} are kept"
 
     def on_purged_rows(self, vbid: int, dead: Dead) -> None:
-        if dead.time_ms is not None:
+        if dead.since_ms is not None:
             self.watched[vbid].dead_removed.append((dead.branch, dead.after_seqno))
 
     def on_commit(self, writer: GroupWriter) -> None:

@@ -75,7 +75,7 @@ class SimPurger(Purger):
             self.fate.counts["versions purged"] += removed
         else:
             dead = self._removal.dead
-            self.fate.counts["abandoned rows purged" if dead.time_ms is None else "retracted rows purged"] += removed
+            self.fate.counts["abandoned rows purged" if dead.since_ms is None else "retracted rows purged"] += removed
             self.fate.purged_rows(vbid, dead)
         return removed
 

@@ -61,15 +61,16 @@ def test_every_vbucket_is_in_one_group() -> None:
         ("", CorruptedError, "cannot be read"),
         ("[]", CorruptedError, "no mirror description"),
         ("{}", CorruptedError, "no mirror description"),
-        ('{"format": 99}', FormatTooNew, "format 99; this program knows format 1"),
-        ('{"format": 1}', CorruptedError, "lacks 'cluster_uuid'"),
+        ('{"format": 99}', FormatTooNew, "format 99; this program knows format 2 .use the version"),
+        ('{"format": 1}', FormatTooNew, "format 1; this program knows format 2 .move the directory away"),
+        ('{"format": 2}', CorruptedError, "lacks 'cluster_uuid'"),
         (
-            '{"format":1,"cluster_uuid":"","bucket_name":"b","bucket_uuid":"u","vbucket_count":0,"group_count":1}',
+            '{"format":2,"cluster_uuid":"","bucket_name":"b","bucket_uuid":"u","vbucket_count":0,"group_count":1}',
             CorruptedError,
             "cannot be true",
         ),
         (
-            '{"format":1,"cluster_uuid":"","bucket_name":7,"bucket_uuid":"u","vbucket_count":4,"group_count":1}',
+            '{"format":2,"cluster_uuid":"","bucket_name":7,"bucket_uuid":"u","vbucket_count":4,"group_count":1}',
             CorruptedError,
             "cannot be true",
         ),
@@ -111,7 +112,7 @@ def test_the_lock_is_exclusive_and_given_up(tmp_path: Path) -> None:
 def test_the_description_holds_what_the_format_says(tmp_path: Path) -> None:
     directory.create(str(tmp_path / "m"), IDENTITY)
     assert json.loads((tmp_path / "m" / "mirror.json").read_text()) == {
-        "format": 1,
+        "format": 2,
         "cluster_uuid": "cluster",
         "bucket_name": "bucket",
         "bucket_uuid": "uuid",

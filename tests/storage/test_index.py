@@ -33,7 +33,7 @@ def fill(environment: Environment, count: int, seed: int = 1) -> list[tuple[byte
     with environment.begin(write=True) as txn:
         tree = environment.db(keys.rows_db(0))
         txn.cursor(tree).putmulti(rows, append=True)
-        txn.put(keys.ROW.pack(1, count) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 0, 0), db=tree)
+        txn.put(keys.ROW.pack(1, count) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 0, 0, 0), db=tree)
         txn.put(keys.ROW.pack(2, 1), rows[0][1], db=tree)  # of another branch
     return rows
 

@@ -144,7 +144,7 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
     writer.abandon(0)
     with writer.environment.read() as txn:
         assert [
-            (d.branch, d.after_seqno, d.time_ms is None) for d in dead_ranges(writer.environment, txn, Vbid(0))
+            (d.branch, d.after_seqno, d.since_ms is None) for d in dead_ranges(writer.environment, txn, Vbid(0))
         ] == [
             (1, 1, False),
             (2, 1, True),
