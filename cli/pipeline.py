@@ -43,7 +43,15 @@ app = typer.Typer(
 REMEDY = "pip install 'dcp-mirror[spark]'"
 PLAIN_INTERVAL_S = 5.0
 
-ToOption = Annotated[Path, typer.Option("--to", metavar="DIR", help="Where the result goes.", show_default=False)]
+ToOption = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="DIR|URL",
+        help="Where the result goes: a path, file:///path, s3://bucket/prefix, gs:// or abfss://.",
+        show_default=False,
+    ),
+]
 MasterOption = Annotated[
     str | None,
     typer.Option(
@@ -85,6 +93,27 @@ def need(*modules: str) -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(f"pipelines need the package {module.partition('.')[0]} ({error})", hint=REMEDY) from None
+
+
+def path_from(text: str | Path) -> Path:
+    """A path on this machine, from a path or `file:///path`. Raises ConfigError."""
+    need("pyarrow", "deltalake")
+    from mirror.spark.places import local_path
+
+    return local_path(text)
+
+
+def data_from(data: Path | None, config: Path | None) -> Path:
+    """The mirror's directory, as an absolute path. Raises ConfigError."""
+    return path_from(options.data_directory(data, config))
+
+
+def check_destination(text: str) -> None:
+    """Raise ConfigError for a destination that cannot be written, before anything is started or made."""
+    need("pyarrow", "deltalake")
+    from mirror.spark.places import folder_at
+
+    folder_at(text)
 
 
 def under_spark_submit() -> bool:
@@ -175,7 +204,8 @@ def export(
     wanted = as_of_from(as_of)
     if isinstance(wanted, int):
         raise ConfigError("--as-of takes a time here: seqnos are a vbucket's own", hint="for example 2026-05-01T12:00Z")
-    path = options.data_directory(data, config)
+    path = data_from(data, config)
+    check_destination(to)
     with running("export", master, spark, processes) as runner, tasks_shown("export", as_json=as_json) as progress:
         from mirror.spark.ddl import fields_of
         from mirror.spark.export import export as run
@@ -221,7 +251,10 @@ def sync(
         ),
     ] = "fail",
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", metavar="DIR", help="Default: _checkpoint in --to.")
+        str | None,
+        typer.Option(
+            "--checkpoint", metavar="DIR", help="On this machine. Default: _checkpoint in --to, if it is a path."
+        ),
     ] = None,
     keep_hours: Annotated[
         int, typer.Option("--keep-hours", min=0, help="How long files of older versions of the tables stay.")
@@ -237,13 +270,20 @@ def sync(
         "maxBytesPerBatch": max_bytes,
         "onLostHistory": on_lost_history,
         **({"collection": collection} if collection else {}),
-        **({"connection": source} if source else {"path": str(options.data_directory(data, config).absolute())}),
+        **({"connection": source} if source else {"path": str(data_from(data, config))}),
     }
-    from mirror.spark.sync import How, check_source
+    from mirror.spark.places import folder_at
+    from mirror.spark.sync import How, check_source, checkpoint_for
     from mirror.spark.sync import sync as run
 
+    how = How(
+        checkpoint=None if checkpoint is None else path_from(checkpoint),
+        trigger_s=trigger_s,
+        available_now=available_now,
+        keep_hours=keep_hours,
+    )
+    checkpoint_for(folder_at(to), how)
     check_source(wanted, options.settings_from({"source": source}, config=config).settings)
-    how = How(checkpoint=checkpoint, trigger_s=trigger_s, available_now=available_now, keep_hours=keep_hours)
     with spark_session("sync", master) as spark, render.Screen(to_stderr=True) as screen, ending() as stop:
 
         def show(figures: BatchFigures) -> None:
@@ -312,7 +352,7 @@ def compare(
 ) -> None:
     """Compare the mirror with its source, key by key, in many tasks; exit code 3 where they differ, 1 where unsure."""
     loaded = options.settings_from({"data": data, "source": source}, config=config).settings
-    path = options.data_directory(data, config)
+    path = data_from(data, config)
     with running("compare", master, spark, processes) as runner, tasks_shown("compare", as_json=as_json) as progress:
         from mirror.spark.compare import compare as run
         from mirror.spark.options import ranges
@@ -336,12 +376,12 @@ def compare(
 @app.command()
 def backfill(
     source: Annotated[str, typer.Option("--source", "-s", metavar="URL", help="couchbase://user@host/bucket")],
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The mirror's data directory to be.")],
+    to: Annotated[str, typer.Option("--to", metavar="DIR", help="The mirror's data directory to be.")],
     groups: Annotated[
         int | None, typer.Option("--groups", help="Groups of vbuckets, a task each; fixed from then on.")
     ] = None,
     scratch: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--scratch", metavar="DIR", help="On the disk of each machine; default: its temporary folder."),
     ] = None,
     processes: ProcessesOption = None,
@@ -356,11 +396,11 @@ def backfill(
     What is mirrored (`collections`, `scope`, `vbuckets`) and how much history is kept are settings, as for `run`.
     """
     settings = options.settings_from({"source": source, "groups": groups}, config=config, pairs=pairs).settings
+    target, place = path_from(to), None if scratch is None else str(path_from(scratch))
     with running("backfill", master, spark, processes) as runner, tasks_shown("backfill", as_json=as_json) as progress:
         from mirror.spark.backfill import backfill as run
 
-        place = None if scratch is None else str(scratch)
-        done = run(source, to, settings, runner, groups=groups, scratch=place, progress=progress)
+        done = run(source, target, settings, runner, groups=groups, scratch=place, progress=progress)
     if as_json:
         output.print_json(asdict(done))
         return

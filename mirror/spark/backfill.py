@@ -28,7 +28,7 @@ from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
 from mirror.ingest.selection import Selection
 from mirror.spark.delta import LOCK_FILE, FolderLock
-from mirror.spark.parts import folder_error
+from mirror.spark.places import LocalFolder
 from mirror.spark.runner import Progress, Runner, quiet_logs
 from storage import directory, handover
 from storage.model import Identity
@@ -173,7 +173,7 @@ def _begin(folder: Path, identity: Identity) -> None:
         for left in folder.glob("*.new"):  # of attempts that were killed while they handed over
             shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
-        raise folder_error(folder, error) from error
+        raise LocalFolder(folder).error(error) from error
 
 
 def _finish(folder: Path, target: Path, identity: Identity) -> None:
@@ -186,7 +186,7 @@ def _finish(folder: Path, target: Path, identity: Identity) -> None:
         folder.rename(target)
         directory.sync_directory(str(target.parent))
     except OSError as error:
-        raise folder_error(target, error) from error
+        raise LocalFolder(target).error(error) from error
 
 
 def backfill_task(task: Task) -> Pulled:
@@ -197,7 +197,7 @@ def backfill_task(task: Task) -> Pulled:
     try:
         scratch = tempfile.TemporaryDirectory(prefix="dcp-mirror-backfill-", dir=task.scratch)
     except OSError as error:
-        raise folder_error(Path(task.scratch or tempfile.gettempdir()), error) from error
+        raise LocalFolder(Path(task.scratch or tempfile.gettempdir())).error(error) from error
     with scratch as place:
         vbids = directory.group_vbids(task.identity, task.group)
         directory.create_environment(place, task.group, vbids, task.identity, time_ms=clock.wall_ms())

@@ -5,8 +5,9 @@ Must never know what the rows mean. delta-rs records marks but does not enforce 
 most once: it is built upon the version of the table in which the mark was looked up, and it may only become the very
 next version (no retries). Whoever else committed meanwhile, another process with the same mark included, makes it fail
 as `CommitConflict`; nothing is half done then. Invariants: files are part of a table once a commit names them, and only
-then; a file that no commit names (its writer was killed) is an orphan, and is removed by the next run, which holds the
-folder's lock.
+then; a file that no commit names (its writer was killed) is an orphan. On a disk the next run removes it, which holds
+the folder's lock. An object store has no lock, and the file may be that of a run elsewhere that is about to commit:
+there only `vacuum` removes it, by its age.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.parts import Part, folder_error, run_of
+from mirror.spark.parts import Part, run_of
+from mirror.spark.places import Folder, LocalFolder, plain
 
 LOCK_FILE = "_dcp_mirror.lock"
+LOG_FOLDER = "_delta_log"
 RUN = "dcp_mirror_run"
 """Name in a commit's metadata of the run whose files it names."""
 
@@ -46,7 +49,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise folder_error(folder, error) from error
+            raise LocalFolder(folder).error(error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -70,14 +73,26 @@ class FolderLock:
         os.close(self._descriptor)
 
 
-def open_table(folder: Path) -> DeltaTable | None:
+class NoLock:
+    """Of an object store, which has none: there commits alone decide between two writers."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def lock(folder: Folder) -> FolderLock | NoLock:
+    """One writer of a folder at a time, where that can be had. Raises MirrorError."""
+    return FolderLock(folder.path) if isinstance(folder, LocalFolder) else NoLock()
+
+
+def open_table(folder: Folder) -> DeltaTable | None:
     """The table in a folder, as it is now; None: there is none. Raises MirrorError."""
-    if not (folder / "_delta_log").is_dir():
+    if isinstance(folder, LocalFolder) and not (folder.path / LOG_FOLDER).is_dir():
         return None
     try:
-        return DeltaTable(str(folder)) if DeltaTable.is_deltatable(str(folder)) else None
-    except DeltaError as error:
-        raise MirrorError(f"{folder}: cannot be read as a Delta table: {error}") from error
+        return DeltaTable(folder.url) if DeltaTable.is_deltatable(folder.url) else None
+    except (DeltaError, OSError) as error:
+        raise MirrorError(f"{folder}: cannot be read as a Delta table: {plain(error)}", hint=folder.remedy) from error
 
 
 def only_next(marks: Sequence[Transaction] = (), metadata: dict[str, Any] | None = None) -> CommitProperties:
@@ -88,7 +103,7 @@ def only_next(marks: Sequence[Transaction] = (), metadata: dict[str, Any] | None
 
 
 def commit_parts(
-    folder: Path,
+    folder: Folder,
     table: DeltaTable | None,
     parts: Iterable[Part],
     schema: pa.Schema,
@@ -105,23 +120,23 @@ def commit_parts(
     how = only_next(marks, metadata)
     try:
         if table is None:
-            create_table_with_add_actions(str(folder), wanted, actions, mode="error", commit_properties=how)  # type: ignore[arg-type]
+            create_table_with_add_actions(folder.url, wanted, actions, mode="error", commit_properties=how)  # type: ignore[arg-type]
         else:
             mode: Literal["overwrite", "append"] = "overwrite" if overwrite else "append"
             table.create_write_transaction(actions, mode, wanted, [], commit_properties=how)
-    except (CommitFailedError, DeltaError) as error:
+    except (DeltaError, OSError) as error:
         raise conflict_or(folder, table, error) from error
 
 
-def conflict_or(folder: Path, table: DeltaTable | None, error: Exception) -> MirrorError:
+def conflict_or(folder: Folder, table: DeltaTable | None, error: Exception) -> MirrorError:
     """What a failed commit means."""
     now = open_table(folder)
     if isinstance(error, CommitFailedError) or (now is None) != (table is None):
         return CommitConflict(f"{folder}: another writer has committed to this table", hint="run it again")
-    return MirrorError(f"{folder}: the commit failed: {error}")
+    return MirrorError(f"{folder}: the commit failed: {plain(error)}")
 
 
-def remove_orphans(folder: Path, table: DeltaTable | None) -> list[str]:
+def remove_orphans(folder: LocalFolder, table: DeltaTable | None) -> list[str]:
     """Remove parts that no version of the table which can still be read names; returns their names.
 
     Whoever calls this holds the folder's lock: an unfinished run of somebody else would lose its files. Parts are
@@ -132,19 +147,23 @@ def remove_orphans(folder: Path, table: DeltaTable | None) -> list[str]:
         named |= {run for uri in table.file_uris() if (run := run_of(uri.rsplit("/", 1)[-1])) is not None}
         named |= {str(entry[RUN]) for entry in table.history() if RUN in entry}
     removed = []
-    for path in folder.glob("part-*.parquet"):
-        if (run := run_of(path.name)) is not None and run not in named:
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-    return sorted(removed)
+    for name in folder.names():
+        if (run := run_of(name)) is not None and run not in named:
+            folder.remove(name)
+            removed.append(name)
+    return removed
 
 
-def require_absent_or_table(folder: Path) -> None:
-    """Refuse a folder with something else in it. Raises ConfigError."""
-    if folder.is_dir() and not (folder / "_delta_log").is_dir():
-        strangers = [each.name for each in folder.iterdir() if each.name != LOCK_FILE and run_of(each.name) is None]
-        if strangers:
-            raise ConfigError(
-                f"{folder}: not empty, and no Delta table ({', '.join(sorted(strangers)[:3])})",
-                hint="give an empty or new folder",
-            )
+def require_absent_or_table(folder: Folder) -> None:
+    """Refuse a folder with something else in it. Raises ConfigError, MirrorError."""
+    try:
+        names = folder.names()
+    except NotADirectoryError:
+        return  # making it fails, and says why
+    except OSError as error:
+        raise folder.error(error) from error
+    strangers = [each for each in names if each != LOCK_FILE and run_of(each) is None]
+    if LOG_FOLDER not in names and strangers:
+        raise ConfigError(
+            f"{folder}: not empty, and no Delta table ({', '.join(strangers[:3])})", hint="give an empty or new folder"
+        )

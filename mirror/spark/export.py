@@ -9,14 +9,17 @@ few hundred bytes for each file, and makes them one export at the end. Invariant
 - Delta: one commit, the next version of the table, and its metadata says the boundaries as tokens. Parquet: the files
   are written into `<target>.incomplete`, which becomes the target by one rename, with `_SUCCESS` (the same facts as
   JSON) in it. A killed export leaves no version and no `_SUCCESS`; its files are removed by the next run.
+- An object store has no rename: Parquet files are written where they stay, and `_SUCCESS`, which also names them, is
+  the last object. Until then a reader must not take the prefix for an export. `overwrite` removes `_SUCCESS` first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +31,11 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.spark import delta
 from mirror.spark.bodies import Bodies
 from mirror.spark.columns import DOCUMENTS
-from mirror.spark.delta import FolderLock, commit_parts, open_table, remove_orphans, require_absent_or_table
+from mirror.spark.delta import FolderLock, commit_parts, lock, open_table, remove_orphans, require_absent_or_table
 from mirror.spark.local import Job, Shape, Wanted, hold, plan, read
 from mirror.spark.options import Options
-from mirror.spark.parts import Part, PartWriter, folder_error, run_name, text_keys
+from mirror.spark.parts import Part, PartWriter, run_name, run_of, text_keys
+from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
 from mirror.spark.runner import Progress, Runner
 from storage.directory import sync_directory
 from storage.view import open_view
@@ -83,7 +87,7 @@ def shape_of(fields: pa.Schema | None, *, permissive: bool = False) -> Shape:
 
 def export(
     data: Path,
-    target: Path,
+    target: Path | str,
     runner: Runner,
     *,
     delta_table: bool = False,
@@ -94,25 +98,26 @@ def export(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Export.
+    """Write the documents of the mirror at `data` into `target`: a path or a URL (places.py).
 
     `fields`: parse JSON documents into these columns, which stand in the place of `value`; `permissive`: nulls where a
     document does not fit them. Raises MirrorError and the store's errors.
     """
     start_s = time.monotonic()
-    data, target = data.absolute(), target.absolute()
+    data, folder = data.absolute(), folder_at(target)
     shape = shape_of(fields, permissive=permissive)
     with open_view(str(data)) as view:
         identity = view.identity
-    with _Delta(target, overwrite) if delta_table else _Folder(target, overwrite) as place:
+    with _target(folder, delta_table, overwrite) as place:
         count = runner.parallelism * TASKS_PER_CORE
         options = Options(path=str(data), collections=collections, as_of_ms=as_of_ms, partitions=count)
         job, shares = plan(options, Wanted())
         lease = hold(job)
         try:
-            run = run_name()
-            folder = str(place.folder)
-            tasks = [Task(job, vbids, shape, folder, f"part-{run}-{number:05d}") for number, vbids in enumerate(shares)]
+            url = place.folder.url
+            tasks = [
+                Task(job, vbids, shape, url, f"part-{place.run}-{number:05d}") for number, vbids in enumerate(shares)
+            ]
             parts = [part for written in runner.run(export_task, tasks, progress) for part in written]
         finally:
             lease.release()
@@ -121,11 +126,11 @@ def export(
             "bucket": identity.bucket_name,
             "bucket_uuid": identity.bucket_uuid,
             "boundaries": " ".join(f"{pin.vbid}:{pin.branch}:{pin.seqno}" for pin in job.pins),
-            delta.RUN: run,
+            delta.RUN: place.run,
         }
         place.finish(parts, shape.schema, facts)
     return Exported(
-        target=str(target),
+        target=folder.url,
         format="delta" if delta_table else "parquet",
         documents=sum(part.rows for part in parts),
         files=len(parts),
@@ -145,32 +150,72 @@ def export_task(task: Task) -> list[Part]:
     return parts.finished
 
 
-class _Target:
+class _Target(ABC):
     """Where the files go, from the lock to the last step."""
 
-    folder: Path
     version: int | None = None
     orphans_removed = 0
 
+    def __init__(self, folder: Folder) -> None:
+        """`folder` is where tasks write."""
+        self.folder = folder
+        self.run = run_name()
+
     def check(self, parts: Sequence[Part]) -> None:
         """Every file that was told of must be here, too: executors may have written to a folder of their own."""
-        for part in parts:
-            path = self.folder / part.name
-            if not path.is_file() or path.stat().st_size != part.size:
-                raise MirrorError(
-                    f"{path} was written by an executor and is not here",
-                    hint="give a folder that the driver and all executors share",
-                )
+        try:
+            for part in parts:
+                if self.folder.size(part.name) != part.size:
+                    raise MirrorError(
+                        f"{self.folder.child(part.name)} was written by an executor and is not here",
+                        hint="give a folder that the driver and all executors share",
+                    )
+        except OSError as error:
+            raise self.folder.error(error) from error
+
+    def __enter__(self) -> _Target:
+        """What can be held is held."""
+        return self
+
+    @abstractmethod
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give it up; after an error remove what was written in vain."""
+
+    @abstractmethod
+    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
+        """Make the parts an export."""
+
+    def success(self, parts: Sequence[Part], facts: dict[str, Any]) -> None:
+        """Write `_SUCCESS`. Raises OSError."""
+        facts = facts | {"documents": sum(part.rows for part in parts), "files": len(parts)}
+        file = self.folder.create(SUCCESS_FILE)
+        file.write(json.dumps(facts | {"names": [part.name for part in parts]}).encode())
+        file.close()
+
+    def empty(self, schema: pa.Schema, facts: dict[str, Any]) -> list[Part]:
+        """A file without rows: readers of an empty folder would not know the columns."""
+        with PartWriter(self.folder.url, f"part-{facts[delta.RUN]}-00000", schema) as writer:
+            writer.write_empty()
+        return writer.finished
+
+
+def _target(folder: Folder, delta_table: bool, overwrite: bool) -> _Target:
+    if delta_table:
+        return _Delta(folder, overwrite)
+    if isinstance(folder, LocalFolder):
+        return _Folder(folder.path, overwrite)
+    assert isinstance(folder, ObjectFolder)
+    return _Prefix(folder, overwrite)
 
 
 class _Delta(_Target):
     """A table's folder."""
 
-    def __init__(self, target: Path, overwrite: bool) -> None:
+    def __init__(self, target: Folder, overwrite: bool) -> None:
         """Refuse before anything is done. Raises ConfigError, MirrorError."""
+        super().__init__(target)
         require_absent_or_table(target)
-        self.folder = target
-        self._lock = FolderLock(target)
+        self._lock = lock(target)
         try:
             self._table = open_table(target)
             if self._table is not None and not overwrite:
@@ -178,18 +223,15 @@ class _Delta(_Target):
                     f"{target}: holds a Delta table already (version {self._table.version()})",
                     hint="--overwrite makes this export its next version",
                 )
-            self.orphans_removed = len(remove_orphans(target, self._table))
+            if isinstance(target, LocalFolder):
+                self.orphans_removed = len(remove_orphans(target, self._table))
         except BaseException:
             self._lock.release()
             raise
 
-    def __enter__(self) -> _Delta:
-        """The lock is held."""
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Give the lock up; after an error remove what was written in vain."""
-        if kind is not None:
+        if kind is not None and isinstance(self.folder, LocalFolder):
             remove_orphans(self.folder, open_table(self.folder))
         self._lock.release()
 
@@ -207,8 +249,9 @@ class _Folder(_Target):
         """Refuse before anything is done. Raises ConfigError, MirrorError."""
         self._target = target
         self._old = target.with_name(target.name + ".old")
-        self.folder = target.with_name(target.name + ".incomplete")
-        self._lock = FolderLock(self.folder)
+        self._incomplete = target.with_name(target.name + ".incomplete")
+        super().__init__(LocalFolder(self._incomplete))
+        self._lock = FolderLock(self._incomplete)
         try:
             if not target.exists() and self._old.exists():  # killed between the two renames of an earlier finish
                 self._old.rename(target)
@@ -225,7 +268,7 @@ class _Folder(_Target):
             raise
 
     def _left(self) -> list[Path]:
-        return [each for each in self.folder.iterdir() if each.name != delta.LOCK_FILE]
+        return [each for each in self._incomplete.iterdir() if each.name != delta.LOCK_FILE]
 
     def _may_go(self, overwrite: bool) -> bool:
         """Only an export or an empty folder is ever replaced."""
@@ -233,33 +276,65 @@ class _Folder(_Target):
             return False
         return not any(self._target.iterdir()) or (overwrite and (self._target / SUCCESS_FILE).is_file())
 
-    def __enter__(self) -> _Folder:
-        """The lock is held."""
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Give the lock up, and the folder where nothing is in it; after an error remove what was written in vain."""
-        if self.folder.is_dir() and (kind is not None or not self._left()):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._incomplete.is_dir() and (kind is not None or not self._left()):
+            shutil.rmtree(self._incomplete, ignore_errors=True)
         self._lock.release()
 
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
         """`_SUCCESS`, then the name."""
-        facts = facts | {"documents": sum(part.rows for part in parts), "files": len(parts)}
-        if not parts:  # readers of an empty folder would not know the columns
-            with PartWriter(str(self.folder), f"part-{facts[delta.RUN]}-00000", schema) as empty:
-                empty.write_empty()
         try:
-            with (self.folder / SUCCESS_FILE).open("x") as file:
-                json.dump(facts, file)
-                file.flush()
-                os.fsync(file.fileno())
-            (self.folder / delta.LOCK_FILE).unlink()
-            sync_directory(str(self.folder))
+            self.success(parts or self.empty(schema, facts), facts)
+            (self._incomplete / delta.LOCK_FILE).unlink()
+            sync_directory(str(self._incomplete))
             if self._target.exists():
                 self._target.rename(self._old)
-            self.folder.rename(self._target)
+            self._incomplete.rename(self._target)
             sync_directory(str(self._target.parent))
             shutil.rmtree(self._old, ignore_errors=True)
         except OSError as error:
-            raise folder_error(self._target, error) from error
+            raise LocalFolder(self._target).error(error) from error
+
+
+class _Prefix(_Target):
+    """Parquet files under a prefix of an object store."""
+
+    def __init__(self, target: ObjectFolder, overwrite: bool) -> None:
+        """Refuse before anything is done. Raises ConfigError, MirrorError."""
+        super().__init__(target)
+        try:
+            names = target.names()
+            if strangers := [each for each in names if each != SUCCESS_FILE and run_of(each) is None]:
+                raise ConfigError(f"{target}: holds something else ({strangers[0]})", hint="give a new prefix")
+            if names and not overwrite:
+                raise ConfigError(
+                    f"{target}: holds {'an export' if SUCCESS_FILE in names else 'files of an unfinished export'}",
+                    hint="--overwrite removes it first; with --format delta an export is the table's next version",
+                )
+            for each in sorted(names, key=lambda name: name != SUCCESS_FILE):
+                target.remove(each)
+                self.orphans_removed += each != SUCCESS_FILE and SUCCESS_FILE not in names
+        except OSError as error:
+            raise target.error(error) from error
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an error remove what this run wrote; where that fails, the next run does with `overwrite`."""
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                self.folder.remove(SUCCESS_FILE)  # of this run, if at all: the prefix held nothing else
+                for each in self.folder.names():
+                    if run_of(each) == self.run:
+                        self.folder.remove(each)
+
+    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
+        """`_SUCCESS`, once the prefix holds the parts and nothing else."""
+        parts = parts or self.empty(schema, facts)
+        try:
+            if others := set(self.folder.names()) - {part.name for part in parts}:
+                raise MirrorError(
+                    f"{self.folder}: another export is writing here ({min(others)})", hint="run it again, alone"
+                )
+            self.success(parts, facts)
+        except OSError as error:
+            raise self.folder.error(error) from error

@@ -29,19 +29,20 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import DeltaTable, Schema, Transaction
-from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake.exceptions import DeltaError
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.columns import CHANGES
-from mirror.spark.delta import FolderLock, commit_parts, conflict_or, only_next, open_table
+from mirror.spark.delta import commit_parts, conflict_or, lock, only_next, open_table
 from mirror.spark.fold import FOLDED, RESYNC, STATE, Voids, fold_files
 from mirror.spark.parts import Part, run_name
+from mirror.spark.places import Folder, LocalFolder, plain
 
 CHANGES_FOLDER, DOCUMENTS_FOLDER = "changes", "documents"
 
@@ -100,14 +101,14 @@ def fingerprint(text: str) -> int:
 class Lake:
     """The two tables in one folder. Use it as a context manager: it holds the folder's lock."""
 
-    def __init__(self, folder: Path, checkpoint: str | None) -> None:
+    def __init__(self, folder: Folder, checkpoint: str | None) -> None:
         """Make the tables where they are missing. `checkpoint` is the name of the one that the stream will run from;
         None: it is about to be made. Raises ConfigError when the tables come from another one.
         """
         self.folder = folder
-        self.changes_folder = folder / CHANGES_FOLDER
-        self.documents_folder = folder / DOCUMENTS_FOLDER
-        self._lock = FolderLock(folder)
+        self.changes_folder = folder.child(CHANGES_FOLDER)
+        self.documents_folder = folder.child(DOCUMENTS_FOLDER)
+        self._lock = lock(folder)
         self._folded: int | None = None
         """The newest batch that this object has brought into `documents`."""
         try:
@@ -131,10 +132,13 @@ class Lake:
         self._lock.release()
 
     @staticmethod
-    def _open_or_make(folder: Path, schema: pa.Schema) -> DeltaTable:
+    def _open_or_make(folder: Folder, schema: pa.Schema) -> DeltaTable:
         table = open_table(folder)
         if table is None:
-            return DeltaTable.create(str(folder), Schema.from_arrow(schema), configuration=CONFIGURATION)
+            try:
+                return DeltaTable.create(folder.url, Schema.from_arrow(schema), configuration=CONFIGURATION)
+            except (DeltaError, OSError) as error:
+                raise conflict_or(folder, None, error) from error
         names = [field.name for field in table.schema().fields]
         if names != schema.names:
             raise ConfigError(f"{folder}: a table with other columns ({', '.join(names)})", hint="give another folder")
@@ -192,9 +196,18 @@ class Lake:
         if self.documents.transaction_version(BATCH_MARK) == batch.number:
             self._folded = batch.number
             return Applied(0, 0, 0, 0)
-        files = self._files_of(batch.number)
-        voids = voids_of(files)
-        source = pa.RecordBatchReader.from_batches(FOLDED, _folded(files))
+        with self._opened(self._files_of(batch.number)) as files:
+            done = self._merge(batch, files)
+            events = sum(file.metadata.num_rows for file in files)
+        changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
+        # A merge that changes nothing makes no version, and no mark: doing it again would change nothing either.
+        assert not any(changed) or self.documents.transaction_version(BATCH_MARK) == batch.number
+        self._folded = batch.number
+        return Applied(events, *changed)
+
+    def _merge(self, batch: Batch, files: list[pq.ParquetFile]) -> dict[str, Any]:
+        voids = self._voids_of(files)
+        source = pa.RecordBatchReader.from_batches(FOLDED, self._folds_of(files))
         columns = {name: f"s.{name}" for name in STATE.names}
         merge = (
             self.documents.merge(
@@ -212,34 +225,47 @@ class Lake:
         if (gone := void_rows(voids)) is not None:
             merge = merge.when_not_matched_by_source_delete(gone)
         try:
-            done = merge.execute()
-        except (CommitFailedError, DeltaError) as error:
+            return merge.execute()
+        except (DeltaError, OSError) as error:
             raise conflict_or(self.documents_folder, self.documents, error) from error
-        changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
-        # A merge that changes nothing makes no version, and no mark: doing it again would change nothing either.
-        assert not any(changed) or self.documents.transaction_version(BATCH_MARK) == batch.number
-        self._folded = batch.number
-        return Applied(sum(pq.read_metadata(file).num_rows for file in files), *changed)
 
-    def _files_of(self, batch_number: int) -> list[Path]:
+    def _files_of(self, batch_number: int) -> list[str]:
         """The files of a batch in `changes`; they keep their names until the batch is in both tables."""
-        names = self._files()
-        return sorted(self.changes_folder / name for name in names if batch_of(name) == batch_number)
+        return sorted(name for name in self._files() if batch_of(name) == batch_number)
+
+    @contextmanager
+    def _opened(self, names: Iterable[str]) -> Iterator[list[pq.ParquetFile]]:
+        """Files of `changes`, all of them before a merge begins: within it no object store can be asked."""
+        with ExitStack() as stack, self._readable():
+            yield [pq.ParquetFile(stack.enter_context(self.changes_folder.open(name))) for name in names]
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, pa.ArrowInvalid) as error:
+            raise MirrorError(
+                f"{self.changes_folder}: cannot be read: {plain(error)}", hint="the table `changes` is damaged"
+            ) from error
 
     def _files(self) -> set[str]:
         return {uri.rsplit("/", 1)[-1] for uri in self.changes.file_uris()}
 
     def remove_unfinished(self) -> list[str]:
-        """Remove the files of attempts at batches that were not committed; returns their names."""
+        """Remove the files of attempts at batches that were not committed; returns their names. Not on an object store,
+        where they may be another process's: `tidy` removes them there, once they are old.
+        """
+        if not isinstance(self.changes_folder, LocalFolder):
+            return []
         done = -1 if self.done_batch is None else self.done_batch
         kept = self._files()
         removed = []
-        for path in self.changes_folder.glob("part-*.parquet"):
-            number = batch_of(path.name)
-            if number is not None and number > done and path.name not in kept:
-                path.unlink(missing_ok=True)
-                removed.append(path.name)
-        return sorted(removed)
+        for name in self.changes_folder.names():
+            number = batch_of(name)
+            if number is not None and number > done and name not in kept:
+                self.changes_folder.remove(name)
+                removed.append(name)
+        return removed
 
     def tidy(self, keep_hours: int) -> None:
         """Fewer and larger files in `changes`; files that no version of the last `keep_hours` needs are removed.
@@ -252,35 +278,34 @@ class Lake:
             for table in (self.changes, self.documents):
                 table.update_incremental()
                 table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
-        except DeltaError as error:
-            raise MirrorError(f"{self.folder}: could not be tidied: {error}") from error
+        except (DeltaError, OSError) as error:
+            raise MirrorError(f"{self.folder}: could not be tidied: {plain(error)}") from error
+
+    def _folds_of(self, files: Iterable[pq.ParquetFile]) -> Iterator[pa.RecordBatch]:
+        with self._readable():
+            for table, _ in fold_files(file.read() for file in files):
+                yield from table.to_batches(max_chunksize=8192)
+
+    @staticmethod
+    def _voids_of(files: Iterable[pq.ParquetFile]) -> Voids:
+        """What the events of a batch void, without reading their values."""
+        voids = Voids()
+        for file in files:
+            voids.add(voids_in(file.read(["kind", "collection", "vbid"])))
+        return voids
 
 
-def _read(file: Path, columns: list[str] | None = None) -> pa.Table:
-    try:
-        return pq.ParquetFile(file).read(columns)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise MirrorError(f"{file}: cannot be read: {error}", hint="the table `changes` is damaged") from error
-
-
-def _folded(files: list[Path]) -> Iterator[pa.RecordBatch]:
-    for table, _ in fold_files(_read(file) for file in files):
-        yield from table.to_batches(max_chunksize=8192)
-
-
-def voids_of(files: Iterable[Path]) -> Voids:
-    """What the events of a batch void, without reading their values."""
+def voids_in(events: pa.Table) -> Voids:
+    """What events with these columns void: kind, collection, vbid."""
     voids = Voids()
-    for file in files:
-        events = _read(file, ["kind", "collection", "vbid"])
-        for kind in events.column("kind").unique().to_pylist():
-            if kind in (RESYNC, "collection_dropped", "collection_flushed"):
-                rows = events.filter(pa.compute.equal(events.column("kind"), kind))
-                vbids, names = rows.column("vbid").to_pylist(), rows.column("collection").to_pylist()
-                if kind == RESYNC:
-                    voids.vbuckets.update(vbids)
-                else:
-                    voids.collections.update(zip(vbids, names, strict=True))
+    for kind in events.column("kind").unique().to_pylist():
+        if kind in (RESYNC, "collection_dropped", "collection_flushed"):
+            rows = events.filter(pa.compute.equal(events.column("kind"), kind))
+            vbids, names = rows.column("vbid").to_pylist(), rows.column("collection").to_pylist()
+            if kind == RESYNC:
+                voids.vbuckets.update(vbids)
+            else:
+                voids.collections.update(zip(vbids, names, strict=True))
     return voids
 
 

@@ -4,8 +4,9 @@ Knows text and what it may say; never a store, a connection or a session. A pass
 Spark's UI and event log. Invariant: what `parse` returns is whole and in bounds, or it raises ConfigError with one line
 that names the option and the remedy.
 
-    path | connection   the directory of a mirror on this machine, or a connection string of a cluster, an embedded
-                        source or a mirror's downstream port. One of them; load("...") gives `path`
+    path | connection   the directory of a mirror on this machine (a path or file:///path), or a connection string of
+                        a cluster, an embedded source or a mirror's downstream port. One of them; load("...") gives
+                        `path`
     table               documents (default) or changes
     collection          scope.collection, or several by comma; all unless told
     vbuckets            such as 0-511,600; all unless told
@@ -36,6 +37,7 @@ from typing import Any
 
 from mirror.errors import ConfigError
 from mirror.spark.columns import TABLES
+from mirror.spark.places import local_path
 
 VBUCKETS_MAX = 65_536
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -165,7 +167,7 @@ def _text(text: str) -> str:
 
 
 _PARSERS: dict[str, tuple[str, Any]] = {
-    "path": ("path", _text),
+    "path": ("path", lambda text: str(local_path(_text(text)))),
     "connection": ("connection", _text),
     "table": ("table", _one_of(**{name: name for name in TABLES})),
     "collection": ("collections", _collections),

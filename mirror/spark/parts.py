@@ -1,6 +1,6 @@
 """Parquet files as parts of a table: written where the data is read, told of in a few hundred bytes.
 
-Knows Arrow batches, one folder and how a file is finished; never what a table is, who commits the parts, or Spark.
+Knows Arrow batches and one folder (places.py); never what a table is, who commits the parts, or Spark.
 Invariants: a part that was told of is complete and synced; an unfinished one is never told of, and its file is removed
 where the process lives on (a killed process leaves it: an orphan, which the name gives away). Memory is bounded by one
 row group.
@@ -11,19 +11,17 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import re
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake.transaction import AddAction
 
-from mirror.errors import MirrorError
+from mirror.spark.places import folder_at
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 64 * 1024 * 1024
@@ -68,15 +66,16 @@ class PartWriter:
         """Files are `<prefix>-<unique>.parquet` in `folder`, which must exist; `prefix` begins with `part-<run>`."""
         assert run_of(f"{prefix}-x.parquet"), "the prefix names the run"
         self.finished: list[Part] = []
-        self._folder = Path(folder)
+        self._folder = folder_at(folder)
         self._prefix = prefix
         self._schema = schema
         self._bytes_max = part_bytes_max
         self._held: list[pa.RecordBatch] = []
         self._held_rows = self._held_bytes = 0
-        self._path: Path | None = None
+        self._name: str | None = None
         self._file: Any = None
         self._writer: pq.ParquetWriter | None = None
+        self._metadata: list[pq.FileMetaData] = []
 
     def __enter__(self) -> Self:
         """No file is made before the first row."""
@@ -108,44 +107,43 @@ class PartWriter:
     def _write_group(self) -> None:
         try:
             if self._writer is None:
-                self._path = self._folder / f"{self._prefix}-{uuid.uuid4().hex}.parquet"
-                self._file = self._path.open("xb")
-                self._writer = pq.ParquetWriter(self._file, self._schema, compression="zstd")
+                self._name = f"{self._prefix}-{uuid.uuid4().hex}.parquet"
+                self._file = self._folder.create(self._name)
+                self._writer = pq.ParquetWriter(
+                    self._file, self._schema, compression="zstd", metadata_collector=self._metadata
+                )
             self._writer.write_table(pa.Table.from_batches(self._held, self._schema))
         except OSError as error:
-            raise folder_error(self._folder, error) from error
+            raise self._folder.error(error) from error
         self._held.clear()
         self._held_rows = self._held_bytes = 0
 
     def _finish(self) -> None:
         if self._held:
             self._write_group()
-        if self._writer is None or self._path is None:
+        if self._writer is None or self._name is None:
             return
         try:
             self._writer.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            size = self._file.tell()
             self._file.close()
-            size = self._path.stat().st_size
         except OSError as error:
-            raise folder_error(self._folder, error) from error
-        metadata = pq.read_metadata(self._path)
+            raise self._folder.error(error) from error
+        metadata = self._metadata.pop()
         self.finished.append(
-            Part(self._path.name, size, metadata.num_rows, statistics_of(metadata), time.time_ns() // 1_000_000)
+            Part(self._name, size, metadata.num_rows, statistics_of(metadata), time.time_ns() // 1_000_000)
         )
-        self._writer = self._file = self._path = None
+        self._writer = self._file = self._name = None
 
     def _discard(self) -> None:
         with contextlib.suppress(Exception):
             if self._writer is not None:
                 self._writer.close()
-            if self._file is not None:
-                self._file.close()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        if self._name is not None:
+            self._folder.discard(self._file, self._name)
         for part in self.finished:
-            (self._folder / part.name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the error that brought us here matters more
+                self._folder.remove(part.name)
         self.finished.clear()
 
 
@@ -199,11 +197,3 @@ def statistics_of(metadata: pq.FileMetaData) -> str:
         for bounds in known.values():  # not known of every row group: not known
             bounds.pop(name, None)
     return json.dumps({"numRecords": metadata.num_rows, **known})
-
-
-def folder_error(folder: Path, error: OSError) -> MirrorError:
-    """A folder that cannot be written, on the machine that found out."""
-    return MirrorError(
-        f"{folder}: cannot be written on {os.uname().nodename}: {error.strerror or error}",
-        hint="give a folder that every machine of the job can write and that has room",
-    )

@@ -20,6 +20,7 @@ from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterComm
 from mirror.errors import MirrorError
 from mirror.spark.columns import CHANGES
 from mirror.spark.parts import Part, PartWriter, text_keys
+from mirror.spark.places import Folder, folder_at
 from mirror.spark.runner import as_text, error_of
 
 NAME = "dcp_mirror_parts"
@@ -74,17 +75,18 @@ class Writer(DataSourceArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Some task has failed for good: what the others wrote is not wanted."""
+        folder = folder_at(self._folder)
         for told in messages:
             for part in told.parts if isinstance(told, Told) else ():
-                (Path(self._folder) / part.name).unlink(missing_ok=True)
+                folder.remove(part.name)
 
 
-def write_parts(frame: Any, folder: Path, prefix: str) -> list[Part]:
+def write_parts(frame: Any, folder: Folder, prefix: str) -> list[Part]:
     """Write a data frame with the columns of CHANGES into parts. Raises what a task raised."""
     frame.sparkSession.dataSource.register(PartsSink)
     with tempfile.TemporaryDirectory(prefix="dcp-mirror-") as scratch:
         told = Path(scratch) / "told.json"
-        options = {"folder": str(folder), "prefix": prefix, "told": str(told)}
+        options = {"folder": folder.url, "prefix": prefix, "told": str(told)}
         frame.write.format(NAME).mode("append").options(**options).save()
         found = json.loads(told.read_text())
     if found["problem"] is not None:

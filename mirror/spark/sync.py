@@ -15,7 +15,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from mirror.config import Settings
 from mirror.errors import ConfigError, MirrorError
 from mirror.feed import connection_string
 from mirror.feed.bootstrap import Access, discover
+from mirror.spark.delta import FolderLock
 from mirror.spark.lake import Applied, Batch, Lake
 from mirror.spark.local import chosen_vbids
 from mirror.spark.options import parse
+from mirror.spark.places import Folder, LocalFolder, folder_at
 from mirror.spark.progress import BatchFigures, Listener
 from mirror.spark.runner import error_of
 from mirror.spark.sink import write_parts
@@ -38,6 +40,7 @@ CHECKPOINT_FOLDER = "_checkpoint"
 TIDY_BATCHES = 100
 """So many batches are between two clean-ups of the tables."""
 KEEP_HOURS = 168
+KEEP_HOURS_OBJECTS_MIN = 24
 POLL_S = 0.2
 
 
@@ -61,6 +64,28 @@ class Synced:
     inserted: int
     updated: int
     deleted: int
+
+
+def checkpoint_for(folder: Folder, how: How) -> Path:
+    """The folder of Spark's checkpoint. Raises ConfigError for tables in an object store without a checkpoint, or with
+    files kept so shortly that a clean-up could meet those of a batch that is being written.
+
+    A checkpoint is a lock as well: one process uses it, and the tables take batches of no other (lake.py).
+    """
+    if how.checkpoint is not None:
+        checkpoint = how.checkpoint.absolute()
+    elif isinstance(folder, LocalFolder):
+        checkpoint = folder.path / CHECKPOINT_FOLDER
+    else:
+        raise ConfigError(
+            f"{folder}: tables in an object store need a checkpoint on this machine", hint="give --checkpoint DIR"
+        )
+    if not isinstance(folder, LocalFolder) and how.keep_hours < KEEP_HOURS_OBJECTS_MIN:
+        raise ConfigError(
+            f"{folder}: in an object store files must be kept for {KEEP_HOURS_OBJECTS_MIN} hours at least",
+            hint="there is no lock that would keep another process's unfinished files",
+        )
+    return checkpoint
 
 
 def checkpoint_name(folder: Path) -> str | None:
@@ -125,21 +150,26 @@ class Sink:
 def sync(
     spark: Any,
     source: Mapping[str, str],
-    folder: Path,
+    to: Path | str,
     how: How | None = None,
     *,
     on_figures: Callable[[BatchFigures], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Synced:
-    """Keep the tables in `folder` current until `stop` is set, or with `available_now` until they are.
+    """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set, or with `available_now` until
+    they are.
 
     `source` are options of the data source. Raises MirrorError and the store's errors.
     """
     how = how or How()
-    folder = folder.absolute()
-    checkpoint = (how.checkpoint or folder / CHECKPOINT_FOLDER).absolute()
+    folder = folder_at(to)
+    checkpoint = checkpoint_for(folder, how)
     total = [0, 0, 0, 0, 0]
-    with Lake(folder, checkpoint_name(checkpoint)) as lake, _listening(spark, on_figures) as listener:
+    with (
+        FolderLock(checkpoint) if not isinstance(folder, LocalFolder) else nullcontext(),
+        Lake(folder, checkpoint_name(checkpoint)) as lake,
+        _listening(spark, on_figures) as listener,
+    ):
         if lake.done_batch is None and any((checkpoint / "commits").glob("[0-9]*")):
             raise ConfigError(
                 f"{checkpoint}: belongs to tables that are gone, {folder} has none of its batches",

@@ -19,6 +19,7 @@ from mirror.spark.delta import (
     require_absent_or_table,
 )
 from mirror.spark.parts import Part, PartWriter, run_name
+from mirror.spark.places import LocalFolder, folder_at
 
 SCHEMA = pa.schema([("key", pa.string()), ("seqno", pa.int64())])
 
@@ -37,9 +38,9 @@ def seqnos(folder: Path) -> list[int]:
 def test_parts_are_the_table_once_they_are_committed_and_not_before(tmp_path: Path) -> None:
     run = run_name()
     parts = write(tmp_path, run, 1, 2)
-    assert open_table(tmp_path) is None
-    commit_parts(tmp_path, None, parts, SCHEMA, metadata={RUN: run, "boundaries": "{}"})
-    table = open_table(tmp_path)
+    assert open_table(folder_at(tmp_path)) is None
+    commit_parts(folder_at(tmp_path), None, parts, SCHEMA, metadata={RUN: run, "boundaries": "{}"})
+    table = open_table(folder_at(tmp_path))
     assert table is not None
     assert table.history(1)[0]["boundaries"] == "{}"
     assert seqnos(tmp_path) == [1, 2]
@@ -48,10 +49,10 @@ def test_parts_are_the_table_once_they_are_committed_and_not_before(tmp_path: Pa
 
 
 def test_an_overwrite_may_bring_other_columns_and_leaves_the_old_version_readable(tmp_path: Path) -> None:
-    commit_parts(tmp_path, None, write(tmp_path, run_name(), 1), SCHEMA)
+    commit_parts(folder_at(tmp_path), None, write(tmp_path, run_name(), 1), SCHEMA)
     wider = SCHEMA.append(pa.field("age", pa.int64()))
     parts = write(tmp_path, run_name(), 7, schema=wider)
-    commit_parts(tmp_path, open_table(tmp_path), parts, wider, overwrite=True)
+    commit_parts(folder_at(tmp_path), open_table(folder_at(tmp_path)), parts, wider, overwrite=True)
     assert DeltaTable(str(tmp_path)).to_pyarrow_table().column_names == ["key", "seqno", "age"]
     assert seqnos(tmp_path) == [7]
     assert DeltaTable(str(tmp_path), version=0).to_pyarrow_table().column("seqno").to_pylist() == [1]
@@ -63,32 +64,34 @@ def test_of_two_commits_upon_one_version_one_fails_and_changes_nothing(
     tmp_path: Path, first: bool, mark: list[Transaction]
 ) -> None:
     if not first:
-        commit_parts(tmp_path, None, write(tmp_path, run_name(), 0), SCHEMA)
-    mine, other = open_table(tmp_path), open_table(tmp_path)
-    commit_parts(tmp_path, mine, write(tmp_path, run_name(), 1), SCHEMA, marks=mark)
+        commit_parts(folder_at(tmp_path), None, write(tmp_path, run_name(), 0), SCHEMA)
+    mine, other = open_table(folder_at(tmp_path)), open_table(folder_at(tmp_path))
+    commit_parts(folder_at(tmp_path), mine, write(tmp_path, run_name(), 1), SCHEMA, marks=mark)
     with pytest.raises(CommitConflict):
-        commit_parts(tmp_path, other, write(tmp_path, run_name(), 2), SCHEMA, marks=mark)
+        commit_parts(folder_at(tmp_path), other, write(tmp_path, run_name(), 2), SCHEMA, marks=mark)
     assert seqnos(tmp_path) == ([1] if first else [0, 1])
-    now = open_table(tmp_path)
+    now = open_table(folder_at(tmp_path))
     assert now is not None
     assert now.transaction_version("me") == (1 if mark else None)
 
 
 def test_orphans_are_the_files_that_no_version_names(tmp_path: Path) -> None:
     old, new, killed = run_name(), run_name(), run_name()
-    commit_parts(tmp_path, None, write(tmp_path, old, 1), SCHEMA, metadata={RUN: old})
+    commit_parts(folder_at(tmp_path), None, write(tmp_path, old, 1), SCHEMA, metadata={RUN: old})
     parts = write(tmp_path, new, 2)
-    commit_parts(tmp_path, open_table(tmp_path), parts, SCHEMA, overwrite=True, metadata={RUN: new})
+    commit_parts(
+        folder_at(tmp_path), open_table(folder_at(tmp_path)), parts, SCHEMA, overwrite=True, metadata={RUN: new}
+    )
     (orphan,) = write(tmp_path, killed, 3)
     (tmp_path / "somebody-elses.parquet").touch()
-    assert remove_orphans(tmp_path, open_table(tmp_path)) == [orphan.name]
+    assert remove_orphans(LocalFolder(tmp_path), open_table(folder_at(tmp_path))) == [orphan.name]
     assert (tmp_path / "somebody-elses.parquet").exists()
     assert DeltaTable(str(tmp_path), version=0).to_pyarrow_table().num_rows == 1
 
 
 def test_without_a_table_every_part_is_an_orphan(tmp_path: Path) -> None:
     (part,) = write(tmp_path, run_name(), 1)
-    assert remove_orphans(tmp_path, None) == [part.name]
+    assert remove_orphans(LocalFolder(tmp_path), None) == [part.name]
 
 
 def test_a_folder_is_locked_for_one(tmp_path: Path) -> None:
@@ -99,15 +102,15 @@ def test_a_folder_is_locked_for_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
-    require_absent_or_table(tmp_path / "absent")
-    require_absent_or_table(tmp_path)
+    require_absent_or_table(folder_at(tmp_path / "absent"))
+    require_absent_or_table(folder_at(tmp_path))
     (tmp_path / "thesis.doc").touch()
     with pytest.raises(ConfigError, match=r"thesis\.doc"):
-        require_absent_or_table(tmp_path)
+        require_absent_or_table(folder_at(tmp_path))
 
 
 def test_a_table_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "_delta_log").mkdir()
     (tmp_path / "_delta_log" / f"{0:020d}.json").write_text("no json")
     with pytest.raises(MirrorError, match="cannot be read as a Delta table"):
-        open_table(tmp_path)
+        open_table(folder_at(tmp_path))

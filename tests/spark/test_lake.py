@@ -16,6 +16,7 @@ from mirror.spark.columns import CHANGES
 from mirror.spark.delta import CommitConflict
 from mirror.spark.lake import Applied, Batch, Lake, batch_of
 from mirror.spark.parts import PartWriter
+from mirror.spark.places import folder_at
 from tests.spark.events import Event, History, Name, event, table_of
 
 IDENTITY = ("kind", "vbid", "collection", "key", "seqno", "branch", "at_branch", "at_seqno")
@@ -28,7 +29,7 @@ class Crash(Exception):
 def write_files(lake: Lake, batch: Batch, files: list[list[Event]]) -> list[Any]:
     written = []
     for events in files:
-        with PartWriter(str(lake.changes_folder), lake.prefix(batch.number), CHANGES) as parts:
+        with PartWriter(lake.changes_folder.url, lake.prefix(batch.number), CHANGES) as parts:
             for rows in table_of(events).to_batches():
                 parts.write(rows)
         written += parts.finished
@@ -103,7 +104,7 @@ def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_s
     folder = tmp_path_factory.mktemp("lake")
     histories = [History(vbid) for vbid in range(3)]
     sent = [0] * 3
-    lake = Lake(folder, None)
+    lake = Lake(folder_at(folder), None)
     for number in range(8):
         for history in histories:
             for _ in range(chance.randrange(6)):
@@ -119,7 +120,7 @@ def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_s
                 apply(lake, batch(number), files, crash_at)
             except Crash:
                 lake.close()
-                lake = Lake(folder, "the checkpoint" if lake.done_batch is not None else None)
+                lake = Lake(folder_at(folder), "the checkpoint" if lake.done_batch is not None else None)
                 lake.remove_unfinished()
         apply(lake, batch(number), files)
         if chance.random() < 0.3:
@@ -131,11 +132,11 @@ def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_s
 
 def test_a_process_that_was_thought_dead_cannot_commit_what_another_did(tmp_path: Path) -> None:
     events = [[event("mutation", "a", (1, 1), value=b"1")]]
-    zombie = Lake(tmp_path, None)
+    zombie = Lake(folder_at(tmp_path), None)
     assert not zombie.has_changes(batch(0))
     written = write_files(zombie, batch(0), events)
     zombie.close()
-    with Lake(tmp_path, None) as lake:
+    with Lake(folder_at(tmp_path), None) as lake:
         apply(lake, batch(0), events)
         with pytest.raises(CommitConflict):
             zombie.add_changes(batch(0), written)
@@ -146,11 +147,11 @@ def test_a_process_that_was_thought_dead_cannot_commit_what_another_did(tmp_path
 
 def test_a_merge_that_was_overtaken_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [[event("mutation", "a", (1, 1), value=b"1")]]
-    zombie = Lake(tmp_path, None)
+    zombie = Lake(folder_at(tmp_path), None)
     zombie.has_changes(batch(0))
     zombie.add_changes(batch(0), write_files(zombie, batch(0), events))
     zombie.close()
-    with Lake(tmp_path, "the checkpoint") as lake:
+    with Lake(folder_at(tmp_path), "the checkpoint") as lake:
         monkeypatch.setattr(zombie, "_files_of", lambda _: lake.update_documents(batch(0)) and lake._files_of(0))
         with pytest.raises(CommitConflict):
             zombie.update_documents(batch(0))
@@ -161,7 +162,7 @@ def test_an_event_that_stands_earlier_changes_nothing_even_without_marks(tmp_pat
     """The second guard alone: an old batch under a new number."""
     old = [event("mutation", "a", (1, 8), value=b"old"), event("mutation", "b", (1, 9), value=b"old")]
     new = [event("retraction", "a", (2, 5), seqno=8), event("mutation", "a", (2, 6), value=b"new")]
-    with Lake(tmp_path, None) as lake:
+    with Lake(folder_at(tmp_path), None) as lake:
         apply(lake, batch(0), [old])
         apply(lake, batch(1), [new])
         done = apply(lake, batch(2), [old])
@@ -172,7 +173,7 @@ def test_an_event_that_stands_earlier_changes_nothing_even_without_marks(tmp_pat
 
 def test_a_batch_that_changes_no_document_is_no_obstacle(tmp_path: Path) -> None:
     """delta-rs makes no version for such a merge, so it leaves no mark; found by tidying right after one."""
-    with Lake(tmp_path, None) as lake:
+    with Lake(folder_at(tmp_path), None) as lake:
         apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
         version = lake.documents.version()
         deletion = [event("mutation", "b", (1, 2), value=b"2"), event("deletion", "b", (1, 3))]
@@ -188,7 +189,7 @@ def test_a_batch_that_changes_no_document_is_no_obstacle(tmp_path: Path) -> None
 
 def test_files_of_a_batch_that_was_not_committed_are_removed_and_no_others(tmp_path: Path) -> None:
     events = [[event("mutation", "a", (1, 1), value=b"1")]]
-    with Lake(tmp_path, None) as lake:
+    with Lake(folder_at(tmp_path), None) as lake:
         apply(lake, batch(0), events)
         orphans = [part.name for part in write_files(lake, batch(1), events)]
         assert lake.remove_unfinished() == orphans
@@ -199,13 +200,13 @@ def test_names_of_delta_rs_are_no_batch_s_whatever_their_digits(tmp_path: Path) 
     """Such a file of a compacted table was once taken for the unfinished attempt at batch 7051415, and removed."""
     assert batch_of("part-00000-57051415-1179-471f-bb20-cb496dc8c714-c000.zstd.parquet") is None
     assert batch_of("part-00000-57051415-b117-471f-b120-cb496dc8c714-c000.zstd.parquet") is None
-    with Lake(tmp_path, None) as lake:
+    with Lake(folder_at(tmp_path), None) as lake:
         for number in range(2):
             apply(lake, batch(number), [[event("mutation", "a", (1, number + 1), value=b"1")]])
-        assert {batch_of(path.name) for path in lake.changes_folder.glob("*.parquet")} == {0, 1}
+        assert {batch_of(path.name) for path in (tmp_path / "changes").glob("*.parquet")} == {0, 1}
         lake.tidy(0)
-        (compacted,) = lake.changes_folder.glob("*.parquet")
-        stranger = lake.changes_folder / "part-00000-99999999-1179-471f-bb20-cb496dc8c714-c000.zstd.parquet"
+        (compacted,) = (tmp_path / "changes").glob("*.parquet")
+        stranger = tmp_path / "changes" / "part-00000-99999999-1179-471f-bb20-cb496dc8c714-c000.zstd.parquet"
         stranger.touch()
         assert lake.remove_unfinished() == []
         assert compacted.exists()
@@ -213,18 +214,18 @@ def test_names_of_delta_rs_are_no_batch_s_whatever_their_digits(tmp_path: Path) 
 
 
 def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
-    with Lake(tmp_path, None) as lake:
+    with Lake(folder_at(tmp_path), None) as lake:
         apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
     with pytest.raises(ConfigError, match="another checkpoint"):
-        Lake(tmp_path, "a new one")
+        Lake(folder_at(tmp_path), "a new one")
     with pytest.raises(ConfigError, match="another checkpoint"):
-        Lake(tmp_path, None)
-    with Lake(tmp_path, "the checkpoint"):
+        Lake(folder_at(tmp_path), None)
+    with Lake(folder_at(tmp_path), "the checkpoint"):
         pass
 
 
 def test_a_checkpoint_that_was_set_back_is_refused(tmp_path: Path) -> None:
-    with Lake(tmp_path, None) as lake:
+    with Lake(folder_at(tmp_path), None) as lake:
         for number in range(2):
             apply(lake, batch(number), [[event("mutation", "a", (1, number + 1), value=b"1")]])
         with pytest.raises(ConfigError, match="set back"):
@@ -234,8 +235,8 @@ def test_a_checkpoint_that_was_set_back_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_writers_of_one_folder_are_one_too_many(tmp_path: Path) -> None:
-    with Lake(tmp_path, None), pytest.raises(MirrorError, match="another pipeline"):
-        Lake(tmp_path, None)
+    with Lake(folder_at(tmp_path), None), pytest.raises(MirrorError, match="another pipeline"):
+        Lake(folder_at(tmp_path), None)
 
 
 def test_a_folder_with_another_table_is_refused(tmp_path: Path) -> None:
@@ -243,4 +244,4 @@ def test_a_folder_with_another_table_is_refused(tmp_path: Path) -> None:
 
     write_deltalake(str(tmp_path / "changes"), table_of([]).select(["key"]))
     with pytest.raises(ConfigError, match="other columns"):
-        Lake(tmp_path, None)
+        Lake(folder_at(tmp_path), None)

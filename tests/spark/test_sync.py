@@ -17,6 +17,7 @@ from mirror.spark import sync as syncs
 from mirror.spark.columns import CHANGES
 from mirror.spark.lake import Applied, Lake
 from mirror.spark.parts import PartWriter
+from mirror.spark.places import Folder, folder_at
 from mirror.spark.sync import How, Sink, check_source, checkpoint_name, sync
 from storage.errors import NotAMirror
 from tests.spark.events import event, table_of
@@ -37,9 +38,9 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Parts are written here instead of by Spark; the prefixes that were asked for."""
     prefixes: list[str] = []
 
-    def write(frame: Any, folder: Path, prefix: str) -> Any:
+    def write(frame: Any, folder: Folder, prefix: str) -> Any:
         prefixes.append(prefix)
-        with PartWriter(str(folder), prefix, CHANGES) as parts:
+        with PartWriter(folder.url, prefix, CHANGES) as parts:
             for rows in table_of(frame).to_batches():
                 parts.write(rows)
         return parts.finished
@@ -52,7 +53,7 @@ def test_a_batch_that_is_run_again_after_a_crash_is_not_written_again(tmp_path: 
     place = checkpoint(tmp_path / "_checkpoint", b0="0 to 5")
     done: list[tuple[int, Applied]] = []
     frame = [event("mutation", "a", (1, 1), value=b"1")]
-    with Lake(tmp_path, "an-id") as lake:
+    with Lake(folder_at(tmp_path), "an-id") as lake:
         sink = Sink(lake, place, How(), lambda *each: done.append(each))
         sink(frame, 0)
         sink(frame, 0)
@@ -62,7 +63,7 @@ def test_a_batch_that_is_run_again_after_a_crash_is_not_written_again(tmp_path: 
 
 def test_a_batch_without_events_leaves_no_version(tmp_path: Path, executors: list[str]) -> None:
     place = checkpoint(tmp_path / "_checkpoint", b0="0 to 0", b1="0 to 1")
-    with Lake(tmp_path, "an-id") as lake:
+    with Lake(folder_at(tmp_path), "an-id") as lake:
         sink = Sink(lake, place, How(), lambda *_: None)
         sink([], 0)
         assert (lake.changes.version(), lake.documents.version()) == (0, 0)
@@ -72,7 +73,7 @@ def test_a_batch_without_events_leaves_no_version(tmp_path: Path, executors: lis
 
 def test_the_same_number_with_other_offsets_is_refused(tmp_path: Path, executors: list[str]) -> None:
     place = checkpoint(tmp_path / "_checkpoint", b0="0 to 5")
-    with Lake(tmp_path, "an-id") as lake:
+    with Lake(folder_at(tmp_path), "an-id") as lake:
         sink = Sink(lake, place, How(), lambda *_: None)
         sink([event("mutation", "a", (1, 1))], 0)
         checkpoint(tmp_path / "_checkpoint", b0="0 to 9")
@@ -83,7 +84,7 @@ def test_the_same_number_with_other_offsets_is_refused(tmp_path: Path, executors
 
 def test_tables_are_tidied_between_batches(tmp_path: Path, executors: list[str]) -> None:
     place = checkpoint(tmp_path / "_checkpoint", **{f"b{number}": str(number) for number in range(4)})
-    with Lake(tmp_path, "an-id") as lake:
+    with Lake(folder_at(tmp_path), "an-id") as lake:
         sink = Sink(lake, place, How(tidy_batches=2, keep_hours=0), lambda *_: None)
         for number in range(4):
             sink([event("mutation", f"k{number}", (1, number + 1), value=b"")], number)

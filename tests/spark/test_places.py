@@ -1,0 +1,243 @@
+"""Destinations: what a text names, what is refused, and files that are there whole or not at all, also in S3."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow.dataset as ds
+import pyarrow.fs as pf
+import pytest
+from deltalake import DeltaTable
+from deltalake.fs import DeltaStorageHandler
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.spark import export as exports
+from mirror.spark.columns import CHANGES
+from mirror.spark.delta import CommitConflict
+from mirror.spark.export import export
+from mirror.spark.lake import Lake
+from mirror.spark.parts import PartWriter, run_name
+from mirror.spark.places import LocalFolder, ObjectFolder, folder_at, local_path
+from mirror.spark.runner import LocalRunner
+from mirror.spark.sync import How, checkpoint_for
+from tests.cli.conftest import call
+from tests.spark.conftest import ObjectStore
+from tests.spark.events import event, table_of
+from tests.spark.mirrors import SmallMirror, orders, scanned
+from tests.spark.test_lake import apply, batch, current, told, write_files
+
+REFUSED = [
+    ("hdfs://namenode/x", "hdfs:// cannot be written"),
+    ("dbfs:/x", "dbfs:// cannot be written"),
+    ("s3a://b/x", "s3a:// cannot be written"),
+    ("http://localhost/x", "http:// cannot be written"),
+    ("s3:/b/x", "not a URL of a bucket and a prefix"),
+    ("s3://b", "names a whole bucket"),
+    ("s3://b/x?version=1", "not a URL of a bucket and a prefix"),
+    ("s3://key:secret@b/x", "must not contain a password"),
+    ("file://elsewhere/x", "not a path of this machine"),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("/a/b", "/a/b"),
+        ("a/b", f"{os.getcwd()}/a/b"),
+        ("./s3:/b", f"{os.getcwd()}/s3:/b"),
+        ("file:///a/b", "/a/b"),
+        ("file:/a/b", "/a/b"),
+        ("file://localhost/a/b%20c", "/a/b c"),
+    ],
+)
+def test_a_path_and_a_file_url_name_a_folder_of_this_machine(text: str, path: str) -> None:
+    assert folder_at(text) == LocalFolder(Path(path))
+    assert local_path(text) == Path(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("s3://b/x/y/", "s3://b/x/y"),
+        ("S3://b/x", "s3://b/x"),
+        ("gs://b/x", "gs://b/x"),
+        ("abfss://c@a.dfs.core.windows.net/x", "abfss://c@a.dfs.core.windows.net/x"),
+    ],
+)
+def test_a_url_of_an_object_store_names_a_prefix_and_is_no_local_path(text: str, url: str) -> None:
+    assert folder_at(text) == ObjectFolder(url)
+    with pytest.raises(ConfigError, match="must be on this machine"):
+        local_path(text)
+
+
+@pytest.mark.parametrize(("text", "what"), REFUSED)
+def test_any_other_url_is_refused(text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what) as raised:
+        folder_at(text)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"), [("export", "hdfs://namenode/x"), ("sync", "dbfs:/x"), ("backfill", "s3://b/x")]
+)
+def test_a_command_refuses_it_in_one_line_and_makes_no_folder(command: str, text: str, tmp_path: Path) -> None:
+    SmallMirror(tmp_path / "mirror").close()
+    work = tmp_path / "work"
+    work.mkdir()
+    source = ["--source", "couchbase://demo@127.0.0.1:1/demo"] if command == "backfill" else ["--data", "../mirror"]
+    done = call("pipeline", command, *source, "--to", text, cwd=work, env={"PYTHONPATH": str(Path.cwd())})
+    assert done.code == 2
+    assert text in done.complaint
+    assert list(work.iterdir()) == []
+
+
+def test_an_unreachable_store_is_one_line_without_colours() -> None:
+    folder = folder_at("abfss://container/x")  # an account is missing, which the library finds out
+    with pytest.raises(OSError, match="Account must be specified") as raised:
+        folder.names()
+    said = str(folder.error(raised.value))
+    assert "abfss://container/x: cannot be written" in said
+    assert "\x1b" not in said
+    assert "\n" not in said
+
+
+# -- a local S3 server -------------------------------------------------------------------------------------------------
+
+
+def objects(url: str) -> list[str]:
+    return folder_at(url).names()
+
+
+def exported(url: str) -> dict[str, tuple[int, bytes]]:
+    with folder_at(url).open("_SUCCESS") as file:
+        names = json.load(file)["names"]
+    table = ds.dataset(names, format="parquet", filesystem=pf.PyFileSystem(DeltaStorageHandler(url))).to_table()
+    return {row["key"]: (row["seqno"], row["value"]) for row in table.to_pylist()}
+
+
+def in_table(url: str, version: int | None = None) -> dict[str, tuple[int, bytes]]:
+    rows = DeltaTable(url, version=version).to_pyarrow_table().to_pylist()
+    return {row["key"]: (row["seqno"], row["value"]) for row in rows}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> SmallMirror:
+    mirror = SmallMirror(tmp_path / "mirror")
+    mirror.put(orders(0, 50))
+    return mirror
+
+
+def test_an_export_to_s3_is_in_s3(small: SmallMirror, s3: ObjectStore, tmp_path: Path) -> None:
+    """Once `./s3:/lake/...` was made, and called a success."""
+    url = f"s3://lake/{tmp_path.name}"
+    arguments = ["--data", f"file://{small.path}", "--to", url, "--format", "delta", "--json", "--processes", "1"]
+    done = call("pipeline", "export", *arguments, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd()), **s3.env})
+    assert done.code == 0, done.err
+    assert done.json["target"] == url
+    assert in_table(url) == scanned(small.path)
+    assert [each.name for each in tmp_path.iterdir()] == ["mirror"]
+    with pytest.raises(ConfigError, match="--overwrite"):
+        export(small.path, url, LocalRunner(1), delta_table=True)
+    small.put(orders(50, 10))
+    assert export(small.path, url, LocalRunner(1), delta_table=True, overwrite=True).version == 1
+    assert in_table(url) == scanned(small.path)
+
+
+def test_parquet_in_s3_is_an_export_once_success_is_there(
+    small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://lake/{tmp_path.name}"
+    seen: list[list[str]] = []
+    check = exports._Target.check
+
+    def killed(self: exports._Target, parts: object) -> None:
+        check(self, parts)  # type: ignore[arg-type]
+        seen.append(objects(url))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exports._Target, "check", killed)
+        patch.setattr(exports._Prefix, "__exit__", lambda *_: None)  # as after SIGKILL
+        with pytest.raises(KeyboardInterrupt):
+            export(small.path, url, LocalRunner(1))
+    assert seen
+    assert "_SUCCESS" not in objects(url)
+    with pytest.raises(ConfigError, match="unfinished export"):
+        export(small.path, url, LocalRunner(1))
+    done = export(small.path, url, LocalRunner(1), overwrite=True)
+    assert done.orphans_removed == len(seen[0])
+    assert exported(url) == scanned(small.path)
+    assert len(objects(url)) == done.files + 1
+    small.put(orders(50, 10))
+    export(small.path, url, LocalRunner(1), overwrite=True)
+    assert exported(url) == scanned(small.path)
+
+
+def test_a_failed_export_to_s3_leaves_nothing(
+    small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://lake/{tmp_path.name}"
+
+    def fail(*_: object) -> None:
+        raise OSError("the store went away")
+
+    monkeypatch.setattr(exports._Target, "success", fail)
+    with pytest.raises(MirrorError, match="the store went away"):
+        export(small.path, url, LocalRunner(1))
+    assert objects(url) == []
+
+
+def test_two_exports_to_one_prefix_do_not_both_succeed(
+    small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://lake/{tmp_path.name}"
+    check = exports._Target.check
+
+    def other_first(self: exports._Target, parts: object) -> None:
+        monkeypatch.setattr(exports._Target, "check", check)
+        with PartWriter(url, f"part-{run_name()}-00000", CHANGES) as other:
+            other.write_empty()
+
+    monkeypatch.setattr(exports._Target, "check", other_first)
+    with pytest.raises(MirrorError, match="another export is writing here"):
+        export(small.path, url, LocalRunner(1))
+    assert "_SUCCESS" not in objects(url)
+
+
+def test_a_bucket_that_is_not_there_is_one_line(small: SmallMirror, s3: ObjectStore) -> None:
+    for delta_table in (False, True):
+        with pytest.raises(MirrorError, match="NoSuchBucket"):
+            export(small.path, "s3://absent/x", LocalRunner(1), delta_table=delta_table)
+
+
+def test_the_tables_of_a_lake_in_s3_have_each_batch_once(s3: ObjectStore, tmp_path: Path) -> None:
+    folder = folder_at(f"s3://lake/{tmp_path.name}")
+    events = [[event("mutation", "a", (1, 1), value=b"1"), event("mutation", "b", (1, 2), value=b"2")]]
+    zombie = Lake(folder, None)
+    assert not zombie.has_changes(batch(0))
+    written = write_files(zombie, batch(0), events)
+    with Lake(folder, None) as lake:  # no lock: commits decide
+        apply(lake, batch(0), events)
+        with pytest.raises(CommitConflict):
+            zombie.add_changes(batch(0), written)
+        apply(lake, batch(1), [[event("deletion", "b", (1, 3))]])
+        assert lake.remove_unfinished() == []  # they may be another process's
+        assert sum(told(lake).values()) == 3
+        assert current(lake) == {("_default._default", "a"): (1, b"1")}
+        lake.tidy(24)
+        assert sum(told(lake).values()) == 3
+    with pytest.raises(ConfigError, match="another checkpoint"):
+        Lake(folder, "another")
+    assert table_of([]).schema == CHANGES
+
+
+def test_sync_to_s3_wants_a_checkpoint_here_and_files_kept_for_a_day(tmp_path: Path) -> None:
+    folder = folder_at("s3://lake/x")
+    with pytest.raises(ConfigError, match="--checkpoint"):
+        checkpoint_for(folder, How())
+    with pytest.raises(ConfigError, match="kept for 24 hours"):
+        checkpoint_for(folder, How(checkpoint=tmp_path, keep_hours=1))
+    assert checkpoint_for(folder, How(checkpoint=tmp_path)) == tmp_path
+    assert checkpoint_for(folder_at(tmp_path), How(keep_hours=0)) == tmp_path / "_checkpoint"
