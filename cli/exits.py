@@ -19,7 +19,6 @@ from typing import Any
 import typer
 
 from mirror.errors import ExitCode, MirrorError
-from mirror.wire.errors import ProtocolError
 from storage.errors import StorageError
 
 UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
@@ -46,6 +45,8 @@ def complain(text: str) -> None:
 
 def code_of(error: BaseException) -> tuple[int, str]:
     """Exit code and line for whatever ended a command; an empty line says nothing."""
+    from mirror.wire.errors import ProtocolError  # the protocol's tables, which most commands never need
+
     if isinstance(error, Ended):
         return error.code, ""
     if isinstance(error, Absent):
