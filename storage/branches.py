@@ -74,6 +74,9 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
             vbid=vbid,
         )
     manifest_key = (manifest_branch, manifest_seqno)
+    if staging != branch and staging_published:  # a deferred rollback: what holds where it went back to
+        links = chain.load(environment, txn, vbid, staging, staging_published)
+        manifest_key = manifest_key_on(environment, txn, vbid, links)
     manifest = manifest_at(environment, txn, vbid, manifest_key)
     above = []
     cursor = txn.cursor(environment.db(keys.DB_MANIFEST))
@@ -84,7 +87,8 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
                 break
             manifest = records.decode_manifest(value)
             above.append((row_branch, row_seqno, manifest))
-    if staging != branch and not above:
+    fresh = staging != branch and not staging_published
+    if fresh and not above:
         manifest = Manifest.initial()
     state = VbucketState(
         vbid=vbid,
@@ -103,7 +107,7 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
         last_rollback_ms=last,
         stream_filter=stream_filter,
     )
-    return Loaded(state, indexed, manifest_key if staging == branch else (0, 0), above)
+    return Loaded(state, indexed, (0, 0) if fresh else manifest_key, above)
 
 
 def purge_row(environment: Environment, txn: Any, vbid: int) -> tuple[int, int]:
@@ -183,17 +187,22 @@ def put_published(
 ) -> None:
     """Make `branch` up to `seqno` what readers see, and keep that boundary.
 
-    A refill or OSO branch gets its time now, by which the purger knows that readers have seen it, and since when; the
-    purger then starts on it from its beginning.
+    The branch of a refill, an OSO snapshot or a deferred rollback gets its time now, by which the purger knows that
+    readers have seen it, and since when; where it has no parent the purger then starts on it from its beginning.
     """
     vbid_key = keys.VBID_KEY.pack(state.vbid)
     if branch != state.branch:
         row = get_branch(environment, txn, state.vbid, branch)
         put_branch(environment, txn, state.vbid, branch, row._replace(time_ms=now.wall_ms, history_ms=now.history_ms))
-        txn.put(vbid_key, keys.PURGE.pack(0, 0), db=environment.db(keys.DB_PURGE))
+        if state.rollback_deferred:
+            _put_rollback(environment, txn, state, branch, row.base_seqno, row.vbuuid, now.wall_ms, reached_seqno=seqno)
+        else:
+            txn.put(vbid_key, keys.PURGE.pack(0, 0), db=environment.db(keys.DB_PURGE))
     floor = state.history_floor_seqno if state.staging_published_seqno else seqno
     pub = keys.PUB.pack(branch, seqno, floor, *manifest_key, 0)
     txn.put(vbid_key, pub, db=environment.db(keys.DB_PUB))
+    if state.rollback_deferred and seqno == state.staging_published_seqno:
+        return  # its boundary is there since the branch was opened
     if not seqno and branch == state.branch:
         return  # the source has nothing: `state` says so, and there is nothing to go back to
     put_boundary(environment, txn, state, branch, seqno, snap_start_seqno, now)
@@ -270,7 +279,7 @@ def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary:
     then the vbuuid kept with the boundary is all that is known of its history.
     """
     vbid, at = state.vbid, boundary.seqno
-    own_log = state.failover_log if state.staging_branch == state.branch else ()
+    own_log = state.failover_log if state.staging_branch == state.branch or state.rollback_deferred else ()
     log = prune_failover_log(own_log, boundary)
     to_vbuuid = vbuuid_at(log, at)
     served = chain.load(environment, txn, vbid, state.branch, at)
@@ -278,19 +287,11 @@ def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary:
     branch = _open_branch(environment, txn, vbid, state.branch, at, to_vbuuid, BranchReason.ROLLBACK, now)
     pub = keys.PUB.pack(branch, at, min(state.history_floor_seqno, at), *manifest_key, 0)
     txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
-    key = keys.ROW.pack(branch, at) + keys.BOUNDARY_SUFFIX
-    value = keys.BOUNDARY.pack(boundary.snap_start_seqno, to_vbuuid, boundary.time_ms, boundary.history_ms)
-    txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
-    number = state.rollback_count + 1
-    was_served = chain.load(environment, txn, vbid, state.branch, state.published_seqno)
-    newest = chain.newest_boundary(environment, txn, vbid, was_served, state.published_seqno)
-    from_vbuuid = newest.vbuuid if newest is not None else 0
-    record = records.encode_rollback(
-        state.branch, state.published_seqno, branch, at, from_vbuuid, to_vbuuid, now.wall_ms
-    )
-    txn.put(keys.ROLLBACK_KEY.pack(vbid, number), record, db=environment.db(keys.DB_ROLLBACK))
+    _copy_boundary(environment, txn, vbid, branch, boundary, to_vbuuid)
+    _put_rollback(environment, txn, state, branch, at, to_vbuuid, now.wall_ms)
     # What the streams of the served copy were filtered to was forgotten when the refill began: then nobody knows.
-    unknown = state.stream_filter is not None and state.staging_branch != state.branch
+    other_copy = state.staging_branch != state.branch and not state.rollback_deferred
+    unknown = state.stream_filter is not None and other_copy
     _put_state(
         environment,
         txn,
@@ -298,16 +299,64 @@ def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary:
         branch,
         at,
         failover_log=log,
-        rollback_count=number,
+        rollback_count=state.rollback_count + 1,
         last_rollback_ms=now.wall_ms,
         stream_filter="" if unknown else state.stream_filter,
     )
+
+
+def _copy_boundary(
+    environment: Environment, txn: Any, vbid: Vbid, branch: int, boundary: Boundary, vbuuid: int
+) -> None:
+    """A branch that continues a boundary begins with a copy of it."""
+    key = keys.ROW.pack(branch, boundary.seqno) + keys.BOUNDARY_SUFFIX
+    value = keys.BOUNDARY.pack(boundary.snap_start_seqno, vbuuid, boundary.time_ms, boundary.history_ms)
+    txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
+
+
+def _put_rollback(
+    environment: Environment,
+    txn: Any,
+    state: VbucketState,
+    branch: int,
+    to_seqno: int,
+    to_vbuuid: int,
+    now_ms: int,
+    reached_seqno: int | None = None,
+) -> None:
+    """The record of a rollback from what is served."""
+    vbid = state.vbid
+    served = chain.load(environment, txn, vbid, state.branch, state.published_seqno)
+    newest = chain.newest_boundary(environment, txn, vbid, served, state.published_seqno)
+    from_vbuuid = newest.vbuuid if newest is not None else 0
+    record = records.encode_rollback(
+        state.branch, state.published_seqno, branch, to_seqno, from_vbuuid, to_vbuuid, now_ms, reached_seqno
+    )
+    key = keys.ROLLBACK_KEY.pack(vbid, state.rollback_count + 1)
+    txn.put(key, record, db=environment.db(keys.DB_ROLLBACK))
+
+
+def defer_rollback(environment: Environment, txn: Any, state: VbucketState, boundary: Boundary) -> None:
+    """Open a branch at a kept boundary of the served chain, and stage on it; readers stay where they are.
+
+    Its first publish is the rollback (`put_published`): then readers go from what they see to that end in one step.
+    """
+    log = prune_failover_log(state.failover_log, boundary)
+    vbuuid = vbuuid_at(log, boundary.seqno)
+    branch = _open_branch(
+        environment, txn, state.vbid, state.branch, boundary.seqno, vbuuid, BranchReason.DEFERRED_ROLLBACK, Moment(0, 0)
+    )
+    _copy_boundary(environment, txn, state.vbid, branch, boundary, vbuuid)
+    _put_state(environment, txn, state, branch, boundary.seqno, failover_log=log)
 
 
 def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_key: ManifestKey, now: Moment) -> None:
     """Leave rows of an unfinished snapshot behind on their branch, where no chain will ever see them."""
     vbid = state.vbid
     base = state.published_seqno
+    if state.rollback_deferred:
+        defer_rollback(environment, txn, state, _boundary_at(environment, txn, state, state.staging_published_seqno))
+        return
     if staging_reason(environment, txn, state) is BranchReason.REFILL:
         begin_refill(environment, txn, state, BranchReason.REFILL)
         return
@@ -321,15 +370,19 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
     pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)
     txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
     if base:
-        served = chain.load(environment, txn, vbid, state.branch, base)
-        boundary = chain.newest_boundary(environment, txn, vbid, served, base)
-        if boundary is None or boundary.seqno != base:
-            raise CorruptedError(f"published seqno {base} has no boundary", path=environment.path, vbid=vbid)
-        value = keys.BOUNDARY.pack(boundary.snap_start_seqno, boundary.vbuuid, boundary.time_ms, boundary.history_ms)
-        key = keys.ROW.pack(branch, base) + keys.BOUNDARY_SUFFIX
-        txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
+        boundary = _boundary_at(environment, txn, state, base)
+        _copy_boundary(environment, txn, vbid, branch, boundary, boundary.vbuuid)
     stream_filter = "" if other_copy and state.stream_filter is not None else state.stream_filter
     _put_state(environment, txn, state, branch, base, failover_log=log, stream_filter=stream_filter)
+
+
+def _boundary_at(environment: Environment, txn: Any, state: VbucketState, seqno: int) -> Boundary:
+    """The boundary of the served chain that is at `seqno`."""
+    served = chain.load(environment, txn, state.vbid, state.branch, seqno)
+    boundary = chain.newest_boundary(environment, txn, state.vbid, served, seqno)
+    if boundary is None or boundary.seqno != seqno:
+        raise CorruptedError(f"published seqno {seqno} has no boundary", path=environment.path, vbid=state.vbid)
+    return boundary
 
 
 def set_unavailable(environment: Environment, txn: Any, vbid: int, unavailable: bool) -> bool:

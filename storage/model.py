@@ -41,6 +41,7 @@ class BranchReason(IntEnum):
     REFILL = 3
     ABANDONED = 4
     OSO = 5
+    DEFERRED_ROLLBACK = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,13 @@ class VbucketState:
     published_seqno: Seqno
     history_floor_seqno: Seqno
     staging_branch: Branch
-    """Where rows are written; differs from `branch` only while a refill or an OSO snapshot is under way."""
+    """Where rows are written; not `branch` while a refill, an OSO snapshot or a deferred rollback is under way."""
     staged_seqno: Seqno
     """Position on the staging branch: rows (or seqno advances) received and accepted, published or not."""
     staging_published_seqno: Seqno
-    """Newest published end on the staging branch: `published_seqno`, or 0 when the branches differ."""
+    """Newest published end on the staging branch: `published_seqno`; when the branches differ 0, or where a deferred
+    rollback went back to.
+    """
     open_snapshot: SnapshotRange | None
     """The snapshot that staged rows above the newest complete end belong to; None between snapshots."""
     failover_log: tuple[FailoverEntry, ...]
@@ -127,6 +130,11 @@ class VbucketState:
     last_rollback_ms: int | None = None
     stream_filter: str | None = None
     """What the streams of the staging branch were filtered to, in the words of whoever asked; None: to nothing."""
+
+    @property
+    def rollback_deferred(self) -> bool:
+        """True while the staging branch continues an older boundary of the served one, and readers do not see that."""
+        return self.staging_branch != self.branch and self.staging_published_seqno > 0
 
     @property
     def is_whole(self) -> bool:

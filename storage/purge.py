@@ -33,6 +33,8 @@ STEP_ROWS = 4_000
 """Rows removed, and twice as many visited, in one step at most."""
 STEP_MS_MAX = 20
 """No step should take longer, milliseconds: one that comes near it halves the next."""
+NOT_SEEN_AT_FIRST = (BranchReason.REFILL, BranchReason.OSO, BranchReason.DEFERRED_ROLLBACK)
+"""Branches that readers see from their first publish on; until then they have no time."""
 SHARE_MIN = 0.05
 """Of STEP_ROWS, the least that a step is halved to: below it, what takes the time is the disk's own sync."""
 
@@ -177,7 +179,14 @@ class Purger:
             target = max(target, self._floor_by_size(txn, vbid, links, window.size_bytes))
         if target > floor and (held := self.leases.floor_max(self.environment, txn, vbid, links, now_ms)) is not None:
             target = max(floor, min(target, held))
+        if target > floor and (base := self._deferred_base(txn, vbid, links[0].branch)) is not None:
+            target = max(floor, min(target, base))
         return target
+
+    def _deferred_base(self, txn: Any, vbid: Vbid, served: int) -> int | None:
+        """Where a deferred rollback goes on from: what its readers will need of the served history lies below."""
+        state = records.decode_state(txn.get(keys.VBID_KEY.pack(vbid), db=self.environment.db(keys.DB_STATE)))
+        return state[2] if state[0] != served and state[2] else None
 
     def _floor_by_time(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, until_ms: int) -> int:
         """The newest boundary published at or before `until_ms`, as far as one step's walk from the floor finds it.
@@ -378,16 +387,14 @@ def dead_ranges(environment: Environment, txn: Any, vbid: Vbid) -> list[Dead]:
     served = branches.unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)[0]
     staging = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))[0]
     was_served = {
-        branch: row.history_ms
-        for branch, row in known.items()
-        if row.time_ms or row.reason not in (BranchReason.REFILL, BranchReason.OSO)
+        branch: row.history_ms for branch, row in known.items() if row.time_ms or row.reason not in NOT_SEEN_AT_FIRST
     }
     chains = {branch: _cuts(known, branch) for branch in was_served if branch <= served}
     found = []
     for branch in known:
         if branch == staging:
             continue
-        if branch not in was_served:  # a refill or OSO snapshot that was given up
+        if branch not in was_served:  # a refill, OSO snapshot or deferred rollback that was given up
             found.append(Dead(branch, 0, SEQNO_MAX, None))
             continue
         cut = SEQNO_MAX

@@ -293,13 +293,21 @@ def decode_manifest(data: bytes | None) -> Manifest:
 
 
 def encode_rollback(
-    from_branch: int, from_seqno: int, to_branch: int, to_seqno: int, from_vbuuid: int, to_vbuuid: int, time_ms: int
+    from_branch: int,
+    from_seqno: int,
+    to_branch: int,
+    to_seqno: int,
+    from_vbuuid: int,
+    to_vbuuid: int,
+    time_ms: int,
+    reached_seqno: int | None = None,
 ) -> bytes:
-    """A row of `rollback`."""
-    return _pack(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms)
+    """A row of `rollback`. `reached_seqno`, of a deferred one: where readers went to in one step."""
+    reached = () if reached_seqno is None else (reached_seqno,)
+    return _pack(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms, *reached)
 
 
-def decode_rollback(data: bytes | None) -> tuple[int, int, int, int, int, int, int]:
-    """(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms)."""
-    a, b, c, d, e, f, g = _unpack(data, "rollback", 7)
-    return a, b, c, d, e, f, g
+def decode_rollback(data: bytes | None) -> tuple[int, int, int, int, int, int, int, int | None]:
+    """The fields of `encode_rollback`, in its order."""
+    a, b, c, d, e, f, g, *reached = _unpack(data, "rollback", 7, 8)
+    return a, b, c, d, e, f, g, reached[0] if reached else None

@@ -139,7 +139,11 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A rollback that readers went through: from (branch, seqno) to a new branch that begins at `to_seqno`."""
+    """A rollback that readers went through: from (branch, seqno) to a new branch that begins at `to_seqno`.
+
+    A deferred one (`publish=persisted`) took them in one step to `reached_seqno` of that branch: of what they had seen
+    above `to_seqno` it retracts only what the new history up to there has no version of.
+    """
 
     vbid: Vbid
     from_branch: Branch
@@ -149,6 +153,7 @@ class Rollback:
     from_vbuuid: Vbuuid
     to_vbuuid: Vbuuid
     time_ms: int
+    reached_seqno: Seqno | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -991,9 +996,10 @@ class View:
                 for key, value in cursor.iternext():
                     if key[:2] != keys.VBID_KEY.pack(vbid):
                         break
-                    a, b, c, d, e, f, g = records.decode_rollback(value)
+                    a, b, c, d, e, f, g, h = records.decode_rollback(value)
+                    reached = None if h is None else Seqno(h)
                     found.append(
-                        Rollback(Vbid(vbid), Branch(a), Seqno(b), Branch(c), Seqno(d), Vbuuid(e), Vbuuid(f), g)
+                        Rollback(Vbid(vbid), Branch(a), Seqno(b), Branch(c), Seqno(d), Vbuuid(e), Vbuuid(f), g, reached)
                     )
         return found
 
@@ -1035,9 +1041,13 @@ class View:
     def _changes_of(self, vbid: int, token: Token | None, raw: bool, end: Token | None = None) -> Iterator[Change]:
         opened = self._open(vbid)
         served, lost, after = self._way(opened, vbid, token, end)
+        replacing: chain.Chain = ()
         if token is not None and lost:
-            yield from self._retractions(opened, vbid, served, lost, token, after, raw)
+            record, replacing = self._rollback_from(vbid, served, token, after)
+            yield from self._retractions(opened, vbid, served, lost, token, record, replacing, raw)
         for document in self._rows_of(opened, vbid, served, after, served.seqno, raw):
+            if replacing and self._was_given(opened, lost, document, raw):
+                continue
             yield Change(document.kind.name.lower(), Token(Vbid(vbid), document.branch, document.seqno), document)
 
     def _way(
@@ -1085,26 +1095,63 @@ class View:
             raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
         return links
 
+    def _rollback_from(self, vbid: int, served: Served, token: Token, common: int) -> tuple[Rollback, chain.Chain]:
+        """The rollback that took readers from the history of `token` to the one that is served; and where it was a
+        deferred one, the chain as they first saw it then, as far as it is still served.
+        """
+        rising = [link for link in reversed(served.links) if link.branch > token.branch]
+        while rising[0].base_seqno != common:
+            del rising[0]
+        child = rising[0]
+        records_of = {each.to_branch: each for each in self.rollbacks(vbid)}
+        reached: int | None = None
+        for link in rising:
+            if reached is not None and link.base_seqno >= reached:
+                break
+            known = records_of.get(Branch(link.branch))
+            if known is None or known.reached_seqno is None:
+                reached = None if reached is None else link.base_seqno
+                break
+            reached = known.reached_seqno
+        begin = Branch(child.branch)
+        unknown = Rollback(Vbid(vbid), token.branch, token.seqno, begin, Seqno(common), Vbuuid(0), Vbuuid(0), 0)
+        return records_of.get(begin, unknown), () if reached is None else chain.recut(served.links, reached)
+
     def _retractions(
-        self, opened: Opened, vbid: int, served: Served, lost: chain.Chain, token: Token, common: int, raw: bool
+        self,
+        opened: Opened,
+        vbid: int,
+        served: Served,
+        lost: chain.Chain,
+        token: Token,
+        record: Rollback,
+        replacing: chain.Chain,
+        raw: bool,
     ) -> Iterator[Change]:
         """The rollback, then each retracted newest version and what is visible again in its place; last, what is
         visible again because its collection was dropped or flushed in the lost history alone.
+
+        Nothing at all where a deferred rollback lost nothing of what the reader was given.
         """
-        child = next(
-            link for link in reversed(served.links) if link.base_seqno == common and link.branch > token.branch
-        )
-        record = next(
-            (each for each in reversed(self.rollbacks(vbid)) if each.to_branch == child.branch),
-            Rollback(
-                Vbid(vbid), token.branch, token.seqno, Branch(child.branch), Seqno(common), Vbuuid(0), Vbuuid(0), 0
-            ),
-        )
+        common = record.to_seqno
         held = Change("rollback", token, rollback=record)
-        for kind, document in self._undone(opened, vbid, served, lost, common, raw):
+        for kind, document in self._undone(opened, vbid, served, lost, common, raw, replacing):
             yield held
             held = Change(kind, token, document)
-        yield Change(held.kind, Token(Vbid(vbid), Branch(child.branch), Seqno(common)), held.document, held.rollback)
+        if held.rollback is None or not replacing:
+            yield Change(held.kind, Token(Vbid(vbid), record.to_branch, common), held.document, held.rollback)
+
+    def _was_given(self, opened: Opened, lost: chain.Chain, document: Document, raw: bool) -> bool:
+        """True if the reader had this very version under the history that was left."""
+        if document.seqno > lost[0].cut:
+            return False
+        link = next(link for link in reversed(lost) if document.seqno <= link.cut)
+        with opened.environment.read() as txn:
+            frame = txn.get(keys.ROW.pack(link.branch, document.seqno), db=opened.rows)
+        if frame is None:
+            return False
+        known = records.decode_row(document.vbid, Branch(link.branch), frame, raw=raw)
+        return known._replace(branch=document.branch) == document
 
     def undone_by(
         self, vbid: int, to_seqno: int, *, raw: bool = False
@@ -1126,11 +1173,22 @@ class View:
         return boundary, self._undone(opened, vbid, served, served.links, boundary.seqno, raw)
 
     def _undone(
-        self, opened: Opened, vbid: int, served: Served, lost: chain.Chain, common: int, raw: bool
+        self,
+        opened: Opened,
+        vbid: int,
+        served: Served,
+        lost: chain.Chain,
+        common: int,
+        raw: bool,
+        replacing: chain.Chain = (),
     ) -> Iterator[tuple[str, Document]]:
-        """Of each key that `lost` changed above `common` its newest version, and what is visible again in its place."""
+        """Of each key that `lost` changed above `common` its newest version, and what is visible again in its place.
+
+        With `replacing`, the chain that readers went to in one step, only of keys that it has no version of above
+        `common`, and whose collection it has not dropped or flushed since.
+        """
         restored_links = chain.recut(served.links, common)
-        back = self._back_with_all_they_held(opened, vbid, lost, restored_links)
+        back = self._back_with_all_they_held(opened, vbid, lost, replacing or restored_links)
         for link in reversed(lost):
             position = max(link.base_seqno, common)
             prefix = keys.PREFIX.pack(link.branch)
@@ -1145,7 +1203,7 @@ class View:
                         raise ViewInvalidated(
                             "what was rolled back is gone from history", vbid=vbid, hint="read it from the beginning"
                         )
-                    pairs = self._retracted_pairs(txn, opened, vbid, rows, lost, restored_links, back, raw)
+                    pairs = self._retracted_pairs(txn, opened, vbid, rows, lost, restored_links, back, raw, replacing)
                 for before, after in pairs:
                     yield "retraction", before
                     if after is not None:
@@ -1192,15 +1250,21 @@ class View:
         restored_links: chain.Chain,
         back: dict[int, Seqno],
         raw: bool,
+        replacing: chain.Chain,
     ) -> list[tuple[Document, Document | None]]:
         """Each with what is visible again in its place; but for the collections of `back`, which come back whole."""
         pairs = []
         cursor = txn.cursor(opened.keys)
-        manifest_key = branches.manifest_key_on(opened.environment, txn, vbid, restored_links)
+        manifest_key = branches.manifest_key_on(opened.environment, txn, vbid, replacing or restored_links)
         manifest = self._manifest(opened.environment, txn, vbid, manifest_key)
         for wire_key, dup in records.key_rows(rows):
             if chain.newest_version(cursor, wire_key, lost) != dup:
                 continue  # superseded within the lost history: the reader's last word on this key comes later
+            if replacing:
+                newest = chain.newest_version(cursor, wire_key, replacing)
+                replaced = newest is not None and unpack_dup(newest)[1] > restored_links[0].cut
+                if replaced or not self._alive(manifest, keys.split_key(wire_key)[0], unpack_dup(dup)[1]):
+                    continue
             again = chain.newest_version(cursor, wire_key, restored_links)
             if again is not None:
                 collection_id = keys.split_key(wire_key)[0]

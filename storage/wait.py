@@ -7,8 +7,9 @@ transaction, so every answer is true of one moment. The rule, for a token (vbid,
   the write can be seen once published_seqno has reached it;
 - its history was rolled back here, and a newer log has come since without it: lost;
 - its history is unknown: a failover that this mirror has yet to hear of, so waiting is right.
-While a vbucket is filled anew nothing counts as published. Invariant: a token that is `LOST` was never acknowledged as
-`PUBLISHED` by the history that is served now. Thread-safe as the view is; a wait holds no transaction.
+While a vbucket is filled anew, or a rollback is deferred, nothing counts as published. Invariant: a token that is
+`LOST` was never acknowledged as `PUBLISHED` by the history that is served now. Thread-safe as the view is; a wait holds
+no transaction.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def standing_in(state: VbucketState, token: MutationToken) -> Standing | None:
     here = Standing.PUBLISHED if state.published_seqno >= token.seqno and not refilling else Standing.WAITING
     if not token.vbuuid:
         return here
+    if state.rollback_deferred:  # the log is of the history that is staged: whether it has the write is not known yet
+        return Standing.WAITING
     newest_seqno = SEQNO_MAX
     for entry in state.failover_log:
         if entry.vbuuid == token.vbuuid:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter, itemgetter, lt
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 
@@ -66,6 +66,15 @@ class RollbackResult:
     from_seqno: Seqno
     branch: Branch
     from_branch: Branch
+
+
+class Plan(NamedTuple):
+    """What a commit wrote of one vbucket."""
+
+    row_count: int
+    published: bool
+    staged_seqno: int
+    time_ms: int
 
 
 class Vbucket:
@@ -572,8 +581,8 @@ class GroupWriter:
         self._reload()
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
-    def _put_vbucket(self, txn: Any, vbucket: Vbucket, flush_open: bool) -> tuple[int, bool, int]:
-        """Write one vbucket's part; returns (rows written, published?, staged seqno). Changes nothing in memory."""
+    def _put_vbucket(self, txn: Any, vbucket: Vbucket, flush_open: bool) -> Plan:
+        """Write one vbucket's part. Changes nothing in memory."""
         environment = self.environment
         state = vbucket.state
         vbid = state.vbid
@@ -610,9 +619,9 @@ class GroupWriter:
                 txn.put(key, records.encode_manifest(manifest), db=environment.db(keys.DB_MANIFEST))
         if publish:
             self._put_publish(txn, vbucket, now)
-        staged_seqno = self._put_state(txn, vbucket, rows, publish)
+        staged_seqno = self._put_state(txn, vbucket, rows, publish, now.wall_ms)
         vbucket.prepares.put(environment, txn, state, staged_seqno, vbucket.complete_seqno if publish else None)
-        return len(rows), publish, staged_seqno
+        return Plan(len(rows), publish, staged_seqno, now.wall_ms)
 
     def _put_publish(self, txn: Any, vbucket: Vbucket, now: branches.Moment) -> None:
         state = vbucket.state
@@ -633,7 +642,9 @@ class GroupWriter:
         keys_below = [(branch, at) for branch, at, _ in vbucket.manifests if at <= seqno]
         return keys_below[-1] if keys_below else vbucket.manifest_key
 
-    def _put_state(self, txn: Any, vbucket: Vbucket, rows: list[tuple[bytes, bytes]], publish: bool) -> int:
+    def _put_state(
+        self, txn: Any, vbucket: Vbucket, rows: list[tuple[bytes, bytes]], publish: bool, now_ms: int
+    ) -> int:
         """The `state` row; returns the staged seqno that it says. What stays in memory (rows of an open snapshot) must
         not be counted as staged.
         """
@@ -652,6 +663,7 @@ class GroupWriter:
             published, indexed = vbucket.complete_seqno, vbucket.complete_seqno
         else:
             published, indexed = state.staging_published_seqno, vbucket.indexed_seqno
+        rolled_back = publish and state.rollback_deferred
         # A log on disk without anything of its history says that the source has nothing: not before that is known.
         log = state.failover_log if staged or published or publish or vbucket.known_empty else ()
         txn.put(
@@ -664,17 +676,17 @@ class GroupWriter:
                 open_snapshot,
                 log,
                 state.source_purge_seqno,
-                state.rollback_count,
-                state.last_rollback_ms,
+                state.rollback_count + rolled_back,
+                now_ms if rolled_back else state.last_rollback_ms,
                 state.stream_filter,
             ),
             db=self.environment.db(keys.DB_STATE),
         )
         return staged
 
-    def _settle(self, vbucket: Vbucket, plan: tuple[int, bool, int]) -> bool:
+    def _settle(self, vbucket: Vbucket, plan: Plan) -> bool:
         """Bring memory up to date after the commit. True when the vbucket was published."""
-        count, published, staged_seqno = plan
+        count, published, staged_seqno, now_ms = plan
         self.pending_bytes -= vbucket.prepares.written(staged_seqno)
         if count == len(vbucket.rows):
             flushed = vbucket.staged_seqno
@@ -693,6 +705,8 @@ class GroupWriter:
             indexed_rows = vbucket.complete_count
             seqno = Seqno(vbucket.complete_seqno)
             base = vbucket.base
+            if base.rollback_deferred:
+                vbucket.change(rollback_count=base.rollback_count + 1, last_rollback_ms=now_ms)
             vbucket.manifest_key = self._manifest_key_at(vbucket, seqno)
             vbucket.manifests = [entry for entry in vbucket.manifests if entry[1] > seqno]
             vbucket.change(
@@ -857,22 +871,29 @@ class GroupWriter:
             served = chain.load(self.environment, txn, state.vbid, state.branch, state.published_seqno)
             return chain.newest_boundary(self.environment, txn, state.vbid, served, to_seqno)
 
-    def rollback(self, vbid: int, to_seqno: int) -> RollbackResult:
+    def rollback(self, vbid: int, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
         """Truncate to the newest kept boundary <= `to_seqno`: one transaction, the same cost at any size.
 
-        When no boundary above 0 qualifies nothing is changed and the result's boundary is 0: the caller then refills.
+        `deferred`: readers stay at what they see until the first publish of the new branch. When no boundary above 0
+        qualifies nothing is changed and the result's boundary is 0: the caller then refills.
         """
         self.commit()
         vbucket = self._vbuckets[vbid]
         state = vbucket.state
+        if state.rollback_deferred:  # what is served above that is not on the history that is staged
+            to_seqno = min(to_seqno, state.staging_published_seqno)
         boundary = self._boundary_at(state, to_seqno)
         if boundary is None or boundary.seqno < max(1, state.history_floor_seqno):
             return RollbackResult(Seqno(0), state.published_seqno, state.branch, state.branch)
         self._discard_pending(vbucket)
         now = self._moment()
-        self._write(lambda txn: branches.roll_back(self.environment, txn, state, boundary, now))
+        if deferred:
+            self._write(lambda txn: branches.defer_rollback(self.environment, txn, state, boundary))
+        else:
+            self._write(lambda txn: branches.roll_back(self.environment, txn, state, boundary, now))
         self._reread(vbid)
-        return RollbackResult(boundary.seqno, state.published_seqno, self._vbuckets[vbid].state.branch, state.branch)
+        after = self._vbuckets[vbid].state
+        return RollbackResult(boundary.seqno, state.published_seqno, after.staging_branch, state.branch)
 
     def abandon(self, vbid: int, *, keep_complete: bool = True) -> bool:
         """Give up the staged rows of the open snapshot: they can never become visible. One transaction at most.

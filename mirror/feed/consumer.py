@@ -678,10 +678,14 @@ class Consumer:
     def caught_up(self, targets: Mapping[int, int]) -> bool:
         """True once every vbucket of ours in `targets` has an open stream and has published its target."""
         return all(
-            self._actors[vbid].streaming and self._actors[vbid].writer.state(vbid).published_seqno >= seqno
+            self._actors[vbid].streaming and self._has_published(vbid, seqno)
             for vbid, seqno in targets.items()
             if vbid in self._actors
         )
+
+    def _has_published(self, vbid: int, seqno: int) -> bool:
+        state = self._actors[vbid].writer.state(vbid)
+        return state.published_seqno >= seqno and not state.rollback_deferred
 
     def source_high_seqnos(self) -> dict[int, int]:
         """The source's high seqno of each vbucket, as last polled; without those that nobody has told yet."""

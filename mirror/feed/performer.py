@@ -55,6 +55,11 @@ class Actor(Protocol):
         """True when a complete snapshot is to stay invisible for now: the actor publishes it later."""
         ...
 
+    @property
+    def defers_rollbacks(self) -> bool:
+        """Readers go over to the history after a rollback only when it has reached what they see."""
+        ...
+
     def drop_held(self) -> bool:
         """Complete snapshots that were held back will never be published as they are; were there any?"""
         ...
@@ -215,15 +220,17 @@ def _roll_back(actor: Actor, asked: Any) -> Any:
     actor.commit()  # else the writer would, and the machines would not learn what was published
     held = actor.drop_held()
     state = actor.writer.state(actor.vbid)
-    if state.staging_branch != state.branch:
+    if state.staging_branch != state.branch and not state.rollback_deferred:
         # What the machine goes back in is a refill, complete perhaps, of which nothing is published: it has no
         # boundary. Those of the copy that is still served are of another history.
         return happenings.NoBoundary()
-    if held and state.published_seqno <= asked.seqno:  # all that was lost is what no reader has seen
+    if (
+        held and state.published_seqno <= asked.seqno and not state.rollback_deferred
+    ):  # all that was lost is what no reader has seen
         actor.writer.abandon(actor.vbid, keep_complete=False)
         actor.reroute()
         return happenings.RolledBack(actor.writer.state(actor.vbid))
-    result = actor.writer.rollback(actor.vbid, asked.seqno)
+    result = actor.writer.rollback(actor.vbid, asked.seqno, deferred=actor.defers_rollbacks)
     if result.boundary_seqno == 0:
         return happenings.NoBoundary()
     actor.reroute()

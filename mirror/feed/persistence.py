@@ -5,6 +5,13 @@ Knows snapshot ends that are complete and not yet visible, the cluster map's cop
 so memory holds a few numbers for each vbucket. Invariants: an end is released only when the active copy and every
 replica that the map names have said, of the history of the open stream and since the end was complete, that they
 persisted it; of a failover in between only what both histories share counts; nobody is asked while nothing waits.
+
+After a rollback nothing that was persisted need be lost: a replica that is promoted with part of a snapshot on its
+disk says that its history begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md),
+below what was published. So in this mode a rollback is deferred (storage/FORMAT.md): the new history is staged next to
+what readers see, and they go over to it in one step, at its first end that is persisted and not below what they saw.
+Where the new history itself ends below that, as the source said twice since the stream was opened, the loss is real,
+and they go over to all of it.
 """
 
 from __future__ import annotations
@@ -61,12 +68,14 @@ class PersistenceGate:
         if len(self._held) > HELD_MAX:
             del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
 
-    def release(self, persisted_seqno: int) -> Held | None:
-        """The newest end that is persisted now, which stands for those before it."""
+    def release(self, persisted_seqno: int, at_least: int = 0) -> Held | None:
+        """The newest end that is persisted now, which stands for those before it; None while it is below `at_least`."""
         self.persisted_seqno = persisted_seqno
         ready = [held for held in self._held if held[0] <= persisted_seqno]
+        if not ready or ready[-1][0] < at_least:
+            return None
         self._held = self._held[len(ready) :]
-        return ready[-1] if ready else None
+        return ready[-1]
 
     def drop(self) -> bool:
         """Forget everything: the history may be another one from here on. True when something waited."""

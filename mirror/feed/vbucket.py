@@ -33,6 +33,10 @@ TROUBLES = frozenset((Status.REFUSED, Status.ROLLING_BACK, Status.REFILLING, Sta
 """What is told in these states is remembered as the last error."""
 
 
+HIGHS_HEARD = 2
+"""The first high seqno after a stream was accepted may have been asked for before."""
+
+
 class Surroundings(Protocol):
     """What a vbucket may ask of those around it."""
 
@@ -92,6 +96,7 @@ class VbucketActor:
         """Holds complete snapshots back until the source has persisted them; None: nothing is held back."""
         self._around = around
         self._abandon_due = False
+        self._highs: list[int] = []  # the source's high seqno, as said since the stream was accepted
         self._retry: asyncio.TimerHandle | None = None
         self._filter: StreamFilter | None = None  # of the machine's last Start
         # What was published when the process started, or after a rollback: at or below it nothing may be sent again.
@@ -161,6 +166,10 @@ class VbucketActor:
         """Hand an event to the machine and do what it wants."""
         if self.machine is not None:
             perform(self, self.machine.handle(event))
+        if isinstance(event, happenings.StreamAccepted):
+            self._highs = []
+        elif isinstance(event, happenings.HighSeqno) and self.streaming:
+            self._heard_high(event.seqno)
 
     def published(self, seqno: int) -> None:
         """A commit made everything up to `seqno` visible."""
@@ -246,6 +255,11 @@ class VbucketActor:
             self.gate.hold(seqno, snap_start_seqno, purge_seqno)
         return self.gate is not None
 
+    @property
+    def defers_rollbacks(self) -> bool:
+        """With `publish=persisted` (see `persistence`)."""
+        return self.gate is not None
+
     def drop_held(self) -> bool:
         """Forget what was held back."""
         return self.gate is not None and self.gate.drop()
@@ -262,7 +276,7 @@ class VbucketActor:
         """Everything up to `seqno` of the history `vbuuid` is persisted on every copy: publish what waited for it."""
         if self.gate is None or vbuuid != self.observed_vbuuid:
             return
-        released = self.gate.release(seqno)
+        released = self.gate.release(seqno, self._release_min())
         if released is not None:
             self.writer.publish(self.vbid, *released)
             self._around.touch_group(self.vbid)
@@ -270,6 +284,23 @@ class VbucketActor:
     def abandon_later(self) -> None:
         """Wait for the complete snapshot that is being published."""
         self._abandon_due = True
+
+    def _release_min(self) -> int:
+        """The least end that readers may go over to: what they see, or the end of a history that is shorter."""
+        state = self.writer.state(self.vbid)
+        if not state.rollback_deferred:
+            return 0
+        high = None if len(self._highs) < HIGHS_HEARD else self._highs[-1]
+        return state.published_seqno if high is None else min(state.published_seqno, high)
+
+    def _heard_high(self, seqno: int) -> None:
+        """The source says how far the history of the open stream goes. Nothing more may come of a shorter one."""
+        self._highs = [*self._highs, seqno][-HIGHS_HEARD:]
+        if self.gate is None or self.gate.waiting or len(self._highs) < HIGHS_HEARD:
+            return
+        state = self.writer.state(self.vbid)
+        if state.rollback_deferred and seqno <= state.staging_published_seqno:
+            self.gate.hold(state.staging_published_seqno, state.staging_published_seqno, None)
 
     def commit(self) -> None:
         """Commit the group now."""

@@ -146,6 +146,9 @@ class GatedVbucket:
         """Every copy answers so."""
         self.actor.persisted(vbuuid, seqno)
         self.commit()
+        while self.writer.publishing(VBID):
+            self.writer.step()
+            self.commit()
 
     def high_seqno(self, seqno: int, times: int = 2) -> None:
         for _ in range(times):

@@ -67,6 +67,10 @@ class Actor:
             self.gate.hold(seqno, snap_start_seqno, purge_seqno)
         return self.gate is not None
 
+    @property
+    def defers_rollbacks(self) -> bool:
+        return self.gate is not None
+
     def drop_held(self) -> bool:
         return self.gate is not None and self.gate.drop()
 

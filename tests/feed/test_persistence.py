@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,8 +20,12 @@ from mirror.sandbox import node as sandbox_node
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.codec_kv import ObservedSeqno
 from mirror.wire.constants import Opcode
+from storage import wait
 from storage.check import check
-from storage.view import open_view
+from storage.model import Seqno, Vbid, Vbuuid
+from storage.purge import Window
+from storage.view import Change, Token, open_view
+from storage.wait import MutationToken
 from tests.feed.gated_rig import GatedVbucket
 from tests.feed.harness import Mirror
 
@@ -329,3 +334,177 @@ async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothi
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert heard == ([] if moves else [high])
+
+
+# --- a rollback of what every copy had persisted
+
+
+def promoted(gated: GatedVbucket) -> Token:
+    """Published up to 85, then a replica is promoted that had part of a snapshot: its history begins at 81."""
+    gated.accept((0xA, 0))
+    gated.snapshot(0, 81, {41: (b"c", b"0"), 81: (b"a", b"1")})
+    gated.persisted(0xA, 81)
+    gated.snapshot(82, 85, {83: (b"a", b"2"), 84: (b"c", b"3"), 85: (b"b", b"4")})
+    gated.persisted(0xA, 85)
+    token = gated.changes()[-1].token
+    assert token.seqno == gated.published == 85
+    gated.reconnect()
+    gated.roll_back(81)
+    assert gated.session.requests[-1].offset.start_seqno == 81
+    gated.accept((0xB, 81), (0xA, 0))
+    return token
+
+
+def told(changes: list[Change]) -> list[tuple[str, bytes, int]]:
+    return [(each.kind, each.document.key, int(each.document.seqno)) for each in changes if each.document is not None]
+
+
+def test_a_rollback_that_lost_nothing_is_not_seen_by_readers(gated: GatedVbucket) -> None:
+    """They saw 85 -> 81, and retractions of documents that came again."""
+    token = promoted(gated)
+    before = gated.seen()
+    assert gated.published == 85
+    assert gated.changes(token) == []
+    gated.snapshot(82, 84, {83: (b"a", b"2"), 84: (b"c", b"3")})
+    gated.persisted(0xB, 84)
+    assert (gated.published, gated.seen()) == (85, before)
+    gated.snapshot(85, 88, {85: (b"b", b"4"), 88: (b"a", b"5")})
+    gated.persisted(0xB, 87)
+    assert (gated.published, gated.seen()) == (85, before)
+    gated.persisted(0xB, 88)
+    assert gated.published == 88
+    assert gated.seen() == {b"a": (88, b"5"), b"b": (85, b"4"), b"c": (84, b"3")}
+    assert told(gated.changes(token)) == [("mutation", b"a", 88)]
+    assert [each.kind for each in gated.changes(token)] == ["mutation"]
+    half = replace(token, seqno=Seqno(83))
+    assert told(gated.changes(half)) == [("mutation", b"c", 84), ("mutation", b"b", 85), ("mutation", b"a", 88)]
+    with gated.view() as view:
+        (record,) = view.rollbacks(0)
+    assert (record.from_seqno, record.to_seqno, record.reached_seqno) == (85, 81, 88)
+    state = gated.writer.state(0)
+    assert (state.rollback_count, state.last_rollback_ms) == (1, gated.now_ms)
+    gated.close()
+    gated.open()
+    assert gated.writer.state(0) == state
+
+
+def test_what_the_new_history_lacks_is_retracted_when_it_has_reached_what_was_seen(gated: GatedVbucket) -> None:
+    token = promoted(gated)
+    gated.snapshot(82, 90, {86: (b"a", b"6"), 90: (b"d", b"7")})
+    gated.persisted(0xB, 90)
+    changes = gated.changes(token)
+    assert changes[0].kind == "rollback"
+    assert told(changes) == [
+        ("retraction", b"c", 84),
+        ("restoration", b"c", 41),
+        ("retraction", b"b", 85),
+        ("mutation", b"a", 86),
+        ("mutation", b"d", 90),
+    ]
+    assert gated.seen() == {b"a": (86, b"6"), b"c": (41, b"0"), b"d": (90, b"7")}
+
+
+@pytest.mark.parametrize("high", [81, 83])
+def test_a_history_that_ends_below_what_was_seen_is_shown_once_the_source_has_said_so(
+    gated: GatedVbucket, high: int
+) -> None:
+    token = promoted(gated)
+    if high == 83:
+        gated.snapshot(82, 83, {83: (b"a", b"2")})
+    gated.high_seqno(high, 1)
+    gated.persisted(0xB, high)
+    assert gated.published == 85, "that answer may be from before the failover"
+    gated.high_seqno(high, 1)
+    gated.persisted(0xB, high)
+    assert gated.published == high
+    retracted = [each for each in told(gated.changes(token)) if each[0] == "retraction"]
+    lost = [("retraction", b"a", 83), ("retraction", b"c", 84), ("retraction", b"b", 85)]
+    assert retracted == (lost if high == 81 else lost[1:])
+    assert gated.seen()[b"a"] == ((83, b"2") if high == 83 else (81, b"1"))
+    gated.snapshot(high + 1, 95, {95: (b"e", b"8")})
+    gated.persisted(0xB, 95)
+    assert gated.published == 95
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["in memory", "on the disk"])
+def test_a_crash_in_between_shows_readers_nothing(gated: GatedVbucket, flush: bool) -> None:
+    token = promoted(gated)
+    before = gated.seen()
+    gated.snapshot(82, 90, {86: (b"a", b"6"), 88: (b"d", b"7")}, flush=flush)
+    gated.close()
+    gated.open()
+    assert (gated.published, gated.seen()) == (85, before)
+    offset = gated.session.requests[-1].offset
+    assert (offset.start_seqno, offset.vbuuid) == ((88, 0xB) if flush else (81, 0xA))
+    gated.accept((0xB, 81), (0xA, 0))
+    gated.snapshot(82, 90, {90: (b"d", b"9")})
+    assert (gated.published, gated.seen()) == (85, before)
+    gated.persisted(0xB, 90)
+    assert gated.published == 90
+    assert told(gated.changes(token))[-1] == ("mutation", b"d", 90)
+
+
+@pytest.mark.parametrize("to_seqno", [83, 81, 40, 5])
+def test_a_second_rollback_meanwhile_goes_back_from_what_is_staged(gated: GatedVbucket, to_seqno: int) -> None:
+    gated.accept((0xA, 0))
+    gated.snapshot(0, 40, {40: (b"z", b"0")})
+    gated.persisted(0xA, 40)
+    promoted(gated)
+    gated.snapshot(82, 88, {88: (b"a", b"6")})
+    gated.reconnect()
+    gated.roll_back(to_seqno)
+    assert gated.published == 85
+    if to_seqno == 5:  # nothing is kept that far back
+        assert gated.actor.machine is not None
+        assert gated.actor.machine.phase.name == "ASKING_LOG"
+        return
+    start = {83: 81, 81: 81, 40: 40}[to_seqno]
+    assert gated.session.requests[-1].offset.start_seqno == start
+    gated.accept((0xC, start), (0xA, 0))
+    gated.snapshot(start + 1, 90, {90: (b"y", b"8")})
+    gated.persisted(0xC, 90)
+    assert gated.published == 90
+    kept = {b"z": (40, b"0"), b"y": (90, b"8")} | ({b"c": (41, b"0"), b"a": (81, b"1")} if start == 81 else {})
+    assert gated.seen() == kept
+
+
+def test_history_that_a_deferred_rollback_goes_on_from_is_not_purged(tmp_path: Path) -> None:
+    gated = GatedVbucket(tmp_path, Window(boundaries=1))
+    promoted(gated)
+    for _ in range(50):
+        gated.writer.step()
+        gated.now_ms += 10_000
+    assert gated.writer.state(0).history_floor_seqno <= 81
+    gated.snapshot(82, 90, {90: (b"d", b"7")})
+    gated.persisted(0xB, 90)
+    assert gated.seen() == {b"a": (81, b"1"), b"c": (41, b"0"), b"d": (90, b"7")}
+    for _ in range(50):
+        gated.writer.step()
+        gated.now_ms += 10_000
+    assert gated.writer.state(0).history_floor_seqno == 90
+    assert gated.seen() == {b"a": (81, b"1"), b"c": (41, b"0"), b"d": (90, b"7")}
+    gated.close()
+    assert check(gated.path, deep=True).problems == []
+
+
+def test_without_the_setting_a_deferred_rollback_ends_with_the_next_snapshot(gated: GatedVbucket) -> None:
+    """The process was restarted with publish=received."""
+    promoted(gated)
+    gated.close()
+    gated.open(gated=False)
+    gated.accept((0xB, 81), (0xA, 0))
+    gated.snapshot(82, 83, {83: (b"a", b"2")})
+    assert gated.published == 83
+    assert gated.seen() == {b"a": (83, b"2"), b"c": (41, b"0")}
+
+
+def test_a_write_is_neither_visible_nor_lost_while_a_rollback_is_deferred(gated: GatedVbucket) -> None:
+    promoted(gated)
+    with gated.view() as view:
+        for vbuuid in (0xA, 0xB):
+            assert wait.standing(view, MutationToken(Vbid(0), Vbuuid(vbuuid), Seqno(84))) is wait.Standing.WAITING
+    gated.snapshot(82, 90, {90: (b"d", b"7")})
+    gated.persisted(0xB, 90)
+    with gated.view() as view:
+        assert wait.standing(view, MutationToken(Vbid(0), Vbuuid(0xB), Seqno(84))) is wait.Standing.PUBLISHED
+        assert wait.standing(view, MutationToken(Vbid(0), Vbuuid(0xA), Seqno(84))) is wait.Standing.LOST

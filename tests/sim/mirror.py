@@ -118,10 +118,10 @@ class SimWriter(GroupWriter):
         self.fate.counts["key rows made in steps"] += 1
         super()._begin_job(vbucket)
 
-    def rollback(self, vbid: int, to_seqno: int) -> RollbackResult:
+    def rollback(self, vbid: int, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
         self.commit()
         self.fate.rolling_back(vbid, to_seqno)
-        result = super().rollback(vbid, to_seqno)
+        result = super().rollback(vbid, to_seqno, deferred=deferred)
         self.fate.rolled_back(vbid, to_seqno, result)
         return result
 
