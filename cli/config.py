@@ -1,22 +1,63 @@
-"""`config show`: the settings in force and where each comes from.
+"""`config show` and `config explain`: the settings in force, and what each setting means.
 
-Knows how to print them; reading, judging and masking are `mirror.config`'s.
+Knows how to print them; reading, judging, masking and describing are `mirror.config`'s, and when a change takes effect
+`mirror.supervise.listeners` knows. Invariant: docs/settings.md is what `config explain --markdown` prints.
 """
 
 from __future__ import annotations
 
+import textwrap
+from dataclasses import asdict
+from itertools import groupby
+from typing import Annotated
+
 import typer
 
 from cli import options, output, render
+from mirror.config import ENV_PREFIX, Description, describe, nearest
+from mirror.errors import ConfigError
+from mirror.supervise.listeners import effect_of
 
-app = typer.Typer(
-    help="Settings: flags, then DCP_MIRROR_*, then the file of --config, then defaults.", no_args_is_help=True
-)
+HELP = "Settings: flags, then DCP_MIRROR_*, then the file of --config, then defaults."
+
+INTRODUCTION = f"""\
+<!-- Generated: `dcp-mirror config explain --markdown > docs/settings.md`. Edit mirror/config.py instead. -->
+
+# Settings
+
+A setting comes from the first of these that has it:
+
+1. a flag of the command: `--set NAME=VALUE` works for every setting, and some have a flag of their own
+   (`dcp-mirror run --help`);
+2. the environment variable `{ENV_PREFIX}` and its name in upper case (`{ENV_PREFIX}WORKERS=2`);
+3. the TOML file that `--config` names (`workers = 2`);
+4. its default.
+
+`dcp-mirror config show` prints the values in force and where each comes from. A wrong value, or a name that does not
+exist, ends the command with exit code 2 and names the setting. The password is not a setting: it comes from
+`{ENV_PREFIX}PASSWORD`, `password_file`, or the file `password` in `secrets_dir`, in this order.
+
+A running service reads its settings again on SIGHUP (`systemctl reload`). "Takes effect" says for each setting what
+that does:
+
+- **reload**: at once;
+- **reload, which restarts workers** (or servers, or both): these processes are stopped cleanly and started again, which
+  takes a second or two. Workers commit first and resume at their last commit; clients of servers have to reconnect;
+- **restart**: the service must be stopped and started;
+- **new data directory**: fixed when the directory is created; another value is refused at start.
+"""
+
+FIXED_BY_DIRECTORY = ("groups", "vbuckets", "collections", "scope")
+"""Settings that the data directory keeps for ever."""
+
+LINE_LENGTH = 120
+
+app = typer.Typer(help=HELP, no_args_is_help=True)
 
 
-@app.callback()
+@app.callback(help=HELP)
 def config() -> None:
-    """Settings: flags, then DCP_MIRROR_*, then the file of --config, then defaults."""
+    """Group the commands on settings."""
 
 
 @app.command()
@@ -30,3 +71,54 @@ def show(
         return
     shown = [[name, render.DASH if value is None else str(value), origin] for name, value, origin in rows]
     render.show(render.plain_table(["setting", "value", "from"], shown))
+
+
+@app.command()
+def explain(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these settings.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Print what each setting means: values, unit, bounds, default, and when a change takes effect."""
+    known = {each.name: each for each in describe()}
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r}", hint=nearest(name), setting=name)
+    chosen = [known[name] for name in names] if names else list(known.values())
+    if markdown:
+        typer.echo(markdown_page(chosen), nl=False)
+    elif as_json:
+        output.print_json([asdict(each) | {"takes_effect": takes_effect(each.name)} for each in chosen])
+    else:
+        render.show(render.settings_view([(each, facts(each)) for each in chosen]))
+
+
+def takes_effect(name: str) -> str:
+    """Say what a change of the setting needs."""
+    return "new data directory" if name in FIXED_BY_DIRECTORY else effect_of(name)
+
+
+def facts(setting: Description) -> dict[str, str]:
+    """Return the short facts on a setting, by their headings."""
+    return {
+        "values": setting.values,
+        "default": setting.default or "not set",
+        "takes effect": takes_effect(setting.name),
+    }
+
+
+def markdown_page(settings: list[Description]) -> str:
+    """Return docs/settings.md."""
+    parts = [INTRODUCTION]
+    for section, members in groupby(settings, key=lambda each: each.section):
+        parts.append(f"\n## {section}\n")
+        for each in members:
+            short = facts(each)
+            default = short["default"] if " " in short["default"] else f"`{short['default']}`"
+            line = f"Values: {short['values']}. Default: {default}. Takes effect: {short['takes effect']}."
+            parts.append(f"\n### {each.name}\n\n{_wrapped(each.meaning)}\n\n{_wrapped(line)}\n")
+    return "".join(parts)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, LINE_LENGTH, break_long_words=False, break_on_hyphens=False)

@@ -17,10 +17,13 @@ from typing import Any, Self
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from mirror.config import Description
 
 DASH = "-"
 GOOD_STATES = {"streaming", "caught up", "running", "mirroring", "up"}
@@ -101,6 +104,15 @@ def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str | Text]], ri
     for row in rows:
         table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+def settings_view(settings: Sequence[tuple[Description, Mapping[str, str]]]) -> RenderableType:
+    """Each setting with its facts and its meaning."""
+    parts: list[RenderableType] = []
+    for setting, facts in settings:
+        parts += [Text(setting.name, style="bold"), Padding(Text(setting.meaning), (0, 0, 0, 2))]
+        parts += [Padding(fact_table({name: escape(text) for name, text in facts.items()}), (0, 0, 1, 2))]
+    return Group(*parts)
 
 
 # -- status -----------------------------------------------------------------------------------------------------------

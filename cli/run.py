@@ -122,13 +122,14 @@ def run(
     }  # fmt: skip
 
     def read() -> Loaded:
-        return options.settings_from(flags, config=config, pairs=pairs)
+        loaded = options.settings_from(flags, config=config, pairs=pairs)
+        logs.set_up(loaded.settings.log_level, json=loaded.settings.log_json)
+        return loaded
 
     loaded = read()
     settings = loaded.settings
     if settings.source is not None:
         parse(settings.source)
-    logs.set_up(settings.log_level, json=settings.log_json)
     if replace_bucket:
         set_aside = asyncio.run(set_aside_another_bucket(settings, look_up_with(SystemClock())))
         if set_aside is not None:

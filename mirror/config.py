@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -35,179 +36,215 @@ MIB = 1024 * 1024
 PASSWORD_BYTES_MAX = 4096
 """A password file larger than this is some other file."""
 
+SECTIONS = {
+    "source": "What is mirrored, and where",
+    "commit_interval_ms": "Committing",
+    "connection_buffer_size": "Flow control, timeouts, retries",
+    "track_prepares": "What is requested from the source",
+    "tls_ca_file": "Security of the connection to the source",
+    "kv": "Listeners for readers",
+    "history_s": "History and publishing",
+    "worker_heartbeat_timeout_s": "Processes and logging",
+}
+"""Sections of the settings: the first setting of each, in the order of the fields -> title."""
+
+UNITS = {"_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_bytes_max": "bytes", "_size": "bytes"}
+"""Units by the ends of names."""
+
 NOT_SETTINGS = {"DCP_MIRROR_PASSWORD", "DCP_MIRROR_USER"}
 """Variables with our prefix that are read elsewhere: secrets, the sandbox's user, the tests' data."""
 
 
 class Settings(BaseSettings):
-    """What is in force. Immutable; `model_copy(update=...)` makes another."""
+    """The settings in force. Immutable; `model_copy(update=...)` makes a changed copy.
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True)
+    The text below a field is what `config explain` and docs/settings.md print.
+    """
 
-    # what and where
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        use_attribute_docstrings=True,
+    )
+
     source: str | None = None
-    """Connection string of the bucket: `couchbase://user@host[:port][,host2]/bucket`."""
+    """Connection string of the bucket: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, or
+    `couchbases://` for TLS. It must not contain a password."""
     data: Path | None = None
-    """The data directory."""
-    workers: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=lambda: min(4, os.cpu_count() or 1))
-    """Worker processes. One Python thread each; more than there are cores only adds switching."""
+    """The data directory. `run` creates it with mode 0700."""
+    workers: Annotated[int, Field(ge=1, le=64, json_schema_extra={"default": "number of cores, at most 4"})] = Field(
+        default_factory=lambda: min(4, os.cpu_count() or 1)
+    )
+    """Worker processes. Each has one Python thread; more workers than cores only adds context switches. The number can
+    change at every start."""
     groups: Annotated[int, Field(ge=1, le=256)] = 8
-    """Groups that the vbuckets are dealt into when the data directory is made; one LMDB environment each, fixed from
-    then on. Eight lets up to eight workers share the work and keeps the group commits large."""
+    """Groups that the vbuckets are divided into when the data directory is created; each is one LMDB environment. Eight
+    lets up to eight workers share the work and keeps the group commits large."""
     vbuckets: str | None = None
-    """Hold these vbuckets alone (`0-511`), where several mirrors share a bucket; fixed when the data directory is made.
-    None: all of them. `kv_nodes` tells clients who holds the rest."""
+    """Hold only these vbuckets (`0-511`), where several mirrors share a bucket. Unset: all of them. `kv_nodes` names
+    the mirrors that hold the rest."""
     collections: Annotated[tuple[str, ...] | None, NoDecode] = None
-    """Mirror these collections alone (`scope.collection`, several parted by commas); fixed when the data directory is
-    made. One that does not exist yet is waited for. None, and no `scope`: what the directory was made for, or all."""
+    """Mirror only these collections (`scope.collection`, separated by commas). A collection that does not exist yet is
+    waited for. Unset, and no `scope`: the selection that the directory was created with, else the whole bucket."""
     scope: str | None = None
-    """Mirror this scope alone, with whatever collections it has and gets; fixed when the data directory is made."""
+    """Mirror only this scope, with all collections that it has and gets."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
-    """What each commit forces to the disk; `storage/FORMAT.md`."""
+    """What each commit forces to disk. `safe`: the data at each commit, the meta page with the next commit or when the
+    group was idle for 0.2 s; a power cut may undo a group's last commit, which is then fetched again. `full`: both at
+    each commit. `unsafe`: nothing; a power cut can damage the file, so only for data that may be fetched again."""
 
-    # committing
     commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
-    """Live snapshots carry 2-3 mutations each: a commit for each would be ruinous. 25 ms batches them unnoticed."""
+    """A group commits this long after the first complete snapshot that waits. Live snapshots carry 2 or 3 mutations
+    each; a commit for each of them would cost far more than the delay does."""
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
-    """Staged bytes a group may hold in memory before it commits; bounds the worker's memory and an LMDB transaction."""
+    """Received rows that a worker keeps in memory before it writes down its fullest group; bounds the worker's memory
+    and the size of an LMDB transaction."""
     map_size_bytes: Annotated[int, Field(ge=16 * MIB)] | None = None
-    """Address space reserved per group at open; None leaves it to the store, which grows it as needed."""
+    """Address space reserved for each group at open. Unset: the store's own default. The store grows the map when it is
+    full, so this is a lower bound."""
 
-    # flow control and liveness
     connection_buffer_size: Annotated[int, Field(ge=4096, le=512 * MIB)] = 20 * MIB
-    """Flow-control window per node connection. One message of 20 MiB may overshoot it, so a worker holds at most
-    this and one document per connection."""
+    """DCP flow-control window of each connection to a node. One message of up to 20 MiB may exceed it, so a worker
+    holds at most the window and one document for each connection."""
     noop_interval_s: Annotated[float, Field(ge=0.1, le=10_800)] = 20.0
-    """The source's sign of life. A connection silent for twice as long is replaced. 20 is the least that old
-    servers' documents allow."""
+    """How often the source sends a noop on an idle connection. A connection that is silent for twice as long is
+    replaced. 20 is the smallest value that the documentation of old servers allows."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
-    """For the TCP and TLS handshake with one node."""
+    """Limit for connecting to one node, TLS and login included."""
     request_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
-    """For the answer to one request; opening a stream on a busy node takes seconds."""
+    """Limit for the answer to one request. Opening a stream on a busy node takes seconds."""
     retry_delay_min_ms: Annotated[int, Field(ge=1, le=60_000)] = 100
-    """First pause before trying again; doubles with each failure."""
+    """Pause before the first attempt to connect again; doubles with each failure. At most `retry_delay_max_ms`."""
     retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 10_000
-    """Longest pause: a node that is back is noticed within it."""
+    """Longest pause between attempts to connect: a node that is back is noticed within it."""
     bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
-    """Give up when no node of the source could be reached for this long after start; 0: never, wait for it."""
+    """Fail when no node of the source can be reached for this long after the start. 0: keep trying (with
+    `run --until-caught-up`: 60 s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
-    """How often the cluster map is asked for where nothing announces its change."""
+    """How often the cluster map is requested where the nodes do not announce its changes; where they do, 12 times this
+    interval."""
     seqno_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 1.0
-    """How often the source's high seqnos are asked for; the lag is as fresh as this."""
+    """How often the high seqnos of the source are requested; the reported lag is as fresh as this."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
-    """A vbucket behind its source that received nothing for this long is called stalled, and its stream reopened."""
+    """A vbucket that is behind the source and receives nothing for this long is reported as `stalled`, and its stream
+    is reopened."""
     storage_retry_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 5.0
-    """How often a group whose disk is full tries again."""
+    """How often a group whose disk is full checks whether there is space again."""
 
-    # what is asked of the source's streams
     track_prepares: bool = False
-    """Receive both halves of sync writes (durable ones) instead of their outcome alone, and keep the open ones. Readers
-    see committed versions either way. Not together with `collections` or `scope`: no source filters such streams."""
+    """Receive the prepares of durable writes as well as their outcome, and keep the open ones. Readers see committed
+    versions either way. Not together with `collections` or `scope`: no source filters such streams."""
     change_streams: bool = False
-    """Ask for superseded versions where a bucket keeps them (Magma, 7.2 or newer): `changes` then shows what happened
+    """Request superseded versions where a bucket keeps them (Magma, 7.2 or newer): `changes` then shows the versions
     between two snapshots, as far as the source's own retention reaches."""
     out_of_order_backfill: bool = False
-    """Take the first fill of a single collection in the source's own order (7.0 or newer): faster for a small
-    collection of a large bucket; broken off, it begins anew. Only with `collections` of one name."""
+    """Receive the first fill of a single collection in the source's own order (7.0 or newer): faster for a small
+    collection of a large bucket, but an interrupted fill starts from 0. Only with `collections` of one name."""
     compression: Literal["as_stored", "forced"] = "as_stored"
-    """`forced` has the source compress every value: less network and disk here for more of the source's processors."""
+    """`forced` makes the source compress every value: less network traffic and disk space here, more CPU time
+    there."""
 
-    # the source's security; certificates, key and password are read again at each connection
     tls_ca_file: Path | None = None
-    """CA certificates (PEM) that sign the cluster's; None: the system's."""
+    """CA certificates (PEM) that sign those of the cluster. Unset: the system's. Only for `couchbases://`. Read again
+    at each connection."""
     tls_client_cert_file: Path | None = None
-    """Client certificate (PEM), for certificate authentication."""
+    """Client certificate (PEM) for certificate authentication. Read again at each connection."""
     tls_client_key_file: Path | None = None
-    """Its key, where it is not in the same file."""
+    """Private key (PEM) of `tls_client_cert_file`, where it is not in the same file."""
     tls_minimum_version: Literal["1.2", "1.3"] = "1.2"
-    """Older versions are not safe; 1.2 is what servers before 7.2 speak."""
+    """Oldest TLS version to accept. Older ones are not secure; servers before 7.2 speak 1.2."""
     plain_allowed: bool = False
-    """Send the password in the clear where the server knows nothing better and there is no TLS."""
+    """Allow SASL PLAIN without TLS where the server offers nothing else: the password is then sent in clear text."""
     network: Literal["auto", "default", "external"] = "auto"
-    """Which of the cluster's advertised addresses to use; `auto` takes those that the given host belongs to. In the
-    connection string: `?network=external`."""
+    """Which of the addresses that the cluster advertises to use. `auto`: those that the first host of `source` belongs
+    to. `?network=external` in the connection string takes precedence."""
     dns_server: str | None = None
-    """Address (and port) of the name server that is asked which hosts a single name without a port stands for (DNS
-    SRV); None: the system's. Hosts themselves are always resolved by the system."""
+    """Address (and port) of the name server that is asked for DNS SRV records. Unset: the system's. Host names are
+    always resolved by the system."""
     password_file: Path | None = None
-    """File that holds the password and nothing else."""
+    """File that contains the password and nothing else. Read again at each login."""
     secrets_dir: Path | None = None
-    """Folder with a file `password`; None: the service manager's credentials folder, where it gives one."""
+    """Directory with a file `password`. Unset: systemd's `CREDENTIALS_DIRECTORY`, if there is one."""
 
-    # listeners towards readers: off unless an address is given
     kv: str | None = None
-    """Address of the KV listener."""
+    """Addresses of the KV listener: `PORT`, `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`, with `tls://` in front for TLS;
+    several are separated by commas. Unset: no listener."""
     http: str | None = None
-    """Address of the HTTP listener."""
+    """Addresses of the HTTP listener, written like those of `kv`."""
     dcp: str | None = None
-    """Address of the DCP listener."""
+    """Addresses of the DCP listener, written like those of `kv`."""
 
     kv_processes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that share the KV address. One answers some ten thousand requests a second; another core, another."""
+    """Processes that share the KV addresses. One answers some ten thousand requests a second; each uses one core."""
     kv_nodes: str | None = None
-    """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same list on each): clients then
-    spread their reads over them. `host:port=0-511` where a mirror holds only some `vbuckets`. A change is told to
-    connected clients. None: this mirror alone."""
+    """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same list on each mirror): SDKs then
+    spread their reads over them. `host:port=0-511` where a mirror holds only some `vbuckets`. Connected clients are
+    notified of a changed list. Unset: this mirror alone."""
     users_file: Path | None = None
-    """Who may read: SCRAM verifiers and collections, as `dcp-mirror user` writes them. None: on this machine everybody,
-    and whoever logs in with the source's user and password."""
+    """Users that may read: SCRAM verifiers and collections, as `dcp-mirror user` writes them. Read again when it
+    changes. Unset: every local client may read everything, and so may the source's user with its password."""
     listen_tls_cert_file: Path | None = None
     """Certificate chain (PEM) of the listeners with `tls://`."""
     listen_tls_key_file: Path | None = None
-    """Its key, where it is not in the same file."""
+    """Private key (PEM) of `listen_tls_cert_file`, where it is not in the same file."""
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = 1024
-    """Readers' connections of one listening process; more are closed at once. Each costs some 10 KiB when idle."""
+    """Connections of one listening process; further ones are closed at once. An idle connection costs about 10 KiB."""
     reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
-    """A reader silent for this long is hung up on. SDKs speak every few seconds."""
+    """A client that sends nothing for this long is disconnected. SDKs send something every few seconds."""
     reader_send_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 30.0
-    """A reader that takes nothing of an answer for this long is hung up on."""
+    """A client that takes nothing of its answer for this long is disconnected."""
     reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = 128 * MIB
-    """Answers that a listening process holds for readers who do not take them; above it the one with most is hung up
-    on. Six of the largest documents."""
+    """Answers that a listening process keeps for clients that have not taken them; above it the client with the most is
+    disconnected. The default is six of the largest documents."""
     kv_request_bytes_max: Annotated[int, Field(ge=4096, le=MIB)] = 64 * 1024
-    """Body of a KV request: a key, or sixteen paths of a kilobyte each. Larger ones (writes) are refused unread."""
+    """Largest body of a KV request: enough for a key, or sixteen paths of a kilobyte each. Larger ones (writes) are
+    refused without being read."""
     kv_pipeline_max: Annotated[int, Field(ge=1, le=65_536)] = 128
-    """Requests of one connection answered before the others have their turn; the rest of its pipeline waits unread."""
+    """Requests of one connection that are answered before other connections get their turn; the rest stay in the
+    socket."""
     http_processes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that share the HTTP address."""
+    """Processes that share the HTTP addresses."""
     dcp_processes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that share the DCP address. One sends some hundred thousand documents a second; another core, another
-    connection's streams."""
+    """Processes that share the DCP addresses. One sends some hundred thousand documents a second; a connection stays
+    with one process."""
     ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
-    """A mirror further behind its source than this is not ready (`/readyz`), and its page calls a vbucket lagging."""
+    """A mirror that is further behind its source than this is not ready (`/readyz`), and the status page shows the
+    vbucket as lagging."""
     refill_reads: Literal["unavailable", "stale"] = "unavailable"
-    """What readers get of a vbucket that is filled anew because its history was lost: `temporarily unavailable` until
-    it is whole again, or the old copy, which holds what the source has lost. SDKs try again until their own timeout and
-    then say that the failure is temporary. In-process readers may ask for the old copy all the same."""
+    """What readers get from a vbucket during a resync. `unavailable`: a temporary error until the new copy is complete.
+    `stale`: the old copy, which contains writes that the source has lost. In-process readers can request the old copy
+    with `stale_reads=True` in either case."""
 
-    # housekeeping
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600
-    """How long superseded versions, tombstones, retracted rows and boundaries are kept. Readers can go back so far, and
-    a failover that loses more than this costs a vbucket a refill."""
+    """How long superseded versions, tombstones, retracted rows and boundaries are kept. Readers can go back this far; a
+    failover that loses more than this costs a resync of the vbucket."""
     history_boundaries: Annotated[int, Field(ge=1)] | None = None
-    """Kept boundaries of a vbucket at most; None: as many as `history_s` keeps."""
+    """Largest number of kept boundaries of a vbucket. Unset: as many as `history_s` keeps."""
     history_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of rows above the history floor of a vbucket at most; None: as many as `history_s` keeps."""
+    """Largest size of the rows above the history floor of a vbucket. Unset: as much as `history_s` keeps."""
     lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
-    """A reader's lease on history ends after this long at most, unless it is renewed: so long a dead job keeps it."""
+    """A reader's lease on history ends after this long unless it is renewed: so long a dead job keeps history."""
     lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = 86_400.0
-    """No lease is renewed beyond this age: so much history, at most, a job that lives on can keep."""
+    """A lease is not renewed beyond this age, which bounds the history that a running job can keep."""
     publish: Literal["received", "persisted"] = "received"
-    """When a complete snapshot becomes visible: when it was received, or only when the source has it on the disk of the
-    active node and of every replica, so that a failover takes nothing back that readers have seen. That costs the
-    source's disks' delay for each document, a request for each waiting vbucket and copy every
-    `persistence_poll_interval_ms`, and a connection per node and worker; a node that does not answer holds everything
-    up. Not for ephemeral buckets: nothing of them is ever persisted."""
+    """When a complete snapshot becomes visible. `received`: at once. `persisted`: when the source has it on the disk of
+    the active node and of every replica, so that no failover takes back what was read. That adds the delay of the
+    source's disks, a request for each waiting vbucket and copy every `persistence_poll_interval_ms`, and a connection
+    for each node and worker; a node that does not answer delays its vbuckets. Not for ephemeral buckets: they persist
+    nothing."""
     persistence_poll_interval_ms: Annotated[int, Field(ge=5, le=60_000)] = 100
-    """How often the source is asked what it has persisted, while snapshots wait for it."""
+    """How often the source is asked what it has persisted, while snapshots wait for that."""
+
     worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
-    """A worker that says nothing for this long is killed and started again."""
+    """A worker that sends no heartbeat for this long is killed and replaced."""
     stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 20.0
-    """How long a clean stop may take before the rest is killed."""
+    """How long a process may take to stop cleanly before it is killed."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least level of messages on stderr."""
+    """Lowest level of the messages on stderr."""
     log_json: bool = False
-    """Log lines as JSON objects."""
+    """Write log lines as JSON objects."""
 
     @field_validator("collections", mode="before")
     @classmethod
@@ -243,6 +280,70 @@ def vbucket_range(text: str, setting: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Description:
+    """What there is to know of a setting, in words."""
+
+    name: str
+    section: str
+    meaning: str
+    values: str
+    """The type with its unit and bounds, or the values that it can have."""
+    default: str | None
+    """None: not set."""
+
+
+def describe() -> list[Description]:
+    """Return the description of every setting, in the order of the fields."""
+    section = ""
+    found = []
+    for name, field in Settings.model_fields.items():
+        section = SECTIONS.get(name, section)
+        extra = field.json_schema_extra
+        default = extra.get("default") if isinstance(extra, dict) else field.default
+        meaning = " ".join((field.description or "").split())
+        found.append(Description(name, section, meaning, _values(name, field), _written(default)))
+    return found
+
+
+def _values(name: str, field: FieldInfo) -> str:
+    """What a field takes: `integer, bytes, 4096 to 536870912`."""
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(f"`{each}`" for each in get_args(field.annotation))
+    kind, metadata = field.annotation, list(field.metadata)
+    if type(None) in get_args(kind):  # optional: the type and its bounds stand within
+        kind = next(each for each in get_args(kind) if each is not type(None))
+    if get_origin(kind) is Annotated:
+        kind, inner = get_args(kind)
+        metadata += inner.metadata
+    words = [_TYPE_NAMES[get_origin(kind) or kind]]
+    words += [unit for suffix, unit in UNITS.items() if name.endswith(suffix)][:1]
+    bounds = {sign: getattr(each, sign) for each in metadata for sign in ("ge", "gt", "le") if hasattr(each, sign)}
+    if "ge" in bounds:
+        low = _written(bounds["ge"])
+        words.append(f"{low} to {_written(bounds['le'])}" if "le" in bounds else f"at least {low}")
+    elif "gt" in bounds:
+        words.append(f"above {_written(bounds['gt'])}, at most {_written(bounds['le'])}")
+    return ", ".join(words)
+
+
+def _written(value: Any) -> str | None:
+    """As it is written in a settings file."""
+    if value is None or isinstance(value, str):
+        return value
+    return str(value).lower() if isinstance(value, bool) else f"{value:.12g}"
+
+
+_TYPE_NAMES: dict[Any, str] = {
+    int: "integer",
+    float: "number",
+    bool: "`true` or `false`",
+    str: "text",
+    Path: "path",
+    tuple: "list of texts",
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """Settings and, per setting, where its value came from: `flag`, `environment`, `file PATH` or `default`."""
 
@@ -271,7 +372,7 @@ def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = N
     for origin, values in layers:
         for name, value in values.items():
             if name not in Settings.model_fields:
-                raise ConfigError(f"unknown setting {name!r} ({origin})", hint=_nearest(name), setting=name)
+                raise ConfigError(f"unknown setting {name!r} ({origin})", hint=nearest(name), setting=name)
             if name not in merged:
                 merged[name] = value
                 provenance[name] = origin
@@ -379,7 +480,7 @@ def _from_environment() -> dict[str, Any]:
         if name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
             setting = name[len(ENV_PREFIX) :].lower()
             if setting not in Settings.model_fields:
-                raise ConfigError(f"unknown setting {name} (environment)", hint=_nearest(setting), setting=setting)
+                raise ConfigError(f"unknown setting {name} (environment)", hint=nearest(setting), setting=setting)
     return dict(EnvSettingsSource(Settings)())
 
 
@@ -406,7 +507,7 @@ def _shown(value: Any) -> str:
     return repr(value) if len(text) <= 60 else repr(text[:60]) + "..."
 
 
-def _nearest(name: str) -> str:
-
+def nearest(name: str) -> str:
+    """Return a hint for a name that is not a setting."""
     near = get_close_matches(name, Settings.model_fields, n=1)
     return f"did you mean {near[0]}?" if near else "`dcp-mirror config show` lists all settings"

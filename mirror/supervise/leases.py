@@ -52,8 +52,7 @@ class LeaseBook:
     def __init__(self, directory: Path, *, seconds_max: float, age_max_s: float) -> None:
         """Read what an earlier service granted."""
         self._path = directory / BOOK_NAME
-        self._seconds_max = seconds_max
-        self._age_max_ms = int(age_max_s * 1000)
+        self.limit(seconds_max=seconds_max, age_max_s=age_max_s)
         self._records: dict[str, Record] = {}
         if not self._path.exists():
             return
@@ -65,6 +64,11 @@ class LeaseBook:
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             log.warning("the book of leases cannot be read; it begins anew", path=str(self._path), error=str(error))
             self._records.clear()
+
+    def limit(self, *, seconds_max: float, age_max_s: float) -> None:
+        """Set the limits of what is granted and renewed from now on."""
+        self._seconds_max = seconds_max
+        self._age_max_ms = int(age_max_s * 1000)
 
     def active(self, now_ms: int) -> list[Record]:
         """Leases that hold something now, oldest first."""

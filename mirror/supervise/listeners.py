@@ -23,8 +23,14 @@ SLOTS_PER_KIND = 1000
 
 _BOTH = {"log_level", "log_json", "refill_reads"}
 _PREFIXES = ("kv", "http", "dcp", "reader_", "users_", "listen_", "ready_")
-_LIVE = {"workers", "kv_nodes", *(f"{kind}_processes" for kind in KINDS)}
+_LIVE = {
+    "workers", "kv_nodes", "lease_max_s", "lease_age_max_s", "stop_timeout_s",
+    *(f"{kind}_processes" for kind in KINDS),
+}  # fmt: skip
 """What takes effect without a process started anew."""
+
+FIXED = ("data", "source", "groups", "collections", "scope", "vbuckets", "bootstrap_timeout_s", *KINDS)
+"""What a reload leaves as it is: it takes effect at the next start of the service."""
 
 
 class Listeners:
@@ -135,3 +141,11 @@ def outdated_by(slot: int, changed: Collection[str]) -> bool:
     if kind_of(slot) is None:
         return bool(concerning - of_readers)
     return bool(of_readers or concerning & _BOTH)
+
+
+def effect_of(name: str) -> str:
+    """Say when a changed setting takes effect, and what is restarted for it."""
+    if name in FIXED:
+        return "restart"
+    restarted = [what for slot, what in ((0, "workers"), (SLOTS_PER_KIND, "servers")) if outdated_by(slot, {name})]
+    return f"reload, which restarts {' and '.join(restarted)}" if restarted else "reload"

@@ -30,7 +30,7 @@ from mirror.supervise.control import ControlServer
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
 from mirror.supervise.leases import LeaseBook, Record
-from mirror.supervise.listeners import KINDS, Listeners, check_reloaded, kind_of, outdated_by
+from mirror.supervise.listeners import FIXED, Listeners, check_reloaded, kind_of, outdated_by
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
 from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
@@ -440,16 +440,14 @@ class Supervisor:
         except ConfigError as error:
             log.error("the new settings are not taken; the old ones stay in force", error=str(error))
         else:
-            fixed = {
-                name: getattr(self._settings, name)
-                for name in ("data", "source", "groups", "collections", "scope", "vbuckets", *KINDS)
-            }
-            fresh = fresh.model_copy(update=fixed)
+            fresh = fresh.model_copy(update={name: getattr(self._settings, name) for name in FIXED})
             changed = [name for name in Settings.model_fields if getattr(fresh, name) != getattr(self._settings, name)]
             self._settings = fresh
             log.info("settings read again", changed=changed)
             if self._desired and self._identity is not None:
                 self._desired = self._wanted_now(self._identity)
+            if self._leases is not None:
+                self._leases.limit(seconds_max=fresh.lease_max_s, age_max_s=fresh.lease_age_max_s)
             if "kv_nodes" in changed:
                 self._spawn_task(self._tell_map(self._listeners.renew(self._clock.wall_ms() // 1000)))
             for child in self._alive():

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mirror.config import Settings
+from cli.config import markdown_page
+from mirror.config import Settings, describe
 from tests.cli.conftest import call
+
+SETTINGS_PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
 
 def test_each_setting_says_where_it_comes_from(tmp_path: Path) -> None:
@@ -42,3 +45,40 @@ def test_people_get_a_table() -> None:
     result = call("config", "show")
     assert result.out.splitlines()[0].split() == ["setting", "value", "from"]
     assert any(line.split()[:1] == ["commit_interval_ms"] for line in result.out.splitlines())
+
+
+def test_each_setting_is_explained_with_its_bounds_and_what_a_change_needs() -> None:
+    rows = {row["name"]: row for row in call("config", "explain", "--json").json}
+    assert set(rows) == set(Settings.model_fields)
+    assert all(row["meaning"] and row["section"] for row in rows.values())
+    assert rows["noop_interval_s"]["values"] == "number, seconds, 0.1 to 10800"
+    assert rows["connect_timeout_s"]["values"] == "number, seconds, above 0, at most 600"
+    assert rows["map_size_bytes"]["values"] == "integer, bytes, at least 16777216"
+    assert rows["sync"]["values"] == "`safe`, `full`, `unsafe`"
+    effects = ("source", "groups", "workers", "history_s", "reader_idle_timeout_s", "log_level")
+    assert [rows[name]["takes_effect"] for name in effects] == [
+        "restart",
+        "new data directory",
+        "reload",
+        "reload, which restarts workers",
+        "reload, which restarts servers",
+        "reload, which restarts workers and servers",
+    ]
+
+
+def test_a_setting_is_explained_to_people() -> None:
+    said = call("config", "explain", "history_s").out
+    assert "How long superseded versions" in said
+    assert "integer, seconds, 0 to" in said
+    assert "takes effect" in said
+
+
+def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
+    result = call("config", "explain", "histori_s")
+    assert result.code == 2
+    assert "did you mean history_s" in result.complaint
+
+
+def test_the_page_on_settings_is_generated() -> None:
+    command = "dcp-mirror config explain --markdown > docs/settings.md"
+    assert SETTINGS_PAGE.read_text() == markdown_page(describe()), f"run: {command}"

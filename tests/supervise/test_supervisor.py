@@ -206,6 +206,20 @@ async def test_changed_settings_reach_the_workers_by_a_restart_of_each(tmp_path:
         assert {worker["last_exit"] for worker in service.status_document()["workers"]} == {"exit 0"}
 
 
+async def test_new_limits_of_leases_take_effect_without_a_restart_of_workers(tmp_path: Path) -> None:
+    asking = {"op": "lease", "id": "a", "name": "job", "seconds": 30, "positions": [[0, 1, 5]]}
+    fresh = settings_for(tmp_path, lease_max_s=10)
+    async with serving(supervisor(tmp_path, reload=lambda: fresh)) as service:
+        await eventually(running(service))
+        before = pids(service)
+        assert (await ask(tmp_path, asking))["ok"]
+        await ask(tmp_path, {"op": "reload"})
+        answer = await ask(tmp_path, asking | {"id": "b"})
+        assert not answer["ok"]
+        assert "ask for 1 to 10 s" in answer["error"]
+        assert pids(service) == before
+
+
 async def test_bad_new_settings_change_nothing(tmp_path: Path) -> None:
     asked = []
 
