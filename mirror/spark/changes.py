@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mirror.client import ServiceSaidNo
@@ -90,7 +90,7 @@ class LocalChanges:
 
     def beginning(self) -> Offset:
         """Before everything."""
-        return Offset(ORIGIN, self.bucket_uuid)
+        return Offset(ORIGIN, self.bucket_uuid, selection=self._options.selection)
 
     def front(self) -> Offset:
         """All that is published now. Raises Unavailable for a vbucket that is being filled anew."""
@@ -99,7 +99,7 @@ class LocalChanges:
             front = positions.front(self._view, vbid, 0, 0).boundary
             if front is not None:
                 found[vbid] = at_of(front)
-        return Offset(ORIGIN, self.bucket_uuid, found)
+        return Offset(ORIGIN, self.bucket_uuid, found, selection=self._options.selection)
 
     def stop_at_front(self) -> None:
         """Nothing that is published later is given from now on."""
@@ -107,7 +107,7 @@ class LocalChanges:
 
     def decode(self, given: Mapping[str, Any]) -> Offset:
         """An offset of this stream."""
-        return decode(given, ORIGIN, self.bucket_uuid)
+        return decode(given, ORIGIN, self.bucket_uuid, self._options.selection)
 
     def latest(self, start: Offset, limited: bool) -> Offset:
         """Where the next batch ends. Raises LostHistory."""
@@ -126,7 +126,7 @@ class LocalChanges:
         ends, self._turn = admit(lags, self._turn, self._newest, self._following)
         moved = {vbid: end._replace(fresh=int(vbid in anew)) for vbid, end in ends.items()}
         self._hold(start)
-        return Offset(ORIGIN, self.bucket_uuid, {**start.at, **moved})
+        return replace(start, at={**start.at, **moved})
 
     def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
         """What there is to go on with, and whether it is everything, anew."""

@@ -41,6 +41,7 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.spark.columns import CHANGES
 from mirror.spark.delta import commit_parts, conflict_or, lock, only_next, open_table
 from mirror.spark.fold import FOLDED, RESYNC, STATE, Voids, fold_files
+from mirror.spark.offsets import check_selection
 from mirror.spark.parts import Part, run_name
 from mirror.spark.places import Folder, LocalFolder, plain
 
@@ -101,9 +102,10 @@ def fingerprint(text: str) -> int:
 class Lake:
     """The two tables in one folder. Use it as a context manager: it holds the folder's lock."""
 
-    def __init__(self, folder: Folder, checkpoint: str | None) -> None:
+    def __init__(self, folder: Folder, checkpoint: str | None, selection: str = "") -> None:
         """Make the tables where they are missing. `checkpoint` is the name of the one that the stream will run from;
-        None: it is about to be made. Raises ConfigError when the tables come from another one.
+        None: it is about to be made. `selection` is what the stream reads of its source. Raises ConfigError when the
+        tables come from another checkpoint or have another selection: it is their description from the beginning.
         """
         self.folder = folder
         self.changes_folder = folder.child(CHANGES_FOLDER)
@@ -112,8 +114,8 @@ class Lake:
         self._folded: int | None = None
         """The newest batch that this object has brought into `documents`."""
         try:
-            self.changes = self._open_or_make(self.changes_folder, CHANGES)
-            self.documents = self._open_or_make(self.documents_folder, STATE)
+            self.changes = self._open_or_make(self.changes_folder, CHANGES, selection)
+            self.documents = self._open_or_make(self.documents_folder, STATE, selection)
             self._check(checkpoint)
         except BaseException:
             self.close()
@@ -132,16 +134,22 @@ class Lake:
         self._lock.release()
 
     @staticmethod
-    def _open_or_make(folder: Folder, schema: pa.Schema) -> DeltaTable:
+    def _open_or_make(folder: Folder, schema: pa.Schema, selection: str) -> DeltaTable:
         table = open_table(folder)
         if table is None:
             try:
-                return DeltaTable.create(folder.url, Schema.from_arrow(schema), configuration=CONFIGURATION)
+                return DeltaTable.create(
+                    folder.url,
+                    Schema.from_arrow(schema),
+                    description=selection or None,
+                    configuration=CONFIGURATION,
+                )
             except (DeltaError, OSError) as error:
                 raise conflict_or(folder, None, error) from error
         names = [field.name for field in table.schema().fields]
         if names != schema.names:
             raise ConfigError(f"{folder}: a table with other columns ({', '.join(names)})", hint="give another folder")
+        check_selection(folder.url, table.metadata().description or "", selection)
         return table
 
     def _check(self, checkpoint: str | None) -> None:

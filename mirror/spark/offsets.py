@@ -42,6 +42,9 @@ class Offset:
     at: Mapping[int, At] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
     """Over a connection: the collections that were ever seen, by id. Of one that was dropped nobody else knows it."""
+    selection: str = ""
+    """What the stream reads of the source (`Options.selection`). Positions say nothing of what a filter left out, so an
+    offset is good for this selection alone."""
 
     def of(self, vbid: int) -> At:
         """Where one stands."""
@@ -55,6 +58,8 @@ class Offset:
             "bucket_uuid": self.bucket_uuid,
             "vbuckets": {str(vbid): _without_zeros(at) for vbid, at in sorted(self.at.items()) if at != BEGINNING},
         }
+        if self.selection:
+            found["selection"] = self.selection
         if self.names:
             found["collections"] = {str(each): name for each, name in sorted(self.names.items())}
         return found
@@ -67,7 +72,7 @@ def _without_zeros(at: At) -> list[int]:
     return numbers
 
 
-def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str) -> Offset:
+def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: str = "") -> Offset:
     """An offset out of a checkpoint. Raises ConfigError when it is none of this source."""
     try:
         if given["format"] != FORMAT:
@@ -77,6 +82,7 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str) -> Offset:
             str(given["bucket_uuid"]),
             {int(vbid): At(*map(int, numbers)) for vbid, numbers in given["vbuckets"].items()},
             {int(each): str(name) for each, name in given.get("collections", {}).items()},
+            str(given.get("selection", "")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"the checkpoint cannot be read as one of this source: {error!r}") from None
@@ -89,7 +95,17 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str) -> Offset:
             f"the checkpoint is of the bucket with uuid {found.bucket_uuid}, this is {bucket_uuid}",
             hint="the bucket was made anew or is another one: begin with a new checkpoint",
         )
+    check_selection("the checkpoint", found.selection, selection)
     return found
+
+
+def check_selection(what: str, made_with: str, now: str) -> None:
+    """Raise ConfigError where `what` was made with another choice of collections and vbuckets than now."""
+    if made_with != now:
+        raise ConfigError(
+            f"{what} was made with {made_with or 'all collections and vbuckets'}, not {now or 'all of them'}",
+            hint="make the same choice as before, or begin with a new checkpoint and a new target",
+        )
 
 
 class Lag(NamedTuple):

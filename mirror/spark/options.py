@@ -30,9 +30,10 @@ that names the option and the remedy.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from typing import Any
 
 from mirror.errors import ConfigError
@@ -68,6 +69,16 @@ class Options:
     def names(self) -> tuple[str, ...]:
         """The columns of the table that were asked for."""
         return self.columns or tuple(TABLES[self.table].names)
+
+    @property
+    def selection(self) -> str:
+        """Which collections and vbuckets are read, always in the same words; empty: all. Goes into checkpoints."""
+        parts = []
+        if self.collections is not None:
+            parts.append(f"collection={','.join(sorted(self.collections))}")
+        if self.vbuckets is not None:
+            parts.append(f"vbuckets={','.join(_as_ranges(self.vbuckets))}")
+        return " ".join(parts)
 
 
 def parse(given: Mapping[str, str]) -> Options:
@@ -120,6 +131,13 @@ def ranges(text: str) -> frozenset[int]:
             raise ValueError(f"{part.strip()} is no range of vbuckets")
         found.update(range(low, high + 1))
     return frozenset(found)
+
+
+def _as_ranges(numbers: frozenset[int]) -> Iterator[str]:
+    """The inverse of `ranges`."""
+    for _, run in groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0]):
+        found = [number for _, number in run]
+        yield str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from mirror.errors import ConfigError
@@ -273,7 +273,7 @@ class RemoteChanges:
 
     def beginning(self) -> Offset:
         """Before everything."""
-        return Offset(ORIGIN, self.bucket_uuid)
+        return Offset(ORIGIN, self.bucket_uuid, selection=self._options.selection)
 
     def front(self) -> Offset:
         """All that the source has now."""
@@ -281,7 +281,9 @@ class RemoteChanges:
         for vbid, seqno in self._high_seqnos().items():
             if seqno:
                 found[vbid] = At(0, seqno, self._reader.failover_log(vbid)[0].vbuuid)
-        return Offset(ORIGIN, self.bucket_uuid, found, self._reader.collection_names())
+        return Offset(
+            ORIGIN, self.bucket_uuid, found, self._reader.collection_names(), selection=self._options.selection
+        )
 
     def stop_at_front(self) -> None:
         """Nothing that comes later is given from now on."""
@@ -289,7 +291,7 @@ class RemoteChanges:
 
     def decode(self, given: Mapping[str, Any]) -> Offset:
         """An offset of this stream."""
-        return decode(given, ORIGIN, self.bucket_uuid)
+        return decode(given, ORIGIN, self.bucket_uuid, self._options.selection)
 
     def _high_seqnos(self) -> dict[int, int]:
         wanted = set(self._vbids)
@@ -323,7 +325,7 @@ class RemoteChanges:
             else:
                 moved[vbid] = end._replace(since_seqno=_begins(at, end))
         names = {**start.names, **self._reader.collection_names()} if moved else start.names
-        return Offset(ORIGIN, self.bucket_uuid, {**start.at, **moved}, names)
+        return replace(start, at={**start.at, **moved}, names=names)
 
     def _suspects(self) -> set[int]:
         """Vbuckets whose history is looked at though their seqno is what it was: it may be another one's. All of them

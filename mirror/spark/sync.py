@@ -167,7 +167,7 @@ def sync(
     total = [0, 0, 0, 0, 0]
     with (
         FolderLock(checkpoint) if not isinstance(folder, LocalFolder) else nullcontext(),
-        Lake(folder, checkpoint_name(checkpoint)) as lake,
+        Lake(folder, checkpoint_name(checkpoint), parse({**source, "table": "changes"}).selection) as lake,
         _listening(spark, on_figures) as listener,
     ):
         if lake.done_batch is None and any((checkpoint / "commits").glob("[0-9]*")):

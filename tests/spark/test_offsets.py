@@ -35,6 +35,19 @@ def test_a_checkpoint_of_something_else_is_refused(change: dict[str, object], wo
         decode(Offset("path", "b1").encode() | change, "path", "b1")
 
 
+def test_a_checkpoint_is_good_for_the_selection_that_it_was_made_with() -> None:
+    """It says nothing of what a filter had left out, and so nothing of it would ever be sent."""
+    selections = ("", "collection=s.a", "collection=s.a,s.b", "vbuckets=0-3")
+    for made_with in selections:
+        encoded = json.loads(json.dumps(Offset("path", "b1", {0: At(1, 5, 77)}, selection=made_with).encode()))
+        for now in selections:
+            if now == made_with:
+                assert decode(encoded, "path", "b1", now).selection == now
+            else:
+                with pytest.raises(ConfigError, match="make the same choice as before, or begin with a new"):
+                    decode(encoded, "path", "b1", now)
+
+
 class Vbuckets:
     """Vbuckets by their boundaries."""
 

@@ -75,3 +75,10 @@ def test_nonsense_is_named(given: dict[str, str], words: str) -> None:
 
 def test_ranges_may_overlap() -> None:
     assert ranges("1-3, 2,65535") == {1, 2, 3, 65535}
+
+
+def test_a_selection_has_one_spelling() -> None:
+    assert parse({"path": "x"}).selection == ""
+    given = {"path": "x", "collection": "b.b, a", "vbuckets": "7,0-2,1-4"}
+    assert parse(given).selection == "collection=_default.a,b.b vbuckets=0-4,7"
+    assert parse({"connection": "couchbase://h/b", "vbuckets": "3"}).selection == "vbuckets=3"

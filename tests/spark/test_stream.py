@@ -112,6 +112,8 @@ def test_what_cannot_be_streamed_is_said_in_one_line(spark: SparkSession, small:
     assert "documents cannot be streamed (set option table=changes)" in message_of(query.awaitTermination)
     checkpoint = tmp_path / "checkpoint"
     run(spark, table, checkpoint, path=path)
+    said = message_of(lambda: run(spark, table, checkpoint, path=path, collection="_default"))
+    assert "was made with all collections and vbuckets, not collection=_default._default" in said
     small.put({f"order::{number:06d}": None for number in range(50)})
     small.put(orders(60, 60))
     purge(small, Window(boundaries=1))
