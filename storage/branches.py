@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from storage import chain, keys, records
+from storage import chain, keys, prepares, records
 from storage.environment import Environment
 from storage.errors import CorruptedError
 from storage.model import (
@@ -154,6 +154,23 @@ def put_branch(environment: Environment, txn: Any, vbid: int, branch: int, row: 
 def get_branch(environment: Environment, txn: Any, vbid: int, branch: int) -> records.BranchRow:
     """Read a row of `branch`."""
     return records.decode_branch(txn.get(keys.BRANCH_KEY.pack(vbid, branch), db=environment.db(keys.DB_BRANCH)))
+
+
+def forget(environment: Environment, txn: Any, vbid: Vbid, numbers: list[int]) -> None:
+    """Remove what is left of branches without rows: their rows in `branch`, copies of boundaries, manifests, prepares.
+
+    Their numbers are not used again: the newest branch is never one of them.
+    """
+    for number in numbers:
+        base_seqno = get_branch(environment, txn, vbid, number).base_seqno
+        txn.delete(keys.ROW.pack(number, base_seqno) + keys.BOUNDARY_SUFFIX, db=environment.db(keys.rows_db(vbid)))
+        txn.delete(keys.BRANCH_KEY.pack(vbid, number), db=environment.db(keys.DB_BRANCH))
+        prefix = keys.BRANCH_KEY.pack(vbid, number)
+        cursor = txn.cursor(environment.db(keys.DB_MANIFEST))
+        there = cursor.set_range(prefix)
+        while there and cursor.key()[: len(prefix)] == prefix:
+            there = cursor.delete()
+    prepares.forget_branches(environment, txn, vbid, frozenset(numbers))
 
 
 def manifest_at(environment: Environment, txn: Any, vbid: int, key: ManifestKey) -> Manifest:
@@ -366,7 +383,11 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
     other_copy = base > 0 and state.staging_branch != state.branch
     log = () if other_copy or not base else state.failover_log
     vbuuid = vbuuid_at(log, base)
-    branch = _open_branch(environment, txn, vbid, state.branch, base, vbuuid, BranchReason.ABANDONED, now)
+    parent: int = state.branch
+    left = get_branch(environment, txn, vbid, parent)
+    if left.reason == BranchReason.ABANDONED and left.base_seqno == base and left.parent is not None:
+        parent = left.parent  # nothing was published on the one that is left: the new one takes its place on the chain
+    branch = _open_branch(environment, txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now)
     pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)
     txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
     if base:

@@ -8,14 +8,15 @@ of a branch lie above its base_seqno. So the rows of a chain, walked from root t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from storage import keys, records
 from storage.environment import Environment
 from storage.errors import CorruptedError
-from storage.model import SEQNO_MAX, Boundary, Branch, Seqno, Vbid, Vbuuid
+from storage.model import SEQNO_MAX, Boundary, Branch, BranchReason, Seqno, Vbid, Vbuuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Link:
     cut: int
     kept_seqno: int = SEQNO_MAX
     """Rows of the branch above it may be gone already (they are on no served chain)."""
+    first_branch: int = 0
+    """The lowest number that means this link; those below `branch` had no rows and meant its base (0: `branch`)."""
 
 
 Chain = tuple[Link, ...]
@@ -37,47 +40,95 @@ SPAN_SEQNOS = 100
 
 def load(environment: Environment, txn: Any, vbid: int, branch: int, cut: int) -> Chain:
     """The chain of `branch` cut at `cut`, newest first."""
-    links = []
+    links: list[Link] = []
     db = environment.db(keys.DB_BRANCH)
     current: int | None = branch
     while current is not None:
+        data = txn.get(keys.BRANCH_KEY.pack(vbid, current), db=db)
+        if data is None and not links:
+            data = _successor(txn.cursor(db), vbid, current)
         try:
-            row = records.decode_branch(txn.get(keys.BRANCH_KEY.pack(vbid, current), db=db))
+            row = records.decode_branch(data)
         except CorruptedError as error:
             raise CorruptedError(f"branch {current}: {error.message}", path=environment.path, vbid=vbid) from error
         if row.parent is not None and row.parent >= current:
             raise CorruptedError(f"branch {current} has parent {row.parent}", path=environment.path, vbid=vbid)
-        links.append(Link(current, row.base_seqno, cut, row.kept_seqno))
+        first = row.parent + 1 if row.reason == BranchReason.ABANDONED and row.parent is not None else current
+        links.append(Link(current, row.base_seqno, cut, row.kept_seqno, first))
         cut = min(cut, row.base_seqno)
         current = row.parent
     return tuple(links)
 
 
+def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
+    """The row of the branch that took the place of a forgotten one (see `branches.abandon`), None where there is none.
+
+    Both have the same parent and base; nothing was ever published on the forgotten one.
+    """
+    key = keys.BRANCH_KEY.pack(vbid, branch)
+    if not cursor.set_range(key) or cursor.key()[:2] != key[:2]:
+        return None
+    data: bytes = cursor.value()
+    row = records.decode_branch(data)
+    replaced = row.reason == BranchReason.ABANDONED and row.parent is not None and row.parent < branch
+    return data if replaced else None
+
+
 def recut(chain: Chain, cut: int) -> Chain:
     """The same chain seen as of seqno `cut`."""
-    return tuple(Link(link.branch, link.base_seqno, min(link.cut, cut), link.kept_seqno) for link in chain)
+    if chain and cut >= chain[0].base_seqno:  # only the tip may change: the cuts of the others are not above that
+        return chain if cut >= chain[0].cut else (_cut_at(chain[0], cut), *chain[1:])
+    return tuple(link if link.cut <= cut else _cut_at(link, cut) for link in chain)
+
+
+def _cut_at(link: Link, cut: int) -> Link:
+    return Link(link.branch, link.base_seqno, cut, link.kept_seqno, link.first_branch)
+
+
+def sees(chain: Chain, branch: int, seqno: int) -> bool:
+    """Whether the position (branch, seqno) is one of the chain's own history."""
+    at = _link_of(chain, branch, 0)
+    if at < len(chain) and chain[at].branch == branch:
+        return seqno <= chain[at].cut
+    replaced = at > 0 and 0 < chain[at - 1].first_branch <= branch
+    return replaced and seqno <= min(chain[at - 1].base_seqno, chain[at - 1].cut)
+
+
+def common_seqno(served: Chain, other: Chain) -> int | None:
+    """Up to where two chains are one history; None: they have none in common."""
+    cuts = {link.branch: link.cut for link in served}
+    return max((min(link.cut, cuts[link.branch]) for link in other if link.branch in cuts), default=None)
 
 
 def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
     """The newest visible dup of `wire_key` on `chain` (13 bytes), or None. `cursor` is on the key tree.
 
-    Cost: one seek for each branch of the chain at most, whatever the number of versions.
+    Cost: a seek for each branch that has versions of the key which are not visible, whatever the length of the chain.
     """
     if not cursor.set_key(wire_key) or not cursor.last_dup():
         return None
     dup: bytes = cursor.value()
-    for link in chain:
-        if dup[:12] > (limit := keys.ROW.pack(link.branch, link.cut) + b"\xff")[:12]:
-            if cursor.set_range_dup(wire_key, limit):
-                if not cursor.prev_dup():
-                    return None
-            else:
-                cursor.set_key(wire_key)
-                cursor.last_dup()
-            dup = cursor.value()
-        if dup[:4] == limit[:4]:
+    at = 0
+    while (at := _link_of(chain, int.from_bytes(dup[:4], "big"), at)) < len(chain):
+        link = chain[at]
+        limit = keys.ROW.pack(link.branch, link.cut) + b"\xff"
+        if dup[:4] == limit[:4] and dup[:12] <= limit[:12]:
             return dup
+        if cursor.set_range_dup(wire_key, limit):
+            if not cursor.prev_dup():
+                return None
+        else:
+            cursor.set_key(wire_key)
+            cursor.last_dup()
+        dup = cursor.value()
     return None
+
+
+def _link_of(chain: Sequence[Link], branch: int, start: int) -> int:
+    """The index of the first link, from `start` on, whose branch is `branch` or older; len(chain) without one."""
+    if start < len(chain) and chain[start].branch <= branch:
+        return start
+    return bisect_left(chain, -branch, start, key=lambda link: -link.branch)
 
 
 def boundary_of(key: bytes, value: bytes, vbid: int) -> Boundary:

@@ -81,7 +81,7 @@ class Leases:
         limits = [
             common
             for branch, seqno in self.of(vbid, now_ms)
-            if (common := common_seqno(served, chain.load(environment, txn, vbid, branch, seqno))) is not None
+            if (common := chain.common_seqno(served, chain.load(environment, txn, vbid, branch, seqno))) is not None
         ]
         if not limits:
             return None
@@ -92,12 +92,6 @@ class Leases:
         """Branches and cuts whose rows somebody holds."""
         for branch, seqno in self.of(vbid, now_ms):
             yield from chain.load(environment, txn, vbid, branch, seqno)
-
-
-def common_seqno(served: chain.Chain, other: chain.Chain) -> int | None:
-    """Up to where two chains are one history; None: they have none in common."""
-    cuts = {link.branch: link.cut for link in served}
-    return max((min(link.cut, cuts[link.branch]) for link in other if link.branch in cuts), default=None)
 
 
 def check_kept(environment: Environment, txn: Any, vbid: Vbid, position: Position) -> None:
@@ -111,7 +105,7 @@ def check_kept(environment: Environment, txn: Any, vbid: Vbid, position: Positio
         wanted = chain.load(environment, txn, vbid, *position)
     except CorruptedError:
         wanted = ()
-    common = common_seqno(served, wanted)
+    common = chain.common_seqno(served, wanted)
     gap = common is not None and any(link.kept_seqno < link.cut and common < link.cut for link in wanted)
     if common is None or common < floor or gap:
         raise NoSuchBoundary(

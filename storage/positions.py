@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from storage import branches, chain, keys, leases
+from storage import branches, chain, keys
 from storage.errors import CorruptedError
 from storage.model import Boundary, Manifest, Vbid
 from storage.view import View
@@ -38,7 +38,7 @@ def front(view: View, vbid: int, branch: int, seqno: int) -> Front:
         if seqno:
             try:
                 whole = view._whole_chain(environment, txn, vbid, branch)
-                common = leases.common_seqno(served.links, chain.recut(whole, seqno))
+                common = chain.common_seqno(served.links, chain.recut(whole, seqno))
             except CorruptedError:
                 common = None
         boundary = chain.newest_boundary(environment, txn, Vbid(vbid), served.links, served.seqno)

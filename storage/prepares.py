@@ -222,6 +222,20 @@ class Prepares:
         return freed
 
 
+def forget_branches(environment: Environment, txn: Any, vbid: int, numbers: frozenset[int]) -> None:
+    """Remove the rows of branches that no chain has; what was settled there is open, since nobody sees that it was."""
+    cursor = txn.cursor(environment.db(keys.DB_PREPARE))
+    there = cursor.set_range(keys.VBID_KEY.pack(vbid))
+    while there and cursor.key()[:2] == keys.VBID_KEY.pack(vbid):
+        value = cursor.value()
+        if keys.PREPARE_KEY.unpack(cursor.key())[1] in numbers:
+            there = cursor.delete()
+            continue
+        if _SETTLED.unpack_from(value)[0] in numbers:
+            cursor.put(cursor.key(), _SETTLED.pack(*_NOT_SETTLED) + value[_SETTLED.size :])
+        there = cursor.next()
+
+
 def _forget(environment: Environment, txn: Any, state: VbucketState, publish_seqno: int) -> None:
     """Remove a few rows that can never be open again: dead ones, and those settled at or below the floor."""
     floor = state.history_floor_seqno if state.staging_published_seqno else publish_seqno

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 from storage import branches, chain, keys, records
@@ -88,6 +88,7 @@ class Purger:
         self._walked: dict[int, tuple[int, int]] = {}
         self._removal: Removal | None = None
         self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
+        self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
         self.pace = Pace()
         self.removed_rows = 0
 
@@ -119,6 +120,9 @@ class Purger:
         if self._removal is not None:
             self._announce_gap(txn, vbid, self._removal.dead)
             return self._removal.step(txn, self.pace.rows)
+        if numbers := self._forgettable(txn, vbid):
+            branches.forget(environment, txn, vbid, numbers[: self.pace.rows])
+            return 0
         pub = branches.unpack_pub(
             txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid
         )
@@ -143,7 +147,7 @@ class Purger:
         environment = self.environment
         data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
         branch, published, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
-        if next(iter(self._removable(txn, vbid, now_ms)), None) is not None:
+        if next(iter(self._removable(txn, vbid, now_ms)), None) is not None or self._forgettable(txn, vbid):
             return True
         purged = branches.purge_row(environment, txn, vbid)[0]
         if published == floor == purged:
@@ -347,6 +351,23 @@ class Purger:
             else:
                 ranges.remove(dead)  # nothing is ever written there again
 
+    def _forgettable(self, txn: Any, vbid: Vbid) -> list[int]:
+        """`forgettable`, looked for again only when branches or their rows have changed."""
+        environment = self.environment
+        pub = branches.unpack_pub(
+            txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid
+        )
+        ranges = self._dead_ranges(txn, vbid, pub[0])
+        seen = (self._ranges[vbid][0], len(ranges), txn.stat(environment.db(keys.DB_BRANCH))["entries"])
+        known = self._forgotten.get(vbid)
+        if known is not None and known[0] == seen:
+            return known[1]
+        staging = records.decode_state(txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_STATE)))[0]
+        with_rows = {dead.branch for dead in ranges}
+        found = forgettable(branches.all_branches(environment, txn, vbid), pub[0], staging, with_rows)
+        self._forgotten[vbid] = (seen, found)
+        return found
+
     def _is_held(self, txn: Any, vbid: Vbid, dead: Dead, now_ms: int) -> bool:
         held = self.leases.held_rows(self.environment, txn, vbid, now_ms)
         return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
@@ -386,39 +407,50 @@ def dead_ranges(environment: Environment, txn: Any, vbid: Vbid) -> list[Dead]:
     vbid_key = keys.VBID_KEY.pack(vbid)
     served = branches.unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)[0]
     staging = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))[0]
-    was_served = {
-        branch: row.history_ms for branch, row in known.items() if row.time_ms or row.reason not in NOT_SEEN_AT_FIRST
-    }
-    chains = {branch: _cuts(known, branch) for branch in was_served if branch <= served}
     found = []
-    for branch in known:
-        if branch == staging:
+    links: list[list[int]] = []  # of what was served, root to tip: branch, base seqno, cut
+    for branch, row in known.items():
+        if is_unseen(row):
+            if branch != staging:  # a refill, OSO snapshot or deferred rollback that was given up
+                found.append(Dead(branch, 0, SEQNO_MAX, None))
             continue
-        if branch not in was_served:  # a refill, OSO snapshot or deferred rollback that was given up
-            found.append(Dead(branch, 0, SEQNO_MAX, None))
+        if branch > served:
             continue
-        cut = SEQNO_MAX
-        for later, since in was_served.items():
-            if later <= branch or later > served:
-                continue
-            new_cut = chains[later].get(branch, known[branch].base_seqno)
-            if new_cut < cut:
-                unpublished = known[later].reason == BranchReason.ABANDONED
-                found.append(Dead(branch, new_cut, cut, None if unpublished else since))
-                cut = new_cut
+        since_ms = None if row.reason == BranchReason.ABANDONED else row.history_ms
+        while links and (row.parent is None or (links[-1][1] >= row.base_seqno and links[-1][0] != row.parent)):
+            number, base_seqno, cut = links.pop()
+            found.append(Dead(number, base_seqno, cut, since_ms))
+        for link in reversed(links):
+            if link[2] <= row.base_seqno:
+                break
+            found.append(Dead(link[0], row.base_seqno, link[2], since_ms))
+            link[2] = row.base_seqno
+        links.append([branch, row.base_seqno, SEQNO_MAX])
     return found
 
 
-def _cuts(known: dict[int, records.BranchRow], branch: int) -> dict[int, int]:
-    """The chain of a branch: each branch of it with its cut."""
-    cuts = {}
-    cut = SEQNO_MAX
-    current: int | None = branch
-    while current is not None:
-        cuts[current] = cut
-        cut = min(cut, known[current].base_seqno)
-        current = known[current].parent
-    return cuts
+def is_unseen(row: records.BranchRow) -> bool:
+    """Whether readers have not seen it."""
+    return not row.time_ms and row.reason in NOT_SEEN_AT_FIRST
+
+
+def forgettable(known: dict[int, records.BranchRow], served: int, staging: int, with_rows: set[int]) -> list[int]:
+    """Branches whose rows in `branch` nobody needs: none of their own rows is left (`with_rows`), and either readers
+    never saw them, or nothing was published on them and a later one has taken their place (`branches.abandon`).
+    """
+    found = [
+        branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
+    ]
+    seen = [(branch, row) for branch, row in known.items() if not is_unseen(row)]
+    for (branch, row), (_, following) in pairwise(seen):
+        if (
+            branch not in with_rows
+            and branch not in (served, staging)
+            and row.reason == following.reason == BranchReason.ABANDONED
+            and (row.parent, row.base_seqno) == (following.parent, following.base_seqno)
+        ):
+            found.append(branch)
+    return found
 
 
 def _forward(

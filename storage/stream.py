@@ -64,7 +64,7 @@ class Standing(NamedTuple):
 
     def has(self, branch: int, seqno: int) -> bool:
         """Whether a position is on the served history."""
-        return any(link.branch == branch and seqno <= link.cut for link in self.links)
+        return chain.sees(self.links, branch, seqno)
 
 
 def standing(view: View, vbid: int) -> Standing:
@@ -168,7 +168,7 @@ def _check(view: View, opened: Opened, txn: Any, vbid: int, pinned: Standing, to
     branch, seqno, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
     if branch != pinned.branch or seqno < pinned.seqno:
         links = chain.recut(view._whole_chain(environment, txn, vbid, branch), seqno)
-        if not any(link.branch == pinned.branch and pinned.seqno <= link.cut for link in links):
+        if not chain.sees(links, pinned.branch, pinned.seqno):
             raise Left(f"a rollback or refill passed seqno {pinned.seqno}", rolled_back=True)
     if floor > pinned.seqno:
         raise Left(f"history before seqno {floor} is gone", rolled_back=False)

@@ -19,7 +19,7 @@ from zlib import crc32
 
 import lmdb
 
-from storage import branches, chain, directory, history, index, keys, leases, records, wait
+from storage import branches, chain, directory, history, index, keys, records, wait
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import (
     AnswerTooLarge,
@@ -778,7 +778,7 @@ class View:
         tip = pinned.links[0]
         if branch != tip.branch or seqno < pinned.seqno:
             links = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
-            if not any(link.branch == tip.branch and link.cut >= pinned.seqno for link in links):
+            if not chain.sees(links, tip.branch, pinned.seqno):
                 raise ViewInvalidated(
                     f"a rollback or refill passed seqno {pinned.seqno}", vbid=vbid, hint="start the read again"
                 )
@@ -791,12 +791,14 @@ class View:
     ) -> None:
         """Raise ViewInvalidated unless everything that `pinned` sees is there, on whatever chain."""
         served = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
-        common = leases.common_seqno(served, pinned.links)
+        common = chain.common_seqno(served, pinned.links)
         if common is not None and floor > common:
             raise ViewInvalidated(f"history before seqno {floor} is gone", vbid=vbid, hint="start the read again")
         if common is None:
             self._check_left(environment, txn, vbid, pinned)
         for link in pinned.links:
+            if link.cut <= link.base_seqno:
+                continue  # nothing of it is seen, and it may be forgotten
             kept_seqno = branches.get_branch(environment, txn, vbid, link.branch).kept_seqno
             if kept_seqno < link.cut and (common is None or common < link.cut):
                 raise ViewInvalidated(
@@ -811,9 +813,10 @@ class View:
         seen above it. So the one is looked for up to which the last chain before the refill had this history.
         """
         seqno = pinned.seqno
-        shared = {pinned.branch}
+        below = [link.branch for link in pinned.links if link.base_seqno < seqno]
+        shared = {pinned.branch, *below[:1]}  # a branch that nothing was published on is nobody's parent
         for branch, row in branches.all_branches(environment, txn, vbid).items():
-            if row.parent in shared:
+            if branch > pinned.branch and row.parent in shared:
                 shared.add(branch)
                 seqno = min(seqno, row.base_seqno)
         if not seqno:
@@ -1062,8 +1065,7 @@ class View:
             lost: chain.Chain = ()
             after = token.seqno if token else Seqno(0)
             if token is not None:
-                on_chain = any(link.branch == token.branch and token.seqno <= link.cut for link in served.links)
-                if not on_chain:
+                if not chain.sees(served.links, token.branch, token.seqno):
                     lost = self._lost_chain(opened, txn, vbid, token)
                     cuts = {link.branch: link.cut for link in served.links}
                     after = Seqno(

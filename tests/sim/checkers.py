@@ -183,7 +183,8 @@ class Checker:
                 watched.boundaries.append(seqno)
                 self.counts["publishes"] += 1
         elif len(links) > 1:
-            assert links[1].branch == watched.branch, f"vb {vbid}: branch {branch} does not follow {watched.branch}"
+            follows = links[1].branch == watched.branch or links[0].first_branch <= watched.branch < branch
+            assert follows, f"vb {vbid}: branch {branch} does not follow {watched.branch}"
             base = links[0].base_seqno
             assert base == seqno, f"vb {vbid}: branch {branch} from {base} published {seqno}"
             if reason == 4:

@@ -5,9 +5,13 @@ That views and as-of reads stay right through any mix of purging, rollbacks and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 import storage.purge
+from storage import branches, chain, keys, stream
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.model import Branch, Collection, Seqno, Vbid
 from storage.purge import Purger, Window, dead_ranges
@@ -216,3 +220,95 @@ def test_a_step_removes_no_more_than_its_share(writer: GroupWriter, monkeypatch:
             counts.append(txn.stat(tree)["entries"])
     assert max(before - after for before, after in zip([103, *counts], counts, strict=False)) <= 2 * 5 + 2
     assert counts[-1] == 2 + 1  # the newest of each key, and one boundary
+
+
+def broken_backfill(writer: GroupWriter) -> None:
+    """Some rows of a snapshot reach the disk; then the source will not continue it."""
+    seqno = writer.state(0).published_seqno
+    writer.stage(0, [row(writer.row_prefix(0), C, b"staged", seqno + 1)], 0, span(seqno + 1, seqno + 9))
+    writer.commit(flush_open=True)
+    writer.abandon(0)
+
+
+def branch_count(writer: GroupWriter) -> int:
+    with writer.environment.read() as txn:
+        return len(branches.all_branches(writer.environment, txn, Vbid(0)))
+
+
+def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
+    tokens = [Token(Vbid(0), writer.state(0).branch, Seqno(2))]
+    for _ in range(200):
+        broken_backfill(writer)
+        tokens.append(Token(Vbid(0), writer.state(0).branch, Seqno(2)))
+    assert len(stream.standing(view, 0).links) == 2
+    pinned = view.pin(0)
+    half_read = view.scan(0)
+    first = next(half_read)
+    broken_backfill(writer)
+    assert branch_count(writer) == 202
+    purge(writer, Window(time_ms=HOUR_MS))
+    assert branch_count(writer) == 2
+    publish(writer, 0, [(A, b"3", 3)])
+    assert [first.key, *(each.key for each in half_read)] == sorted([A, B])
+    assert {each.key for each in view.scan_page(pinned)[0]} == {A, B}
+    for token in tokens:  # nothing was lost, so followers go on as if nothing had been
+        assert [(each.kind, each.token.seqno) for each in view.changes(0, since=token)] == [("mutation", 3)]
+    newest = writer.state(0).branch
+    broken_backfill(writer)
+    broken_backfill(writer)
+    assert writer.state(0).branch > newest
+    assert writer.rollback(0, 2).boundary_seqno == 2
+    for token in tokens:
+        assert list(view.changes(0, since=token)) == []
+    assert [each.kind for each in view.changes(0, since=Token(Vbid(0), newest, Seqno(3)))] == [
+        "rollback",
+        "retraction",
+        "restoration",
+    ]
+
+
+def test_refills_that_are_given_up_leave_no_branches_behind(writer: GroupWriter) -> None:
+    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
+    for _ in range(50):
+        writer.begin_refill(0)
+        writer.stage(0, [row(writer.row_prefix(0), C, b"staged", 1)], 0, span(1, 9))
+        writer.commit(flush_open=True)
+    newest = writer.state(0).staging_branch
+    writer.rollback(0, 2)
+    assert writer.state(0).branch == newest + 1
+    purge(writer, Window(time_ms=HOUR_MS))
+    assert branch_count(writer) == 2
+
+
+def test_a_lookup_costs_the_same_after_any_number_of_failovers() -> None:
+    looked = []
+
+    class Counted(tuple[chain.Link, ...]):
+        __slots__ = ()
+
+        def __getitem__(self, index: Any) -> Any:
+            looked.append(index)
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Iterator[chain.Link]:
+            for link in super().__iter__():
+                looked.append(link.branch)
+                yield link
+
+    class OneVersion:
+        """A cursor on a key whose only version is on the oldest branch."""
+
+        def set_key(self, key: bytes) -> bool:
+            return True
+
+        last_dup = lambda self: True  # noqa: E731
+        value = lambda self: keys.DUP.pack(1, 5, 0x57)  # noqa: E731
+
+    counts = []
+    for length in (10, 3_000):
+        links = Counted(chain.Link(number, 10 * number, 10 * number + 10) for number in range(length, 0, -1))
+        looked.clear()
+        assert chain.newest_version(OneVersion(), A, links) == keys.DUP.pack(1, 5, 0x57)
+        counts.append(len(looked))
+    assert counts[1] <= counts[0] + 10
