@@ -40,7 +40,7 @@ from mirror.feed.transport import Opaques
 from mirror.feed.vbucket import VbucketActor
 from mirror.feed.watch import SourceWatch
 from mirror.ingest import events as happenings
-from mirror.ingest.events import Row
+from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.instructions import BeginRefill, Status
 from mirror.ingest.selection import Resolved, Selection
 from mirror.ingest.topology import ClusterMap, Node
@@ -443,7 +443,7 @@ class Consumer:
         except StorageError as error:
             self._store_failed(group, error)
 
-    def on_event(self, vbid: int, event: ev.Event) -> None:
+    def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
         """Any other message of a stream."""
         self._actors[vbid].progressed()
         self.enter(vbid, event)

@@ -38,7 +38,7 @@ from mirror.feed.connection_string import Address, parse
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.srv import look_up
 from mirror.feed.transport import Link, Opaques
-from mirror.ingest.events import Row, StreamAccepted, StreamRollback
+from mirror.ingest.events import KeyRefused, Row, StreamAccepted, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.machine import STREAM_FLAGS
 from mirror.ingest.offset import StreamOffset
@@ -89,7 +89,7 @@ class _Answers:
     def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
         """None was asked for."""
 
-    def on_event(self, vbid: int, event: ev.Event) -> None:
+    def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
         """The end of a stream that had its end at its start."""
 
     def on_answer(self, vbid: int, answer: StreamAnswer) -> None:

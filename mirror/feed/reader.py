@@ -36,7 +36,7 @@ from mirror.feed.spool import SpoolFile
 from mirror.feed.srv import first_addresses
 from mirror.feed.transport import Opaques, Tap
 from mirror.ingest import events as happenings
-from mirror.ingest.events import Row
+from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.topology import ClusterMap, Node
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import decode_all_vb_seqnos, decode_failover_log, encode_all_vb_seqnos_request
@@ -613,7 +613,7 @@ class _Hub:
         if (vbucket := self._vbucket(vbid)) is not None:
             vbucket.handle_rows(opaque, rows, byte_count)
 
-    def on_event(self, vbid: int, event: ev.Event) -> None:
+    def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
         """Any other message of a live stream."""
         if (vbucket := self._vbucket(vbid)) is not None:
             vbucket.event(event)

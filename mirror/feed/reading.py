@@ -328,7 +328,7 @@ class VbucketReading:
             if self.until is not None and self._boundary >= self.until:
                 self._end("complete")
 
-    def event(self, event: ev.Event) -> None:
+    def event(self, event: ev.Event | happenings.KeyRefused) -> None:
         """Any other message of the stream."""
         self.progress_at = self._reading.clock.monotonic()
         if isinstance(event, ev.StreamEnd) and event.reason == StreamEndReason.FILTER_EMPTY:

@@ -29,7 +29,7 @@ from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTim
 from mirror.feed.bootstrap import Access, Handshake, enter, fetch_map, privilege_missing
 from mirror.feed.connection_string import Address
 from mirror.feed.transport import Link, OnAnswer, Opaques
-from mirror.ingest.events import StreamAccepted, StreamRefused, StreamRollback
+from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.topology import ClusterMap
 from mirror.wire import events as ev
@@ -49,7 +49,7 @@ from mirror.wire.errors import ProtocolError, RemoteProtocolError
 from mirror.wire.flow_control import FlowControlLedger, counted_size
 from mirror.wire.frame import Frame, request, response
 from mirror.wire.frame import encode as encode_frame
-from mirror.wire.scan import Row, Run, is_data, row_of
+from mirror.wire.scan import Row, Run, is_data, key_problem, row_of
 from storage.model import FailoverEntry, Seqno, Vbuuid
 
 log = structlog.get_logger("feed")
@@ -71,7 +71,7 @@ class SessionOwner(Protocol):
         """Data of a live stream, in stored form. Accepted (or given up) when this returns."""
         ...
 
-    def on_event(self, vbid: int, event: ev.Event) -> None:
+    def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
         """Any other message of a live stream; after StreamEnd its opaque is dead."""
         ...
 
@@ -442,15 +442,24 @@ class NodeSession:
         if vbid is None or vbid != frame.vbucket:
             self.figures.dropped_bytes += size
         elif is_data(frame):
-            key_prefix = b"" if self.handshake.collections else DEFAULT_COLLECTION_PREFIX
-            row = row_of(frame, self.link.routes[frame.opaque], key_prefix)
-            self._owner.on_rows(vbid, frame.opaque, [row], size)
+            self._on_data(vbid, frame, size)
         elif DCP_OPCODE_FIRST <= frame.opcode <= DCP_OPCODE_LAST:
             event = decode(frame)
             if frame.opcode == Opcode.DCP_STREAM_END:
                 self._forget(frame.opaque)
             self._owner.on_event(vbid, event)
         self.ledger.received(size)
+
+    def _on_data(self, vbid: int, frame: Frame, size: int) -> None:
+        """A data message that the scanner did not make a row of."""
+        collections = self.handshake.collections
+        problem = key_problem(frame.key, prefixed=collections)
+        if problem is not None:
+            seqno = int.from_bytes(frame.extras[:8])
+            self._owner.on_event(vbid, KeyRefused(frame.opaque, f"at seqno {seqno} {problem}"))
+            return
+        row = row_of(frame, self.link.routes[frame.opaque], b"" if collections else DEFAULT_COLLECTION_PREFIX)
+        self._owner.on_rows(vbid, frame.opaque, [row], size)
 
     def _stream_answered(self, vbid: int, opaque: int, frame: Frame) -> None:
         if self._streams.get(opaque) != vbid:

@@ -358,10 +358,11 @@ class VbucketActor:
         state = self.writer.state(self.vbid)
         high = self.source_high_seqno
         published = int(state.published_seqno)
+        failing = self.machine.failing_text if self.machine is not None else None
         return {
             "vbid": self.vbid,
-            "state": "stalled" if self.stalled_streams else str(self.status),
-            "text": self.stall_text if self.stalled_streams else self.text,
+            "state": "stalled" if self.stalled_streams else "failing" if failing else str(self.status),
+            "text": self.stall_text if self.stalled_streams else failing or self.text,
             "branch": int(state.branch),
             "vbuuid": int(state.failover_log[0].vbuuid) if state.failover_log else 0,
             "failover_log": [[int(entry.vbuuid), int(entry.seqno)] for entry in state.failover_log],

@@ -45,6 +45,7 @@ from mirror.wire.codec_dcp import encode
 from mirror.wire.constants import OsoFlag, SnapshotFlag
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import Abort, Commit, OsoSnapshot, Prepare, SeqnoAdvanced, SnapshotMarker, SystemEvent
+from mirror.wire.scan import key_problem
 from mirror.wire.system_events import decode_system_event
 from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
 
@@ -269,6 +270,8 @@ class Assembler:
         self._moved_to(event.seqno, "abort", out)
 
     def _stored_key(self, key: bytes) -> bytes:
+        if (problem := key_problem(key, prefixed=self._collections)) is not None:
+            raise Violation(problem)
         return key if self._collections else _DEFAULT_COLLECTION_PREFIX + key
 
     def oso_snapshot(self, event: OsoSnapshot, out: list[Instruction]) -> None:

@@ -187,6 +187,14 @@ class StagingRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyRefused:
+    """The stream brought a document whose key cannot be one."""
+
+    opaque: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrepareMissing:
     """CommitPrepare was not performed: no prepare of that key is held. The rest of that list was dropped."""
 
@@ -215,6 +223,7 @@ LocalEvent = (
     | RefillBegun
     | RefillRefused
     | StagingRefused
+    | KeyRefused
     | PrepareMissing
 )
 
@@ -224,6 +233,7 @@ __all__ = [
     "FailoverLogReceived",
     "FailoverLogRefused",
     "HighSeqno",
+    "KeyRefused",
     "LocalEvent",
     "NoActiveNode",
     "NoBoundary",

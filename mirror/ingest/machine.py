@@ -132,6 +132,7 @@ class VbucketMachine:
         "_stored_filter",
         "_told_empty",
         "durable_seqno",
+        "failing_text",
         "failover_log",
         "high_seqno",
         "ignored_count",
@@ -157,6 +158,8 @@ class VbucketMachine:
         self.high_seqno: int | None = None
         self.ignored_count = 0
         self.violation_count = 0
+        self.failing_text: str | None = None
+        """How the source broke the protocol, until something is published again."""
         self._assembler = Assembler(vbid)
         self._features = ev.Start()
         self._connected = False
@@ -499,6 +502,10 @@ class VbucketMachine:
             self._report(Status.WAITING, text, out)
             self._abandon("prepare missing", RetryReason.VIOLATION, out)
 
+    def _key_refused(self, event: ev.KeyRefused, out: list[Instruction]) -> None:
+        if not self._is_stale(event.opaque):
+            self._violated(event.text, out)
+
     def _staging_refused(self, event: ev.StagingRefused, out: list[Instruction]) -> None:
         self._load(event.state)
         self._violated(event.text, out)
@@ -562,6 +569,7 @@ class VbucketMachine:
         """A publish is progress, and on a branch beside the served one it swaps that one in."""
         if out and type(out[-1]) is PublishSnapshot:
             self._attempt = 0
+            self.failing_text = None
             self.refilling = False
             self._report_streaming(out)
 
@@ -569,13 +577,12 @@ class VbucketMachine:
         """The stream cannot be trusted: nothing of its open snapshot is kept, and it is asked for anew."""
         self._noticed(out)  # what was complete before the break stays so
         self.violation_count += 1
-        self._close_stream("violation", out)
-        self._report(
-            Status.WAITING,
-            f"the source broke the protocol: {text}; the open snapshot is dropped and asked for again. "
-            "If it repeats, report it with this line",
-            out,
+        self.failing_text = (
+            f"the source broke the protocol in vb {self.vbid}: {text}; the open snapshot is dropped and requested "
+            "again. If it repeats, report it with this line"
         )
+        self._close_stream("violation", out)
+        self._report(Status.WAITING, self.failing_text, out)
         if self._assembler.holds_part:
             self._abandon("violation", RetryReason.VIOLATION, out)
         else:
@@ -734,6 +741,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Move]] = {
     | {
         ev.RowsRun: VbucketMachine._rows_run,
         ev.StagingRefused: VbucketMachine._staging_refused,
+        ev.KeyRefused: VbucketMachine._key_refused,
         ev.PrepareMissing: VbucketMachine._prepare_missing,
         SnapshotMarker: VbucketMachine._marker,
         SeqnoAdvanced: VbucketMachine._stream_message,

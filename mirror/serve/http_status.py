@@ -69,6 +69,7 @@ def why_not_ready(report: Report, lag_limit_s: float) -> list[str]:
     late = [row["vbid"] for row in rows if row["lag_s"] is not None and row["lag_s"] > lag_limit_s]
     dead = [row["vbid"] for row in rows if row["state"] in DEAD_STATES]
     stalled = [row["vbid"] for row in rows if row["state"] == "stalled"]
+    failing = [row["vbid"] for row in rows if row["state"] == "failing"]
     found = []
     for what, vbids in (
         ("not published", unpublished),
@@ -76,6 +77,7 @@ def why_not_ready(report: Report, lag_limit_s: float) -> list[str]:
         ("of unknown lag", unknown),
         ("not served by the source", dead),
         ("stalled: the source is ahead and sends nothing", stalled),
+        ("failing: the source breaks the protocol in them", failing),
     ):
         if vbids:
             shown = ", ".join(map(str, vbids[:REASONS_SHOWN])) + (", ..." if len(vbids) > REASONS_SHOWN else "")

@@ -116,6 +116,21 @@ def summed(values: Iterable[int | float | None]) -> int | float | None:
     return sum(known) if known else None
 
 
+def summary(rows: Sequence[Row], held_count: int) -> tuple[str, str]:
+    """The state of the whole while its workers report, and a message."""
+    sums = totals(rows)
+    lag = sums["lag_seqnos"]
+    if lag is None or len(rows) < held_count:
+        return "starting", f"{len(rows)} of {held_count} vbuckets reported"
+    failing = [row for row in rows if row["state"] == "failing"]
+    if failing:
+        more = f" (and {len(failing) - 1} more vbuckets)" if len(failing) > 1 else ""
+        return "failing", f"{failing[0]['detail']}{more}"
+    if lag == 0:
+        return "caught up", f"{sums['published_seqnos']:,} seqnos published"
+    return "mirroring", f"{lag:,} seqnos behind"
+
+
 def totals(rows: Sequence[Row]) -> dict[str, Any]:
     """The sums over all vbuckets."""
     states: dict[str, int] = {}

@@ -33,7 +33,7 @@ from mirror.supervise.leases import LeaseBook, Record
 from mirror.supervise.listeners import FIXED, Listeners, check_reloaded, kind_of, outdated_by
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
-from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
+from mirror.supervise.status import CatchUp, Row, Trend, reported_row, summary, totals
 from mirror.supervise.systemd import Notifier
 from storage import directory
 from storage.model import Identity
@@ -577,7 +577,6 @@ class Supervisor:
         assert self._identity is not None, "reports exist only when the directory is known"
         if self._stopping:
             return
-        sums = totals(rows)
         running = sum(child.phase is Phase.RUNNING for child in self._alive())
         if running and running == len(self._desired) and not self._was_ready:
             self._was_ready = True
@@ -585,14 +584,7 @@ class Supervisor:
             log.info("all workers run", workers=running)
         if self._source_error is not None:
             return
-        lag = sums["lag_seqnos"]
-        held_count = len(self._identity.vbids)
-        if lag is None or len(rows) < held_count:
-            self._set_state("starting", f"{len(rows)} of {held_count} vbuckets reported")
-        elif lag == 0:
-            self._set_state("caught up", f"{sums['published_seqnos']:,} seqnos published")
-        else:
-            self._set_state("mirroring", f"{lag:,} seqnos behind")
+        self._set_state(*summary(rows, len(self._identity.vbids)))
         if self._catch_up is not None:
             failed = [group for child in self._alive() for group in child.status.get("failed_groups") or ()]
             if failed:

@@ -4,7 +4,8 @@ Knows the header, the extras lengths of the three data messages, and the four by
 seqno. Must never know what the rows are for, nor check the order of seqnos. Invariants: frames come out in the order
 they came in, each exactly once; the bytes of a row are those of the wire; whatever cannot be true in a header is a
 RemoteProtocolError at once, whether or not the rest of the frame has come; the result does not depend on how the bytes
-were cut into buffers, except that a run ends where its buffer ends.
+were cut into buffers, except that a run ends where its buffer ends; a run holds no key that cannot be stored
+(`key_problem`): a message with another comes as a Frame, for its owner to judge.
 
 Written for speed in plain Python: one `unpack` a frame, local names only, no object per row but the row's own tuple.
 It is also what a compiler for Python (Cython's pure mode) takes as it stands. Sources: docs/protocol.md 2.1 and 2.11;
@@ -20,13 +21,20 @@ from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Magic, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.frame import Frame, decode, encode, frame_size
 
-__all__ = ["PREFIX_SIZE", "Row", "Run", "is_data", "normalise", "row_of", "scan"]
+__all__ = ["KEY_BYTES_MAX", "PREFIX_SIZE", "Row", "Run", "is_data", "key_problem", "normalise", "row_of", "scan"]
 
 Row = tuple[bytes, bytes]
 """(the owner's prefix and the seqno, the whole frame)."""
 
 PREFIX_SIZE = 4
 """Bytes the owner puts before the seqno in a row's key."""
+
+KEY_BYTES_MAX = 250
+"""Bytes of a document key without the collection id (kv_engine daemon/mcbp_validators.cc, KEY_MAX_LENGTH). Stored keys
+must stay below the 511 bytes that LMDB can index (MDB_MAXKEYSIZE).
+"""
+COLLECTION_ID_BYTES_MAX = 5
+"""A 32 bit number in LEB128 (kv_engine docs/Collections.md)."""
 
 _PEEK = struct.Struct(">HHBxHII8x8s")
 """magic and opcode, key length, extras length, vbucket, body length, opaque, seqno (the extras' first eight bytes)."""
@@ -96,8 +104,10 @@ def scan(
         if (
             after <= end
             and extras_length in extras_of(kind, no_extras)
-            and 0 < key_length <= body_length - extras_length
+            and 0 < key_length <= 251
+            and key_length <= body_length - extras_length
             and body_length <= body_length_max
+            and (data[pos + 24 + extras_length] < 0x80 or _prefix_ends(data, pos + 24 + extras_length, key_length))
         ):
             if opaque == run_opaque and vbid == run_vbid:
                 add_row((prefix + seqno, data[pos:after]))
@@ -128,6 +138,28 @@ def scan(
         add_item(frame)
         pos += frame.wire_size
     return items, pos
+
+
+def _prefix_ends(data: bytes, start: int, key_length: int) -> bool:
+    """Whether a collection id of several bytes ends within the key."""
+    return min(data[start : start + min(key_length, COLLECTION_ID_BYTES_MAX)]) < 0x80
+
+
+def key_problem(key: bytes, *, prefixed: bool = True) -> str | None:
+    """What is wrong with a key of a data message or a sync write; None: nothing. `prefixed`: it begins with the id of
+    its collection.
+    """
+    id_length = 0
+    if prefixed:
+        id_length = next((at + 1 for at, byte in enumerate(key[:COLLECTION_ID_BYTES_MAX]) if byte < 0x80), 0)
+        if not id_length:
+            return f"the collection id of the key {_shown(key)} does not end within {COLLECTION_ID_BYTES_MAX} bytes"
+    size = len(key) - id_length
+    return None if size <= KEY_BYTES_MAX else f"the key {_shown(key)} has {size} bytes; {KEY_BYTES_MAX} is the most"
+
+
+def _shown(key: bytes) -> str:
+    return repr(key[:40]) + ("..." if len(key) > 40 else "")
 
 
 def _other(data: bytes, pos: int, body_length_max: int) -> Frame | None:

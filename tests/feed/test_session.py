@@ -18,7 +18,7 @@ from mirror.feed.bootstrap import Access
 from mirror.feed.connection_string import parse
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.transport import Opaques
-from mirror.ingest.events import StreamAccepted, StreamRefused, StreamRollback
+from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.offset import StreamOffset
 from mirror.wire import events as ev
@@ -41,7 +41,7 @@ class Owner:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.byte_count = 0
-        self.events: list[ev.Event] = []
+        self.events: list[ev.Event | KeyRefused] = []
         self.answers: list[StreamAnswer] = []
         self.lost: list[ClusterError] = []
         self.told = asyncio.Event()
@@ -52,7 +52,7 @@ class Owner:
         self.byte_count += byte_count
         self.told.set()
 
-    def on_event(self, vbid: int, event: ev.Event) -> None:
+    def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
         self.events.append(event)
         self.told.set()
 

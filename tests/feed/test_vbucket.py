@@ -11,7 +11,7 @@ import pytest
 from mirror.ingest.reactions import Action, on_refusal, on_stream_end
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode_failover_log, to_frame
-from mirror.wire.constants import SnapshotFlag, Status, StreamEndReason
+from mirror.wire.constants import Feature, SnapshotFlag, Status, StreamEndReason
 from storage.check import check
 from storage.view import open_view
 from storage.writer import GroupWriter, Vbucket
@@ -193,5 +193,45 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
         await mirror.until_published(VBID, 6)
         asked = [request.start_seqno for request in source.requests if request.vbid == VBID]
         assert asked == [0, 4]
+        await mirror.stop()
+    assert stored(mirror) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("half", "collections"), [("mutation", True), ("mutation", False), ("prepare", True)])
+async def test_a_key_that_cannot_be_stored_stops_its_vbucket_alone(
+    collections: bool, half: str, tmp_path: Path
+) -> None:
+    """One key of 600 bytes stopped every vbucket of its group until a restart, and the error named none of them."""
+    key = b"\0" * collections + b"x" * 600
+    bad = (
+        ev.Mutation(VBID, key, 4, 1, 4, value=b"{}")
+        if half == "mutation"
+        else ev.Prepare(VBID, key, 4, 1, 4, value=b"{}")
+    )
+    broken = success(*snapshot(1, 3), ev.SnapshotMarker(VBID, 4, 4, 1), bad)
+    played = script(broken, *[broken] * 3, success(*snapshot(4, 6)))
+    other = played.exchanges[OTHER][0]
+    played.exchanges[OTHER] = [other, other]
+    if not collections:
+        played = replace(played, features=FEATURES - {int(Feature.COLLECTIONS)})
+    mirror = mirror_at(tmp_path)
+    async with RecordedSource(played) as source:
+        mirror.start(source.connection_string)
+        row: dict[str, Any] = {}
+
+        def failing() -> bool:
+            row.update(mirror.row(VBID))
+            return bool(row["state"] == "failing")
+
+        await mirror.until(failing, "failing")
+        await mirror.until_published(OTHER, 1)
+        assert f"vb {VBID}: " in row["text"]
+        assert "the key b" in row["text"]
+        assert "has 600 bytes; 250 is the most" in row["text"]
+        assert row["last_error"] == row["text"]
+        assert mirror.consumer is not None
+        assert [group["error"] for group in mirror.consumer.status()["groups"]] == [None]
+        await mirror.until_published(VBID, 6)
+        assert mirror.row(VBID)["state"] == "streaming"
         await mirror.stop()
     assert stored(mirror) == [1, 2, 3, 4, 5, 6]

@@ -1004,7 +1004,7 @@ ALWAYS = {"Start", "Stop", "ConnectionLost", "NoActiveNode", "HighSeqno", "Publi
 LEGAL = {
     Phase.IDLE: set(),
     Phase.REQUESTING: {"StreamRequested", "StreamAccepted", "StreamRollback", "StreamRefused"},
-    Phase.STREAMING: STREAM_EVENTS | {"RowsRun", "PrepareMissing", "StagingRefused"},
+    Phase.STREAMING: STREAM_EVENTS | {"RowsRun", "PrepareMissing", "StagingRefused", "KeyRefused"},
     Phase.ASKING_LOG: {"FailoverLogReceived", "FailoverLogRefused"},
     Phase.ROLLING_BACK: {"RolledBack", "NoBoundary"},
     Phase.ABANDONING: {"Abandoned"},

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirror.supervise.status import TREND_REPORTS_MAX, CatchUp, Row, Trend, reported_row, stored_row, totals
+from mirror.supervise.status import TREND_REPORTS_MAX, CatchUp, Row, Trend, reported_row, stored_row, summary, totals
 from storage.model import Branch, FailoverEntry, Manifest, Seqno, Vbid, VbucketState, Vbuuid
 
 
@@ -132,3 +132,13 @@ def test_a_source_that_lost_its_tail_lowers_the_mark() -> None:
     catch_up.observe([row(0, 50, 100)])
     catch_up.observe([row(0, 50, 50)])
     assert catch_up.done
+
+
+def test_a_vbucket_that_fails_is_named_in_the_summary() -> None:
+    """One vbucket got nothing any more, and the service said that it was mirroring."""
+    good, bad = row(0, 5, 5), row(1, 3, 9, text="vb 1: the key b'xx'... has 600 bytes") | {"state": "failing"}
+    assert summary([good, bad], 2) == ("failing", "vb 1: the key b'xx'... has 600 bytes")
+    assert summary([good, bad, bad], 3)[1].endswith("(and 1 more vbuckets)")
+    assert summary([good, bad], 3) == ("starting", "2 of 3 vbuckets reported")
+    assert summary([good], 1) == ("caught up", "5 seqnos published")
+    assert summary([good, row(1, 3, 9)], 2) == ("mirroring", "6 seqnos behind")

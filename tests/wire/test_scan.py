@@ -11,7 +11,7 @@ from mirror.wire import events as ev
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.frame import HEADER, Frame, decode, encode, frame_size, request
-from mirror.wire.scan import Row, Run, is_data, normalise, row_of, scan
+from mirror.wire.scan import KEY_BYTES_MAX, Row, Run, is_data, key_problem, normalise, row_of, scan
 from tests.wire import shapes
 
 MAX = BODY_LENGTH_MAX
@@ -44,7 +44,8 @@ def by_codec(data: bytes, routes: dict[int, bytes]) -> list[object]:
     pos = 0
     while (size := frame_size(data, pos)) and pos + size <= len(data):
         frame, end = decode(data, pos)
-        if is_data(frame) and not frame.framing and frame.opaque in routes and frame.magic == 0x80:
+        storable = len(frame.key) <= KEY_BYTES_MAX + 1 and key_problem(frame.key) is None
+        if is_data(frame) and storable and not frame.framing and frame.opaque in routes and frame.magic == 0x80:
             out.append((frame.opaque, frame.vbucket, (routes[frame.opaque] + frame.extras[:8], data[pos:end])))
         else:
             out.append(frame)
@@ -58,6 +59,43 @@ def test_scan_says_what_the_codec_says(said: list[ev.Event], rest: bytes) -> Non
     items, pos = scan(rest + data + rest, len(rest), PREFIXES, MAX)
     assert pos == len(rest) + len(data)
     assert flat(items) == by_codec(data, PREFIXES)
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        (b"\0" + b"k" * 250, None),
+        (b"\x80\x01" + b"k" * 249, None),
+        (b"\xff\xff\xff\xff\x0f" + b"k" * 250, None),
+        (b"\0" + b"k" * 251, "has 251 bytes; 250 is the most"),
+        (b"\x80\x01" + b"k" * 251, "has 251 bytes"),
+        (b"\0" + b"k" * 600, "has 600 bytes"),
+        (b"\xff\xff\xff\xff\xff\0k", "does not end within 5 bytes"),
+        (b"\x80", "does not end"),
+    ],
+)
+def test_a_key_that_cannot_be_stored_does_not_come_in_a_run(key: bytes, problem: str | None) -> None:
+    """One of 600 bytes reached the store, and stopped the vbuckets of the whole group."""
+    good = ev.Mutation(5, b"\0k", 1, 1, 1, opaque=1)
+    data = codec_dcp.encode(good) + codec_dcp.encode(ev.Mutation(5, key, 2, 1, 1, opaque=1)) + codec_dcp.encode(good)
+    items, _ = scan(data, 0, PREFIXES, MAX)
+    found = key_problem(key)
+    if problem is None:
+        assert found is None
+        assert len(flat(items)) == 3
+        return
+    assert found is not None
+    assert problem in found
+    run, frame, after = items
+    assert isinstance(run, Run)
+    assert isinstance(after, Run)
+    assert isinstance(frame, Frame)
+    assert frame.key == key
+
+
+def test_without_collections_a_key_is_bounded_by_itself() -> None:
+    assert key_problem(b"\xff" * 250, prefixed=False) is None
+    assert key_problem(b"k" * 251, prefixed=False) is not None
 
 
 @given(messages, st.lists(st.integers(1, 80), max_size=40))
