@@ -74,7 +74,7 @@ def changes(
         list[str] | None,
         typer.Option(
             "--since",
-            metavar="VBID:BRANCH:SEQNO",
+            metavar="TOKEN",
             help="Only what came after this token, in its vbucket; may be repeated.",
             show_default=False,
         ),
@@ -94,12 +94,11 @@ def changes(
             vbids = sorted(tokens)
         else:
             vbids = list(view.vbids)
-        seen: dict[int, tuple[int, int]] = {}
+        seen: dict[int, Token] = {}
         while True:
             for each in vbids:
                 if follow:
-                    state = view.state(each)
-                    position = (int(state.branch), int(state.published_seqno))
+                    position = view.token(each)
                     if seen.get(each) == position:
                         continue
                     seen[each] = position

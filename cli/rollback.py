@@ -22,8 +22,8 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from storage import directory
-from storage.model import Branch, Document, Seqno, Vbid
-from storage.view import Token, View, open_view
+from storage.model import Document
+from storage.view import View, open_view
 from storage.writer import GroupWriter
 
 
@@ -55,8 +55,7 @@ def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) 
 
 def undone(view: View, vbid: int, result: dict[str, Any]) -> Iterator[tuple[str, Document]]:
     """What a rollback that was done took back and restored, as readers are told of it."""
-    token = Token(Vbid(vbid), Branch(result["from_branch"]), Seqno(result["from_seqno"]))
-    for change in view.changes(vbid, since=token):
+    for change in view.changes(vbid, since=view.token(vbid, result["from_branch"], result["from_seqno"])):
         if change.kind not in ("rollback", "retraction", "restoration"):
             return  # what a running service has streamed since
         if change.document is not None:
@@ -84,6 +83,7 @@ def rollback(
             raise ConfigError(f"there is no vbucket {vbid}", hint=f"the bucket has {view.identity.vbucket_count}")
         boundary, foretold = view.undone_by(vbid, to_seqno)
         before = view.state(vbid)
+        since = view.token(vbid, before.branch, before.published_seqno)
         done = not dry_run and boundary.seqno < before.published_seqno
         if not done:
             shown, counts = take(foretold, limit)
@@ -100,6 +100,7 @@ def rollback(
         settings = options.settings_from({"data": data}, config=config).settings
         result = answer["result"] if answer is not None else roll_back_offline(settings, path, vbid, to_seqno)
         with open_view(str(path), stale_reads=True) as view:
+            since = view.token(vbid, result["from_branch"], result["from_seqno"])
             boundary = next(each for each in view.boundaries(vbid) if each.seqno <= result["boundary_seqno"])
             shown, counts = take(undone(view, vbid, result), limit)
     facts = {
@@ -113,7 +114,7 @@ def rollback(
         "boundary": boundary_object(boundary),
         "retracted": counts["retraction"],
         "restored": counts["restoration"],
-        "since": f"{vbid}:{result['from_branch']}:{result['from_seqno']}",
+        "since": str(since),
     }
     if as_json:
         documents = [{"kind": kind, "document": output.document_object(document)} for kind, document in shown]

@@ -25,6 +25,9 @@ from storage.model import (
     VbucketState,
 )
 
+HISTORY_IDS_MAX = 64
+"""Histories of one branch that are told apart: one for each power cut. Positions of older ones are refused."""
+
 
 class Moment(NamedTuple):
     """When something is written, by both clocks."""
@@ -254,12 +257,42 @@ def _next_branch(environment: Environment, txn: Any, vbid: int) -> int:
 
 
 def _open_branch(
-    environment: Environment, txn: Any, vbid: int, parent: int | None, base: int, vbuuid: int, reason: int, now: Moment
+    environment: Environment,
+    txn: Any,
+    vbid: int,
+    parent: int | None,
+    base: int,
+    vbuuid: int,
+    reason: int,
+    now: Moment,
+    history_ids: records.HistoryIds = (),
 ) -> int:
     number = _next_branch(environment, txn, vbid)
-    row = records.BranchRow(parent, base, vbuuid, reason, now.wall_ms, history_ms=now.history_ms)
+    history_ids = (*history_ids, (environment.history_id, base))
+    row = records.BranchRow(
+        parent, base, vbuuid, reason, now.wall_ms, history_ms=now.history_ms, history_ids=history_ids
+    )
     put_branch(environment, txn, vbid, number, row)
     return number
+
+
+def begin_history(environment: Environment, txn: Any, vbid: int) -> None:
+    """Let positions above what is published be of a new history.
+
+    To be called where commits that readers saw may have been undone (a power cut, an older copy of the file): positions
+    that were given out above what is published now must not be taken for those that the next commits make.
+    """
+    vbid_key = keys.VBID_KEY.pack(vbid)
+    pub = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
+    branch, published = pub[:2]
+    staging = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))[0]
+    row = get_branch(environment, txn, vbid, branch)
+    kept = [*row.history_ids[:1], *(each for each in row.history_ids[1:] if each[1] < published)]
+    history_ids = (*kept, (environment.history_id, published))[-HISTORY_IDS_MAX:]
+    put_branch(environment, txn, vbid, branch, row._replace(history_ids=history_ids))
+    if staging != branch:  # never published as far as this file knows
+        row = get_branch(environment, txn, vbid, staging)
+        put_branch(environment, txn, vbid, staging, row._replace(history_ids=((environment.history_id, 0),)))
 
 
 def _put_state(
@@ -384,10 +417,12 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
     log = () if other_copy or not base else state.failover_log
     vbuuid = vbuuid_at(log, base)
     parent: int = state.branch
+    history_ids: records.HistoryIds = ()
     left = get_branch(environment, txn, vbid, parent)
     if left.reason == BranchReason.ABANDONED and left.base_seqno == base and left.parent is not None:
-        parent = left.parent  # nothing was published on the one that is left: the new one takes its place on the chain
-    branch = _open_branch(environment, txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now)
+        # Nothing was published on the one that is left: the new one takes its place on the chain, and its positions.
+        parent, history_ids = left.parent, left.history_ids[:1]
+    branch = _open_branch(environment, txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now, history_ids)
     pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)
     txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
     if base:

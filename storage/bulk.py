@@ -255,7 +255,7 @@ def collection_names(view: View, pin: Pin) -> dict[int, str]:
     """`scope.collection` of each collection that `pin` sees, by id."""
     opened = view._open(pin.vbid)
     with opened.environment.read() as txn:
-        standing = view._standing(opened, txn, pin.vbid, pin.branch, pin.seqno)
+        standing = view._standing(opened, txn, pin)
         manifest = view._manifest(opened.environment, txn, pin.vbid, standing.manifest_key)
     return {
         each.collection_id: f"{manifest.scopes.get(each.scope_id, '?')}.{each.name}"

@@ -30,6 +30,11 @@ class Link:
     """Rows of the branch above it may be gone already (they are on no served chain)."""
     first_branch: int = 0
     """The lowest number that means this link; those below `branch` had no rows and meant its base (0: `branch`)."""
+    history_ids: records.HistoryIds = ()
+
+    def history_id(self, seqno: int) -> int:
+        """Which history a position on this branch is of."""
+        return records.history_id_at(self.history_ids, seqno)
 
 
 Chain = tuple[Link, ...]
@@ -54,7 +59,7 @@ def load(environment: Environment, txn: Any, vbid: int, branch: int, cut: int) -
         if row.parent is not None and row.parent >= current:
             raise CorruptedError(f"branch {current} has parent {row.parent}", path=environment.path, vbid=vbid)
         first = row.parent + 1 if row.reason == BranchReason.ABANDONED and row.parent is not None else current
-        links.append(Link(current, row.base_seqno, cut, row.kept_seqno, first))
+        links.append(Link(current, row.base_seqno, cut, row.kept_seqno, first, row.history_ids))
         cut = min(cut, row.base_seqno)
         current = row.parent
     return tuple(links)
@@ -82,7 +87,7 @@ def recut(chain: Chain, cut: int) -> Chain:
 
 
 def _cut_at(link: Link, cut: int) -> Link:
-    return Link(link.branch, link.base_seqno, cut, link.kept_seqno, link.first_branch)
+    return Link(link.branch, link.base_seqno, cut, link.kept_seqno, link.first_branch, link.history_ids)
 
 
 def sees(chain: Chain, branch: int, seqno: int) -> bool:
@@ -131,13 +136,14 @@ def _link_of(chain: Sequence[Link], branch: int, start: int) -> int:
     return bisect_left(chain, -branch, start, key=lambda link: -link.branch)
 
 
-def boundary_of(key: bytes, value: bytes, vbid: int) -> Boundary:
-    """A boundary row as a Boundary."""
+def boundary_of(key: bytes, value: bytes, vbid: int, link: Link | None = None) -> Boundary:
+    """A boundary row as a Boundary; without the link of its branch, of no known history."""
     branch, seqno = keys.ROW.unpack_from(key)
     if len(value) != keys.BOUNDARY.size:
         raise CorruptedError(f"boundary row {branch}:{seqno} has {len(value)} bytes", vbid=vbid)
     start, vbuuid, time_ms, history_ms = keys.BOUNDARY.unpack(value)
-    return Boundary(Branch(branch), Seqno(seqno), Seqno(start), Vbuuid(vbuuid), time_ms, history_ms)
+    history_id = link.history_id(seqno) if link is not None else 0
+    return Boundary(Branch(branch), Seqno(seqno), Seqno(start), Vbuuid(vbuuid), time_ms, history_ms, history_id)
 
 
 def newest_boundary(environment: Environment, txn: Any, vbid: Vbid, chain: Chain, to_seqno: int) -> Boundary | None:
@@ -169,7 +175,7 @@ def boundaries(environment: Environment, txn: Any, vbid: Vbid, chain: Chain) -> 
                 if key[:4] != prefix:
                     break
                 if len(key) == keys.BOUNDARY_KEY_SIZE:
-                    boundary = boundary_of(key, value, vbid)
+                    boundary = boundary_of(key, value, vbid, link)
                     if boundary.seqno != last:
                         last = boundary.seqno
                         yield boundary

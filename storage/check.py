@@ -177,6 +177,9 @@ class _Walk:
                     break
                 row = records.decode_branch(value)
                 parent, base_seqno = row.parent, row.base_seqno
+                limits = [above for _, above in row.history_ids]
+                if not limits or limits != sorted(limits):
+                    self._add(f"the history ids of branch {branch} are missing or fall")
                 if parent is None and base_seqno:
                     self._add(f"branch {branch} has no parent but base seqno {base_seqno}")
                 if parent is not None and parent not in known:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -87,6 +88,8 @@ class Environment:
         self._pid = os.getpid()
         self._map_lock = threading.Lock()
         self._handles: dict[bytes, Any] = {}
+        self.history_id = secrets.randbits(64) or 1
+        """Of the branches and positions that this writer makes, and of no other's."""
         if not create and not os.path.exists(os.path.join(path, DATA_FILE)):
             raise CorruptedError("the group's data file is missing", path=path, hint="run `dcp-mirror check`")
         try:

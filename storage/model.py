@@ -99,6 +99,8 @@ class Boundary:
     """Wall clock when it was published, milliseconds since 1970."""
     history_ms: int = 0
     """The history clock when it was published (`history_clock`): by this its age is known."""
+    history_id: int = field(default=0, compare=False)
+    """Which history of the mirror the position is of; `Token` explains it."""
 
 
 @dataclass(frozen=True, slots=True)

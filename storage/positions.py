@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from storage import branches, chain, keys
-from storage.errors import CorruptedError
+from storage.errors import ViewInvalidated
 from storage.model import Boundary, Manifest, Vbid
-from storage.view import View
+from storage.view import Token, View
 
 
 class Front(NamedTuple):
@@ -25,8 +25,8 @@ class Front(NamedTuple):
     mean_row_bytes: int
 
 
-def front(view: View, vbid: int, branch: int, seqno: int) -> Front:
-    """What is published, as seen from the position (branch, seqno); (0, 0) is the beginning."""
+def front(view: View, vbid: int, since: Token | None) -> Front:
+    """What is published, as seen from a position; None is the beginning."""
     opened = view._open(vbid)
     environment = opened.environment
     with environment.read() as txn:
@@ -35,11 +35,11 @@ def front(view: View, vbid: int, branch: int, seqno: int) -> Front:
         pages = stat["leaf_pages"] + stat["overflow_pages"]
         mean = stat["psize"] * pages // max(1, stat["entries"])
         common: int | None = 0
-        if seqno:
+        if since is not None and since.seqno:
             try:
-                whole = view._whole_chain(environment, txn, vbid, branch)
-                common = chain.common_seqno(served.links, chain.recut(whole, seqno))
-            except CorruptedError:
+                links = view._chain_to(environment, txn, vbid, since.branch, since.seqno, since.history_id)
+                common = chain.common_seqno(served.links, links)
+            except ViewInvalidated:
                 common = None
         boundary = chain.newest_boundary(environment, txn, Vbid(vbid), served.links, served.seqno)
         return Front(boundary, common, int(stat["entries"]), max(1, mean))
@@ -75,7 +75,7 @@ def following(view: View, vbid: int, after_seqno: int) -> Boundary | None:
                 if key > limit:
                     break
                 if len(key) == keys.BOUNDARY_KEY_SIZE:
-                    return chain.boundary_of(key, value, vbid)
+                    return chain.boundary_of(key, value, vbid, link)
     return None
 
 

@@ -204,6 +204,22 @@ def _unpack(data: bytes | None, what: str, *counts: int) -> list[Any]:
     return fields[1:]
 
 
+HistoryIds = tuple[tuple[int, int], ...]
+"""(history id, seqno), rising: positions on a branch above the seqno are of that history; the first id also holds for
+those at or below its seqno.
+"""
+
+
+def history_id_at(history_ids: HistoryIds, seqno: int) -> int:
+    """Which history a position is of; 0: of none that is known."""
+    found = 0
+    for history_id, above_seqno in history_ids:
+        if found and above_seqno >= seqno:
+            break
+        found = history_id
+    return found
+
+
 class BranchRow(NamedTuple):
     """A row of `branch`."""
 
@@ -217,6 +233,8 @@ class BranchRow(NamedTuple):
     """Rows of this branch above it are dead, and the purger has begun to remove them."""
     history_ms: int = 0
     """The history clock at `time_ms`."""
+    history_ids: HistoryIds = ()
+    """Which history the positions on this branch are of."""
 
 
 def encode_branch(row: BranchRow) -> bytes:
@@ -226,7 +244,11 @@ def encode_branch(row: BranchRow) -> bytes:
 
 def decode_branch(data: bytes | None) -> BranchRow:
     """A BranchRow from its bytes."""
-    return BranchRow(*_unpack(data, "branch", 7))
+    *fields, history_ids = _unpack(data, "branch", 8)
+    try:
+        return BranchRow(*fields)._replace(history_ids=tuple((int(each), int(above)) for each, above in history_ids))
+    except (TypeError, ValueError) as error:
+        raise CorruptedError("the branch record has an unknown shape") from error
 
 
 def encode_state(

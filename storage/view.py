@@ -55,6 +55,9 @@ CHUNK_ROWS = 2_000
 CHUNK_BYTES = 8 * 1024 * 1024
 """Row bytes that a scan holds at once; one document may be larger, so at least one is always read."""
 
+TOKEN_LENGTH_MAX = 80
+"""Characters of a token: 5 digits, 10, 20 and 16, with room for leading zeros."""
+
 CollectionName = str | int
 
 unpack_pub = keys.PUB.unpack
@@ -78,21 +81,34 @@ class Token:
     vbid: Vbid
     branch: Branch
     seqno: Seqno
+    history_id: int
+    """Drawn at random, 64 bits: the numbers alone come again where a group is filled again after its folder was set
+    aside, where a power cut undoes a commit, and where another mirror is made at the same path. `View.token` knows it.
+    """
 
     def __str__(self) -> str:
-        """`vbid:branch:seqno`."""
-        return f"{self.vbid}:{self.branch}:{self.seqno}"
+        """`vbid:branch:seqno:history`, the last in hexadecimal."""
+        return f"{self.vbid}:{self.branch}:{self.seqno}:{self.history_id:016x}"
 
     @staticmethod
     def parse(text: str) -> Token:
         """The inverse of str(); ValueError says what is wrong."""
-        parts = text.split(":")
-        if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts):
-            raise ValueError(f"{text!r} is not a token; expected vbid:branch:seqno")
+        *parts, history = text.split(":") if len(text) <= TOKEN_LENGTH_MAX else ("",)
+        if len(parts) == 2 and all(part.isascii() and part.isdigit() for part in (*parts, history)):
+            raise ValueError(
+                f"{text!r} is a token of an earlier version, which does not say of which history it is; begin again "
+                "without it"
+            )
+        if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts) or not _is_hex16(history):
+            raise ValueError(f"{text[:TOKEN_LENGTH_MAX]!r} is not a token; expected vbid:branch:seqno:history")
         vbid, branch, seqno = map(int, parts)
         if vbid > 0xFFFF or branch >= 2**32 or seqno > SEQNO_MAX:
             raise ValueError(f"{text!r} is not a token; a number is too large")
-        return Token(Vbid(vbid), Branch(branch), Seqno(seqno))
+        return Token(Vbid(vbid), Branch(branch), Seqno(seqno), int(history, 16))
+
+
+def _is_hex16(text: str) -> bool:
+    return len(text) == 16 and set(text) <= set("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +118,14 @@ class Pin:
     vbid: Vbid
     branch: Branch
     seqno: Seqno
+    history_id: int
+    """As in a `Token`."""
     now_ms: int
     """The moment that decides expiry, milliseconds since 1970."""
+
+    def __str__(self) -> str:
+        """As a `Token`."""
+        return str(Token(self.vbid, self.branch, self.seqno, self.history_id))
 
 
 class Published(NamedTuple):
@@ -113,6 +135,7 @@ class Published(NamedTuple):
     seqno: Seqno
     floor_seqno: Seqno
     stale: bool
+    history_id: int
 
 
 class Found(NamedTuple):
@@ -259,6 +282,18 @@ class View:
         self._closed = "opened before fork; open another view in the child"
         self._opened.clear()
         self._environments.clear()
+
+    def history_ids(self, vbid: int, branch: int) -> tuple[int, ...]:
+        """The histories that positions on a branch are of, oldest first: more than one where a power cut may have
+        undone some that were given out. Empty for a branch that this mirror does not have.
+        """
+        opened = self._open(vbid)
+        with opened.environment.read() as txn:
+            try:
+                whole = self._whole_chain(opened.environment, txn, vbid, branch)
+            except CorruptedError:
+                return ()
+        return tuple(history_id for history_id, _ in whole[0].history_ids)
 
     # -- plumbing -------------------------------------------------------------------------------------------------
 
@@ -659,7 +694,18 @@ class View:
             now_ms = boundary.time_ms
         else:
             now_ms = int((time.time() if now is None else now) * 1000)
-        return Pin(Vbid(vbid), Branch(served.branch), Seqno(served.seqno), now_ms)
+        history_id = served.links[0].history_id(served.seqno)
+        return Pin(Vbid(vbid), Branch(served.branch), Seqno(served.seqno), history_id, now_ms)
+
+    def token(self, vbid: int, branch: int | None = None, seqno: int | None = None) -> Token:
+        """The position (branch, seqno) of a vbucket as a token; without them, what is published now."""
+        opened = self._open(vbid)
+        with opened.environment.read() as txn:
+            if branch is None or seqno is None:
+                served = self._readable(opened.environment, txn, vbid)
+                branch, seqno = served.branch, served.seqno
+            history_id = self._whole_chain(opened.environment, txn, vbid, branch)[0].history_id(seqno)
+        return Token(Vbid(vbid), Branch(branch), Seqno(seqno), history_id)
 
     def scan_page(
         self,
@@ -682,13 +728,7 @@ class View:
         """
         opened = self._open(pin.vbid)
         with opened.environment.read() as txn:
-            try:
-                whole = self._whole_chain(opened.environment, txn, pin.vbid, pin.branch)
-            except CorruptedError as error:
-                raise ViewInvalidated(
-                    f"this mirror knows no branch {pin.branch}", vbid=pin.vbid, hint="start the read again"
-                ) from error
-            links = chain.recut(whole, pin.seqno)
+            links = self._chain_of(opened, txn, pin)
             manifest_key = branches.manifest_key_on(opened.environment, txn, pin.vbid, links)
             manifest = self._manifest(opened.environment, txn, pin.vbid, manifest_key)
         collection_id = self._collection_id(manifest, collection)
@@ -833,20 +873,37 @@ class View:
         """
         opened = self._open(pin.vbid)
         with opened.environment.read() as txn:
-            return self._standing(opened, txn, pin.vbid, pin.branch, pin.seqno)
+            return self._standing(opened, txn, pin)
 
-    def _standing(self, opened: Opened, txn: Any, vbid: int, branch: int, seqno: int) -> Served:
+    def _standing(self, opened: Opened, txn: Any, at: Pin | Token) -> Served:
+        links = self._chain_of(opened, txn, at)
+        manifest_key = branches.manifest_key_on(opened.environment, txn, at.vbid, links)
+        pinned = Served(at.branch, at.seqno, 0, manifest_key, False, links, anywhere=True)
+        self._revalidate(opened.environment, txn, at.vbid, pinned)
+        return pinned
+
+    def _chain_of(self, opened: Opened, txn: Any, at: Pin | Token) -> chain.Chain:
+        return self._chain_to(opened.environment, txn, at.vbid, at.branch, at.seqno, at.history_id)
+
+    def _chain_to(
+        self, environment: Environment, txn: Any, vbid: int, branch: int, seqno: int, history_id: int
+    ) -> chain.Chain:
+        """The chain up to a position that somebody was given. Raises ViewInvalidated where it is not of a history that
+        this mirror has.
+        """
         try:
-            whole = self._whole_chain(opened.environment, txn, vbid, branch)
+            whole = self._whole_chain(environment, txn, vbid, branch)
         except CorruptedError as error:
             raise ViewInvalidated(
                 f"this mirror knows no branch {branch}", vbid=vbid, hint="start the read again"
             ) from error
-        links = chain.recut(whole, seqno)
-        manifest_key = branches.manifest_key_on(opened.environment, txn, vbid, links)
-        pinned = Served(branch, seqno, 0, manifest_key, False, links, anywhere=True)
-        self._revalidate(opened.environment, txn, vbid, pinned)
-        return pinned
+        if whole[0].history_id(seqno) != history_id:
+            raise ViewInvalidated(
+                f"the position {branch}:{seqno} is of a history that this mirror does not have (any more)",
+                vbid=vbid,
+                hint="start the read again",
+            )
+        return chain.recut(whole, seqno)
 
     def scan_seqno(
         self, vbid: int, after_seqno: int = 0, to_seqno: int = SEQNO_MAX, *, raw: bool = False
@@ -920,7 +977,9 @@ class View:
                 for key, data in txn.cursor(environment.db(keys.DB_PUB)).iternext():
                     vbid = int.from_bytes(key, "big")
                     branch, seqno, floor, _, _, flags = branches.unpack_pub(data, environment.path, vbid)
-                    found[vbid] = Published(Branch(branch), Seqno(seqno), Seqno(floor), bool(flags & keys.PUB_STALE))
+                    stale = bool(flags & keys.PUB_STALE)
+                    history_id = self._whole_chain(environment, txn, vbid, branch)[0].history_id(seqno)
+                    found[vbid] = Published(Branch(branch), Seqno(seqno), Seqno(floor), stale, history_id)
         return [found[vbid] for vbid in self.vbids]
 
     def newest_of(
@@ -932,7 +991,7 @@ class View:
         """
         opened = self._open(pin.vbid)
         with opened.environment.read() as txn:
-            links = chain.recut(self._whole_chain(opened.environment, txn, pin.vbid, pin.branch), pin.seqno)
+            links = self._chain_of(opened, txn, pin)
             self._revalidate(opened.environment, txn, pin.vbid, Served(pin.branch, pin.seqno, 0, (0, 0), False, links))
             key = branches.manifest_key_on(opened.environment, txn, pin.vbid, links)
             collection = self._manifest(opened.environment, txn, pin.vbid, key).collections.get(collection_id)
@@ -1048,25 +1107,28 @@ class View:
         if token is not None and lost:
             record, replacing = self._rollback_from(vbid, served, token, after)
             yield from self._retractions(opened, vbid, served, lost, token, record, replacing, raw)
+        links = {link.branch: link for link in served.links}
         for document in self._rows_of(opened, vbid, served, after, served.seqno, raw):
             if replacing and self._was_given(opened, lost, document, raw):
                 continue
-            yield Change(document.kind.name.lower(), Token(Vbid(vbid), document.branch, document.seqno), document)
+            branch, seqno = document.branch, document.seqno
+            at = Token(Vbid(vbid), branch, seqno, links[branch].history_id(seqno))
+            yield Change(document.kind.name.lower(), at, document)
 
     def _way(
         self, opened: Opened, vbid: int, token: Token | None, end: Token | None
     ) -> tuple[Served, chain.Chain, Seqno]:
         """What is served (or stands at `end`), the chain that `token` stood on if it was left, and where both part."""
         with opened.environment.read() as txn:
-            if end is None:
-                served = self._readable(opened.environment, txn, vbid)
-            else:
-                served = self._standing(opened, txn, vbid, end.branch, end.seqno)
+            served = self._readable(opened.environment, txn, vbid) if end is None else self._standing(opened, txn, end)
             lost: chain.Chain = ()
             after = token.seqno if token else Seqno(0)
             if token is not None:
+                self._chain_of(opened, txn, token)
                 if not chain.sees(served.links, token.branch, token.seqno):
-                    lost = self._lost_chain(opened, txn, vbid, token)
+                    lost = chain.load(opened.environment, txn, vbid, token.branch, token.seqno)
+                    if token.seqno < lost[0].base_seqno:
+                        raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
                     cuts = {link.branch: link.cut for link in served.links}
                     after = Seqno(
                         max((min(link.cut, cuts[link.branch]) for link in lost if link.branch in cuts), default=-1)
@@ -1085,17 +1147,6 @@ class View:
                     what = "what was rolled back is" if gap else f"tombstones up to seqno {purged} are"
                     raise ViewInvalidated(f"{what} gone from history", vbid=vbid, hint="read it from the beginning")
         return served, lost, after
-
-    def _lost_chain(self, opened: Opened, txn: Any, vbid: int, token: Token) -> chain.Chain:
-        try:
-            links = chain.load(opened.environment, txn, vbid, token.branch, token.seqno)
-        except CorruptedError as error:
-            raise ViewInvalidated(
-                f"this mirror knows no branch {token.branch}", vbid=vbid, hint="read it from the beginning"
-            ) from error
-        if token.seqno < links[0].base_seqno:
-            raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
-        return links
 
     def _rollback_from(self, vbid: int, served: Served, token: Token, common: int) -> tuple[Rollback, chain.Chain]:
         """The rollback that took readers from the history of `token` to the one that is served; and where it was a
@@ -1141,7 +1192,9 @@ class View:
             yield held
             held = Change(kind, token, document)
         if held.rollback is None or not replacing:
-            yield Change(held.kind, Token(Vbid(vbid), record.to_branch, common), held.document, held.rollback)
+            child = next(link for link in served.links if link.branch == record.to_branch)
+            at = Token(Vbid(vbid), record.to_branch, common, child.history_id(common))
+            yield Change(held.kind, at, held.document, held.rollback)
 
     def _was_given(self, opened: Opened, lost: chain.Chain, document: Document, raw: bool) -> bool:
         """True if the reader had this very version under the history that was left."""

@@ -226,9 +226,13 @@ class GroupWriter:
             with self.environment.read() as txn:
                 directory.check_identity(txn.get(b"identity", db=meta), self.identity, self.group, self.path)
                 fence = int.from_bytes(txn.get(b"fence", db=meta) or b"", "big")
+                here = directory.place(self.path)
+                moved = txn.get(b"place", db=meta) != here
             if claim:
                 self._fence = fence + 1
                 self._while_opening(lambda txn: txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta))
+            if moved:
+                self._while_opening(lambda txn: self._begin_history(txn, here))
             self._load()
             if claim:
                 self._clock = self._open_clock()
@@ -261,6 +265,11 @@ class GroupWriter:
             stored_wall_ms=newest.wall_ms,
             downtime_max_ms=(self.window.time_ms or 0) // 2,
         )
+
+    def _begin_history(self, txn: Any, here: bytes) -> None:
+        for vbid in self.vbids:
+            branches.begin_history(self.environment, txn, vbid)
+        txn.put(b"place", here, db=self.environment.db(keys.DB_META))
 
     def _settle_refill_reads(self) -> None:
         """Refills that are under way follow the setting as it is now."""

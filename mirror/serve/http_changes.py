@@ -60,7 +60,7 @@ async def get_changes(request: Request) -> Response:
     position: dict[int, Token]
     if since == "now":
         now = dict(zip(view.vbids, await service.after(tokens, timeout_s, view.published), strict=True))
-        position = {vbid: Token(Vbid(vbid), now[vbid].branch, now[vbid].seqno) for vbid in vbids}
+        position = {vbid: _token(vbid, now[vbid]) for vbid in vbids}
     else:
         await service.after(tokens, timeout_s, lambda: None)
         position = {} if since is None else parse_position(since, count)
@@ -111,6 +111,10 @@ class EventStream(Response):
 async def _wait_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _token(vbid: int, published: Published) -> Token:
+    return Token(Vbid(vbid), published.branch, published.seqno, published.history_id)
 
 
 def _try(service: Service, vbid: int, token: Token) -> None:

@@ -229,7 +229,7 @@ async def _answer_page(service: Service, page: Page, limit: int) -> Response:
 def _next_pin(view: View, page: Page, vbid: int) -> Pin:
     found = view.pin(vbid, page.as_of)
     now_ms = found.now_ms if page.as_of is not None else page.now_ms
-    return Pin(found.vbid, found.branch, found.seqno, now_ms)
+    return Pin(found.vbid, found.branch, found.seqno, found.history_id, now_ms)
 
 
 def _read_page(view: View, pin: Pin, page: Page, start: bytes, limit: int) -> tuple[list[bytes], bytes]:

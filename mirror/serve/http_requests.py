@@ -33,6 +33,7 @@ PAGE_LIMIT_MAX = 1_000
 PAGE_LIMIT_DEFAULT = 100
 WAIT_MS_MAX = 60_000
 WAIT_MS_DEFAULT = 2_500
+PAGE_VERSION = 2
 POSITION_BYTES_MAX = 4 * 1024 * 1024
 """A position of 65,536 vbuckets, unpacked."""
 NAME_LENGTH_MAX = 251 * 2 + 1
@@ -241,10 +242,11 @@ class Page:
         """As one parameter."""
         as_of = ["t", self.as_of.ms] if isinstance(self.as_of, Time) else self.as_of
         fields = [
-            1,
+            PAGE_VERSION,
             self.pin.vbid,
             self.pin.branch,
             self.pin.seqno,
+            self.pin.history_id,
             self.pin.now_ms,
             to_base64url(self.start),
             self.collection_id,
@@ -262,9 +264,11 @@ class Page:
         """The inverse of `text`."""
         try:
             fields = json.loads(from_base64url(text))
-            version, vbid, branch, seqno, pin_now, start, cid, prefix, end, only, deletions, as_of, now = fields
-            numbers = (version, vbid, branch, seqno, pin_now, cid, only, deletions, now)
-            limits = (1, vbucket_count - 1, 2**32 - 1, SEQNO_MAX, 2**53, 2**32 - 1, 1, 1, 2**53)
+            if fields[0] != PAGE_VERSION:
+                raise ValueError("it is of another version")
+            _, vbid, branch, seqno, history_id, pin_now, start, cid, prefix, end, only, deletions, as_of, now = fields
+            numbers = (vbid, branch, seqno, history_id, pin_now, cid, only, deletions, now)
+            limits = (vbucket_count - 1, 2**32 - 1, SEQNO_MAX, 2**64 - 1, 2**53, 2**32 - 1, 1, 1, 2**53)
             bounded = zip(numbers, limits, strict=True)
             if any(type(number) is not int or not 0 <= number <= high for number, high in bounded):
                 raise ValueError("a number is out of range")
@@ -277,13 +281,11 @@ class Page:
                 at = as_of
             else:
                 raise ValueError("as_of makes no sense")
-            if version != 1:
-                raise ValueError("it is of another version")
             keys = [from_base64url(key) for key in (start, prefix)]
             stop = None if end is None else from_base64url(end)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             raise _bad(f"page is no token of this API: {error}", "give `next` of the page before, as it is") from None
-        pin = Pin(Vbid(vbid), Branch(branch), Seqno(seqno), pin_now)
+        pin = Pin(Vbid(vbid), Branch(branch), Seqno(seqno), history_id, pin_now)
         return Page(pin, keys[0], cid, keys[1], stop, bool(only), bool(deletions), at, now)
 
 

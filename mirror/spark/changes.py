@@ -96,7 +96,7 @@ class LocalChanges:
         """All that is published now. Raises Unavailable for a vbucket that is being filled anew."""
         found = {}
         for vbid in self._vbids:
-            front = positions.front(self._view, vbid, 0, 0).boundary
+            front = positions.front(self._view, vbid, None).boundary
             if front is not None:
                 found[vbid] = at_of(front)
         return Offset(ORIGIN, self.bucket_uuid, found, selection=self._options.selection)
@@ -115,7 +115,8 @@ class LocalChanges:
         anew: set[int] = set()
         for vbid, published in zip(self._view.vbids, self._view.published(), strict=True):
             at = start.of(vbid)
-            if vbid not in self._vbids or (vbid in self._known and at[:2] == published[:2]):
+            now = (published.branch, published.seqno, published.history_id)
+            if vbid not in self._vbids or (vbid in self._known and place(at) == now):
                 continue
             lag, lost = self._lag(vbid, at, limited)
             self._known.add(vbid)
@@ -131,22 +132,23 @@ class LocalChanges:
     def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
         """What there is to go on with, and whether it is everything, anew."""
         try:
-            seen = positions.front(self._view, vbid, at.branch, at.seqno)
+            seen = positions.front(self._view, vbid, token(self._view, vbid, at))
         except Unavailable:
             return None, False  # wait: the position is looked at again when it is there
         front = seen.boundary
         if front is not None and self._target is not None and front.seqno > (limit := self._target.get(vbid, 0)):
             front = positions.newest(self._view, vbid, limit)
-        if front is None or (vbid in self._known and at[:2] == (front.branch, front.seqno)):
+        if front is None or (vbid in self._known and place(at) == place(at_of(front))):
             return None, False
-        if at.branch == front.branch and at.seqno > front.seqno and at.vbuuid == front.vbuuid:
-            return None, False  # wait: after a power cut, or out of a backup, the mirror fetches its last commits again
+        ahead = at.branch == front.branch and at.seqno > front.seqno and at.vbuuid == front.vbuuid
+        if ahead and at.history_id in self._view.history_ids(vbid, at.branch):
+            return None, False  # wait: after a power cut the mirror fetches its last commits again
         lost = self._lost(vbid, at, front)
         if lost:
             if not self._options.resync:
                 raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}")
             base_seqno = 0
-        elif at[:2] == (front.branch, front.seqno):
+        elif place(at) == place(at_of(front)):
             return None, False
         else:
             base_seqno = min(at.seqno, seen.common_seqno or 0)
@@ -161,7 +163,7 @@ class LocalChanges:
         if not at.seqno:
             return ""
         try:
-            self._view.check_way(token(vbid, at), token(vbid, at_of(front)))
+            self._view.check_way(token(self._view, vbid, at), token(self._view, vbid, at_of(front)))
             if vbid not in self._known:
                 there = positions.boundaries_between(self._view, vbid, at.branch, at.seqno - 1, at.seqno)
                 if there and there[0].vbuuid != at.vbuuid:
@@ -215,7 +217,8 @@ class LocalChanges:
 
     def _lost_between(self, vbid: int, since: At, to: At) -> str:
         try:
-            self._view.check_way(token(vbid, since) if since.seqno else None, token(vbid, to))
+            start = token(self._view, vbid, since) if since.seqno else None
+            self._view.check_way(start, token(self._view, vbid, to))
         except ViewInvalidated as error:
             return f"what lies between {since.branch}:{since.seqno} and {to.branch}:{to.seqno} is gone: {error.message}"
         return ""
@@ -223,12 +226,29 @@ class LocalChanges:
 
 def at_of(boundary: Boundary) -> At:
     """A boundary as a position."""
-    return At(int(boundary.branch), int(boundary.seqno), int(boundary.vbuuid))
+    return At(int(boundary.branch), int(boundary.seqno), int(boundary.vbuuid), history_id=boundary.history_id)
 
 
-def token(vbid: int, at: At) -> Token:
-    """A position as the store knows it."""
-    return Token(Vbid(vbid), Branch(at.branch), Seqno(at.seqno))
+def place(at: At) -> tuple[int, int, int]:
+    """What makes two positions the same."""
+    return at.branch, at.seqno, at.history_id
+
+
+def token(view: View, vbid: int, at: At) -> Token:
+    """A position as the store knows it.
+
+    One that a power cut took back is good again once the mirror has published the same history of the source (vbuuid)
+    beyond it.
+    """
+    given = Token(Vbid(vbid), Branch(at.branch), Seqno(at.seqno), at.history_id)
+    if at.history_id not in view.history_ids(vbid, at.branch):
+        return given
+    known = view.token(vbid, at.branch, at.seqno)
+    if known != given:
+        there = positions.following(view, vbid, at.seqno - 1)
+        if there is not None and (there.branch, there.vbuuid) == (at.branch, at.vbuuid):
+            return known
+    return given
 
 
 def read(path: str, work: Work) -> Iterator[tuple[Any, ...]]:
@@ -245,8 +265,9 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
     if way.anew:
         yield control_row("resync", vbid, "", end.branch, 0, end.vbuuid, end.seqno)
     elif way.start.seqno:
-        since = token(vbid, way.start)
-    base_seqno = view.check_way(since, token(vbid, end))
+        since = token(view, vbid, way.start)
+    until_token = token(view, vbid, end)
+    base_seqno = view.check_way(since, until_token)
     boundaries = positions.boundaries_between(view, vbid, end.branch, base_seqno, end.seqno)
     ahead = iter(boundaries)
     until = next(ahead, None)
@@ -255,7 +276,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
     names_lost: dict[int, str] = {}
     at = (end.branch, base_seqno)
     vbuuids = (way.start.vbuuid, end.vbuuid)
-    for change in view.changes_between(since, token(vbid, end)):
+    for change in view.changes_between(since, until_token):
         document = change.document
         if document is None:
             assert change.rollback is not None

@@ -125,7 +125,7 @@ def export(
         facts = {
             "bucket": identity.bucket_name,
             "bucket_uuid": identity.bucket_uuid,
-            "boundaries": " ".join(f"{pin.vbid}:{pin.branch}:{pin.seqno}" for pin in job.pins),
+            "boundaries": " ".join(map(str, job.pins)),
             delta.RUN: place.run,
         }
         place.finish(parts, shape.schema, facts)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from mirror.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
+"""1 did not say of which history of the mirror a position is."""
 
 
 class At(NamedTuple):
@@ -27,6 +28,8 @@ class At(NamedTuple):
     """1: the batch that ends here begins anew, with everything (a resync)."""
     since_seqno: int = 0
     """Over a connection: where the batch that ends here began."""
+    history_id: int = 0
+    """In a mirror's directory: which history the position is of (`storage.view.Token`)."""
 
 
 BEGINNING = At()
@@ -76,7 +79,10 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: s
     """An offset out of a checkpoint. Raises ConfigError when it is none of this source."""
     try:
         if given["format"] != FORMAT:
-            raise ConfigError(f"the checkpoint is of format {given['format']}; this program knows {FORMAT}")
+            raise ConfigError(
+                f"the checkpoint is of format {given['format']}; this program knows {FORMAT}",
+                hint="begin with a new checkpoint",
+            )
         found = Offset(
             str(given["origin"]),
             str(given["bucket_uuid"]),

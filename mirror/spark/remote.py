@@ -156,7 +156,7 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: Job, names: Mapping
         wire_key = key_of(frame)
         collection_id = wire_key[0] if wire_key[0] < 0x80 else keys.split_key(wire_key)[0]
         by_collection.setdefault(collection_id, []).append(frame)
-    pin = Pin(Vbid(vbid), Branch(0), Seqno(0), job.now_ms)
+    pin = Pin(Vbid(vbid), Branch(0), Seqno(0), 0, job.now_ms)
     for collection_id, rows in sorted(by_collection.items()):
         name = names.get(collection_id) or job.names.get(collection_id)
         if name is None or (job.wanted_names is not None and name not in job.wanted_names):

@@ -12,16 +12,19 @@ from cli.changes import tokens_from
 from mirror.errors import ConfigError
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from storage.view import Token
+from storage.view import Token, open_view
 from tests.cli.conftest import LIMIT_S, background, call
 from tests.cli.test_run import eventually
+
+ID = "00000000000000ff"
 
 
 def test_events_come_in_order_and_each_token_goes_on_after_it(mirrored: Path) -> None:
     lines = call("changes", "--data", mirrored, "--vbid", "3", "--json").lines
     assert lines
     assert [line["document"]["seqno"] for line in lines] == sorted(line["document"]["seqno"] for line in lines)
-    assert all(line["token"] == f"3:1:{line['document']['seqno']}" for line in lines)
+    with open_view(str(mirrored)) as view:
+        assert [line["token"] for line in lines] == [str(view.token(3, 1, line["document"]["seqno"])) for line in lines]
     middle = len(lines) // 2
     rest = call("changes", "--data", mirrored, "--since", lines[middle]["token"], "--json").lines
     assert rest == lines[middle + 1 :]
@@ -42,7 +45,7 @@ def test_people_get_a_line_each(mirrored: Path) -> None:
     assert line[1] in ("mutation", "deletion")
 
 
-@pytest.mark.parametrize("token", ["nonsense", "1:2", "1:2:3:4", "-1:2:3", "99999:1:1", ""])
+@pytest.mark.parametrize("token", ["nonsense", "1:2", "1:2:3", "1:2:3:4", f"-1:2:3:{ID}", f"99999:1:1:{ID}", ""])
 def test_a_token_that_is_none(mirrored: Path, token: str) -> None:
     result = call("changes", "--data", mirrored, "--since", token)
     assert result.code == 2
@@ -50,16 +53,16 @@ def test_a_token_that_is_none(mirrored: Path, token: str) -> None:
 
 
 def test_a_token_of_a_history_that_nobody_knows(mirrored: Path) -> None:
-    result = call("changes", "--data", mirrored, "--since", "3:77:5")
+    result = call("changes", "--data", mirrored, "--since", f"3:77:5:{ID}")
     assert result.code == 1
     assert "branch 77" in result.complaint
 
 
 def test_tokens_belong_to_their_vbuckets(mirrored: Path) -> None:
-    assert set(tokens_from(["1:2:3", "4:5:6"])) == {1, 4}
+    assert set(tokens_from([f"1:2:3:{ID}", f"4:5:6:{ID}"])) == {1, 4}
     with pytest.raises(ConfigError):
         tokens_from(["1:2:x"])
-    assert "another vbucket" in call("changes", "--data", mirrored, "--since", "1:1:1", "--vbid", "2").complaint
+    assert "another vbucket" in call("changes", "--data", mirrored, "--since", f"1:1:1:{ID}", "--vbid", "2").complaint
 
 
 def test_following_shows_what_comes_and_what_is_taken_back(tmp_path: Path) -> None:

@@ -52,16 +52,16 @@ def test_a_tombstone_says_so() -> None:
 
 
 def test_an_event_carries_its_token() -> None:
-    change = Change("mutation", Token(Vbid(3), Branch(1), Seqno(7)), PLAIN)
+    change = Change("mutation", Token(Vbid(3), Branch(1), Seqno(7), 255), PLAIN)
     shown = output.change_object(change)
-    assert (shown["kind"], shown["token"], shown["vbid"]) == ("mutation", "3:1:7", 3)
+    assert (shown["kind"], shown["token"], shown["vbid"]) == ("mutation", "3:1:7:00000000000000ff", 3)
     assert shown["document"]["key"] == "key"
     assert "rollback" not in shown
 
 
 def test_a_rollback_says_from_where_to_where() -> None:
     rollback = Rollback(Vbid(3), Branch(1), Seqno(9), Branch(2), Seqno(5), Vbuuid(0xA), Vbuuid(0xB), 77)
-    shown = output.change_object(Change("rollback", Token(Vbid(3), Branch(2), Seqno(5)), rollback=rollback))
+    shown = output.change_object(Change("rollback", Token(Vbid(3), Branch(2), Seqno(5), 255), rollback=rollback))
     assert shown["rollback"] == {
         "from_branch": 1,
         "from_seqno": 9,

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_what_is_there_comes_first_and_then_what_is_published(site: Site) -> Non
         site.source.put(key, None)
         event = listener.event()
         assert (event["event"], event["data"]["document"]["deleted"]) == ("deletion", True)
-        assert event["id"] == event["data"]["token"] == "2:1:3"
+        assert event["id"] == event["data"]["token"] == str(site.server.service.view.token(2, 1, 3))
 
 
 def test_a_stream_resumes_exactly_after_its_last_id(site: Site) -> None:
@@ -82,7 +83,8 @@ def test_a_stream_resumes_exactly_after_its_last_id(site: Site) -> None:
     for more in ({"last_id": last}, {"since": last}):
         with listening(site, vbid=2, **more) as listener:
             assert [told(event)[1] for event in listener.events(2)] == [3, 4]
-    text = site.get("/v1/changes", params={"vbid": 2, "since": "2:1:5", "follow": "false"}).text
+    since = str(site.server.service.view.token(2, 1, 5))
+    text = site.get("/v1/changes", params={"vbid": 2, "since": since, "follow": "false"}).text
     assert [event["event"] for event in events(text) if "event" in event] == ["end"]
 
 
@@ -218,7 +220,11 @@ def test_positions_that_make_no_sense_are_refused(site: Site) -> None:
         answer = site.client.get("/v1/changes", params={"since": since, "follow": "false"})
         assert answer.status_code in (400, 404), since
     site.get("/v1/changes", 400, params={"since": "1:1:1", "vbid": 2})
-    site.get("/v1/changes", 410, params={"since": "1:77:1", "vbid": 1})
+    site.get("/v1/changes", 410, params={"since": "1:77:1:00000000000000ff", "vbid": 1})
+    known = site.server.service.view.token(1)
+    site.get("/v1/changes", 410, params={"since": str(replace(known, history_id=known.history_id ^ 1)), "vbid": 1})
+    problem = site.get("/v1/changes", 400, params={"since": "1:1:1", "vbid": 1}).json()
+    assert "of an earlier version" in problem["detail"]
     assert site.client.head("/v1/changes").status_code == 200
 
 

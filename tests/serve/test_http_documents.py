@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import cramjam
 import pytest
 
+from mirror.serve.http_requests import Page
 from storage.model import Collection, FailoverEntry, Seqno, Vbuuid
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, service_report
 
@@ -204,6 +206,9 @@ def test_a_rollback_between_two_pages_is_told(site: Site) -> None:
     site.source.put(keys[0], b"2")
     assert len(site.get(path, params={"page": first["next"]}).json()["documents"]) == 4
     site.source.rollback(5, 4)
+    page = Page.parse(first["next"], VBUCKETS)
+    strange = replace(page, pin=replace(page.pin, history_id=page.pin.history_id ^ 1))
+    site.get(path, 410, params={"page": strange.text()})
     problem = site.get(path, 410, params={"page": first["next"]}).json()
     assert problem["type"] == "urn:dcp-mirror:view-invalidated"
     assert problem["hint"] == "start the read again"

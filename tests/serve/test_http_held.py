@@ -65,18 +65,18 @@ def test_what_another_holds_is_elsewhere_and_never_absent(part: Site, vbid: int)
     for keys in ([key], [*own, key]):
         elsewhere(part.client.post("/v1/collections/_default/multi-get", json={"keys": keys}))
     elsewhere(part.client.get(DOCUMENTS, params={"vbid": vbid}))
-    page = Page(Pin(Vbid(vbid), Branch(1), Seqno(1), 0), b"", 0, b"", None, False, False, None, 0)
+    page = Page(Pin(Vbid(vbid), Branch(1), Seqno(1), 5, 0), b"", 0, b"", None, False, False, None, 0)
     elsewhere(part.client.get(DOCUMENTS, params={"page": page.text()}))
     elsewhere(part.client.get(f"/v1/vbuckets/{vbid}"))
     elsewhere(part.client.get(part.document(own[0]), params={"token": f"{vbid}:{VBUUID}:1"}))
 
 
 def test_changes_of_what_another_holds_are_elsewhere(part: Site) -> None:
-    for more in ("", "&since=now", "&since=6:1:1", "&collection=_default"):
+    for more in ("", "&since=now", "&since=6:1:1:00000000000000ff", "&collection=_default"):
         for vbids in ([2, 6], range(VBUCKETS)):
             named = "".join(f"&vbid={vbid}" for vbid in vbids)
             elsewhere(part.client.get(f"/v1/changes?follow=false{named}{more}"))
-    both = {vbid: Token(Vbid(vbid), Branch(1), Seqno(1)) for vbid in (2, 6)}
+    both = {vbid: Token(Vbid(vbid), Branch(1), Seqno(1), 5) for vbid in (2, 6)}
     elsewhere(part.client.get("/v1/changes", params={"since": position_text(both), "follow": "false"}))
     elsewhere(part.client.get("/v1/changes", params={"token": f"6:{VBUUID}:1", "follow": "false"}))
 
@@ -87,7 +87,7 @@ def test_vbuckets_that_the_bucket_does_not_have_are_another_thing(part: Site) ->
         (part.document(key), {"token": f"{VBUCKETS}:{VBUUID}:1"}),
         (DOCUMENTS, {"vbid": VBUCKETS}),
         ("/v1/changes", {"vbid": VBUCKETS}),
-        ("/v1/changes", {"since": f"{VBUCKETS}:1:1"}),
+        ("/v1/changes", {"since": f"{VBUCKETS}:1:1:00000000000000ff"}),
         (f"/v1/vbuckets/{VBUCKETS}", {}),
     ):
         assert part.get(path, 404, params=params).json()["type"] == "urn:dcp-mirror:no-vbucket"

@@ -30,7 +30,9 @@ def parameters(query: str, *known: str) -> requests.Parameters:
 @given(
     st.builds(
         requests.Page,
-        st.builds(Pin, st.integers(0, 63).map(Vbid), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), MOMENTS),
+        st.builds(
+            Pin, st.integers(0, 63).map(Vbid), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), SEQNOS, MOMENTS
+        ),
         KEYS,
         st.integers(0, 2**32 - 1),
         KEYS,
@@ -58,7 +60,7 @@ def test_a_token_of_other_json_is_a_bad_request(value: Any) -> None:
 
 
 TOKENS = st.builds(
-    Token, st.integers(0, 1023).map(Vbid), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno)
+    Token, st.integers(0, 1023).map(Vbid), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), SEQNOS
 )  # fmt: skip
 
 
@@ -69,7 +71,10 @@ def test_a_position_is_read_as_it_was_written(tokens: list[Token]) -> None:
 
 
 def test_the_position_of_a_whole_bucket_fits_into_a_header() -> None:
-    position = {vbid: Token(Vbid(vbid), Branch(vbid % 7), Seqno(vbid * 7919 + 10**9)) for vbid in range(1024)}
+    position = {
+        vbid: Token(Vbid(vbid), Branch(vbid % 7), Seqno(vbid * 7919 + 10**9), 2**64 // (1 + vbid % 8) - 1)
+        for vbid in range(1024)
+    }
     assert len(requests.position_text(position)) < 16_384
 
 

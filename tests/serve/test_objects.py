@@ -49,7 +49,7 @@ def test_no_digit_is_lost() -> None:
 
 
 def test_events() -> None:
-    token = Token(Vbid(1), Branch(2), Seqno(3))
+    token = Token(Vbid(1), Branch(2), Seqno(3), 4)
     rollback = Rollback(Vbid(1), Branch(1), Seqno(9), Branch(2), Seqno(3), Vbuuid(10), Vbuuid(11), 5)
     for change in (Change("mutation", token, document()), Change("rollback", token, rollback=rollback)):
         assert json.loads(objects.change_json(change)) == objects.change_object(change)

@@ -21,10 +21,14 @@ class SmallMirror:
         self.path = path
         self.now_ms = 1_700_000_000_000
         directory.create(str(path), IDENTITY)
-        self.seqnos = dict.fromkeys(range(VBUCKETS), 0)
+        self.seqnos: dict[int, int] = {}
+        self.open()
+
+    def open(self) -> None:
+        """Take the groups; also after another directory was put in the place of this one."""
         self.writers = [
             GroupWriter.open(
-                directory.group_path(str(path), group),
+                directory.group_path(str(self.path), group),
                 group=group,
                 vbids=directory.group_vbids(IDENTITY, group),
                 identity=IDENTITY,
@@ -34,7 +38,9 @@ class SmallMirror:
             for group in range(GROUPS)
         ]
         for vbid in range(VBUCKETS):
-            self.writers[vbid % GROUPS].save_failover_log(vbid, [FailoverEntry(Vbuuid(77), Seqno(0))])
+            writer = self.writers[vbid % GROUPS]
+            self.seqnos[vbid] = int(writer.state(vbid).published_seqno)
+            writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(77), Seqno(0))])
 
     def put(self, documents: dict[str, bytes | None], **fields: int) -> None:
         """One snapshot in each vbucket that has some of the documents; None deletes."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -20,8 +21,10 @@ from mirror.spark.columns import CHANGES
 from mirror.spark.fold import fold
 from mirror.spark.offsets import Offset
 from mirror.spark.options import Options, parse
+from mirror.supervise.worker import restore_missing
+from storage import directory
 from storage.keys import vbid_of
-from storage.model import Collection, Seqno
+from storage.model import Collection, FailoverEntry, Seqno, Vbuuid
 from storage.purge import Window
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders, scanned
 from tests.storage.test_view import commit, put, system_event
@@ -240,23 +243,82 @@ def test_a_batch_that_was_planned_before_its_history_went_is_refused_or_made_up_
     follower.driver.close()
 
 
+def put_back(small: SmallMirror, copy: Path) -> None:
+    """An older copy of the mirror takes its place, as out of a backup; to a stream a power cut looks the same."""
+    small.close()
+    shutil.rmtree(small.path)
+    copy.rename(small.path)
+    small.open()
+
+
 def test_a_mirror_that_is_behind_its_checkpoint_is_waited_for_if_it_is_the_same_history(
     small: SmallMirror, tmp_path: Path
 ) -> None:
+    small.put(orders(0, 50))
+    copy = Path(shutil.copytree(small.path, tmp_path / "copy"))
+    small.put(orders(50, 50))
+    follower = Follower(options(small))
+    follower.run()
+    follower.driver.close()
+    put_back(small, copy)
+    follower.restart()
+    assert not follower.step()
+    small.put(orders(50, 50))
+    small.put(orders(0, 10))
+    follower.run()
+    assert follower.state == scanned(small.path)
+    follower.driver.close()
+
+
+def test_a_mirror_behind_its_checkpoint_that_goes_on_with_another_history_is_lost(
+    small: SmallMirror, tmp_path: Path
+) -> None:
+    """The source lost what the mirror has lost, too: the seqnos come again, on the same branch, with other events."""
+    small.put(orders(0, 50))
+    copy = Path(shutil.copytree(small.path, tmp_path / "copy"))
+    small.put(orders(50, 50))
+    follower = Follower(options(small))
+    follower.run()
+    follower.driver.close()
+    put_back(small, copy)
+    for vbid, seqno in small.seqnos.items():
+        failover = [FailoverEntry(Vbuuid(78), Seqno(seqno)), FailoverEntry(Vbuuid(77), Seqno(0))]
+        small.writers[vbid % len(small.writers)].save_failover_log(vbid, failover)
+    small.put(orders(100, 100))
+    follower.restart()
+    with pytest.raises(LostHistory, match="of a history that this mirror does not have"):
+        follower.step()
+    follower.driver.close()
+
+
+def test_a_group_that_was_filled_again_is_lost_history_though_its_source_is_the_same(small: SmallMirror) -> None:
+    """What was deleted meanwhile, and whose tombstone the source has forgotten, is nowhere told."""
     small.put(orders(0, 100))
     follower = Follower(options(small))
     follower.run()
-    younger = SmallMirror(tmp_path / "younger")
-    younger.put(orders(0, 50))
-    follower.options = options(younger)
-    follower.restart()
-    assert not follower.step()
-    younger.put(orders(50, 50))
-    younger.put(orders(0, 10))
-    follower.run()
-    assert follower.state == scanned(younger.path)
-    younger.close()
     follower.driver.close()
+    small.close()
+    for group in range(len(small.writers)):
+        folder = directory.group_path(str(small.path), group)
+        shutil.rmtree(folder)
+        restore_missing(str(small.path), directory.load(str(small.path)), group, 0)
+    small.open()
+    small.put(orders(50, 150))
+    follower.restart()
+    with pytest.raises(LostHistory, match="of a history that this mirror does not have"):
+        follower.step()
+    follower.options = options(small, onLostHistory="resync")
+    follower.restart()
+    follower.run()
+    assert follower.state == scanned(small.path)
+    follower.driver.close()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(small: SmallMirror) -> None:
+    driver = LocalChanges(options(small))
+    with pytest.raises(ConfigError, match=r"format 1; .*begin with a new checkpoint"):
+        driver.decode({"format": 1, "origin": "path", "bucket_uuid": "bucket-uuid", "vbuckets": {"0": [1, 2, 77]}})
+    driver.close()
 
 
 def test_a_checkpoint_of_another_history_or_bucket_is_refused(small: SmallMirror) -> None:

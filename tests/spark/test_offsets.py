@@ -23,7 +23,8 @@ def test_an_offset_is_the_same_after_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 2}, "of format 2"),
+        ({"format": 1}, "of format 1.*new checkpoint"),
+        ({"format": 3}, "of format 3"),
         ({"origin": "connection"}, "made with option connection, not path"),
         ({"bucket_uuid": "b2"}, "bucket with uuid b2, this is b1"),
         ({"vbuckets": {"x": [1]}}, "cannot be read"),

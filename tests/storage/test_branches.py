@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
 import pytest
 
-from storage import branches
+from storage import branches, directory
+from storage.check import check
+from storage.errors import ViewInvalidated
 from storage.model import Boundary, Branch, FailoverEntry, Seqno, SnapshotRange, Vbuuid
-from storage.view import open_view
+from storage.view import Token, open_view
 from storage.writer import GroupWriter
-from tests.storage.model import keys_of, log, row
+from tests.storage.model import IDENTITY, keys_of, log, row
 from tests.storage.test_writer import crash, open_writer, publish
 
 KEY = keys_of(0, 1)[0]
@@ -125,3 +132,135 @@ def test_a_rollback_record_says_where_from_and_where_to(path: str) -> None:
     assert (record.from_vbuuid, record.to_vbuuid) == (6, 6)
     assert record.time_ms > 0
     writer.close()
+
+
+def fill(path: str, seqnos: range) -> None:
+    writer = open_writer(path)
+    if seqnos.start == 1:
+        writer.save_failover_log(0, log())
+    for seqno in seqnos:
+        publish(writer, 0, [(KEY, b"%d" % seqno, seqno)])
+    writer.close()
+
+
+def data_of(path: str) -> Path:
+    return Path(directory.group_path(path, 0), "data.mdb")
+
+
+def refused(path: str, *tokens: Token) -> list[bool]:
+    """Which tokens are not followed, though a boundary with these numbers is there."""
+    found = []
+    with open_view(path) as view:
+        for token in tokens:
+            try:
+                list(view.changes(0, since=token))
+            except ViewInvalidated:
+                found.append(True)
+            else:
+                found.append(False)
+    return found
+
+
+def test_positions_of_a_group_that_was_set_aside_are_not_those_of_the_new_one(path: str) -> None:
+    """The repair that an error recommends: numbers begin again at branch 1, and mean something else."""
+    fill(path, range(1, 4))
+    with open_view(path) as view:
+        tokens = [view.token(0, 1, seqno) for seqno in (1, 2, 3)]
+        pin = view.pin(0)
+    folder = directory.group_path(path, 0)
+    os.rename(folder, folder + ".damaged")
+    os.mkdir(folder)
+    directory.create_environment(folder, 0, directory.group_vbids(IDENTITY, 0), IDENTITY)
+    fill(path, range(1, 4))
+    assert refused(path, *tokens) == [True] * 3
+    with open_view(path) as view:
+        assert view.token(0).seqno == 3
+        for read in (view.standing, view.scan_page):
+            with pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
+                read(pin)
+
+
+def test_positions_of_a_mirror_are_not_those_of_another_one_at_the_same_path(path: str) -> None:
+    fill(path, range(1, 3))
+    with open_view(path) as view:
+        token = view.token(0)
+    shutil.rmtree(path)
+    directory.create(path, IDENTITY)
+    fill(path, range(1, 3))
+    assert refused(path, token) == [True]
+
+
+def test_a_rollback_that_a_power_cut_undid_leaves_no_position_behind(path: str) -> None:
+    """The branch number of the rollback is taken again, by another rollback."""
+    fill(path, range(1, 4))
+    before = data_of(path).read_bytes()
+    writer = open_writer(path)
+    writer.rollback(0, 2)
+    publish(writer, 0, [(KEY, b"seen, then lost", 3)])
+    writer.close()
+    with open_view(path) as view:
+        seen = [view.token(0, 1, 2), view.token(0, 2, 2), view.token(0, 2, 3)]
+    data_of(path).write_bytes(before)
+    writer = open_writer(path)
+    writer.rollback(0, 2)
+    publish(writer, 0, [(KEY, b"another", 3)])
+    writer.close()
+    with open_view(path) as view:
+        assert view.token(0, 2, 3).seqno == view.token(0).seqno == 3
+    assert refused(path, *seen) == [False, True, True]
+
+
+@pytest.mark.parametrize("event", ["power cut", "older copy"])
+def test_a_commit_that_was_undone_leaves_no_position_behind(
+    path: str, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was published up to then stays a position; what was seen above it is none of the next commits'."""
+    fill(path, range(1, 3))
+    before = data_of(path).read_bytes()
+    fill(path, range(3, 6))
+    with open_view(path) as view:
+        seen = [view.token(0, 1, seqno) for seqno in (1, 2, 3, 5)]
+    if event == "power cut":
+        data_of(path).write_bytes(before)
+        monkeypatch.setattr(directory, "boot_id", lambda: "another")
+    else:
+        data_of(path).with_name("copy").write_bytes(before)
+        os.rename(data_of(path).with_name("copy"), data_of(path))
+    fill(path, range(3, 6))
+    assert refused(path, *seen) == [False, False, True, True]
+    assert check(path).problems == []
+    with open_view(path) as view:
+        now = view.token(0, 1, 4)
+        assert len(view.history_ids(0, 1)) == 2
+    fill(path, range(6, 8))  # a restart is no power cut
+    assert refused(path, seen[1], now) == [False, False]
+    with open_view(path) as view:
+        assert len(view.history_ids(0, 1)) == 2
+
+
+def test_power_cuts_without_number_keep_a_branch_small(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cut in range(branches.HISTORY_IDS_MAX + 10):
+        monkeypatch.setattr(directory, "boot_id", partial(str, cut))
+        fill(path, range(2 * cut + 1, 2 * cut + 3))
+        monkeypatch.setattr(directory, "boot_id", partial(str, f"{cut} again"))
+        fill(path, range(2 * cut + 3, 2 * cut + 3))  # nothing is published between two cuts: one more id, not two
+        fill(path, range(2 * cut + 3, 2 * cut + 3))
+    with open_view(path) as view:
+        assert len(view.history_ids(0, 1)) == branches.HISTORY_IDS_MAX
+        newest = view.token(0)
+    assert refused(path, newest) == [False]
+
+
+def test_a_refill_that_a_power_cut_undid_leaves_no_position_behind(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(path, range(1, 3))
+    writer = open_writer(path)
+    writer.begin_refill(0)
+    writer.close()
+    before = data_of(path).read_bytes()
+    fill(path, range(1, 6))
+    with open_view(path) as view:
+        seen = view.token(0, 2, 5)
+    data_of(path).write_bytes(before)
+    monkeypatch.setattr(directory, "boot_id", lambda: "another")
+    fill(path, range(1, 6))
+    assert refused(path, seen) == [True]

@@ -96,6 +96,10 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
         put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 1), records.encode_branch(records.BranchRow(2, 0, 0, 1, 0))),
         "vbucket 0",
     ),
+    "a branch without a history": (
+        put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 1), records.encode_branch(records.BranchRow(None, 0, 0, 1, 0))),
+        "the history ids of branch 1 are missing",
+    ),
     "a vbucket of another group": (put(keys.DB_PUB, b"\0\1", keys.PUB.pack(1, 0, 0, 0, 0, 0)), "row of vbucket 1"),
     "a vbucket's purge in another group": (
         put(keys.DB_PURGE, b"\0\1", keys.PURGE.pack(5, 5)),

@@ -8,9 +8,8 @@ import pytest
 
 from storage import directory
 from storage.history_clock import HistoryClock
-from storage.model import Branch, Seqno, Vbid
 from storage.purge import Window
-from storage.view import Token, open_view
+from storage.view import open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log
 from tests.storage.test_writer import publish
@@ -120,7 +119,8 @@ def test_what_was_retracted_goes_by_age_and_not_by_the_wall_clock(path: str, clo
     clocks.wall += YEAR_MS
     writer.rollback(0, 1)
     clocks.wall -= YEAR_MS
-    token = Token(Vbid(0), Branch(1), Seqno(2))
+    with open_view(path) as view:
+        token = view.token(0, 1, 2)
     for _ in range(10):
         writer.step()
     with open_view(path) as view:

@@ -7,9 +7,8 @@ import pytest
 from storage import leases as leases_module
 from storage.errors import NoSuchBoundary, StorageError, ViewInvalidated
 from storage.leases import Leases
-from storage.model import Branch, Seqno, Vbid
 from storage.purge import Window
-from storage.view import Token, View
+from storage.view import View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
 from tests.storage.test_writer import Clock, publish
@@ -90,7 +89,7 @@ def test_other_positions_under_a_name_are_no_renewal(writer: GroupWriter, clock:
 def test_what_a_rollback_retracts_stays_for_whoever_holds_it(writer: GroupWriter, view: View, clock: Clock) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(A, b"2", 2), (B, b"2", 3)])
-    token = Token(Vbid(0), Branch(1), Seqno(3))
+    token = view.token(0, 1, 3)
     writer.lease("stream", {0: (1, 3)}, clock.now + 10 * HOUR_MS)
     writer.rollback(0, 1)
     publish(writer, 0, [(C, b"3", 2)])

@@ -15,7 +15,7 @@ from storage import branches, chain, keys, stream
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.model import Branch, Collection, Seqno, Vbid
 from storage.purge import Purger, Window, dead_ranges
-from storage.view import Token, View
+from storage.view import View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, row, span
 from tests.storage.test_view import DEFAULT, SCOPES, commit, put, system_event
@@ -88,9 +88,9 @@ def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWrite
     assert writer.state(0).local_purge_seqno == 3
     assert view.state(0).local_purge_seqno == 3
     first = Branch(1)
-    assert [str(c.token) for c in view.changes(0, since=Token(Vbid(0), first, Seqno(3)))] == ["0:1:4"]
+    assert [str(c.token) for c in view.changes(0, since=view.token(0, first, 3))] == [str(view.token(0, 1, 4))]
     with pytest.raises(ViewInvalidated, match="tombstones up to seqno 3"):
-        list(view.changes(0, since=Token(Vbid(0), first, Seqno(2))))
+        list(view.changes(0, since=view.token(0, first, 2)))
     assert [c.token.seqno for c in view.changes(0)] == [2, 4]  # from the beginning nothing is missing
 
 
@@ -140,7 +140,7 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
 ) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(A, b"2", 2), (B, b"2", 3)])
-    token = Token(Vbid(0), Branch(1), Seqno(3))
+    token = view.token(0, 1, 3)
     clock.now = HOUR_MS
     writer.rollback(0, 1)
     writer.stage(0, [row(writer.row_prefix(0), C, b"staged", 7)], 0, span(7, 9))
@@ -237,10 +237,10 @@ def branch_count(writer: GroupWriter) -> int:
 
 def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
-    tokens = [Token(Vbid(0), writer.state(0).branch, Seqno(2))]
+    tokens = [view.token(0, writer.state(0).branch, 2)]
     for _ in range(200):
         broken_backfill(writer)
-        tokens.append(Token(Vbid(0), writer.state(0).branch, Seqno(2)))
+        tokens.append(view.token(0, writer.state(0).branch, 2))
     assert len(stream.standing(view, 0).links) == 2
     pinned = view.pin(0)
     half_read = view.scan(0)
@@ -261,7 +261,7 @@ def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view
     assert writer.rollback(0, 2).boundary_seqno == 2
     for token in tokens:
         assert list(view.changes(0, since=token)) == []
-    assert [each.kind for each in view.changes(0, since=Token(Vbid(0), newest, Seqno(3)))] == [
+    assert [each.kind for each in view.changes(0, since=view.token(0, newest, 3))] == [
         "rollback",
         "retraction",
         "restoration",

@@ -14,6 +14,7 @@ from tests.storage.model import keys_of, span
 from tests.storage.test_writer import Clock, publish
 
 A, B, C, D = keys_of(0, 4)
+ID = "00000000000000ff"
 
 
 def put(writer: GroupWriter, key: bytes, seqno: int, value: bytes = b"v", cid: int = 0, expiry: int = 0) -> None:
@@ -146,7 +147,7 @@ def test_ranges_limits_and_vbuckets(path: str, writer: GroupWriter, view: View) 
 def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"a1", 1), (B, b"b1", 2)])
     publish(writer, 0, [(A, b"a2", 3), (B, None, 4), (C, b"c1", 5), (A, b"a3", 6)])
-    token = Token(Vbid(0), Branch(1), Seqno(6))
+    token = view.token(0, 1, 6)
     writer.rollback(0, 4)
     publish(writer, 0, [(D, b"d1", 9)])
     events = list(view.changes(0, since=token))
@@ -163,8 +164,8 @@ def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: Grou
         ("mutation", D, b"d1", 9),
     ]
     # A reader that stops before the last of them starts over; after it, it is on the new history.
-    assert {str(e.token) for e in events[:5]} == {"0:1:6"}
-    assert [str(e.token) for e in events[5:]] == ["0:2:2", "0:2:9"]
+    assert {str(e.token) for e in events[:5]} == {str(token)}
+    assert [e.token for e in events[5:]] == [view.token(0, 2, 2), view.token(0, 2, 9)]
     assert [e.kind for e in view.changes(0, since=events[5].token)] == ["mutation"]
 
 
@@ -172,37 +173,57 @@ def test_two_rollbacks_in_a_row_are_told_as_one_way_back(writer: GroupWriter, vi
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(A, b"2", 2)])
     publish(writer, 0, [(A, b"3", 3)])
-    token = Token(Vbid(0), Branch(1), Seqno(3))
+    token = view.token(0, 1, 3)
     writer.rollback(0, 2)
     publish(writer, 0, [(B, b"x", 7)])
     writer.rollback(0, 1)
     events = list(view.changes(0, since=token))
     assert [e.kind for e in events] == ["rollback", "retraction", "restoration"]
-    assert str(events[-1].token) == "0:3:1"
+    assert events[-1].token == view.token(0, 3, 1)
     assert list(view.changes(0, since=events[-1].token)) == []
 
 
-@pytest.mark.parametrize("text", ["", "1:2", "1:2:3:4", "a:b:c", "1:2:-3", "70000:1:1", "1:4294967296:1", "1:1:1.5"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "1:2",
+        "1:2:3:4",
+        "1:2:3:000000000000000G",
+        "1:2:3:000000000000000a:1",
+        f"a:b:c:{ID}",
+        f"1:2:-3:{ID}",
+        f"70000:1:1:{ID}",
+        f"1:4294967296:1:{ID}",
+        f"1:1:1.5:{ID}",
+        f"1:1:{'9' * 5000}:{ID}",
+    ],
+)
 def test_a_token_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a token"):
         Token.parse(text)
 
 
-def test_a_token_is_its_three_numbers() -> None:
-    assert str(Token.parse("7:2:55")) == "7:2:55"
-    assert Token.parse("7:2:55") == Token(Vbid(7), Branch(2), Seqno(55))
+def test_a_token_is_its_three_numbers_and_its_history() -> None:
+    assert str(Token.parse(f"7:2:55:{ID}")) == f"7:2:55:{ID}"
+    assert Token.parse(f"7:2:55:{ID}") == Token(Vbid(7), Branch(2), Seqno(55), 255)
+
+
+def test_a_token_of_an_earlier_version_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match=r"of an earlier version.*begin again"):
+        Token.parse("7:2:55")
 
 
 def test_a_token_ahead_of_what_is_published_is_refused(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     with pytest.raises(ViewInvalidated, match="ahead of what is published"):
-        list(view.changes(0, since=Token(Vbid(0), Branch(1), Seqno(5))))
+        list(view.changes(0, since=view.token(0, 1, 5)))
 
 
 def test_a_token_of_an_unknown_branch_is_refused(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     with pytest.raises(ViewInvalidated, match="no branch 9"):
-        list(view.changes(0, since=Token(Vbid(0), Branch(9), Seqno(1))))
+        list(view.changes(0, since=Token(Vbid(0), Branch(9), Seqno(1), 5)))
 
 
 def test_states_speak_of_all_vbuckets(path: str, writer: GroupWriter, view: View) -> None:
@@ -254,7 +275,7 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
         with pytest.raises(ViewInvalidated):
             view.scan_page(lost)
     with pytest.raises(ViewInvalidated, match="no branch"):
-        view.scan_page(Pin(Vbid(0), Branch(99), Seqno(3), 0))
+        view.scan_page(Pin(Vbid(0), Branch(99), Seqno(3), 5, 0))
 
 
 def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> None:
@@ -338,7 +359,7 @@ def test_documents_of_a_collection_that_only_lost_history_dropped_are_restored(w
     commit(writer, 4)
     system_event(writer, 5, DEFAULT, scopes=SCOPES)
     commit(writer, 5)
-    token = Token(Vbid(0), Branch(1), Seqno(5))
+    token = view.token(0, 1, 5)
     writer.rollback(0, 4)
     told = [(change.kind, change.document and change.document.key) for change in view.changes(0, since=token)]
     assert told == [("rollback", None), *(("restoration", key) for key in sorted((A, B, A + A)))]
@@ -354,7 +375,7 @@ def test_what_lost_history_overwrote_and_then_flushed_is_restored_once(writer: G
     system_event(writer, 5, DEFAULT, Collection(9, 8, "orders", Seqno(5)), scopes=SCOPES)
     put(writer, A, 6, b"after the flush", cid=9)
     commit(writer, 6)
-    token = Token(Vbid(0), Branch(1), Seqno(6))
+    token = view.token(0, 1, 6)
     writer.rollback(0, 3)
     told = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
     assert told == [
@@ -373,7 +394,7 @@ def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: Gro
     commit(writer, 3)
     put(writer, A, 4, b"lost", cid=9)
     commit(writer, 4)
-    token = Token(Vbid(0), Branch(1), Seqno(4))
+    token = view.token(0, 1, 4)
     writer.rollback(0, 3)
     told = [(change.kind, change.document and change.document.value) for change in view.changes(0, since=token)]
     assert told == [("rollback", None), ("retraction", b"lost")]
@@ -388,7 +409,7 @@ def test_the_rollback_that_is_told_is_the_one_that_took_place(writer: GroupWrite
     writer.abandon(0)
     put(writer, A, 3)
     commit(writer, 3)
-    token = Token(Vbid(0), writer.state(0).branch, Seqno(3))
+    token = view.token(0, writer.state(0).branch, 3)
     writer.rollback(0, 2)
     assert next(view.changes(0, since=token)).rollback == view.rollbacks(0)[0]
 
@@ -399,18 +420,18 @@ def test_two_positions_have_the_same_between_them_also_after_a_rollback_left_the
     publish(writer, 0, [(A, b"a1", 1), (B, b"b1", 2)])
     publish(writer, 0, [(A, b"a2", 3), (B, None, 4)])
     publish(writer, 0, [(C, b"c1", 5)])
-    start, end = (Token(Vbid(0), Branch(1), Seqno(seqno)) for seqno in (2, 4))
+    start, end = (view.token(0, 1, seqno) for seqno in (2, 4))
     before = list(view.changes_between(start, end))
     assert [(each.kind, each.document and each.document.seqno) for each in before] == [("mutation", 3), ("deletion", 4)]
     writer.rollback(0, 2)
     publish(writer, 0, [(D, b"d1", 3)])
     assert list(view.changes_between(start, end)) == before
     assert list(view.changes_between(None, start)) == list(view.changes_between(None, end))[:2]
-    told = [each.kind for each in view.changes_between(end, Token(Vbid(0), Branch(2), Seqno(3)))]
+    told = [each.kind for each in view.changes_between(end, view.token(0, 2, 3))]
     assert told == ["rollback", "retraction", "restoration", "retraction", "restoration", "mutation"]
-    again = list(view.changes_between(end, Token(Vbid(0), Branch(2), Seqno(3))))
+    again = list(view.changes_between(end, view.token(0, 2, 3)))
     writer.rollback(0, 2)
-    assert list(view.changes_between(end, Token(Vbid(0), Branch(2), Seqno(3)))) == again
+    assert list(view.changes_between(end, view.token(0, 2, 3))) == again
 
 
 def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(
@@ -418,7 +439,7 @@ def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(
 ) -> None:
     for seqno in range(1, 5):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
-    end = Token(Vbid(0), Branch(1), Seqno(4))
+    end = view.token(0, 1, 4)
     writer.rollback(0, 2)
     publish(writer, 0, [(B, b"b", 3)])
     assert [each.token.seqno for each in view.changes_between(None, end)] == [1, 2, 3, 4]
@@ -428,4 +449,4 @@ def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(
     with pytest.raises(ViewInvalidated, match="gone"):
         list(view.changes_between(None, end))
     with pytest.raises(ViewInvalidated, match="no branch 9"):
-        list(view.changes_between(None, Token(Vbid(0), Branch(9), Seqno(4))))
+        list(view.changes_between(None, Token(Vbid(0), Branch(9), Seqno(4), 5)))

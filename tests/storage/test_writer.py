@@ -285,7 +285,7 @@ class Store(RuleBasedStateMachine):
     @rule(vbid=st.sampled_from(VBIDS))
     def take_token(self, vbid: int) -> None:
         state = self.writer.state(vbid)
-        token = Token(state.vbid, state.branch, state.published_seqno)
+        token = self.view.token(vbid, state.branch, state.published_seqno)
         contents = {key: entry[1] for key, entry in self.model[vbid].live().items()}
         self.tokens.append((token, contents))  # type: ignore[arg-type]
 
@@ -539,9 +539,9 @@ def test_a_scan_is_told_when_a_rollback_passes_it(path: str, writer: GroupWriter
 def test_a_token_of_a_refilled_vbucket_is_refused(path: str, writer: GroupWriter) -> None:
     key = keys_of(0, 1)[0]
     publish(writer, 0, [(key, b"1", 5)])
-    token = Token(Vbid(0), writer.state(0).branch, writer.state(0).published_seqno)
-    writer.begin_refill(0)
     with open_view(path) as view:
+        token = view.token(0)
+        writer.begin_refill(0)
         assert view.stale(0)
         assert list(view.changes(0, since=token)) == []
         publish(writer, 0, [(key, b"2", 3)])
