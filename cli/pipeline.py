@@ -108,6 +108,16 @@ def data_from(data: Path | None, config: Path | None) -> Path:
     return path_from(options.data_directory(data, config))
 
 
+def rewrite_rate_from(text: str) -> int:
+    """Bytes a second. Raises ConfigError."""
+    from mirror.spark.options import byte_count
+
+    try:
+        return 0 if text == "0" else byte_count(text)
+    except ValueError as error:
+        raise ConfigError(f"--rewrite-rate {text!r}: {error}") from None
+
+
 def check_destination(text: str) -> None:
     """Raise ConfigError for a destination that cannot be written, before anything is started or made."""
     need("pyarrow", "deltalake")
@@ -257,8 +267,20 @@ def sync(
         ),
     ] = None,
     keep_hours: Annotated[
-        int, typer.Option("--keep-hours", min=0, help="How long files of older versions of the tables stay.")
+        int, typer.Option("--keep-hours", min=0, help="How long files of older versions of changes stay.")
     ] = 168,
+    keep_documents_hours: Annotated[
+        int,
+        typer.Option("--keep-documents-hours", min=0, help="The same for documents, of which each merge makes a copy."),
+    ] = 1,
+    rewrite_rate: Annotated[
+        str,
+        typer.Option(
+            "--rewrite-rate",
+            metavar="BYTES",
+            help="What merging may write into documents in a second, on average; 0: merge each batch. Units k, m, g.",
+        ),
+    ] = "1m",
     master: MasterOption = None,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
@@ -272,6 +294,7 @@ def sync(
         **({"collection": collection} if collection else {}),
         **({"connection": source} if source else {"path": str(data_from(data, config))}),
     }
+    from mirror.spark.lake import Costs
     from mirror.spark.places import folder_at
     from mirror.spark.sync import How, check_source, checkpoint_for
     from mirror.spark.sync import sync as run
@@ -281,6 +304,7 @@ def sync(
         trigger_s=trigger_s,
         available_now=available_now,
         keep_hours=keep_hours,
+        costs=Costs(rewrite_rate_from(rewrite_rate), keep_documents_hours),
     )
     checkpoint_for(folder_at(to), how)
     check_source(wanted, options.settings_from({"source": source}, config=config).settings)

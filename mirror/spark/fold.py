@@ -69,8 +69,13 @@ def fold(events: pa.Table) -> tuple[pa.Table, Voids]:
     return taken.append_column("live", live).cast(FOLDED), voids
 
 
+def fold_batches(tables: Iterable[pa.Table]) -> tuple[pa.Table, Voids]:
+    """Fold files of several batches, which come in their order, as if they were one batch."""
+    return fold(pa.concat_tables(tables))
+
+
 def fold_files(tables: Iterable[pa.Table]) -> Iterator[tuple[pa.Table, Voids]]:
-    """Fold files that share no vbucket, one after another."""
+    """Fold files of one batch, which share no vbucket, one after another."""
     seen: set[int] = set()
     for table in tables:
         vbids = set(pc.unique(table.column("vbid")).to_pylist())

@@ -10,15 +10,20 @@ where events come from, nor Spark. Delta has no transaction over two tables, so 
 2. `documents` is a function of `changes`: the fold of its batches in their order. A batch is folded from the committed
    files, not from a second reading of the source, which may have forgotten superseded versions or have rolled back
    meanwhile; its merge is one commit with the same kind of mark.
-3. A batch is begun only when the one before is in both tables. So after a crash the marks say one of three things:
-   neither has the batch (do both), `changes` has it (fold its files), both have it (nothing to do). `documents` is
-   never ahead, and at most one batch behind. (A batch that changes no document leaves no mark in `documents`; folding
-   it again changes nothing again.)
+3. A batch is begun only when the one before is in `changes`. So after a crash the marks say one of two things:
+   `changes` lacks the batch (write it), or has it (do not). `documents` is never ahead, and may be some batches
+   behind: their files keep their names until they are folded, all in one commit, in their order. (A batch that changes
+   no document leaves no mark in `documents`; folding it again, also with those after it, changes nothing again.)
 4. The second guard: a merge changes a row only by an event that stands later in (at_branch, at_seqno), which rises for
    each key also across rollbacks, where seqno falls. So even a batch that was folded twice would change nothing.
    Where a whole vbucket is void (a resync) this does not apply: positions may begin anew there.
 5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint, or one
    that was set back so that a number means other offsets, would skip or repeat events: it is refused.
+
+What `documents` costs: a merge rewrites every file in which it changes a row, and changes that are spread over all keys
+meet all files, so each merge writes the table once more. delta-rs writes no deletion vectors, which would avoid that.
+So the bound is on how often: merging writes `rewrite_rate` bytes a second on average (`Costs`), whatever the size of
+the table and of the batches; and what was rewritten is kept for `keep_documents_hours` alone.
 
 Invariants: rows of `documents` are live documents alone; both tables are readable by anyone at any moment, at the end
 of some batch.
@@ -28,21 +33,23 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from deltalake import DeltaTable, Schema, Transaction
+from deltalake import ColumnProperties, DeltaTable, Schema, Transaction, WriterProperties
 from deltalake.exceptions import DeltaError
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.columns import CHANGES
 from mirror.spark.delta import commit_parts, conflict_or, lock, only_next, open_table
-from mirror.spark.fold import FOLDED, RESYNC, STATE, Voids, fold_files
+from mirror.spark.fold import FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
 from mirror.spark.offsets import check_selection
-from mirror.spark.parts import Part, run_name
+from mirror.spark.parts import ROW_GROUP_ROWS, Part, run_name
 from mirror.spark.places import Folder, LocalFolder, plain
 
 CHANGES_FOLDER, DOCUMENTS_FOLDER = "changes", "documents"
@@ -53,11 +60,37 @@ OFFSETS_MARK = "dcp-mirror/offsets"
 
 CONFIGURATION = {"delta.logRetentionDuration": "interval 7 days", "delta.checkpointInterval": "50"}
 """A commit for each batch: the log is summed up often, and its old entries go after a week."""
+STATISTICS = {
+    CHANGES_FOLDER: "key,kind,collection,vbid,seqno,at_branch,at_seqno",
+    DOCUMENTS_FOLDER: "key,collection,vbid,seqno,at_branch,at_seqno",
+}
+"""Columns by which readers skip files; values would only make the log large."""
 
 _NAME = re.compile(r"part-[0-9a-f]{16}-b(\d+)-[0-9a-f]{32}\.parquet")
 """Of files that were written with `Lake.prefix`."""
 
 LATER = "(s.at_branch > t.at_branch OR (s.at_branch = t.at_branch AND s.at_seqno > t.at_seqno))"
+
+
+WRITER = WriterProperties(
+    compression="ZSTD",
+    max_row_group_size=ROW_GROUP_ROWS,
+    column_properties={"value": ColumnProperties(statistics_enabled="NONE")},
+)
+WAITING_BYTES_MAX = 64 * 1024 * 1024
+"""Of compressed events: they are folded in memory, together."""
+VACUUM_INTERVAL_S = 900.0
+"""So long are two clean-ups of `documents` apart."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What keeping `documents` may cost."""
+
+    rewrite_rate: int = 1 << 20
+    """Bytes a second that merging may write on average; 0: merge each batch, whatever it costs."""
+    keep_documents_hours: int = 1
+    """How long files of older versions of `documents` stay: so long may a reader of one version take."""
 
 
 class Batch(NamedTuple):
@@ -102,7 +135,14 @@ def fingerprint(text: str) -> int:
 class Lake:
     """The two tables in one folder. Use it as a context manager: it holds the folder's lock."""
 
-    def __init__(self, folder: Folder, checkpoint: str | None, selection: str = "") -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        checkpoint: str | None,
+        selection: str = "",
+        costs: Costs | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Make the tables where they are missing. `checkpoint` is the name of the one that the stream will run from;
         None: it is about to be made. `selection` is what the stream reads of its source. Raises ConfigError when the
         tables come from another checkpoint or have another selection: it is their description from the beginning.
@@ -111,8 +151,13 @@ class Lake:
         self.changes_folder = folder.child(CHANGES_FOLDER)
         self.documents_folder = folder.child(DOCUMENTS_FOLDER)
         self._lock = lock(folder)
+        self._costs = costs or Costs()
+        self._clock = clock
         self._folded: int | None = None
         """The newest batch that this object has brought into `documents`."""
+        self._due_s = self._vacuumed_s = clock()
+        self._waiting_bytes = 0
+        """Of files in `changes` that are not folded yet."""
         try:
             self.changes = self._open_or_make(self.changes_folder, CHANGES, selection)
             self.documents = self._open_or_make(self.documents_folder, STATE, selection)
@@ -142,7 +187,8 @@ class Lake:
                     folder.url,
                     Schema.from_arrow(schema),
                     description=selection or None,
-                    configuration=CONFIGURATION,
+                    configuration=CONFIGURATION
+                    | {"delta.dataSkippingStatsColumns": STATISTICS[folder.url.rpartition("/")[2]]},
                 )
             except (DeltaError, OSError) as error:
                 raise conflict_or(folder, None, error) from error
@@ -196,26 +242,65 @@ class Lake:
         metadata = {"batch": str(batch.number)}
         commit_parts(self.changes_folder, self.changes, held, CHANGES, marks=batch.marks(), metadata=metadata)
         self.changes.update_incremental()
+        self._waiting_bytes += sum(part.size for part in held)
         return sum(part.rows for part in held)
 
     def update_documents(self, batch: Batch) -> Applied:
-        """Fold a batch that `changes` has into `documents`, once. Raises CommitConflict."""
-        self.documents.update_incremental()
-        if self.documents.transaction_version(BATCH_MARK) == batch.number:
-            self._folded = batch.number
+        """Fold a batch that `changes` has into `documents`, once, and with it those before it that were put off.
+
+        Raises CommitConflict.
+        """
+        return self._fold(batch.number, batch.marks())
+
+    def due(self) -> bool:
+        """True when the last merge is long enough ago for what it wrote, or more is waiting than memory should hold."""
+        return self._clock() >= self._due_s or self._waiting_bytes > WAITING_BYTES_MAX
+
+    def catch_up(self) -> Applied:
+        """Fold what was put off, if anything; its events were counted when they were added. Raises CommitConflict."""
+        done = self.done_batch
+        if done is None or done == self._folded:
             return Applied(0, 0, 0, 0)
-        with self._opened(self._files_of(batch.number)) as files:
-            done = self._merge(batch, files)
-            events = sum(file.metadata.num_rows for file in files)
+        marks = [(name, self.changes.transaction_version(name)) for name in (CHECKPOINT_MARK, OFFSETS_MARK)]
+        kept = [Transaction(name, version) for name, version in marks if version is not None]
+        return self._fold(done, [Transaction(BATCH_MARK, done), *kept])._replace(events=0)
+
+    def _fold(self, number: int, marks: list[Transaction]) -> Applied:
+        self.documents.update_incremental()
+        merged = self.documents.transaction_version(BATCH_MARK)
+        if merged == number:
+            self._folded = number
+            return Applied(0, 0, 0, 0)
+        names = self._files_of(-1 if merged is None else merged, number)
+        if not names:  # batches that changed no document, and were put together with others since
+            self._folded = number
+            return Applied(0, 0, 0, 0)
+        with self._opened(names) as files:
+            one_batch = len({batch_of(name) for name in names}) == 1
+            done = self._merge(number, marks, files, one_batch=one_batch)
+            new = (file for file, name in zip(files, names, strict=True) if batch_of(name) == number)
+            events = sum(file.metadata.num_rows for file in new)
         changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
         # A merge that changes nothing makes no version, and no mark: doing it again would change nothing either.
-        assert not any(changed) or self.documents.transaction_version(BATCH_MARK) == batch.number
-        self._folded = batch.number
+        assert not any(changed) or self.documents.transaction_version(BATCH_MARK) == number
+        self._folded, self._waiting_bytes = number, 0
+        self._put_off(any(changed[1:]))
         return Applied(events, *changed)
 
-    def _merge(self, batch: Batch, files: list[pq.ParquetFile]) -> dict[str, Any]:
+    def _put_off(self, rewritten: bool) -> None:
+        """Decide when the next merge is due. One that only inserts adds files and rewrites none."""
+        if rewritten and self._costs.rewrite_rate:
+            self._due_s = self._clock() + self.documents_bytes() / self._costs.rewrite_rate
+
+    def documents_bytes(self) -> int:
+        """The size of `documents` as it is now."""
+        return sum(pa.table(self.documents.get_add_actions()).column("size_bytes").to_pylist())
+
+    def _merge(
+        self, number: int, marks: list[Transaction], files: list[pq.ParquetFile], *, one_batch: bool
+    ) -> dict[str, Any]:
         voids = self._voids_of(files)
-        source = pa.RecordBatchReader.from_batches(FOLDED, self._folds_of(files))
+        source = pa.RecordBatchReader.from_batches(FOLDED, self._folds_of(files, one_batch))
         columns = {name: f"s.{name}" for name in STATE.names}
         merge = (
             self.documents.merge(
@@ -224,7 +309,8 @@ class Lake:
                 source_alias="s",
                 target_alias="t",
                 streamed_exec=True,
-                commit_properties=only_next(batch.marks(), {"batch": str(batch.number)}),
+                writer_properties=WRITER,
+                commit_properties=only_next(marks, {"batch": str(number)}),
             )
             .when_matched_update(columns, f"s.live AND {later(voids)}")
             .when_matched_delete(f"NOT s.live AND {later(voids)}")
@@ -237,9 +323,12 @@ class Lake:
         except (DeltaError, OSError) as error:
             raise conflict_or(self.documents_folder, self.documents, error) from error
 
-    def _files_of(self, batch_number: int) -> list[str]:
-        """The files of a batch in `changes`; they keep their names until the batch is in both tables."""
-        return sorted(name for name in self._files() if batch_of(name) == batch_number)
+    def _files_of(self, above: int, to: int) -> list[str]:
+        """The files in `changes` of the batches above one and up to another, in the batches' order; they keep their
+        names until the batch is in both tables.
+        """
+        found = ((batch_of(name), name) for name in self._files())
+        return [name for number, name in sorted((n, name) for n, name in found if n is not None and above < n <= to)]
 
     @contextmanager
     def _opened(self, names: Iterable[str]) -> Iterator[list[pq.ParquetFile]]:
@@ -282,16 +371,32 @@ class Lake:
         """
         assert self.done_batch == self._folded, "not within a batch"
         try:
-            self.changes.optimize.compact()
-            for table in (self.changes, self.documents):
-                table.update_incremental()
-                table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
+            self.changes.optimize.compact(writer_properties=WRITER)
+            self.documents.optimize.compact(writer_properties=WRITER)
+            self._vacuum(self.changes, keep_hours)
+            self._vacuum(self.documents, min(keep_hours, self._costs.keep_documents_hours))
         except (DeltaError, OSError) as error:
             raise MirrorError(f"{self.folder}: could not be tidied: {plain(error)}") from error
 
-    def _folds_of(self, files: Iterable[pq.ParquetFile]) -> Iterator[pa.RecordBatch]:
+    def tidy_documents(self) -> None:
+        """Remove files of older versions of `documents` that are old enough, now and then."""
+        if self._clock() < self._vacuumed_s + VACUUM_INTERVAL_S:
+            return
+        self._vacuumed_s = self._clock()
+        try:
+            self._vacuum(self.documents, self._costs.keep_documents_hours)
+        except (DeltaError, OSError) as error:
+            raise MirrorError(f"{self.documents_folder}: could not be tidied: {plain(error)}") from error
+
+    @staticmethod
+    def _vacuum(table: DeltaTable, keep_hours: int) -> None:
+        table.update_incremental()
+        table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
+
+    def _folds_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
         with self._readable():
-            for table, _ in fold_files(file.read() for file in files):
+            tables = (file.read() for file in files)
+            for table, _ in fold_files(tables) if one_batch else [fold_batches(tables)]:
                 yield from table.to_batches(max_chunksize=8192)
 
     @staticmethod

@@ -158,7 +158,8 @@ def _time(text: str) -> int:
         raise ValueError("expected a time such as 2026-01-31T12:00:00+01:00") from None
 
 
-def _bytes(text: str) -> int:
+def byte_count(text: str) -> int:
+    """`64m` as bytes. Raises ValueError."""
     unit = UNITS.get(text[-1:].lower(), 1)
     return _count(text if unit == 1 else text[:-1]) * unit
 
@@ -196,7 +197,7 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "mode": ("permissive", _one_of(failfast=False, permissive=True)),
     "pushdown": ("pushdown", _one_of(true=True, false=False)),
     "maxRowsPerBatch": ("max_rows", _count),
-    "maxBytesPerBatch": ("max_bytes", _bytes),
+    "maxBytesPerBatch": ("max_bytes", byte_count),
     "startingFrom": ("latest", _one_of(earliest=False, latest=True)),
     "onLostHistory": ("resync", _one_of(fail=False, resync=True)),
     "leaseSeconds": ("lease_seconds", lambda text: float(_count(text))),

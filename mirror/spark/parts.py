@@ -27,6 +27,9 @@ ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 64 * 1024 * 1024
 """A row group is written once it has so many rows or bytes: large enough to be read fast, small enough to be held."""
 
+TEXT_BOUND_MAX = 256
+"""Characters. Bounds are in the table's log, for each file."""
+
 PART_BYTES_MAX = 512 * 1024 * 1024
 """A part that has grown so large is finished, and the next one begun."""
 
@@ -171,22 +174,24 @@ def _text_of(key: bytes) -> str:
 
 
 def statistics_of(metadata: pq.FileMetaData) -> str:
-    """What Delta readers skip files by: rows, and the bounds and nulls of top-level integer columns."""
-    least: dict[str, int] = {}
-    most: dict[str, int] = {}
-    nulls: dict[str, int] = {}
-    known: Mapping[str, dict[str, int]] = {"minValues": least, "maxValues": most, "nullCount": nulls}
+    """What Delta readers skip files by: rows, and the bounds and nulls of top-level columns of integers and text."""
+    least: dict[str, Any] = {}
+    most: dict[str, Any] = {}
+    nulls: dict[str, Any] = {}
+    known: Mapping[str, dict[str, Any]] = {"minValues": least, "maxValues": most, "nullCount": nulls}
     for column in range(metadata.num_columns):
         described = metadata.schema.column(column)
         name = described.path
-        plain = described.logical_type.type in ("NONE", "INT")  # a date or time would need another notation
-        if described.physical_type not in ("INT32", "INT64") or "." in name or not plain:
-            continue
+        integer = described.physical_type in ("INT32", "INT64") and described.logical_type.type in ("NONE", "INT")
+        if "." in name or not (integer or described.logical_type.type == "STRING"):
+            continue  # a date or time would need another notation
         for group in range(metadata.num_row_groups):
             found = metadata.row_group(group).column(column).statistics
             if found is None or not found.has_null_count:
                 break
             nulls[name] = nulls.get(name, 0) + found.null_count
+            if found.has_min_max and not integer and max(len(found.min), len(found.max)) > TEXT_BOUND_MAX:
+                break
             if found.has_min_max:
                 least[name] = min(least.get(name, found.min), found.min)
                 most[name] = max(most.get(name, found.max), found.max)

@@ -16,7 +16,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.feed import connection_string
 from mirror.feed.bootstrap import Access, discover
 from mirror.spark.delta import FolderLock
-from mirror.spark.lake import Applied, Batch, Lake
+from mirror.spark.lake import Applied, Batch, Costs, Lake
 from mirror.spark.local import chosen_vbids
 from mirror.spark.options import parse
 from mirror.spark.places import Folder, LocalFolder, folder_at
@@ -52,6 +52,7 @@ class How:
     trigger_s: float = 10.0
     available_now: bool = False
     keep_hours: int = KEEP_HOURS
+    costs: Costs = field(default_factory=Costs)
     tidy_batches: int = TIDY_BATCHES
 
 
@@ -123,11 +124,14 @@ class Sink:
         self._how = how
         self._on_batch = on_batch
         self.failed: Exception | None = None
+        self._busy = threading.Lock()
+        self._number = -1
 
     def __call__(self, frame: Any, number: int) -> None:
         """Apply a batch. What goes wrong is kept: Spark would only pass on its text."""
         try:
-            self._apply(frame, number)
+            with self._busy:
+                self._apply(frame, number)
         except Exception as error:
             self.failed = error
             raise
@@ -136,15 +140,36 @@ class Sink:
         name = checkpoint_name(self._checkpoint)
         assert name is not None, "Spark makes it before the first batch"
         batch = Batch(number, name, offsets_of(self._checkpoint, number))
+        self._number = number
+        events = 0
         if not self._lake.has_changes(batch):
             parts = write_parts(frame, self._lake.changes_folder, self._lake.prefix(number))
             if not parts:
                 self._on_batch(number, Applied(0, 0, 0, 0))
                 return
-            self._lake.add_changes(batch, parts)
+            events = self._lake.add_changes(batch, parts)
+        tidy = bool(self._how.tidy_batches) and number % self._how.tidy_batches == self._how.tidy_batches - 1
+        if not tidy and not self._lake.due():
+            self._on_batch(number, Applied(events, 0, 0, 0))
+            return
         self._on_batch(number, self._lake.update_documents(batch))
-        if self._how.tidy_batches and number % self._how.tidy_batches == self._how.tidy_batches - 1:
+        if tidy:
             self._lake.tidy(self._how.keep_hours)
+        else:
+            self._lake.tidy_documents()
+
+    def catch_up(self, *, due_only: bool) -> None:
+        """Bring into `documents` what was put off, unless a batch is under way. Raises what stands in the way."""
+        if not self._busy.acquire(blocking=not due_only):
+            return
+        try:
+            if not due_only or self._lake.due():
+                done = self._lake.catch_up()
+                if any(done):
+                    self._on_batch(self._number, done)
+                    self._lake.tidy_documents()
+        finally:
+            self._busy.release()
 
 
 def sync(
@@ -167,7 +192,7 @@ def sync(
     total = [0, 0, 0, 0, 0]
     with (
         FolderLock(checkpoint) if not isinstance(folder, LocalFolder) else nullcontext(),
-        Lake(folder, checkpoint_name(checkpoint), parse({**source, "table": "changes"}).selection) as lake,
+        Lake(folder, checkpoint_name(checkpoint), parse({**source, "table": "changes"}).selection, how.costs) as lake,
         _listening(spark, on_figures) as listener,
     ):
         if lake.done_batch is None and any((checkpoint / "commits").glob("[0-9]*")):
@@ -177,8 +202,11 @@ def sync(
             )
         lake.remove_unfinished()
 
+        seen: set[int] = set()
+
         def on_batch(number: int, applied: Applied) -> None:
-            total[0] += 1
+            seen.add(number)
+            total[0] = len(seen)
             for each, value in enumerate(applied, 1):
                 total[each] += value
             if listener is not None:
@@ -186,6 +214,7 @@ def sync(
 
         sink = Sink(lake, checkpoint, how, on_batch)
         try:
+            sink.catch_up(due_only=False)
             stream = spark.readStream.format("mirror").options(**source, table="changes").load()
             writer = stream.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint))
             writer = writer.queryName("sync")
@@ -194,6 +223,9 @@ def sync(
             while not query.awaitTermination(POLL_S):
                 if stop is not None and stop.is_set():
                     query.stop()
+                else:
+                    sink.catch_up(due_only=True)
+            sink.catch_up(due_only=False)
         except Exception as error:
             raise _cause(sink, error) from error
     return Synced(*total)

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mirror.errors import ConfigError, MirrorError
+from mirror.spark import lake as lakes
 from mirror.spark.columns import CHANGES
 from mirror.spark.delta import CommitConflict
-from mirror.spark.lake import Applied, Batch, Lake, batch_of
+from mirror.spark.lake import Applied, Batch, Costs, Lake, batch_of
 from mirror.spark.parts import PartWriter
 from mirror.spark.places import folder_at
 from tests.spark.events import Event, History, Name, event, table_of
@@ -36,7 +37,9 @@ def write_files(lake: Lake, batch: Batch, files: list[list[Event]]) -> list[Any]
     return written
 
 
-def apply(lake: Lake, batch: Batch, files: list[list[Event]], crash_at: str = "") -> Applied | None:
+def apply(
+    lake: Lake, batch: Batch, files: list[list[Event]], crash_at: str = "", *, put_off: bool = False
+) -> Applied | None:
     """What the stream does with a batch, broken off where a test wants it."""
     if not lake.has_changes(batch):
         written = write_files(lake, batch, files)
@@ -45,6 +48,8 @@ def apply(lake: Lake, batch: Batch, files: list[list[Event]], crash_at: str = ""
         lake.add_changes(batch, written)
     if crash_at == "between":
         raise Crash
+    if put_off:
+        return None
     done = lake.update_documents(batch)
     if crash_at == "after":
         raise Crash
@@ -122,10 +127,14 @@ def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_s
                 lake.close()
                 lake = Lake(folder_at(folder), "the checkpoint" if lake.done_batch is not None else None)
                 lake.remove_unfinished()
-        apply(lake, batch(number), files)
-        if chance.random() < 0.3:
+        put_off = chance.random() < 0.4
+        apply(lake, batch(number), files, put_off=put_off)
+        if not put_off and chance.random() < 0.3:
             lake.tidy(0)
         assert told(lake) == identities([e for each, h in enumerate(histories) for e in h.log[: sent[each]]])
+    lake.catch_up()
+    assert current(lake) == expected(histories)
+    lake.catch_up()
     assert current(lake) == expected(histories)
     lake.close()
 
@@ -152,7 +161,9 @@ def test_a_merge_that_was_overtaken_changes_nothing(tmp_path: Path, monkeypatch:
     zombie.add_changes(batch(0), write_files(zombie, batch(0), events))
     zombie.close()
     with Lake(folder_at(tmp_path), "the checkpoint") as lake:
-        monkeypatch.setattr(zombie, "_files_of", lambda _: lake.update_documents(batch(0)) and lake._files_of(0))
+        monkeypatch.setattr(
+            zombie, "_files_of", lambda *which: lake.update_documents(batch(0)) and lake._files_of(*which)
+        )
         with pytest.raises(CommitConflict):
             zombie.update_documents(batch(0))
         assert current(lake) == {("_default._default", "a"): (1, b"1")}
@@ -185,6 +196,68 @@ def test_a_batch_that_changes_no_document_is_no_obstacle(tmp_path: Path) -> None
         apply(lake, batch(2), [[event("mutation", "a", (1, 4), value=b"4")]])
         assert current(lake) == {("_default._default", "a"): (4, b"4")}
         assert sum(told(lake).values()) == 4
+
+
+def written(lake: Lake) -> int:
+    """Bytes that `documents` has ever written, its present version among them; nothing is removed here."""
+    return sum(path.stat().st_size for path in Path(lake.documents_folder.url).glob("*.parquet"))
+
+
+def orders_of(numbers: range, seqno: int) -> list[Event]:
+    chance = random.Random(seqno)
+    keys = (f"order::{number:06d}" for number in numbers)
+    return [event("mutation", key, (1, seqno + at), value=chance.randbytes(64)) for at, key in enumerate(keys)]
+
+
+def test_small_batches_rewrite_documents_at_the_rate_that_is_set_and_not_once_each(tmp_path: Path) -> None:
+    """200,000 documents and 30 small batches took 19 MB to 566 MB."""
+    now_s = [0.0]
+    size = 0
+    for name, rate in (("always", 0), ("bounded", 100_000)):
+        lake = Lake(folder_at(tmp_path / name), None, costs=Costs(rewrite_rate=rate), clock=lambda: now_s[0])
+        with lake:
+            apply(lake, batch(0), [orders_of(range(20_000), 1)])
+            size = lake.documents_bytes()
+            assert lake.due(), "a merge that only inserts rewrites nothing"
+            for number in range(1, 31):
+                now_s[0] += 10
+                events = orders_of(range(number, 20_000, 1_000), number * 100_000)
+                apply(lake, batch(number), [events], put_off=not lake.due())
+            lake.catch_up()
+            assert lake.documents.count() == 20_000
+            rewritten = written(lake) - size
+            if rate:
+                assert rewritten <= 300 * rate + 2 * size
+                assert rewritten < 30 * size / 1.5
+            else:
+                assert rewritten > 29 * size
+            newest = lake.documents.to_pyarrow_table(columns=["key", "seqno"]).to_pylist()
+            assert max(row["seqno"] for row in newest) == 3_000_019
+
+
+def test_what_was_put_off_is_merged_before_it_is_too_much_for_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lakes, "WAITING_BYTES_MAX", 10_000)
+    with Lake(folder_at(tmp_path), None, costs=Costs(rewrite_rate=1), clock=lambda: 0.0) as lake:
+        apply(lake, batch(0), [orders_of(range(100), 1)])
+        apply(lake, batch(1), [orders_of(range(100), 1_000)])
+        assert not lake.due()
+        apply(lake, batch(2), [orders_of(range(100), 2_000)], put_off=True)
+        assert lake.due()
+
+
+def test_old_versions_of_documents_are_removed_by_a_rule_of_their_own(tmp_path: Path) -> None:
+    now_s = 0.0
+    with Lake(folder_at(tmp_path), None, costs=Costs(0, keep_documents_hours=0), clock=lambda: now_s) as lake:
+        for number in range(4):
+            apply(lake, batch(number), [orders_of(range(100), 1 + number * 1_000)])
+            lake.tidy_documents()
+        assert written(lake) > 2 * lake.documents_bytes()
+        now_s = lakes.VACUUM_INTERVAL_S
+        lake.tidy_documents()
+        assert written(lake) == lake.documents_bytes()
+        assert sum(told(lake).values()) == 400
 
 
 def test_files_of_a_batch_that_was_not_committed_are_removed_and_no_others(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def test_what_was_written_is_in_the_part_that_is_told_of(tmp_path: Path) -> None
     assert run_of(part.name) == run
     assert json.loads(part.stats) == {
         "numRecords": 15,
-        "minValues": {"seqno": 0},
-        "maxValues": {"seqno": 14},
-        "nullCount": {"seqno": 0},
+        "minValues": {"key": "k0", "seqno": 0},
+        "maxValues": {"key": "k9", "seqno": 14},
+        "nullCount": {"key": 0, "seqno": 0},
     }
 
 

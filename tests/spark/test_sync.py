@@ -15,7 +15,7 @@ from mirror.config import load
 from mirror.errors import ConfigError, ConnectFailed, MirrorError
 from mirror.spark import sync as syncs
 from mirror.spark.columns import CHANGES
-from mirror.spark.lake import Applied, Lake
+from mirror.spark.lake import Applied, Costs, Lake
 from mirror.spark.parts import PartWriter
 from mirror.spark.places import Folder, folder_at
 from mirror.spark.sync import How, Sink, check_source, checkpoint_name, sync
@@ -80,6 +80,28 @@ def test_the_same_number_with_other_offsets_is_refused(tmp_path: Path, executors
         with pytest.raises(ConfigError, match="set back"):
             sink([event("mutation", "a", (1, 1))], 0)
         assert isinstance(sink.failed, ConfigError)
+
+
+def test_a_batch_that_was_put_off_is_merged_when_it_is_due_or_the_stream_ends(
+    tmp_path: Path, executors: list[str]
+) -> None:
+    place = checkpoint(tmp_path / "_checkpoint", **{f"b{number}": str(number) for number in range(4)})
+    now_s = 0.0
+    done: list[tuple[int, Applied]] = []
+    with Lake(folder_at(tmp_path), "an-id", costs=Costs(rewrite_rate=1), clock=lambda: now_s) as lake:
+        sink = Sink(lake, place, How(), lambda *each: done.append(each))
+        for number in range(3):
+            sink([event("mutation", "a", (1, number + 1), value=b"")], number)
+        sink.catch_up(due_only=True)
+        assert done == [(0, Applied(1, 1, 0, 0)), (1, Applied(1, 0, 1, 0)), (2, Applied(1, 0, 0, 0))]
+        now_s = 1e9
+        sink.catch_up(due_only=True)
+        assert done[3:] == [(2, Applied(0, 0, 1, 0))]
+        now_s = 1e9 + 1
+        sink([event("mutation", "a", (1, 4), value=b"")], 3)
+        sink.catch_up(due_only=False)
+        sink.catch_up(due_only=False)
+        assert done[4:] == [(3, Applied(1, 0, 0, 0)), (3, Applied(0, 0, 1, 0))]
 
 
 def test_tables_are_tidied_between_batches(tmp_path: Path, executors: list[str]) -> None:
