@@ -33,7 +33,6 @@ from mirror.errors import (
     TlsFailed,
 )
 from mirror.feed.connection_string import Address, ConnectionString
-from mirror.feed.sasl import SaslError, ScramClient, choose_mechanism, plain_encode
 from mirror.feed.srv import first_addresses
 from mirror.feed.tls import Tls, hung_up, only_tls, speaks_tls
 from mirror.feed.transport import Link, Opaques, Tap, open_link
@@ -44,6 +43,7 @@ from mirror.wire.codec_kv import get_cluster_config
 from mirror.wire.constants import Feature, Opcode, Status, VbucketState, status_name
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
+from mirror.wire.sasl import SaslError, ScramClient, choose_mechanism, plain_encode
 
 FEATURES = (
     Feature.XATTR,

@@ -23,8 +23,9 @@ from mirror.sandbox.node import SandboxNode
 from mirror.sandbox.profile import DEFAULT_PROFILE, profile_named
 from mirror.sandbox.stream import LIVE_SNAPSHOT_ITEMS
 from mirror.sandbox.tls import NodeTls
-from mirror.sandbox.users import ALL_PRIVILEGES, User
+from mirror.sandbox.users import User
 from mirror.sandbox.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
+from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire.constants import VbucketState
 
 EXPIRY_PAGER_SECONDS = 60.0

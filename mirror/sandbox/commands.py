@@ -49,8 +49,8 @@ from mirror.sandbox.bucket import DEFAULT_COLLECTION
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.faults import Faults
 from mirror.sandbox.item import Item
-from mirror.sandbox.users import ALL_PRIVILEGES
 from mirror.sandbox.workload import Workload
+from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Status, StreamEndReason
 

@@ -1,59 +1,34 @@
-"""Answers to requests for documents: get and its variants, store, delete, touch, lock, count, metadata.
+"""Answers to requests that change documents: store, delete, touch, lock, count.
 
-Knows the extras of these requests and answers (kv_engine docs/BinaryProtocol.md, recording sdk_72_conn2); must
-never know sockets or how documents are kept. Invariants: a vbucket that is not active here is refused with the map; a
-change is answered with its mutation token where that was negotiated; a value leaves with no datatype bit that the
-client did not ask for; quiet forms answer failures only (getters: hits only).
+Reads are `mirror.server.document_requests`'s. As kv_engine answers (docs/BinaryProtocol.md; the recording
+sdk_72_conn2): a vbucket that is not active here is refused with the map; a change is answered with its mutation token
+where that was negotiated; quiet forms answer failures only (getters: hits only).
 """
 
 from __future__ import annotations
 
-import struct
-
 from mirror.document import values
 from mirror.sandbox.documents import DocumentError, Mode
 from mirror.sandbox.item import Item
-from mirror.sandbox.session import Handler, Operation, Reply, Session
-from mirror.sandbox.users import META_READ, READ, WRITE
+from mirror.sandbox.session import FoundItem, SandboxHandler, SandboxSession
 from mirror.sandbox.vbucket import Vbucket
+from mirror.server.document_requests import got, quiet_miss, wire_key
+from mirror.server.privileges import READ, WRITE
+from mirror.server.session import Later, Operation, Reply
 from mirror.wire import codec_kv
-from mirror.wire.constants import Datatype, Feature, FrameInfoId, Opcode, Status, VbucketState
+from mirror.wire.constants import Datatype, Feature, FrameInfoId, Opcode, Status
 from mirror.wire.frame import Frame, frame_infos
 
 VALUE_BYTES_MAX = 20 * 1024 * 1024
-KEY_BYTES_MAX = 250
 NO_CREATE_EXPIRY = 0xFFFF_FFFF
 COUNTER_MAX = 2**64
 
-_U32 = struct.Struct(">I")
 
-
-def active_vbucket(session: Session, frame: Frame) -> Vbucket:
-    """The vbucket of a request, if it is active on this node."""
-    bucket = session.bucket
-    if bucket.state_on(frame.vbucket, session.port.node_number) != VbucketState.ACTIVE:
-        raise DocumentError(Status.NOT_MY_VBUCKET)
-    return bucket.vbuckets[frame.vbucket]
-
-
-def wire_key(session: Session, frame: Frame) -> bytes:
-    """The request's key with a collection id, which clients without collections leave out."""
-    if not frame.key:
-        raise DocumentError(Status.EINVAL)
-    if session.has(Feature.COLLECTIONS):
-        if len(frame.key) > KEY_BYTES_MAX + 5:
-            raise DocumentError(Status.EINVAL)
-        return frame.key
-    if len(frame.key) > KEY_BYTES_MAX:
-        raise DocumentError(Status.EINVAL)
-    return b"\0" + frame.key
-
-
-def incoming(session: Session, frame: Frame) -> tuple[bytes, int]:
+def incoming(session: SandboxSession, frame: Frame) -> tuple[bytes, int]:
     """The request's value and its true datatype: what a client says about JSON is not believed."""
     if len(frame.value) > VALUE_BYTES_MAX:
         raise DocumentError(Status.E2BIG)
-    if frame.datatype & Datatype.SNAPPY and not session.has(Feature.SNAPPY):
+    if frame.datatype & Datatype.SNAPPY and not session.snappy:
         raise DocumentError(Status.EINVAL)
     if frame.datatype & Datatype.XATTR and not session.has(Feature.XATTR):
         raise DocumentError(Status.EINVAL)
@@ -64,17 +39,7 @@ def incoming(session: Session, frame: Frame) -> tuple[bytes, int]:
     return frame.value, frame.datatype & ~values.JSON | values.datatype_of(body)
 
 
-def outgoing(session: Session, item: Item) -> tuple[bytes, int]:
-    """A document's body as this client can take it."""
-    value, datatype = values.without_xattrs(item.value, item.datatype)
-    if not session.has(Feature.SNAPPY):
-        value, datatype = values.inflate(value, datatype)
-    if not session.has(Feature.JSON):
-        datatype &= ~values.JSON
-    return value, datatype
-
-
-def changed(session: Session, vbucket: Vbucket, item: Item, value: bytes = b"") -> Reply:
+def changed(session: SandboxSession, vbucket: Vbucket, item: Item, value: bytes = b"") -> Reply:
     """The answer to a change."""
     token = b""
     if session.has(Feature.MUTATION_SEQNO):
@@ -82,7 +47,7 @@ def changed(session: Session, vbucket: Vbucket, item: Item, value: bytes = b"") 
     return Reply(cas=item.cas, extras=token, value=value)
 
 
-def frame_options(session: Session, frame: Frame) -> tuple[int, bool]:
+def frame_options(session: SandboxSession, frame: Frame) -> tuple[int, bool]:
     """Durability level, and whether the expiry is to be kept, from the framing extras."""
     level, preserve = 0, False
     for info_id, content in frame_infos(frame.framing) if frame.framing else ():
@@ -95,61 +60,41 @@ def frame_options(session: Session, frame: Frame) -> tuple[int, bool]:
     return level, preserve
 
 
-def _got(session: Session, vbucket: Vbucket, item: Item, key: bytes = b"", cas: int | None = None) -> Reply:
-    value, datatype = outgoing(session, item)
+def _got(session: SandboxSession, frame: Frame, vbucket: Vbucket, item: Item, cas: int | None = None) -> Reply:
     if cas is None:
         cas = session.bucket.documents.visible_cas(vbucket, item)
-    return Reply(extras=_U32.pack(item.flags), key=key, value=value, datatype=datatype, cas=cas)
+    return got(session, frame, FoundItem(item, cas, vbucket.vbuuid))
 
 
-def _get(session: Session, frame: Frame) -> Reply:
-    vbucket = active_vbucket(session, frame)
-    item = session.bucket.documents.get(vbucket, wire_key(session, frame))
-    with_key = frame.opcode in (Opcode.GETK, Opcode.GETKQ)
-    return _got(session, vbucket, item, frame.key if with_key else b"")
-
-
-def _get_replica(session: Session, frame: Frame) -> Reply:
-    bucket = session.bucket
-    if bucket.state_on(frame.vbucket, session.port.node_number) != VbucketState.REPLICA:
-        raise DocumentError(Status.NOT_MY_VBUCKET)
-    vbucket = bucket.vbuckets[frame.vbucket]
-    return _got(session, vbucket, bucket.documents.get(vbucket, wire_key(session, frame)))
-
-
-def _get_and_touch(session: Session, frame: Frame) -> Reply:
-    codec_kv.check_request(frame)
-    vbucket = active_vbucket(session, frame)
+def _get_and_touch(session: SandboxSession, frame: Frame) -> Reply:
+    vbucket = session.active_vbucket(frame.vbucket)
     key = wire_key(session, frame)
     item = session.bucket.documents.touch(vbucket, key, codec_kv.decode_expiry(frame.extras))
-    return _got(session, vbucket, item)
+    return _got(session, frame, vbucket, item)
 
 
-def _touch(session: Session, frame: Frame) -> Reply:
-    codec_kv.check_request(frame)
-    vbucket = active_vbucket(session, frame)
+def _touch(session: SandboxSession, frame: Frame) -> Reply:
+    vbucket = session.active_vbucket(frame.vbucket)
     key = wire_key(session, frame)
     item = session.bucket.documents.touch(vbucket, key, codec_kv.decode_expiry(frame.extras))
     return Reply(cas=item.cas)
 
 
-def _get_locked(session: Session, frame: Frame) -> Reply:
-    codec_kv.check_request(frame)
-    vbucket = active_vbucket(session, frame)
+def _get_locked(session: SandboxSession, frame: Frame) -> Reply:
+    vbucket = session.active_vbucket(frame.vbucket)
     seconds = codec_kv.decode_expiry(frame.extras) if frame.extras else 0
     item, cas = session.bucket.documents.lock(vbucket, wire_key(session, frame), seconds)
-    return _got(session, vbucket, item, cas=cas)
+    return _got(session, frame, vbucket, item, cas)
 
 
-def _unlock(session: Session, frame: Frame) -> Reply:
-    session.bucket.documents.unlock(active_vbucket(session, frame), wire_key(session, frame), frame.cas)
+def _unlock(session: SandboxSession, frame: Frame) -> Reply:
+    session.bucket.documents.unlock(session.active_vbucket(frame.vbucket), wire_key(session, frame), frame.cas)
     return Reply()
 
 
-def _store(mode: Mode) -> Handler:
-    def handle(session: Session, frame: Frame) -> Reply:
-        codec_kv.check_request(frame)
-        vbucket = active_vbucket(session, frame)
+def _store(mode: Mode) -> SandboxHandler:
+    def handle(session: SandboxSession, frame: Frame) -> Reply:
+        vbucket = session.active_vbucket(frame.vbucket)
         value, datatype = incoming(session, frame)
         level, preserve = frame_options(session, frame)
         store = codec_kv.decode_store(frame.extras)
@@ -170,16 +115,16 @@ def _store(mode: Mode) -> Handler:
     return handle
 
 
-def _delete(session: Session, frame: Frame) -> Reply:
-    vbucket = active_vbucket(session, frame)
+def _delete(session: SandboxSession, frame: Frame) -> Reply:
+    vbucket = session.active_vbucket(frame.vbucket)
     level, _ = frame_options(session, frame)
     item = session.bucket.documents.remove(vbucket, wire_key(session, frame), cas=frame.cas, durability=level)
     return changed(session, vbucket, item)
 
 
-def _extend(*, behind: bool) -> Handler:
-    def handle(session: Session, frame: Frame) -> Reply:
-        vbucket = active_vbucket(session, frame)
+def _extend(*, behind: bool) -> SandboxHandler:
+    def handle(session: SandboxSession, frame: Frame) -> Reply:
+        vbucket = session.active_vbucket(frame.vbucket)
         documents = session.bucket.documents
         key = wire_key(session, frame)
         more, _ = values.inflate(*incoming(session, frame))
@@ -207,10 +152,9 @@ def _extend(*, behind: bool) -> Handler:
     return handle
 
 
-def _count(sign: int) -> Handler:
-    def handle(session: Session, frame: Frame) -> Reply:
-        codec_kv.check_request(frame)
-        vbucket = active_vbucket(session, frame)
+def _count(sign: int) -> SandboxHandler:
+    def handle(session: SandboxSession, frame: Frame) -> Reply:
+        vbucket = session.active_vbucket(frame.vbucket)
         documents = session.bucket.documents
         key = wire_key(session, frame)
         counter = codec_kv.decode_counter(frame.extras)
@@ -245,38 +189,12 @@ def _count(sign: int) -> Handler:
     return handle
 
 
-def _get_meta(session: Session, frame: Frame) -> Reply:
-    codec_kv.check_request(frame)
-    vbucket = active_vbucket(session, frame)
-    item = session.bucket.documents.find_any(vbucket, wire_key(session, frame))
-    if item is None:
-        raise DocumentError(Status.KEY_ENOENT)
-    version = frame.extras[0] if frame.extras else 0
-    datatype = item.datatype if version == 2 else None
-    meta = codec_kv.Meta(item.deleted, item.flags, item.expiry, item.rev_seqno, datatype)
-    return Reply(extras=codec_kv.encode_meta(meta), cas=session.bucket.documents.visible_cas(vbucket, item))
+def _quiet(handle: SandboxHandler) -> SandboxHandler:
+    """The quiet form of a change: success is not answered."""
 
-
-def _quiet_hit(handle: Handler) -> Handler:
-    """Getters: misses are not answered."""
-
-    def handle_quietly(session: Session, frame: Frame) -> Reply | None:
-        try:
-            return handle(session, frame)
-        except DocumentError as error:
-            if error.status == Status.KEY_ENOENT:
-                return None
-            raise
-
-    return handle_quietly
-
-
-def _quiet(handle: Handler) -> Handler:
-    """Changes: success is not answered."""
-
-    def handle_quietly(session: Session, frame: Frame) -> Reply | None:
+    def handle_quietly(session: SandboxSession, frame: Frame) -> Reply | Later | None:
         reply = handle(session, frame)
-        return None if reply is not None and reply.status == Status.SUCCESS else reply
+        return None if isinstance(reply, Reply) and reply.status == Status.SUCCESS else reply
 
     return handle_quietly
 
@@ -285,14 +203,9 @@ _SET, _ADD, _REPLACE = _store(Mode.SET), _store(Mode.ADD), _store(Mode.REPLACE)
 _APPEND, _PREPEND = _extend(behind=True), _extend(behind=False)
 _INCREMENT, _DECREMENT = _count(1), _count(-1)
 
-_HANDLERS: dict[int, Handler] = {
-    Opcode.GET: _get,
-    Opcode.GETQ: _quiet_hit(_get),
-    Opcode.GETK: _get,
-    Opcode.GETKQ: _quiet_hit(_get),
-    Opcode.GET_REPLICA: _get_replica,
+_HANDLERS: dict[int, SandboxHandler] = {
     Opcode.GAT: _get_and_touch,
-    Opcode.GATQ: _quiet_hit(_get_and_touch),
+    Opcode.GATQ: quiet_miss(_get_and_touch),
     Opcode.TOUCH: _touch,
     Opcode.GET_LOCKED: _get_locked,
     Opcode.UNLOCK_KEY: _unlock,
@@ -312,16 +225,11 @@ _HANDLERS: dict[int, Handler] = {
     Opcode.INCREMENTQ: _quiet(_INCREMENT),
     Opcode.DECREMENT: _DECREMENT,
     Opcode.DECREMENTQ: _quiet(_DECREMENT),
-    Opcode.GET_META: _get_meta,
-    Opcode.GETQ_META: _quiet_hit(_get_meta),
 }
 
-_READS = frozenset(
-    (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_REPLICA, Opcode.GET_LOCKED, Opcode.UNLOCK_KEY)
-)
-_METAS = frozenset((Opcode.GET_META, Opcode.GETQ_META))
+_READS = frozenset((Opcode.GET_LOCKED, Opcode.UNLOCK_KEY))
 
-OPERATIONS: dict[int, Operation] = {
-    opcode: Operation(handler, privilege=READ if opcode in _READS else META_READ if opcode in _METAS else WRITE)
+OPERATIONS: dict[int, Operation[SandboxSession]] = {
+    int(opcode): Operation(handler, privilege=READ if opcode in _READS else WRITE)
     for opcode, handler in _HANDLERS.items()
 }

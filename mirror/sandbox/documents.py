@@ -27,6 +27,7 @@ from mirror.sandbox.item import (
 )
 from mirror.sandbox.manifest import BucketManifest, Change
 from mirror.sandbox.vbucket import Vbucket, system_key
+from mirror.server.errors import Refused
 from mirror.wire import leb128
 from mirror.wire.constants import Status, SystemEventId
 from mirror.wire.errors import RemoteProtocolError
@@ -48,13 +49,16 @@ class Mode(Enum):
     REPLACE = 3
 
 
-class DocumentError(Exception):
+class DocumentError(Refused):
     """The operation is refused with `status`."""
 
     def __init__(self, status: Status) -> None:
         """`status` is what a server answers."""
-        super().__init__(status.name)
-        self.status = status
+        super().__init__(status)
+
+    def __str__(self) -> str:
+        """The status by its name."""
+        return Status(self.status).name
 
 
 class Documents:

@@ -97,7 +97,7 @@ class Faults:
         wanted = None if vbids is None else set(vbids)
         count = 0
         for connection in self.connections(node=node):
-            producer = connection.session.producer
+            producer = connection.producer
             assert producer is not None
             for vbid in sorted({vbid for vbid, _ in producer.streams}):
                 if wanted is None or vbid in wanted:
@@ -141,7 +141,7 @@ class Faults:
 
 
 def _matches(connection: NodeConnection, name: str | None, *, dcp_only: bool) -> bool:
-    producer = connection.session.producer
+    producer = connection.producer
     if producer is None:
         return not dcp_only and name is None
     return name is None or name in producer.name

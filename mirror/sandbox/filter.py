@@ -1,6 +1,6 @@
 """Which changes of a vbucket a DCP stream shows: what a stream request asks for, judged and remembered.
 
-Knows manifests and collection ids before keys; the request's value is taken apart in `mirror.wire.stream_filter`. Must
+Knows manifests and collection ids before keys; what a request may ask for is checked in `mirror.server.filter`. Must
 never know seqnos, snapshots or connections. Invariants: a filter that was accepted changes only with the collections of
 its scope, and by those that end; a client without collections sees the default collection and no system events.
 """
@@ -10,18 +10,9 @@ from __future__ import annotations
 from mirror.sandbox.item import SYSTEM_EVENT, EventItem, Item
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.vbucket import system_id
-from mirror.wire.constants import Status, SystemEventId
-from mirror.wire.errors import RemoteProtocolError
-from mirror.wire.stream_filter import KEYS, parse_filter
-
-
-class FilterError(Exception):
-    """The value is refused with `status`."""
-
-    def __init__(self, status: Status) -> None:
-        """`status` is what a server answers."""
-        super().__init__(status.name)
-        self.status = status
+from mirror.server.filter import requested_filter
+from mirror.wire.constants import SystemEventId
+from mirror.wire.stream_filter import KEYS
 
 
 class StreamFilter:
@@ -109,31 +100,29 @@ def parse(
     known: frozenset[str] = KEYS,
     sees_system: bool = True,
 ) -> StreamFilter:
-    """The filter that a stream request asks for, or a FilterError.
+    """The filter that a stream request asks for. Raises Refused.
 
-    `known` are the keys that the server reads. Who may not see the system's collections is not told that they are left
-    out, and that they exist only as far as by the seqnos that are missing (docs/protocol.md 2.2).
+    `known` are the keys that the server reads. A client that may not see the system's collections is not informed that
+    they are left out; only gaps in the seqnos show that they exist (docs/protocol.md 2.2).
     """
-    if not has_collections:
-        if value:
-            raise FilterError(Status.EINVAL)
-        return StreamFilter(collections={0}, legacy=True)
-    try:
-        asked = parse_filter(value, has_stream_ids=has_stream_ids, known=known)
-    except RemoteProtocolError as error:
-        raise FilterError(Status(error.status)) from None
     hidden = None if sees_system else manifest
-    result = StreamFilter(
-        scope_id=asked.scope_id, stream_id=asked.stream_id, purge_seqno=asked.purge_seqno, hidden=hidden
+    found = requested_filter(
+        value,
+        has_collections=has_collections,
+        has_stream_ids=has_stream_ids,
+        scopes=manifest.scopes.keys() - (hidden.system_scopes if hidden else set()),
+        collections=manifest.collections.keys() - (hidden.system_collections if hidden else set()),
+        manifest_uid=manifest.uid,
+        known_keys=known,
     )
-    if asked.scope_id is not None:
-        if asked.scope_id not in manifest.scopes or (hidden and asked.scope_id in hidden.system_scopes):
-            raise FilterError(Status.UNKNOWN_SCOPE)
-        result.collections = {
-            entry.collection_id for entry in manifest.collections.values() if entry.scope_id == asked.scope_id
-        }
-    elif asked.collections is not None:
-        result.collections = set(asked.collections)
-        if not result.collections <= manifest.collections.keys() - (hidden.system_collections if hidden else set()):
-            raise FilterError(Status.UNKNOWN_COLLECTION)
-    return result
+    collections = None if found.collections is None else set(found.collections)
+    if found.scope_id is not None:
+        collections = {each.collection_id for each in manifest.collections.values() if each.scope_id == found.scope_id}
+    return StreamFilter(
+        collections=collections,
+        scope_id=found.scope_id,
+        legacy=not has_collections,
+        stream_id=found.stream_id,
+        purge_seqno=found.purge_seqno,
+        hidden=hidden if has_collections else None,
+    )

@@ -11,31 +11,36 @@ import asyncio
 import ssl
 from collections.abc import Callable
 
-from mirror.sandbox import dcp_requests, document_requests, session_requests, subdoc_requests
+from mirror.sandbox import document_requests, subdoc_requests
 from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.clustermap import NodeAddress
 from mirror.sandbox.dcp import DcpProducer, Sent
-from mirror.sandbox.documents import DocumentError
-from mirror.sandbox.encoder import ClientFeatures
 from mirror.sandbox.link import Link
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.profile import Profile
-from mirror.sandbox.session import Operation, Reply, Session
-from mirror.sandbox.session_requests import not_my_vbucket
+from mirror.sandbox.session import SandboxSession
 from mirror.sandbox.stream import ProducerStream, StreamTuning
 from mirror.sandbox.stream_faults import StreamFaults
-from mirror.sandbox.users import DCP_STREAM
 from mirror.sandbox.vbucket import Vbucket
-from mirror.wire import codec_kv
+from mirror.server import dcp_requests, dispatch, requests
+from mirror.server import document_requests as reads
+from mirror.server.controls import Controls
+from mirror.server.privileges import DCP_STREAM
+from mirror.server.producer import IDLE_TIMEOUT_S
+from mirror.server.session import Later, Operation
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.constants import Feature, Magic, Status, StreamEndReason, VbucketState, opcode_name
-from mirror.wire.errors import ProtocolError, RemoteProtocolError
+from mirror.wire.constants import Magic, Opcode, StreamEndReason, VbucketState
+from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 
-OPERATIONS: dict[int, Operation] = (
-    session_requests.OPERATIONS | document_requests.OPERATIONS | subdoc_requests.OPERATIONS | dcp_requests.OPERATIONS
-)
+OPERATIONS: dict[int, Operation[SandboxSession]] = {
+    **requests.OPERATIONS,
+    **reads.OPERATIONS,
+    **document_requests.OPERATIONS,
+    **subdoc_requests.OPERATIONS,
+    **dcp_requests.OPERATIONS,
+}
 
 PIECE_BYTES = 256 * 1024
 """Sent of one stream before the next one has its turn."""
@@ -43,7 +48,11 @@ PIECE_BYTES = 256 * 1024
 SMALL_PIECE_BYTES = 200
 """The same, where a fault has to strike inside of a snapshot."""
 
+DURATION_US = 0.5
+"""What a request takes, as answers with tracing say."""
+
 _REQUESTS = (Magic.REQUEST, Magic.FLEX_REQUEST)
+_QUITQ = int(Opcode.QUITQ)
 
 
 class NodeConnection(asyncio.Protocol):
@@ -52,12 +61,13 @@ class NodeConnection(asyncio.Protocol):
     def __init__(self, node: SandboxNode) -> None:
         """Not connected yet."""
         self.node = node
-        self.session = Session(self)
+        self.session = SandboxSession(self)
         self.link: Link
         self.stop_after_pieces: int | None = None
         """Fault: fall silent inside of a snapshot, once this many more pieces of snapshots were sent."""
         self._transport: asyncio.Transport
         self._buffer = FrameBuffer()
+        self._heard_s = asyncio.get_running_loop().time()
 
     # --- asyncio
 
@@ -76,20 +86,19 @@ class NodeConnection(asyncio.Protocol):
         if self.link.silent:
             return
         self._buffer.feed(data)
-        if self.session.producer is not None:
-            self.session.producer.heard()
+        self._heard_s = asyncio.get_running_loop().time()
         try:
             while (frame := self._buffer.next_frame()) is not None and not self._transport.is_closing():
                 self._dispatch(frame)
-        except RemoteProtocolError:
+        except (RemoteProtocolError, dispatch.OutOfPlace):
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         """The connection is gone."""
         self.node.connections.discard(self)
         self.link.closed()
-        if self.session.producer is not None:
-            self.session.producer.stop()
+        if self.producer is not None:
+            self.producer.stop()
 
     def pause_writing(self) -> None:
         """The socket is full."""
@@ -127,11 +136,6 @@ class NodeConnection(asyncio.Protocol):
         return self.node.bucket.profile
 
     @property
-    def keeps_history(self) -> bool:
-        """Whether the bucket's storage keeps every version."""
-        return self.node.bucket.keeps_history
-
-    @property
     def tuning(self) -> StreamTuning:
         """The server's settings."""
         return self.node.bucket.tuning
@@ -146,7 +150,19 @@ class NodeConnection(asyncio.Protocol):
         """The node's number in the cluster."""
         return self.node.number
 
-    def send(self, data: bytes) -> None:
+    @property
+    def producer(self) -> DcpProducer | None:
+        """The producer, once DCP_OPEN was accepted."""
+        producer = self.session.producer
+        assert producer is None or isinstance(producer, DcpProducer)
+        return producer
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the client last sent something."""
+        return asyncio.get_running_loop().time() - self._heard_s
+
+    def write(self, data: bytes) -> None:
         """Send bytes."""
         self.link.send(data)
 
@@ -154,23 +170,21 @@ class NodeConnection(asyncio.Protocol):
         """Return when more may be sent."""
         await self.link.writable()
 
-    def close(self) -> None:
-        """Hang up when everything was sent."""
+    def hang_up(self) -> None:
+        """Close when everything was sent."""
         self._transport.close()
 
     def open_producer(self, name: str, flags: int) -> None:
         """Become a DCP producer's connection; another one of the same name is closed."""
         for other in list(self.node.connections):
-            if other.session.producer is not None and other.session.producer.name == name:
-                other.close()
-        features = ClientFeatures(
-            collections=self.session.has(Feature.COLLECTIONS),
-            snappy=self.session.has(Feature.SNAPPY),
-            open_flags=flags,
-        )
-        producer = DcpProducer(self, name, features, self.bucket.rng, live_snapshot_items=self.node.live_snapshot_items)
+            if other.producer is not None and other.producer.name == name:
+                other.hang_up()
+        bucket = self.bucket
+        abilities = bucket.profile.abilities(keeps_history=bucket.keeps_history)
+        controls = Controls(abilities, self.session.collections, self.session.snappy, flags)
+        producer = DcpProducer(self, name, controls, bucket.rng, live_snapshot_items=self.node.live_snapshot_items)
         producer.ack_markers = self.node.ack_markers
-        producer.idle_timeout = self.node.dcp_idle_timeout
+        producer.idle_timeout_s = self.node.dcp_idle_timeout_s
         self.session.producer = producer
         producer.start()
         for rule in self.node.on_dcp_open:
@@ -212,33 +226,17 @@ class NodeConnection(asyncio.Protocol):
     def _dispatch(self, frame: Frame) -> None:
         if frame.magic not in _REQUESTS:
             if frame.magic != Magic.SERVER_RESPONSE:
-                dcp_requests.heard_answer(self.session, frame)
+                dcp_requests.take_answer(self.session, frame)
             return
-        reply = self._reply(frame)
+        if frame.opcode == _QUITQ:
+            self.hang_up()
+            return
+        reply = dispatch.answer(self.session, OPERATIONS, frame)
+        assert not isinstance(reply, Later), "a node answers at once"
         if reply is not None:
-            self.session.respond(frame, reply)
-
-    def _reply(self, frame: Frame) -> Reply | None:
-        session = self.session
-        operation = OPERATIONS.get(frame.opcode)
-        if session.user is None and not (operation and operation.before_login):
-            return Reply(Status.EACCESS)
-        if operation is None:
-            return session.refuse(Status.UNKNOWN_COMMAND)
-        if not session.bucket_selected and not operation.without_bucket:
-            return Reply(Status.NO_BUCKET)
-        if operation.privilege and not session.may(operation.privilege):
-            return session.refuse_privilege(opcode_name(frame.opcode), operation.privilege)
-        try:
-            return operation.handle(session, frame)
-        except DocumentError as error:
-            if error.status == Status.UNKNOWN_COLLECTION:
-                return session.refuse_collection()
-            if error.status == Status.NOT_MY_VBUCKET:
-                return not_my_vbucket(session)
-            return Reply(error.status)
-        except ProtocolError as error:
-            return session.refuse(error.status, error.detail)
+            self.write(self.session.encode(frame, reply, DURATION_US))
+            if reply.hang_up:
+                self.hang_up()
 
 
 class SandboxNode:
@@ -258,7 +256,7 @@ class SandboxNode:
         self.on_dcp_open: list[Callable[[NodeConnection], None]] = []
         self.live_snapshot_items = 0
         self.ack_markers = False
-        self.dcp_idle_timeout = 360.0
+        self.dcp_idle_timeout_s = IDLE_TIMEOUT_S
         self._servers: list[asyncio.Server] = []
 
     @property
@@ -299,19 +297,12 @@ class SandboxNode:
     def end_streams(self, vbid: int) -> None:
         """A vbucket's state changed: its streams on this node are over."""
         for connection in list(self.connections):
-            if connection.session.producer is not None:
-                connection.session.producer.end_streams(vbid, StreamEndReason.STATE_CHANGED)
+            if connection.producer is not None:
+                connection.producer.end_streams(vbid, StreamEndReason.STATE_CHANGED)
 
     def announce_map(self) -> None:
         """Tell the clients that asked for it of the new map, with or without its text (SDK RFC 75)."""
-        cluster_map = self.bucket.map
         for connection in self.connections:
-            session = connection.session
-            brief = session.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF)
-            if session.user is not None and (brief or session.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION)):
-                config = b"" if brief else cluster_map.to_json(self.number, with_bucket=session.bucket_selected)
-                name = self.bucket.name.encode() if session.bucket_selected else b""
-                message = codec_kv.clustermap_notification(cluster_map.epoch, cluster_map.rev, name, config)
-                connection.send(fr.encode(message))
-                if not brief:
-                    session.map_sent = cluster_map.epoch, cluster_map.rev
+            message = connection.session.map_notification()
+            if message is not None:
+                connection.write(fr.encode(message))

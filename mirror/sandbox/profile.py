@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mirror.errors import ConfigError
+from mirror.server.controls import ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION, STREAM_BUFFER_SIZE, Abilities
 from mirror.wire.constants import ControlKey, DcpOpenFlag, Feature, StreamRequestFlag
 
 Release = tuple[int, int]
@@ -48,8 +49,8 @@ CONTROLS: dict[bytes, tuple[Release, Release | None]] = {
     ControlKey.SET_NOOP_INTERVAL: (_OLDEST, None),
     ControlKey.CONNECTION_BUFFER_SIZE: (_OLDEST, None),
     ControlKey.SET_PRIORITY: (_OLDEST, None),
-    b"enable_ext_metadata": (_OLDEST, (7, 0)),
-    b"enable_value_compression": (_OLDEST, (5, 5)),
+    ENABLE_EXT_METADATA: (_OLDEST, (7, 0)),
+    ENABLE_VALUE_COMPRESSION: (_OLDEST, (5, 5)),
     ControlKey.SUPPORTS_CURSOR_DROPPING: (_OLDEST, (5, 5)),
     ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN: ((5, 5), None),
     ControlKey.SUPPORTS_HIFI_MFU: ((5, 5), None),
@@ -66,7 +67,7 @@ CONTROLS: dict[bytes, tuple[Release, Release | None]] = {
     ControlKey.CHANGE_STREAMS: ((7, 2), None),
     ControlKey.FLATBUFFERS_SYSTEM_EVENTS: ((7, 2), None),
     ControlKey.MAX_MARKER_VERSION: ((8, 0), None),
-    b"stream_buffer_size": (_OLDEST, None),
+    STREAM_BUFFER_SIZE: (_OLDEST, None),
 }
 """DCP_CONTROL: name -> since, and the release that no longer has it. What is not there is EINVAL."""
 
@@ -145,10 +146,20 @@ class Profile:
         """What it reads in a stream request's value."""
         return frozenset(self._known(STREAM_KEYS))
 
-    def has_control(self, name: bytes) -> bool:
-        """Whether it knows a DCP_CONTROL by this name."""
-        since, until = CONTROLS.get(name, (self.release, self.release))
-        return since <= self.release and (until is None or self.release < until)
+    def abilities(self, *, keeps_history: bool) -> Abilities:
+        """What it knows and can do of DCP_CONTROL; `keeps_history`: the bucket's storage keeps every version."""
+        known = (
+            name
+            for name, (since, until) in CONTROLS.items()
+            if since <= self.release and (until is None or self.release < until)
+        )
+        return Abilities(
+            frozenset(known),
+            fractional_noop_interval=self.since(7, 6),
+            sync_writes=True,
+            change_streams=keeps_history,
+            oso_with_seqno_advanced=self.since(7, 1),
+        )
 
     def has_capability(self, name: str) -> bool:
         """Whether the cluster map names this ability of the bucket."""
@@ -183,11 +194,6 @@ class Profile:
     def needs_dcp_stream(self) -> bool:
         """Whether streams need a privilege of their own (docs/protocol.md 2.2)."""
         return self.since(7, 0)
-
-    @property
-    def fractional_noops(self) -> bool:
-        """Whether the interval of noops may be a fraction of a second."""
-        return self.since(7, 6)
 
     @property
     def system_collections(self) -> bool:

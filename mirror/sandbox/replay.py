@@ -26,7 +26,6 @@ from typing import Any, Self
 
 from mirror.errors import ConfigError
 from mirror.feed.recording import Passed, Recording
-from mirror.feed.sasl import ScramServer, plain_decode
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.codec_dcp import decode, encode_all_vb_seqnos, encode_failover_log, to_frame
@@ -41,6 +40,7 @@ from mirror.wire.constants import (
 from mirror.wire.errors import ProtocolError
 from mirror.wire.flow_control import ProducerWindow, counted_size
 from mirror.wire.frame import Frame, encode, response
+from mirror.wire.sasl import ScramServer, plain_decode
 
 SEQNO_EVENTS = (
     ev.Mutation, ev.Deletion, ev.Expiration, ev.Prepare, ev.Commit, ev.Abort, ev.SystemEvent, ev.SeqnoAdvanced,

@@ -1,50 +1,34 @@
-"""What one client said about itself, and how its requests are answered: the shape shared by all operations.
+"""A client of the embedded source: which features, users, documents and histories its node answers with.
 
-Knows features, user, chosen bucket, and the parts of an answer; must never know sockets or what an operation does.
-Invariants: an answer goes out in the framing that was negotiated (recordings sdk_72_*: with tracing every answer is
-flexible and tells how long it took); error contexts are JSON and only for clients that asked for them.
+The protocol is `mirror.server`'s; this is the policy of a node: what its profile grants, users with privileges, the
+vbuckets that are active or replicas here. This module does not know sockets.
 """
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from mirror.feed.sasl import ScramServer
+from mirror.document.lookup import Content
 from mirror.sandbox.bucket import Bucket
-from mirror.sandbox.dcp import DcpProducer
-from mirror.sandbox.users import SYSTEM_COLLECTIONS, User
-from mirror.wire import frame as fr
-from mirror.wire.constants import Feature, Status
+from mirror.sandbox.item import Item
+from mirror.sandbox.subdoc import Draft
+from mirror.sandbox.users import User
+from mirror.sandbox.vbucket import Vbucket
+from mirror.server.document_requests import DocumentSession, FoundDocument
+from mirror.server.errors import Refused, unknown_collection
+from mirror.server.privileges import SYSTEM_COLLECTIONS
+from mirror.server.session import Handler, Reply, Revision, VbucketHistory, failover_statistics
+from mirror.wire import codec_dcp
+from mirror.wire.constants import Opcode, Status, VbucketState
 from mirror.wire.frame import Frame
-
-TRACING = b"\x02\x00\x01"
-"""Frame info of an answer: it took about a microsecond."""
-
-JSON = 1
-
-
-@dataclass(slots=True)
-class Reply:
-    """An answer without its addressing."""
-
-    status: int = Status.SUCCESS
-    extras: bytes = b""
-    key: bytes = b""
-    value: bytes = b""
-    datatype: int = 0
-    cas: int = 0
-    after: bytes = b""
-    """Bytes to send behind the answer."""
-    then: Callable[[], None] | None = None
-    """Called when the answer was sent."""
+from mirror.wire.sasl import ScramServer
 
 
 class SessionPort(Protocol):
-    """What an operation may ask of the connection and node that it came by."""
+    """What a session asks of the connection and node that it came by."""
 
     @property
     def bucket(self) -> Bucket:
@@ -54,40 +38,94 @@ class SessionPort(Protocol):
     def node_number(self) -> int:
         """The node's number in the cluster."""
 
-    def send(self, data: bytes) -> None:
-        """Send bytes."""
-
-    def close(self) -> None:
-        """Hang up when everything was sent."""
-
     def open_producer(self, name: str, flags: int) -> None:
         """Turn the connection into a DCP producer's: sets the session's `producer`."""
 
 
-@dataclass(slots=True)
-class Session:
+@dataclass(frozen=True, slots=True)
+class FoundItem:
+    """A version as clients see it: a locked document hides its CAS."""
+
+    item: Item
+    cas: int
+    vbuuid: int
+
+    @property
+    def value(self) -> bytes:
+        """Xattrs and body."""
+        return self.item.value
+
+    @property
+    def datatype(self) -> int:
+        """Of the value."""
+        return self.item.datatype
+
+    @property
+    def flags(self) -> int:
+        """The client's flags."""
+        return self.item.flags
+
+    @property
+    def expiry(self) -> int:
+        """Seconds of Unix time; 0: never."""
+        return self.item.expiry
+
+    @property
+    def rev_seqno(self) -> int:
+        """How many times it was changed."""
+        return self.item.rev_seqno
+
+    @property
+    def deleted(self) -> bool:
+        """It is a tombstone."""
+        return self.item.deleted
+
+
+class SandboxSession(DocumentSession):
     """A client."""
 
-    port: SessionPort
-    features: set[int] = field(default_factory=set)
-    agent: str = ""
-    user: User | None = None
-    certified: bool = False
-    """The user came with a certificate, not with a password."""
-    bucket_selected: bool = False
-    map_sent: tuple[int, int] = (-1, -1)
-    """The newest (epoch, revision) of the cluster map that this client was sent or told of."""
-    scram: ScramServer | None = None
-    producer: DcpProducer | None = None
+    def __init__(self, port: SessionPort) -> None:
+        """Nobody is logged in."""
+        super().__init__()
+        self.port = port
+        self.user: User | None = None
+        self.certified = False
+        """The user came with a certificate, not with a password."""
+        self.grantable = port.bucket.profile.features
+        self.version = port.bucket.profile.version
 
     @property
     def bucket(self) -> Bucket:
-        """The bucket, chosen or not."""
+        """The bucket, selected or not."""
         return self.port.bucket
 
-    def has(self, feature: Feature) -> bool:
-        """Whether a feature was granted."""
-        return feature in self.features
+    # -- login and privileges
+
+    @property
+    def logged_in(self) -> bool:
+        """Whether there is a user."""
+        return self.user is not None
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """None for a client with a certificate (kv_engine: no SASL on such a connection)."""
+        return () if self.certified else super().mechanisms
+
+    def check_password(self, username: str, password: str) -> bool:
+        """Whether this is the password of the user."""
+        return self.bucket.users.password_of(username) == password
+
+    def scram_server(self, mechanism: str) -> ScramServer:
+        """The server's side of a SCRAM login."""
+        return ScramServer(mechanism, self.bucket.users.password_of)
+
+    def log_in(self, username: str) -> None:
+        """The client has proven to be this user."""
+        self.user = self.bucket.users.by_name[username]
+
+    def log_out(self) -> None:
+        """The client is nobody from now on."""
+        self.user = None
 
     def may(self, privilege: str) -> bool:
         """Whether the user has a privilege now."""
@@ -98,58 +136,195 @@ class Session:
         """Whether the system's collections exist for the user."""
         return not self.bucket.profile.system_collections or self.may(SYSTEM_COLLECTIONS)
 
-    def respond(self, to: Frame, reply: Reply) -> None:
-        """Send an answer."""
-        framing = TRACING if self.has(Feature.TRACING) and to.opcode != 0x1F else b""
-        answer = fr.response(
-            to,
-            reply.status,
-            datatype=reply.datatype,
-            cas=reply.cas,
-            framing=framing,
-            extras=reply.extras,
-            key=reply.key,
-            value=reply.value,
-        )
-        self.port.send(fr.encode(answer) + reply.after)
-        if reply.then is not None:
-            reply.then()
+    # -- answers
 
-    def refuse(self, status: int, context: str = "", *, with_reference: bool = False, manifest: bool = False) -> Reply:
-        """An error answer, with its context where the client wants one."""
-        if not self.has(Feature.XERROR):
-            return Reply(status)
-        error: dict[str, str] = {}
-        if context:
-            error["context"] = context
-        if with_reference:
-            error["ref"] = str(uuid.UUID(int=self.bucket.rng.getrandbits(128)))
-        if not error:
-            return Reply(status)
-        body: dict[str, object] = {"error": error}
-        if manifest:
-            body["manifest_uid"] = f"{self.bucket.manifest.uid:x}"
-        return Reply(status, value=json.dumps(body, separators=(",", ":")).encode(), datatype=JSON)
+    def refused(self, error: Refused) -> Reply:
+        """The answer to a request that was refused; the error of a document does not know the manifest."""
+        if error.status == Status.UNKNOWN_COLLECTION and not (error.bare or error.context):
+            error = unknown_collection(self.manifest_uid)
+        return super().refused(error)
 
-    def refuse_privilege(self, what: str, privilege: str) -> Reply:
-        """The answer to who may not do this."""
-        context = f"Authorization failure: can't execute {what} operation without the {privilege} privilege"
-        return self.refuse(Status.EACCESS, context, with_reference=True)
+    def error_reference(self) -> str:
+        """From the bucket's generator: a run can be repeated."""
+        return str(uuid.UUID(int=self.bucket.rng.getrandbits(128)))
 
-    def refuse_collection(self, status: int = Status.UNKNOWN_COLLECTION) -> Reply:
-        """The answer for a collection or scope that the manifest does not have."""
-        return self.refuse(status, "Unknown scope or collection in operation", manifest=True)
+    # -- the bucket
+
+    @property
+    def bucket_name(self) -> str:
+        """The one bucket."""
+        return self.bucket.name
+
+    @property
+    def map_revision(self) -> Revision:
+        """Of the newest cluster map."""
+        return self.bucket.map.epoch, self.bucket.map.rev
+
+    def map_text(self, *, with_bucket: bool) -> bytes:
+        """The newest cluster map as this node tells it."""
+        return self.bucket.map.to_json(self.port.node_number, with_bucket=with_bucket)
+
+    @property
+    def map_needs_bucket(self) -> bool:
+        """Before 6.5."""
+        return not self.bucket.profile.map_without_bucket
+
+    @property
+    def no_collections_status(self) -> int | None:
+        """Before 7.0; 6.5 and 6.6 know the request at least."""
+        profile = self.bucket.profile
+        if profile.collections:
+            return None
+        return Status.NOT_SUPPORTED if profile.since(6, 5) else Status.UNKNOWN_COMMAND
+
+    @property
+    def manifest_uid(self) -> int:
+        """Of the newest manifest."""
+        return self.bucket.manifest.uid
+
+    def manifest_text(self) -> bytes:
+        """The newest manifest."""
+        return self.bucket.manifest.to_json(with_system=self.sees_system)
+
+    def scope_id(self, name: str) -> int | None:
+        """The id of a scope that the user may see."""
+        manifest = self.bucket.manifest
+        found = manifest.scope_id(name)
+        return None if found in manifest.system_scopes and not self.sees_system else found
+
+    def collection_id(self, scope: str, name: str) -> int | None:
+        """The id of a collection that the user may see."""
+        manifest = self.bucket.manifest
+        entry = manifest.collection(f"{scope}.{name}")
+        if entry is None or (entry.collection_id in manifest.system_collections and not self.sees_system):
+            return None
+        return entry.collection_id
+
+    # -- vbuckets
+
+    def state_of(self, vbid: int) -> VbucketState:
+        """The state of a vbucket on this node."""
+        return self.bucket.state_on(vbid, self.port.node_number)
+
+    def active_vbucket(self, vbid: int) -> Vbucket:
+        """The vbucket, if it is active on this node. Raises Refused."""
+        if self.state_of(vbid) != VbucketState.ACTIVE:
+            raise Refused(Status.NOT_MY_VBUCKET)
+        return self.bucket.vbuckets[vbid]
+
+    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply:
+        """High seqnos of vbuckets in a state; of one collection where it is named or the client knows none."""
+        bucket = self.bucket
+        if collection_id is None and not self.collections:
+            collection_id = 0
+        if collection_id is not None and collection_id not in bucket.manifest.collections:
+            raise unknown_collection(self.manifest_uid)
+        states = {VbucketState.ACTIVE, VbucketState.REPLICA, VbucketState.PENDING}
+        if state != VbucketState.ALIVE:
+            states = {VbucketState(state)}
+        seqnos = [
+            (vbid, self._high_seqno(vbucket, collection_id))
+            for vbid, vbucket in enumerate(bucket.vbuckets)
+            if self.state_of(vbid) in states
+        ]
+        return Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
+
+    def _high_seqno(self, vbucket: Vbucket, collection_id: int | None) -> int:
+        if collection_id is not None:
+            return vbucket.collection_high_seqno.get(collection_id, 0)
+        return vbucket.high_seqno if self.sync_replication else vbucket.max_visible_seqno()
+
+    def vbucket_history(self, vbid: int) -> VbucketHistory:
+        """The failover log and seqnos of a vbucket that is not dead here."""
+        if self.state_of(vbid) == VbucketState.DEAD:
+            raise Refused(Status.NOT_MY_VBUCKET)
+        vbucket = self.bucket.vbuckets[vbid]
+        log = [(int(entry.vbuuid), int(entry.seqno)) for entry in vbucket.failover_log]
+        return VbucketHistory(log, vbucket.high_seqno, self.bucket.persisted_seqno(vbid, self.port.node_number))
+
+    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
+        """A group of statistics of one vbucket or of those that are here."""
+        if not group:
+            return self._general_statistics()
+        describe = _STATISTICS.get(group)
+        if describe is None:
+            raise Refused(Status.KEY_ENOENT)
+        found: dict[str, str] = {}
+        for each in range(len(self.bucket.vbuckets)) if vbid is None else [vbid]:
+            state = self.state_of(each)
+            if state != VbucketState.DEAD:
+                found |= describe(self, each, state)
+            elif vbid is not None:
+                raise Refused(Status.NOT_MY_VBUCKET)
+        return found
+
+    def _general_statistics(self) -> dict[str, str]:
+        return {
+            "curr_items": str(self.bucket.document_count),
+            "version": self.version.decode(),
+            "ep_bucket_type": "ephemeral",
+        }
+
+    # -- documents
+
+    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> FoundItem:
+        """The document, if the vbucket is active here, or for GET_REPLICA a replica."""
+        wanted = VbucketState.REPLICA if frame.opcode == Opcode.GET_REPLICA else VbucketState.ACTIVE
+        if self.state_of(frame.vbucket) != wanted:
+            raise Refused(Status.NOT_MY_VBUCKET)
+        vbucket = self.bucket.vbuckets[frame.vbucket]
+        documents = self.bucket.documents
+        item = documents.find_any(vbucket, wire_key) if deletions else documents.find(vbucket, wire_key)
+        if item is None:
+            raise Refused(Status.KEY_ENOENT)
+        return FoundItem(item, documents.visible_cas(vbucket, item), vbucket.vbuuid)
+
+    def content_of(self, document: FoundDocument) -> Content:
+        """A document, taken apart."""
+        assert isinstance(document, FoundItem)
+        return Draft.of_item(document.item, document.vbuuid)
+
+    # -- DCP
+
+    @property
+    def open_flags(self) -> int:
+        """The flags of DCP_OPEN that the profile knows."""
+        return self.bucket.profile.open_flags
+
+    @property
+    def hangs_up(self) -> bool:
+        """Whether a DCP request out of place ends the connection."""
+        return self.bucket.profile.hangs_up
+
+    def open_producer(self, name: str, flags: int) -> None:
+        """Make this a DCP connection."""
+        self.port.open_producer(name, flags)
 
 
-Handler = Callable[[Session, Frame], Reply | None]
+SandboxHandler = Handler[SandboxSession]
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A row of the dispatch table."""
+def _state_statistics(_session: SandboxSession, vbid: int, state: VbucketState) -> dict[str, str]:
+    return {f"vb_{vbid}": state.name.lower()}
 
-    handle: Handler
-    before_login: bool = False
-    without_bucket: bool = False
-    privilege: str = ""
-    """Who lacks it is refused."""
+
+def _seqno_statistics(session: SandboxSession, vbid: int, _state: VbucketState) -> dict[str, str]:
+    vbucket = session.bucket.vbuckets[vbid]
+    high = str(vbucket.high_seqno)
+    names = ("high_seqno", "abs_high_seqno", "last_persisted_seqno")
+    return {f"vb_{vbid}:{name}": high for name in names} | {
+        f"vb_{vbid}:max_visible_seqno": str(vbucket.max_visible_seqno()),
+        f"vb_{vbid}:purge_seqno": str(vbucket.purge_seqno),
+        f"vb_{vbid}:uuid": str(vbucket.vbuuid),
+    }
+
+
+def _failover_statistics(session: SandboxSession, vbid: int, _state: VbucketState) -> dict[str, str]:
+    return failover_statistics(vbid, session.vbucket_history(vbid).failover_log)
+
+
+_STATISTICS: dict[str, Callable[[SandboxSession, int, VbucketState], dict[str, str]]] = {
+    "vbucket": _state_statistics,
+    "vbucket-seqno": _seqno_statistics,
+    "failovers": _failover_statistics,
+}

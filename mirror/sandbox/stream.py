@@ -89,6 +89,7 @@ class ProducerStream:
     ) -> None:
         """The request was accepted."""
         self.vbucket = vbucket
+        self.vbid = int(vbucket.vbid)
         self.opaque = request.opaque
         self.stream_id = stream_filter.stream_id
         self.seqno = request.start_seqno

@@ -14,7 +14,7 @@ from mirror.wire.constants import Status
 
 
 @dataclass(slots=True)
-class Refused:
+class RefusalFault:
     """Stream requests that are refused; None: of all vbuckets, for ever."""
 
     status: Status
@@ -31,7 +31,7 @@ class StreamFaults:
     noops_withheld: bool = False
     on_change: list[Callable[[], None]] = field(default_factory=list)
     """Called when something that was held back may go on."""
-    _refused: list[Refused] = field(default_factory=list)
+    _refused: list[RefusalFault] = field(default_factory=list)
     _mute: list[tuple[frozenset[int] | None, int | None]] = field(default_factory=list)
 
     def refuse(
@@ -43,9 +43,9 @@ class StreamFaults:
         value: bytes | None = None,
     ) -> None:
         """Answer stream requests with this status; the newest fault that fits counts."""
-        self._refused.insert(0, Refused(status, None if vbids is None else frozenset(vbids), times, value))
+        self._refused.insert(0, RefusalFault(status, None if vbids is None else frozenset(vbids), times, value))
 
-    def refusal(self, vbid: int) -> Refused | None:
+    def refusal(self, vbid: int) -> RefusalFault | None:
         """What a request for this vbucket is to be answered now; it is thereby used."""
         for fault in self._refused:
             if fault.vbids is None or vbid in fault.vbids:

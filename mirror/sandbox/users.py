@@ -10,14 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-READ = "Read"
-WRITE = "Upsert"
-META_READ = "MetaRead"
-DCP_PRODUCER = "DcpProducer"
-DCP_STREAM = "DcpStream"
-SYSTEM_COLLECTIONS = "SystemCollectionLookup"
-
-ALL_PRIVILEGES = frozenset((READ, WRITE, META_READ, DCP_PRODUCER, DCP_STREAM, SYSTEM_COLLECTIONS))
+from mirror.server.privileges import ALL_PRIVILEGES
 
 
 @dataclass(slots=True)

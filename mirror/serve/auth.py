@@ -27,7 +27,7 @@ import structlog
 from mirror.config import PasswordSource, Settings
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import parse
-from mirror.feed.sasl import HASHES, ITERATIONS_MAX, ITERATIONS_MIN, ScramVerifier
+from mirror.wire.sasl import HASHES, ITERATIONS_MAX, ITERATIONS_MIN, ScramVerifier
 
 USERS_FILE_BYTES_MAX = 8 * 1024 * 1024
 """Some ten thousand users."""

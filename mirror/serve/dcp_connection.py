@@ -9,30 +9,44 @@ answer to nothing, or an acknowledgement of more than was sent, ends this connec
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
-from mirror.serve.dcp_controls import Negotiated
+from mirror.serve import kv_connection
 from mirror.serve.dcp_producer import Counters, DcpProducer
-from mirror.serve.dcp_requests import OPERATIONS
 from mirror.serve.dcp_watch import Watch
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_connection import Host, KvConnection
-from mirror.serve.kv_session import Later, Reply
+from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
-from mirror.wire import codec_dcp
-from mirror.wire.constants import Magic, Opcode, Status
-from mirror.wire.errors import RemoteProtocolError
-from mirror.wire.events import BufferAck
+from mirror.server import dcp_requests, dispatch
+from mirror.server.controls import ALL_CONTROLS, ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION, Abilities, Controls
+from mirror.server.errors import Refused
+from mirror.server.session import Later, Operation, Reply
+from mirror.wire.constants import DcpOpenFlag, Magic, Status
 from mirror.wire.frame import Frame
 
 ANSWERS_BYTES_MAX = 1024 * 1024
 """Answers to a client that takes nothing; above it nothing more of it is read."""
 
+OPEN_FLAGS = int(
+    DcpOpenFlag.PRODUCER
+    | DcpOpenFlag.INCLUDE_XATTRS
+    | DcpOpenFlag.NO_VALUE
+    | DcpOpenFlag.INCLUDE_DELETE_TIMES
+    | DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE
+    | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
+)
+"""The flags of DCP_OPEN that are known here."""
+
+ABILITIES = Abilities(ALL_CONTROLS - {ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION})
+"""What a mirror can do: no prepares of durable writes, no histories. What is granted is honoured, or is a permission
+that this producer does not make use of (out-of-order snapshots)."""
+
+OPERATIONS: dict[int, Operation[KvSession]] = {**kv_connection.OPERATIONS, **dcp_requests.OPERATIONS}
+
 _RESPONSES = (int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE))
-_ANSWERABLE = (int(Opcode.DCP_NOOP), int(Opcode.DCP_SNAPSHOT_MARKER))
-_BUFFER_ACK = int(Opcode.DCP_BUFFER_ACK)
 
 log = structlog.get_logger("dcp")
 
@@ -44,8 +58,32 @@ class DcpHost(Host, Protocol):
     watch: Watch
     dcp_counters: Counters
 
+    def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
+        """The session of a client."""
+
     def named(self, connection: DcpConnection, name: str) -> None:
         """The connection took a name; another one that has it is hung up on."""
+
+
+class DcpSession(KvSession):
+    """The session of a client that can become a DCP client."""
+
+    def __init__(self, connection: DcpConnection, *arguments: Any, **options: Any) -> None:
+        """`connection` becomes the producer's; the rest is `KvSession`'s."""
+        super().__init__(*arguments, **options)
+        self._connection = connection
+
+    @property
+    def open_flags(self) -> int:
+        """The flags of DCP_OPEN that are known here."""
+        return OPEN_FLAGS
+
+    def open_producer(self, name: str, flags: int) -> None:
+        """Make this a DCP connection; another one of that name is closed."""
+        if not self.bucket_selected:
+            raise Refused(Status.NO_BUCKET, "select a bucket first")
+        controls = Controls(ABILITIES, self.collections, self.snappy, flags)
+        self.producer = self._connection.open_producer(name, controls)
 
 
 class DcpConnection(KvConnection):
@@ -53,23 +91,28 @@ class DcpConnection(KvConnection):
 
     def __init__(self, host: DcpHost, address: Address) -> None:
         """Not connected yet; `address` is the listener's."""
+        self._dcp_host = host
         super().__init__(host, address)
         self.producer: DcpProducer | None = None
-        self._dcp_host = host
         self._answer_bytes = 0
         """Answers written since the client stopped taking."""
 
-    @property
-    def now_s(self) -> float:
-        """The process's clock."""
-        return self._dcp_host.now_s
+    def _new_session(self, host: Host) -> KvSession:
+        return self._dcp_host.new_dcp_session(self)
 
-    def open_producer(self, name: str, negotiated: Negotiated) -> None:
-        """From now on this is a DCP connection; another one of that name is closed."""
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the client last sent something, a second old at most."""
+        return self._dcp_host.now_s - self.heard_s
+
+    def open_producer(self, name: str, controls: Controls) -> DcpProducer:
+        """Make this a DCP connection; another one of that name is closed."""
         host = self._dcp_host
         host.named(self, name)
-        self.producer = DcpProducer(self, name, negotiated, host.bucket, host.watch, host.dcp_counters)
-        self.producer.failed(self._sending_failed)
+        self.producer = DcpProducer(self, name, controls, host.bucket, host.watch, host.dcp_counters)
+        self.producer.reader = self.session.known_reader
+        self.producer.start(self._sending_failed)
+        return self.producer
 
     def _sending_failed(self, error: BaseException) -> None:
         log.error("sending failed", name=self.producer.name if self.producer else "", error=repr(error))
@@ -121,22 +164,10 @@ class DcpConnection(KvConnection):
         super()._flush(out)
 
     def _answer(self, frame: Frame) -> bytes:
-        if self.producer is not None:
-            if frame.opcode == _BUFFER_ACK and frame.magic == Magic.REQUEST and len(frame.extras) == 4:
-                event = codec_dcp.decode(frame)
-                assert isinstance(event, BufferAck)
-                self.producer.acked(event.count)
-                return b""
-            if frame.magic in _RESPONSES:
-                if frame.opcode not in _ANSWERABLE:
-                    raise RemoteProtocolError("an answer to nothing", op=frame.opcode)
-                return b""
+        if self.producer is not None and frame.magic in _RESPONSES:
+            dcp_requests.take_answer(self.session, frame)
+            return b""
         return super()._answer(frame)
 
     def _reply(self, frame: Frame) -> Reply | Later | None:
-        operation = OPERATIONS.get(frame.opcode)
-        if operation is None:
-            return super()._reply(frame)
-        if self.session.reader is None:
-            return self.session.refuse(Status.EACCESS, "log in first")
-        return self._guarded(frame, partial(operation, self, frame))
+        return self._guarded(frame, partial(dispatch.answer, self.session, OPERATIONS, frame))

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import struct
 
-from mirror.document import values
-from mirror.serve.dcp_controls import Negotiated
 from mirror.serve.dcp_filter import StreamFilter
-from mirror.wire import codec_dcp, leb128
+from mirror.server.controls import Controls
+from mirror.server.shape import TIME_UNKNOWN, DocumentShape
+from mirror.wire import codec_dcp
 from mirror.wire import frame as fr
-from mirror.wire.constants import DcpOpenFlag, Magic, Opcode
+from mirror.wire.constants import Magic, Opcode
 from mirror.wire.events import CollectionModified, SystemEvent
 from mirror.wire.frame import HEADER, with_stream_id
 from mirror.wire.system_events import decode_system_event, encode_system_event
 
 MUTATION = int(Opcode.DCP_MUTATION)
-DELETION = int(Opcode.DCP_DELETION)
-EXPIRATION = int(Opcode.DCP_EXPIRATION)
 SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
 
 _FLAT = 2
@@ -30,37 +28,23 @@ _FLAT = 2
 _EVENT_VERSION_AT = 24 + 12
 _MUTATION_METADATA = slice(28, 30)
 _DELETION_METADATA = slice(16, 18)
-_DELETION_V1_SIZE, _DELETION_V2_SIZE = 18, 21
+_DELETION_V1_SIZE = 18
 _NO_METADATA = b"\0\0"
-_TIME_UNKNOWN = b"\0\0\0\0"
 _U16 = struct.Struct(">H")
 
 
 class RowEncoder:
     """Messages for one stream."""
 
-    def __init__(self, negotiated: Negotiated, stream_filter: StreamFilter, *, no_value: bool = False) -> None:
-        """`no_value`: this stream leaves values out, whatever the connection does."""
-        flags = negotiated.open_flags
-        self._collections = negotiated.collections
-        self._snappy = negotiated.snappy
-        self._xattrs = negotiated.xattrs
-        self._deleted_user_xattrs = bool(flags & DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS)
-        self._no_value = no_value or bool(flags & DcpOpenFlag.NO_VALUE)
-        self._no_value_true_datatype = bool(flags & DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE)
-        self._delete_times = negotiated.delete_times
-        self._expirations = negotiated.expirations
-        self._compress = negotiated.force_compression
-        self._event_version = _FLAT if negotiated.flat_events else 1
+    def __init__(self, controls: Controls, stream_filter: StreamFilter, *, no_value: bool = False) -> None:
+        """`no_value`: this stream leaves bodies out, whatever the connection does."""
+        self._shape = DocumentShape(controls, no_value=no_value)
+        self._event_version = _FLAT if controls.flat_events else 1
         self._filter = stream_filter
         self._stream_id = stream_filter.stream_id
-        self.unwanted_datatype = (0 if self._xattrs else values.XATTR) | (0 if self._snappy else values.SNAPPY)
+        self.unwanted_datatype = self._shape.unwanted_datatype
         """Datatype bits that this client must not get."""
-        self.plain = (
-            self._collections
-            and self._stream_id is None
-            and not (self._no_value or self._no_value_true_datatype or self._compress)
-        )
+        self.plain = self._shape.plain and self._stream_id is None
         """True when a mutation without unwanted datatype bits is sent as it is stored."""
 
     def encode(self, row: bytes) -> bytes:
@@ -93,38 +77,19 @@ class RowEncoder:
         extras, key, value = row[24:key_at], row[key_at:value_at], row[value_at:]
         if opcode == MUTATION:
             extras, value = _without_metadata(extras, value, _MUTATION_METADATA)
+            tombstone = False
         else:
+            time = extras[16:20]
             if extras_length == _DELETION_V1_SIZE:
                 extras, value = _without_metadata(extras, value, _DELETION_METADATA)
-            opcode, extras = self._tombstone(opcode, extras)
-            if datatype & values.XATTR and not self._deleted_user_xattrs:
-                value, datatype = values.tombstone_value(value, datatype)
-        value, datatype = self._value(value, datatype)
-        if not self._collections:
-            key = key[leb128.decode(key)[1] :]
+                time = TIME_UNKNOWN
+            opcode, extras = self._shape.tombstone(opcode, extras[:16], time)
+            tombstone = True
+        value, datatype = self._shape.value(value, datatype, tombstone=tombstone)
+        key = self._shape.key(key)
         body_length = len(extras) + len(key) + len(value)
         head = HEADER.pack(int(Magic.REQUEST), opcode, len(key), len(extras), datatype, vbid, body_length, opaque, cas)
         return b"".join((head, extras, key, value))
-
-    def _tombstone(self, opcode: int, extras: bytes) -> tuple[int, bytes]:
-        """Opcode and extras of a deletion or an expiration: in which of the three shapes, and with which time."""
-        when = _TIME_UNKNOWN if len(extras) == _DELETION_V1_SIZE else extras[16:20]
-        if opcode == EXPIRATION and self._expirations:
-            return EXPIRATION, extras[:16] + when
-        return DELETION, extras[:16] + (when + b"\0" if self._delete_times else _NO_METADATA)
-
-    def _value(self, value: bytes, datatype: int) -> tuple[bytes, int]:
-        if self._no_value_true_datatype:
-            return b"", datatype
-        if not self._xattrs:
-            value, datatype = values.without_xattrs(value, datatype)
-        if self._no_value:
-            value, datatype = values.without_body(value, datatype)
-        if not self._snappy:
-            value, datatype = values.inflate(value, datatype)
-        elif self._compress:
-            value, datatype = values.deflate(value, datatype)
-        return value, datatype
 
 
 def _without_metadata(extras: bytes, value: bytes, where: slice) -> tuple[bytes, bytes]:

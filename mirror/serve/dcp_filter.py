@@ -9,12 +9,11 @@ manifest at each snapshot's end; nothing passes that the reader may not read.
 from __future__ import annotations
 
 from mirror.serve.auth import Reader
-from mirror.serve.kv_bucket import UNKNOWN_COLLECTION_CONTEXT, Refused
+from mirror.server.errors import Refused
+from mirror.server.filter import requested_filter
 from mirror.wire.constants import Status
-from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import CollectionDropped, ScopeCreated, ScopeDropped, SystemEventContent
-from mirror.wire.stream_filter import parse_filter
-from storage.model import DEFAULT_COLLECTION, Manifest
+from storage.model import Manifest
 
 
 class StreamFilter:
@@ -81,23 +80,18 @@ def parse(
     value: bytes, manifest: Manifest, reader: Reader, *, has_collections: bool, has_stream_ids: bool
 ) -> StreamFilter:
     """The filter that a stream request asks for. Raises Refused."""
-    if not has_collections:
-        if value:
-            raise Refused(Status.EINVAL, "A filter needs collections")
-        found = StreamFilter(collections=frozenset({DEFAULT_COLLECTION}), legacy=True)
-        check_reader(found, manifest, reader)
-        return found
-    try:
-        asked = parse_filter(value, has_stream_ids=has_stream_ids)
-    except RemoteProtocolError as error:
-        raise Refused(error.status, error.detail) from None
-    if asked.scope_id is not None and asked.scope_id not in manifest.scopes:
-        raise Refused(Status.UNKNOWN_SCOPE, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
-    if asked.collections is not None and not asked.collections <= manifest.collections.keys():
-        raise Refused(Status.UNKNOWN_COLLECTION, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
+    asked = requested_filter(
+        value,
+        has_collections=has_collections,
+        has_stream_ids=has_stream_ids,
+        scopes=manifest.scopes,
+        collections=manifest.collections,
+        manifest_uid=manifest.uid,
+    )
     found = StreamFilter(
         collections=asked.collections,
         scope_id=asked.scope_id,
+        legacy=not has_collections,
         stream_id=asked.stream_id,
         purge_seqno=asked.purge_seqno,
     )

@@ -17,7 +17,7 @@ import structlog
 
 from mirror.clock import Clock
 from mirror.serve.auth import Users
-from mirror.serve.dcp_connection import DcpConnection
+from mirror.serve.dcp_connection import DcpConnection, DcpSession
 from mirror.serve.dcp_producer import Counters
 from mirror.serve.dcp_watch import Watch
 from mirror.serve.kv_bucket import KvBucket
@@ -68,6 +68,11 @@ class DcpServer(KvServer):
 
     # -- what connections ask
 
+    def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
+        """The session of a client."""
+        options = self._login_options(connection.address)
+        return DcpSession(connection, self.bucket, self._users, self._map, self._secret, **options)
+
     def named(self, connection: DcpConnection, name: str) -> None:
         """The connection took a name; another one that has it is hung up on."""
         older = self._names.get(name)
@@ -93,7 +98,7 @@ class DcpServer(KvServer):
             producer = connection.producer if isinstance(connection, DcpConnection) else None
             if producer is None or not producer.streams:
                 continue
-            if not producer.negotiated.noop_enabled:
+            if not producer.controls.noop_enabled:
                 connection.heard_s = self.now_s
             session = connection.session
             reader = session.reader

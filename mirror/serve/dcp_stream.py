@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from mirror.serve.dcp_controls import Negotiated
 from mirror.serve.dcp_encoder import MUTATION, RowEncoder
 from mirror.serve.dcp_filter import StreamFilter
+from mirror.server.controls import Controls
 from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.errors import ProtocolError
@@ -52,7 +52,7 @@ class DcpStream:
         request: StreamRequest,
         standing: Standing,
         stream_filter: StreamFilter,
-        negotiated: Negotiated,
+        controls: Controls,
         view: Callable[[], View],
     ) -> None:
         """`standing` is what the request was judged by; `view` gives the view to read through, now."""
@@ -73,9 +73,9 @@ class DcpStream:
         self._branch = standing.branch
         self._failover_log = standing.failover_log
         self.filter = stream_filter
-        self._encoder = RowEncoder(negotiated, stream_filter, no_value=bool(request.flags & StreamRequestFlag.NO_VALUE))
-        self._tells_advance = negotiated.collections
-        self._marker_version = negotiated.marker_version
+        self._encoder = RowEncoder(controls, stream_filter, no_value=bool(request.flags & StreamRequestFlag.NO_VALUE))
+        self._tells_advance = controls.collections
+        self._marker_version = controls.marker_version
         self._first_start_seqno = min(request.start_seqno, request.snap_start_seqno)
         self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
         self._shared_seqno = request.start_seqno

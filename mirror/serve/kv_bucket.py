@@ -16,6 +16,7 @@ import structlog
 
 from mirror.clock import Clock
 from mirror.serve.auth import Reader
+from mirror.server.errors import Refused, unknown_collection
 from mirror.wire.constants import Status
 from storage import directory, keys
 from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
@@ -25,23 +26,7 @@ from storage.view import Pin, View, open_view
 MANIFEST_FRESH_S = 0.5
 """For so long the newest manifest is believed; looking through all vbuckets for each question would cost too much."""
 
-KEY_BYTES_MAX = 250
-"""Of a key without its collection."""
-
-UNKNOWN_COLLECTION_CONTEXT = "Unknown scope or collection in operation"
-
 log = structlog.get_logger("kv")
-
-
-class Refused(Exception):
-    """The request is answered with an error status."""
-
-    def __init__(self, status: int, context: str = "", *, manifest_uid: int | None = None) -> None:
-        """`context` is told to clients that take it."""
-        super().__init__(context)
-        self.status = status
-        self.context = context
-        self.manifest_uid = manifest_uid
 
 
 class KvBucket:
@@ -230,7 +215,7 @@ class KvBucket:
 def _check_collection(collection_id: int, manifest: Manifest, reader: Reader) -> None:
     collection = manifest.collections.get(collection_id)
     if collection is None:
-        raise Refused(Status.UNKNOWN_COLLECTION, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest.uid)
+        raise unknown_collection(manifest.uid)
     if not reader.may_read(manifest.scopes.get(collection.scope_id, ""), collection.name):
         raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read this collection")
 

@@ -22,18 +22,23 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from mirror.serve import kv_documents, kv_requests, kv_scans
-from mirror.serve.kv_bucket import Refused
+from mirror.serve import kv_documents, kv_scans
 from mirror.serve.kv_fast import Counters, fast_get
-from mirror.serve.kv_session import Later, Operation, Reply, Session
+from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
-from mirror.wire import codec_kv
+from mirror.server import dispatch, document_requests, requests
+from mirror.server.session import Later, Operation, Reply
 from mirror.wire import frame as fr
 from mirror.wire.constants import HEADER_SIZE, Magic, Opcode, Status
 from mirror.wire.errors import ProtocolError, RemoteProtocolError
 from mirror.wire.frame import HEADER, Frame
 
-OPERATIONS: dict[int, Operation] = kv_requests.OPERATIONS | kv_documents.OPERATIONS | kv_scans.OPERATIONS
+OPERATIONS: dict[int, Operation[KvSession]] = {
+    **requests.OPERATIONS,
+    **document_requests.OPERATIONS,
+    **kv_documents.OPERATIONS,
+    **kv_scans.OPERATIONS,
+}
 
 HIGH_WATER_BYTES = 256 * 1024
 """Unsent bytes at which a client's further requests wait."""
@@ -47,7 +52,6 @@ LATER_MAX = 64
 _REQUEST, _FLEX_REQUEST = int(Magic.REQUEST), int(Magic.FLEX_REQUEST)
 _GET = int(Opcode.GET)
 _GOOD = frozenset({int(Status.SUCCESS), int(Status.RANGE_SCAN_MORE), int(Status.RANGE_SCAN_COMPLETE)})
-_HELLO = int(Opcode.HELLO)
 _QUITQ = int(Opcode.QUITQ)
 
 T = TypeVar("T")
@@ -64,8 +68,11 @@ class Host(Protocol):
     requests_per_turn: int
     request_bytes_max: int
 
-    def opened(self, connection: KvConnection) -> Session | None:
-        """A client connected: its session, or None where there is no room for it."""
+    def opened(self, connection: KvConnection) -> bool:
+        """A client connected; False: there is no room for it."""
+
+    def new_session(self, address: Address) -> KvSession:
+        """The session of a client of a listener."""
 
     def closed(self, connection: KvConnection) -> None:
         """A client is gone."""
@@ -86,7 +93,7 @@ class KvConnection(asyncio.Protocol):
         self.unsent_seen = 0
         """Unsent bytes when the host last looked."""
         self.transport: asyncio.Transport
-        self.session: Session
+        self.session = self._new_session(host)
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._pieces: list[bytes] = []
@@ -108,18 +115,19 @@ class KvConnection(asyncio.Protocol):
         """Hang up when what was answered is written."""
         self._ended = False
 
+    def _new_session(self, host: Host) -> KvSession:
+        return host.new_session(self.address)
+
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client connected."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        session = self._host.opened(self)
-        if session is None:
+        if not self._host.opened(self):
             self._ended = True
             transport.abort()
             return
-        self.session = session
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -193,7 +201,7 @@ class KvConnection(asyncio.Protocol):
         out: list[bytes] = []
         try:
             pos = self._answer_all(data, pos, out)
-        except ProtocolError as error:
+        except (ProtocolError, dispatch.OutOfPlace) as error:
             log.debug("a client sent what is no request", error=str(error))
             self._host.counters.errors += 1
             self._flush(out)
@@ -317,11 +325,8 @@ class KvConnection(asyncio.Protocol):
             counters.misses += 1
         elif status != Status.AUTH_CONTINUE:
             counters.refused += 1
-        answer = self._encode(frame, reply, began)
-        if reply.before:
-            answer = b"".join([*(self._encode(frame, each, began) for each in reply.before), answer])
         self._goodbye = reply.hang_up
-        return answer
+        return self._encode(frame, reply, began)
 
     # -- what takes time
 
@@ -355,39 +360,15 @@ class KvConnection(asyncio.Protocol):
             self._next_turn()
 
     def _encode(self, frame: Frame, reply: Reply, began: float) -> bytes:
-        framing = b""
-        if self.session.tracing and frame.opcode != _HELLO:
-            framing = codec_kv.encode_server_duration((perf_counter() - began) * 1e6)
-        answer = fr.response(
-            frame,
-            reply.status,
-            datatype=reply.datatype,
-            cas=reply.cas,
-            framing=framing,
-            extras=reply.extras,
-            key=reply.key,
-            value=reply.value,
-        )
-        return fr.encode(answer)
+        return self.session.encode(frame, reply, (perf_counter() - began) * 1e6)
 
     def _reply(self, frame: Frame) -> Reply | Later | None:
-        session = self.session
-        operation = OPERATIONS.get(frame.opcode)
-        if session.reader is None and not (operation and operation.before_login):
-            return session.refuse(Status.EACCESS, "log in first")
-        if operation is None:
-            return session.refuse(Status.UNKNOWN_COMMAND)
-        return self._guarded(frame, partial(operation.handle, session, frame))
+        return self._guarded(frame, partial(dispatch.answer, self.session, OPERATIONS, frame))
 
-    def _guarded(self, frame: Frame, answer: Callable[[], T]) -> T | Reply:
-        """What `answer` returns, or the answer to what it raises."""
-        session = self.session
+    def _guarded(self, frame: Frame, compute: Callable[[], T]) -> T | Reply:
+        """What `compute` returns, or the answer to what it raises."""
         try:
-            return answer()
-        except Refused as error:
-            return session.refused(error)
-        except ProtocolError as error:
-            return session.refuse(error.status, error.detail)
+            return dispatch.guarded(self.session, compute)
         except ValueError as error:
             log.error("a document cannot be taken apart", opcode=frame.opcode, error=str(error))
-            return session.refuse(Status.EINTERNAL, "the document cannot be read")
+            return self.session.refuse(Status.EINTERNAL, "the document cannot be read")

@@ -1,15 +1,14 @@
 """The answer to a GET that finds its document and needs nothing done to it: most requests by far, so written out.
 
-Knows the bytes of this one request and its answer (kv_engine docs/BinaryProtocol.md); for all others, and for all that
-is not plain about this one, `kv_documents` is the law. Invariant: what comes from here is byte for byte what comes from
-there, but for how long it took; where that cannot be promised, nothing comes from here.
+For all other requests, and for all that is not plain about this one, `mirror.server.document_requests` decides; what
+comes from here is byte for byte what comes from there, but for the duration (kv_engine docs/BinaryProtocol.md).
 """
 
 from __future__ import annotations
 
 from time import perf_counter
 
-from mirror.serve.kv_session import Session
+from mirror.serve.kv_session import KvSession
 from mirror.wire import codec_kv
 from mirror.wire.constants import HEADER_SIZE, Datatype, Magic, Opcode
 from mirror.wire.frame import HEADER
@@ -31,7 +30,7 @@ class Counters:
         self.requests = self.hits = self.misses = self.refused = self.errors = self.bytes_sent = 0
 
 
-def fast_get(session: Session, counters: Counters, data: bytes, pos: int, size: int) -> bytes:
+def fast_get(session: KvSession, counters: Counters, data: bytes, pos: int, size: int) -> bytes:
     """The answer to the GET of `size` bytes at `pos`. Empty: the one who handles all requests knows what to say."""
     magic, _, key_length, extras_length, _, vbucket, body_length, opaque, _ = HEADER.unpack_from(data, pos)
     reader = session.reader

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mirror.serve.auth import Reader
-from mirror.serve.kv_bucket import KEY_BYTES_MAX, Refused
+from mirror.server.document_requests import KEY_BYTES_MAX
+from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 from storage.view import Pin
 

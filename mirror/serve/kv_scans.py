@@ -14,10 +14,11 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from mirror.document import values
-from mirror.serve.kv_bucket import Refused
-from mirror.serve.kv_documents import outgoing
 from mirror.serve.kv_scan_request import Scan, Wanted, parse
-from mirror.serve.kv_session import JSON, Later, Operation, Reply, Session
+from mirror.serve.kv_session import KvSession
+from mirror.server.document_requests import outgoing
+from mirror.server.errors import Refused
+from mirror.server.session import JSON, Later, Operation, Reply
 from mirror.wire import codec_kv
 from mirror.wire.codec_kv import ScanItem
 from mirror.wire.constants import Feature, Opcode, Status
@@ -44,12 +45,11 @@ _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
 class _Creating:
     """A scan that is being made: it may have to wait for a seqno, and a sample for the number of documents."""
 
-    def __init__(self, session: Session, vbid: int, wanted: Wanted) -> None:
-        assert session.reader is not None, "the dispatch lets nobody else through"
+    def __init__(self, session: KvSession, vbid: int, wanted: Wanted) -> None:
         self._session = session
         self._vbid = vbid
         self._wanted = wanted
-        self._reader = session.reader
+        self._reader = session.known_reader
         self._begun_s = session.bucket.clock.monotonic()
         self._scan: Scan | None = None
         self._counted = 0
@@ -130,16 +130,14 @@ def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
     return lambda key: int.from_bytes(blake2b(key, digest_size=8, key=secret).digest()) < limit
 
 
-def _create(session: Session, frame: Frame) -> Later:
-    codec_kv.check_request(frame)
+def _create(session: KvSession, frame: Frame) -> Later:
     if frame.datatype != JSON:
         raise Refused(Status.EINVAL, "the datatype of a scan request is JSON")
     wanted = parse(frame.value, takes_xattrs=Feature.XATTR in session.features)
     return Later(_Creating(session, frame.vbucket, wanted).step, POLL_S if wanted.requirements else 0)
 
 
-def _continue(session: Session, frame: Frame) -> Later:
-    codec_kv.check_request(frame)
+def _continue(session: KvSession, frame: Frame) -> Later:
     limits = codec_kv.decode_scan_continue(frame.extras)
     scan = _open_scan(session, limits.uuid, frame.vbucket)
     if scan.continuing:
@@ -165,7 +163,7 @@ def _continue(session: Session, frame: Frame) -> Later:
     return Later(step)
 
 
-def _open_scan(session: Session, name: bytes, vbid: int) -> Scan:
+def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
     scan = session.scans.get(name)
     if scan is None or scan.pin.vbid != vbid or scan.ends_s <= session.bucket.clock.monotonic():
         session.scans.pop(name, None)
@@ -175,7 +173,7 @@ def _open_scan(session: Session, name: bytes, vbid: int) -> Scan:
     return scan
 
 
-def _page(session: Session, scan: Scan, items_max: int, bytes_max: int) -> Reply | None:
+def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Reply | None:
     """The next page; None: nothing of what was looked at is wanted."""
     wanted = scan.wanted
     session.bucket.check_fresh(scan.pin.vbid)
@@ -194,26 +192,25 @@ def _page(session: Session, scan: Scan, items_max: int, bytes_max: int) -> Reply
     )
 
 
-def _item(session: Session, wanted: Wanted, document: Document) -> ScanItem:
+def _item(session: KvSession, wanted: Wanted, document: Document) -> ScanItem:
     if wanted.xattrs:
         value, datatype = document.value, document.datatype
         if not session.snappy:
             value, datatype = values.inflate(value, datatype)
     else:
-        value, datatype = outgoing(session, document)
+        value, datatype = outgoing(session, document.value, document.datatype)
     return ScanItem(
         document.key, value, document.flags, document.expiry, document.seqno, document.cas, datatype
     )  # fmt: skip
 
 
-def _cancel(session: Session, frame: Frame) -> Reply:
-    codec_kv.check_request(frame)
+def _cancel(session: KvSession, frame: Frame) -> Reply:
     _open_scan(session, frame.extras, frame.vbucket)
     del session.scans[frame.extras]
     return Reply()
 
 
-OPERATIONS: dict[int, Operation] = {
+OPERATIONS: dict[int, Operation[KvSession]] = {
     int(Opcode.RANGE_SCAN_CREATE): Operation(_create),
     int(Opcode.RANGE_SCAN_CONTINUE): Operation(_continue),
     int(Opcode.RANGE_SCAN_CANCEL): Operation(_cancel),

@@ -24,7 +24,7 @@ from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_connection import KvConnection
 from mirror.serve.kv_fast import Counters
 from mirror.serve.kv_map import ClusterMap
-from mirror.serve.kv_session import Session
+from mirror.serve.kv_session import KvSession, LoginOptions
 from mirror.serve.listener import BACKLOG, Address, Limits
 
 SWEEP_S = 1.0
@@ -126,27 +126,31 @@ class KvServer:
         """
         self._map = cluster_map
         for connection in self.connections:
-            frame = connection.session.take_map(cluster_map)
+            connection.session.cluster_map = cluster_map
+            frame = connection.session.map_notification()
             if frame is not None:
                 connection.push(frame)
 
     # -- what connections ask
 
-    def opened(self, connection: KvConnection) -> Session | None:
-        """A client connected."""
+    def opened(self, connection: KvConnection) -> bool:
+        """A client connected; False: there is no room for it."""
         if len(self.connections) >= self._limits.connections_max:
             self.rejected_count += 1
-            return None
+            return False
         self.accepted_count += 1
         self.connections.add(connection)
-        return Session(
-            self._bucket,
-            self._users,
-            self._map,
-            self._secret,
-            plain_allowed=connection.address.local or connection.address.tls,
-            reader=self._users.anonymous if connection.address.local else None,
-        )
+        return True
+
+    def new_session(self, address: Address) -> KvSession:
+        """The session of a client of a listener."""
+        return KvSession(self._bucket, self._users, self._map, self._secret, **self._login_options(address))
+
+    def _login_options(self, address: Address) -> LoginOptions:
+        return {
+            "plain_allowed": address.local or address.tls,
+            "reader": self._users.anonymous if address.local else None,
+        }
 
     def closed(self, connection: KvConnection) -> None:
         """A client is gone."""

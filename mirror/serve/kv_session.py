@@ -1,152 +1,297 @@
-"""What one KV client said about itself, and the parts of an answer: the shape shared by all operations.
+"""A client of the mirror's KV or DCP port: who may log in, what is granted, and what of the bucket is answered.
 
-Knows features, the reader behind the connection, the chosen bucket; must never know sockets or what an operation does.
-Invariants: an answer goes out in the framing that was negotiated (recordings sdk_72_*: with tracing every answer is
-flexible and tells how long it took, but for HELLO's own); error contexts are JSON and only for clients that asked for
-them; nothing is read for somebody who is nobody.
+The protocol is `mirror.server`'s; this is the policy of a mirror. Current and persisted seqno are both the published
+seqno: what can be read, and what a crash does not take back further than the sync setting says. This module does not
+know sockets.
 """
 
 from __future__ import annotations
 
-import json
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from typing import TypedDict
 
-from mirror.feed.sasl import ScramServer
+from mirror.document.lookup import About, Content
 from mirror.serve.auth import Reader, Users
-from mirror.serve.kv_bucket import KvBucket, Refused
+from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_scan_request import Scan
-from mirror.wire import codec_kv
-from mirror.wire.constants import Datatype, Feature, Status
+from mirror.server.document_requests import ACCESS_DELETED, REPLICA_READ, DocumentSession, FoundDocument
+from mirror.server.errors import Refused
+from mirror.server.session import Handler, Later, Reply, Revision, VbucketHistory, failover_statistics
+from mirror.wire import codec_dcp
+from mirror.wire.constants import Feature, Status, VbucketState
 from mirror.wire.frame import Frame
-
-JSON = int(Datatype.JSON)
+from mirror.wire.sasl import ScramServer
+from storage.errors import StorageError
+from storage.model import Document
+from storage.model import VbucketState as StoredState
 
 READ_ONLY = "this is a read-only mirror: write to the cluster it mirrors"
 
+VERSION = b"7.2.0"
+"""The server whose answers these are; clients decide by it what they may request."""
 
-@dataclass(slots=True)
-class Reply:
-    """An answer without its addressing."""
+FAILED_LOGINS_MAX = 3
+"""Wrong passwords on one connection before it is closed."""
 
-    status: int = Status.SUCCESS
-    extras: bytes = b""
-    key: bytes = b""
-    value: bytes = b""
-    datatype: int = 0
-    cas: int = 0
-    before: tuple[Reply, ...] = ()
-    """Answers to the same request that go before this one."""
-    hang_up: bool = False
-    """Close the connection when everything was sent."""
+VBUCKETS_PER_STEP = 64
+"""Vbuckets read for a collection's seqnos before other clients have their turn."""
+
+GRANTED = frozenset(
+    int(feature)
+    for feature in (
+        Feature.TCP_NODELAY,
+        Feature.MUTATION_SEQNO,
+        Feature.XATTR,
+        Feature.XERROR,
+        Feature.SELECT_BUCKET,
+        Feature.SNAPPY,
+        Feature.JSON,
+        Feature.DUPLEX,
+        Feature.CLUSTERMAP_CHANGE_NOTIFICATION,
+        Feature.UNORDERED_EXECUTION,
+        Feature.TRACING,
+        Feature.ALT_REQUEST,
+        Feature.SYNC_REPLICATION,
+        Feature.COLLECTIONS,
+        Feature.PRESERVE_TTL,
+        Feature.VATTR,
+        Feature.SUBDOC_CREATE_AS_DELETED,
+        Feature.SUBDOC_REPLICA_READ,
+        Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
+        Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
+        Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
+        Feature.RANGE_SCAN_INCLUDE_XATTR,
+    )
+)
+"""What 7.2.0 grants of what clients request, and the newer ones for reading and for maps that are not sent twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
-    """An answer that takes time: asked for in steps of bounded work, with other clients' requests between them."""
+class LoginOptions(TypedDict):
+    """What a listener decides about the login of its clients."""
 
-    step: Callable[[], Reply | None]
-    """The answer, or None: not yet. Raises Refused."""
-    pause_s: float = 0.0
-    """Between steps."""
+    plain_allowed: bool
+    reader: Reader | None
 
 
-@dataclass(slots=True)
-class Session:
+class KvSession(DocumentSession):
     """A client."""
 
-    bucket: KvBucket
-    users: Users
-    cluster_map: ClusterMap
-    secret: bytes
-    """Of this process; makes the salt of an unknown user steady."""
-    plain_allowed: bool
-    """The password may come in the clear: nobody else can hear it."""
-    reader: Reader | None = None
-    features: frozenset[int] = frozenset()
-    agent: str = ""
-    bucket_selected: bool = False
-    scram: tuple[str, ScramServer] | None = None
-    failed_logins: int = 0
-    scans: dict[bytes, Scan] = field(default_factory=dict, repr=False)
-    told_revision: tuple[int, int] | None = None
-    """Of the newest map that this client was sent."""
-    xerror: bool = field(default=False, repr=False)
-    tracing: bool = field(default=False, repr=False)
-    collections: bool = field(default=False, repr=False)
-    snappy: bool = field(default=False, repr=False)
-    json: bool = field(default=False, repr=False)
-    unordered: bool = field(default=False, repr=False)
+    grantable = GRANTED
+    version = VERSION
+    needs_bucket = False  # plain memcached clients select none
+    lookup_flags = ACCESS_DELETED | REPLICA_READ
 
-    def grant(self, features: frozenset[int]) -> None:
-        """Take a client's features."""
-        self.features = features
-        self.xerror = Feature.XERROR in features
-        self.tracing = Feature.TRACING in features
-        self.collections = Feature.COLLECTIONS in features
-        self.snappy = Feature.SNAPPY in features
-        self.json = Feature.JSON in features
-        self.unordered = Feature.UNORDERED_EXECUTION in features
-
-    def refuse(
-        self, status: int, context: str = "", *, with_reference: bool = False, manifest_uid: int | None = None
-    ) -> Reply:
-        """An error answer, with its context where the client takes one."""
-        if not self.xerror:
-            return Reply(status)
-        error: dict[str, str] = {}
-        if context:
-            error["context"] = context
-        if with_reference:
-            error["ref"] = str(uuid.uuid4())
-        if not error:
-            return Reply(status)
-        body: dict[str, object] = {"error": error}
-        if manifest_uid is not None:
-            body["manifest_uid"] = f"{manifest_uid:x}"
-        return Reply(status, value=json.dumps(body, separators=(",", ":")).encode(), datatype=JSON)
-
-    def refused(self, error: Refused) -> Reply:
-        """The answer to a request that was refused."""
-        if error.status == Status.NOT_MY_VBUCKET:
-            return self.elsewhere()
-        return self.refuse(error.status, error.context, manifest_uid=error.manifest_uid)
-
-    def map_now(self) -> bytes:
-        """The map as it stands, for this client to know from now on."""
-        self.told_revision = self.cluster_map.revision
-        return self.cluster_map.of_bucket if self.bucket_selected else self.cluster_map.of_node
-
-    def take_map(self, cluster_map: ClusterMap) -> Frame | None:
-        """Know another map; what to tell the client of it, if it wants to be told."""
+    def __init__(
+        self,
+        bucket: KvBucket,
+        users: Users,
+        cluster_map: ClusterMap,
+        secret: bytes,
+        *,
+        plain_allowed: bool,
+        reader: Reader | None = None,
+    ) -> None:
+        """`secret` is the process's: it makes the salt of an unknown user constant. `plain_allowed`: nobody else can
+        read what the client sends. `reader`: who the client is without a login.
+        """
+        super().__init__()
+        self.bucket = bucket
+        self.users = users
         self.cluster_map = cluster_map
-        epoch, revision = cluster_map.revision
-        name = self.bucket.name.encode() if self.bucket_selected else b""
-        if Feature.DUPLEX not in self.features or self.reader is None:
-            return None
-        if Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF in self.features:
-            return codec_kv.clustermap_notification(epoch, revision, name)
-        if Feature.CLUSTERMAP_CHANGE_NOTIFICATION in self.features:
-            return codec_kv.clustermap_notification(epoch, revision, name, self.map_now())
+        self.plain_allowed = plain_allowed
+        self.reader = reader
+        self.failed_logins = 0
+        self.scans: dict[bytes, Scan] = {}
+        """Range scans that are open, by their id."""
+        self._secret = secret
+
+    # -- login
+
+    @property
+    def logged_in(self) -> bool:
+        """Whether there is a reader."""
+        return self.reader is not None
+
+    @property
+    def known_reader(self) -> Reader:
+        """The reader, where the dispatch lets only clients with one through."""
+        assert self.reader is not None, "the request needs a login"
+        return self.reader
+
+    def check_password(self, username: str, password: str) -> bool:
+        """Whether this is the password of the user."""
+        return self.users.check(username, password) is not None
+
+    def scram_server(self, mechanism: str) -> ScramServer:
+        """The server's side of a SCRAM login."""
+        return ScramServer(mechanism, verifier_of=self.users.verifiers(mechanism), secret=self._secret)
+
+    def log_in(self, username: str) -> None:
+        """The client has proven to be this user."""
+        self.reader = self.users.reader(username)
+
+    def log_out(self) -> None:
+        """The client is nobody from now on."""
+        self.reader = None
+
+    def login_failed(self) -> bool:
+        """Count a failed login; True: hang up."""
+        self.failed_logins += 1
+        return self.failed_logins >= FAILED_LOGINS_MAX
+
+    # -- the bucket
+
+    @property
+    def bucket_name(self) -> str:
+        """The mirrored bucket."""
+        return self.bucket.name
+
+    @property
+    def map_revision(self) -> Revision:
+        """Of the mirror's own map."""
+        return self.cluster_map.revision
+
+    def map_text(self, *, with_bucket: bool) -> bytes:
+        """The mirror's own map."""
+        return self.cluster_map.of_bucket if with_bucket else self.cluster_map.of_node
+
+    @property
+    def manifest_uid(self) -> int:
+        """Of the newest manifest."""
+        return self.bucket.manifest().uid
+
+    def manifest_text(self) -> bytes:
+        """The newest manifest."""
+        return self.bucket.manifest_json()
+
+    def scope_id(self, name: str) -> int | None:
+        """The id of a scope."""
+        return next((id_ for id_, scope in self.bucket.manifest().scopes.items() if scope == name), None)
+
+    def collection_id(self, scope: str, name: str) -> int | None:
+        """The id of a collection."""
+        manifest = self.bucket.manifest()
+        for entry in manifest.collections.values():
+            if entry.name == name and manifest.scopes.get(entry.scope_id) == scope:
+                return entry.collection_id
         return None
 
-    def elsewhere(self) -> Reply:
-        """The vbucket is not here; with the map, unless this client has it and wants nothing twice."""
-        known = self.told_revision == self.cluster_map.revision
-        if known and Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP in self.features:
-            return Reply(Status.NOT_MY_VBUCKET)
-        self.told_revision = self.cluster_map.revision
-        return Reply(Status.NOT_MY_VBUCKET, value=self.cluster_map.of_bucket, datatype=JSON)
+    # -- vbuckets
+
+    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later:
+        """Published seqnos, read once per group: clients ask for them every second."""
+        if state not in (VbucketState.ALIVE, VbucketState.ACTIVE):
+            return Reply()
+        if collection_id is not None:
+            self.bucket.check_newest_collection(collection_id, self.known_reader)
+            return Later(_collection_seqnos(self.bucket, collection_id).__next__)
+        view = self.bucket.view
+        try:
+            seqnos = [(vbid, int(each.seqno)) for vbid, each in zip(view.vbids, view.published(), strict=True)]
+        except StorageError as error:
+            raise Refused(Status.ETMPFAIL, "the store cannot be read") from error
+        return Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
+
+    def vbucket_history(self, vbid: int) -> VbucketHistory:
+        """The source's failover log and what is published."""
+        state = self.bucket.served_state(vbid)
+        log = [(int(entry.vbuuid), int(entry.seqno)) for entry in state.failover_log]
+        published = int(state.published_seqno)
+        return VbucketHistory(log, published, published)
+
+    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
+        """A group of statistics of one vbucket or all."""
+        bucket = self.bucket
+        if not group:
+            return {"version": VERSION.decode(), "ep_bucket_type": "persistent", "bucket": bucket.name}
+        describe = _STATISTICS.get(group)
+        if describe is None:
+            raise Refused(Status.KEY_ENOENT)
+        found: dict[str, str] = {}
+        for each in bucket.view.vbids if vbid is None else [vbid]:
+            found |= describe(each, bucket.state(each))
+        return found
+
+    # -- documents
+
+    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document:
+        """The document, in the vbucket that the client names, if it selected a bucket."""
+        vbid = None
+        if self.bucket_selected:
+            vbid = frame.vbucket
+            if vbid not in self.bucket.view.vbids:
+                raise Refused(Status.NOT_MY_VBUCKET)
+        document = self.bucket.find(wire_key, vbid, self.known_reader, deletions=deletions)
+        if document is None:
+            raise Refused(Status.KEY_ENOENT)
+        return document
+
+    def content_of(self, document: FoundDocument) -> Content:
+        """A document, taken apart."""
+        assert isinstance(document, Document)
+        log = self.bucket.state(document.vbid).failover_log
+        about = About(
+            document.cas,
+            document.seqno,
+            document.rev_seqno,
+            document.flags,
+            document.expiry,
+            document.datatype,
+            document.deleted,
+            log[0].vbuuid if log else 0,
+        )
+        return Content.of(document.value, document.datatype, about)
+
+    # -- DCP, which the KV port does not speak
+
+    @property
+    def open_flags(self) -> int:
+        """None."""
+        return 0
+
+    def open_producer(self, name: str, flags: int) -> None:
+        """Not possible here."""
+        raise Refused(Status.NOT_SUPPORTED)
 
 
-Handler = Callable[[Session, Frame], Reply | Later | None]
+KvHandler = Handler[KvSession]
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A row of the dispatch table."""
+def _collection_seqnos(bucket: KvBucket, collection_id: int) -> Iterator[Reply | None]:
+    """None for each step of bounded work, at last the answer."""
+    seqnos = []
+    for number, vbid in enumerate(bucket.view.vbids):
+        if number % VBUCKETS_PER_STEP == VBUCKETS_PER_STEP - 1:
+            yield None
+        pin = bucket.pin(vbid)
+        newest, below = bucket.newest_of(pin, collection_id, None)
+        while below:
+            yield None
+            newest, below = bucket.newest_of(pin, collection_id, below)
+        seqnos.append((vbid, newest))
+    yield Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
 
-    handle: Handler
-    before_login: bool = False
+
+def _state_statistics(vbid: int, _state: StoredState) -> dict[str, str]:
+    return {f"vb_{vbid}": "active"}
+
+
+def _seqno_statistics(vbid: int, state: StoredState) -> dict[str, str]:
+    published = str(state.published_seqno)
+    names = ("high_seqno", "abs_high_seqno", "last_persisted_seqno", "max_visible_seqno", "last_persisted_snap_end")
+    return {f"vb_{vbid}:{name}": published for name in names} | {
+        f"vb_{vbid}:purge_seqno": str(state.local_purge_seqno),
+        f"vb_{vbid}:uuid": str(state.failover_log[0].vbuuid if state.failover_log else 0),
+    }
+
+
+def _failover_statistics(vbid: int, state: StoredState) -> dict[str, str]:
+    return failover_statistics(vbid, [(int(entry.vbuuid), int(entry.seqno)) for entry in state.failover_log])
+
+
+_STATISTICS: dict[str, Callable[[int, StoredState], dict[str, str]]] = {
+    "vbucket": _state_statistics,
+    "vbucket-seqno": _seqno_statistics,
+    "failovers": _failover_statistics,
+}

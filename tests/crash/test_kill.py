@@ -37,7 +37,7 @@ def source_figures(cluster: SandboxCluster) -> dict[int, tuple[int, int]]:
     figures: dict[int, tuple[int, int]] = {}
     for node in cluster.nodes:
         for connection in node.connections:
-            producer = connection.session.producer
+            producer = connection.producer
             if producer is not None:
                 slot = int(producer.name.rpartition(":")[2])
                 streams, sent = figures.get(slot, (0, 0))

@@ -7,10 +7,10 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mirror.feed.sasl import SaslError, ScramServer, plain_decode
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import BODY_LENGTH_MAX, Feature, Opcode, Status
 from mirror.wire.frame import Frame, encode, response
+from mirror.wire.sasl import SaslError, ScramServer, plain_decode
 
 USER, PASSWORD = "demo", "hunter2"
 Answer = Callable[["ScriptedNode", Frame], list[Frame] | bytes | None]

@@ -16,7 +16,7 @@ from mirror.errors import ConfigError, NotSupported
 from mirror.feed.collection_watch import HIDDEN, CollectionWatch
 from mirror.ingest.selection import Selection, SourceManifest, StreamFilter
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.users import ALL_PRIVILEGES, SYSTEM_COLLECTIONS
+from mirror.server.privileges import ALL_PRIVILEGES, SYSTEM_COLLECTIONS
 from mirror.wire.constants import Status, StreamEndReason
 from storage.check import check
 from storage.errors import UnknownCollection

@@ -6,13 +6,17 @@ import pytest
 
 from mirror.document import values
 from mirror.sandbox import item as it
-from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
+from mirror.sandbox.encoder import ItemEncoder
 from mirror.sandbox.item import CommitItem, EventItem, Item
 from mirror.sandbox.manifest import Change
+from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
+from mirror.server.controls import Controls
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import SystemEventId
+
+ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
 
 
 def decoded(frame: bytes) -> object:
@@ -24,25 +28,25 @@ def mutation(value: bytes = b"{}", datatype: int = 1) -> Item:
 
 
 def test_what_needs_no_change_is_the_very_same_bytes() -> None:
-    encoder = ItemEncoder(ClientFeatures(collections=True))
+    encoder = ItemEncoder(Controls(ABILITIES, collections=True))
     item = mutation()
     assert encoder.encode(item, from_disk=True) is item.frame
 
 
 def test_without_collections_keys_have_no_prefix() -> None:
-    sent = decoded(ItemEncoder(ClientFeatures()).encode(mutation(), from_disk=True))
+    sent = decoded(ItemEncoder(Controls(ABILITIES)).encode(mutation(), from_disk=True))
     assert isinstance(sent, ev.Mutation)
     assert sent.key == b"k"
 
 
 def test_compressed_values_are_opened_for_who_cannot() -> None:
     packed = mutation(*values.deflate(b"a" * 500, 0))
-    sent = decoded(ItemEncoder(ClientFeatures(collections=True)).encode(packed, from_disk=True))
+    sent = decoded(ItemEncoder(Controls(ABILITIES, collections=True)).encode(packed, from_disk=True))
     assert isinstance(sent, ev.Mutation)
     assert (sent.value, sent.datatype) == (b"a" * 500, 0)
-    able = ItemEncoder(ClientFeatures(collections=True, snappy=True))
+    able = ItemEncoder(Controls(ABILITIES, collections=True, snappy=True))
     assert able.encode(packed, from_disk=True) == packed.frame
-    forced = ItemEncoder(ClientFeatures(collections=True, snappy=True, force_compression=True))
+    forced = ItemEncoder(Controls(ABILITIES, collections=True, snappy=True, force_compression=True))
     assert fr.decode(forced.encode(mutation(b"a" * 500, 0), from_disk=True))[0].datatype == values.SNAPPY
 
 
@@ -60,7 +64,7 @@ def test_an_expiration_has_its_own_opcode_only_with_delete_times(
     flags: int, expiry_opcode: bool, from_disk: bool, wanted: object
 ) -> None:
     item = Item(5, b"\x08k", it.expiration_frame(3, b"\x08k", 5, 1, 9, b"", delete_time=77))
-    features = ClientFeatures(collections=True, open_flags=flags, expiry_opcode=expiry_opcode)
+    features = Controls(ABILITIES, collections=True, open_flags=flags, expiry_opcode=expiry_opcode)
     assert decoded(ItemEncoder(features).encode(item, from_disk=from_disk)) == wanted
 
 
@@ -71,7 +75,7 @@ def test_an_expiration_has_its_own_opcode_only_with_delete_times(
 def test_a_tombstone_keeps_the_xattrs_of_users_for_who_asked_for_them(flags: int, wanted: dict[bytes, bytes]) -> None:
     value, datatype = values.join({b"_sync": b"{}", b"mine": b"1"}, b"", 0)
     item = Item(5, b"\x08k", it.deletion_frame(3, b"\x08k", 5, 1, 9, value, delete_time=7, datatype=datatype))
-    encoder = ItemEncoder(ClientFeatures(collections=True, open_flags=flags))
+    encoder = ItemEncoder(Controls(ABILITIES, collections=True, open_flags=flags))
     sent = decoded(encoder.encode(item, from_disk=True))
     assert isinstance(sent, ev.Deletion)
     assert values.split(sent.value, sent.datatype)[0] == wanted
@@ -83,10 +87,10 @@ def test_a_tombstone_keeps_the_xattrs_of_users_for_who_asked_for_them(flags: int
 def test_commits_are_mutations_unless_asked_for_from_memory() -> None:
     frame = it.mutation_frame(3, b"\x08k", 6, 1, 9, b"{}")
     item = CommitItem(6, b"\x08k", frame, 5)
-    able = ItemEncoder(ClientFeatures(collections=True, sync_writes=True))
+    able = ItemEncoder(Controls(ABILITIES, collections=True, sync_writes=True))
     assert decoded(able.encode(item, from_disk=False)) == ev.Commit(3, b"\x08k", 5, 6)
     assert able.encode(item, from_disk=True) == frame
-    plain = ItemEncoder(ClientFeatures(collections=True))
+    plain = ItemEncoder(Controls(ABILITIES, collections=True))
     assert plain.encode(item, from_disk=False) == frame
     abort = Item(7, b"\x08k", it.abort_frame(3, b"\x08k", 5, 7))
     assert (plain.shows(abort), able.shows(abort)) == (False, True)
@@ -95,7 +99,7 @@ def test_commits_are_mutations_unless_asked_for_from_memory() -> None:
 
 def test_clients_without_collections_get_commits_and_aborts_under_their_own_keys() -> None:
     """As the prepares that they end; with the collection's id they ended nothing."""
-    able = ItemEncoder(ClientFeatures(sync_writes=True))
+    able = ItemEncoder(Controls(ABILITIES, sync_writes=True))
     commit = CommitItem(6, b"\0k", it.mutation_frame(3, b"\0k", 6, 1, 9, b"{}"), 5)
     abort = Item(7, b"\0k", it.abort_frame(3, b"\0k", 5, 7))
     assert decoded(able.encode(commit, from_disk=False)) == ev.Commit(3, b"k", 5, 6)
@@ -106,8 +110,8 @@ def test_events_in_the_other_shape_and_with_a_stream_id() -> None:
     change = Change(SystemEventId.SCOPE_CREATE, 1, 8, name="s")
     frame = it.system_event_frame(3, 5, 3, 0, b"s", change.body())
     item = EventItem(5, b"x", frame, change)
-    assert ItemEncoder(ClientFeatures(collections=True)).encode(item, from_disk=True) == frame
-    flat = decoded(ItemEncoder(ClientFeatures(collections=True, flat_events=True)).encode(item, from_disk=True))
+    assert ItemEncoder(Controls(ABILITIES, collections=True)).encode(item, from_disk=True) == frame
+    flat = decoded(ItemEncoder(Controls(ABILITIES, collections=True, flat_events=True)).encode(item, from_disk=True))
     assert flat == ev.SystemEvent(3, 5, 3, 2, b"s", change.flat_body())
     with_id = fr.decode(fr.with_stream_id(frame, 300))[0]
     assert (with_id.stream_id, with_id.key, with_id.value) == (300, b"s", change.body())

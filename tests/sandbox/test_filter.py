@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mirror.sandbox.filter import FilterError, StreamFilter, parse
+from mirror.sandbox.filter import StreamFilter, parse
 from mirror.sandbox.item import Item, mutation_frame, system_event_frame
 from mirror.sandbox.manifest import BucketManifest, Change
 from mirror.sandbox.vbucket import system_key
+from mirror.server.errors import Refused
 from mirror.wire.constants import Status, SystemEventId
 
 
@@ -41,7 +42,7 @@ def manifest() -> BucketManifest:
     ],
 )
 def test_what_is_refused(manifest: BucketManifest, value: bytes, status: Status) -> None:
-    with pytest.raises(FilterError) as error:
+    with pytest.raises(Refused) as error:
         parse(value, manifest, has_collections=True, has_stream_ids=False)
     assert error.value.status == status
 
@@ -49,7 +50,7 @@ def test_what_is_refused(manifest: BucketManifest, value: bytes, status: Status)
 def test_stream_ids_are_wanted_or_not(manifest: BucketManifest) -> None:
     assert parse(b'{"sid":3}', manifest, has_collections=True, has_stream_ids=True).stream_id == 3
     for value in (b"", b'{"sid":0}', b'{"sid":70000}', b'{"sid":"3"}'):
-        with pytest.raises(FilterError):
+        with pytest.raises(Refused):
             parse(value, manifest, has_collections=True, has_stream_ids=True)
 
 
@@ -59,7 +60,7 @@ def test_a_client_without_collections_may_say_nothing(manifest: BucketManifest) 
     assert legacy.passes(document(0))
     assert not legacy.passes(document(8))
     assert not legacy.passes(event(SystemEventId.COLLECTION_END, 0, 0))
-    with pytest.raises(FilterError):
+    with pytest.raises(Refused):
         parse(b'{"uid":"0"}', manifest, has_collections=False, has_stream_ids=False)
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
+from mirror.sandbox.encoder import ItemEncoder
 from mirror.sandbox.filter import StreamFilter
+from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.stream import ProducerStream, StreamOptions
+from mirror.server.controls import Controls
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, Status, StreamEndReason
@@ -22,6 +24,8 @@ from tests.recordings import frames
 
 from .client import DATA, ENDLESS, Client
 from .recorded import fill
+
+ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
 
 
 def data(client: Client, vbid: int = 0) -> list[int]:
@@ -354,7 +358,7 @@ async def test_a_backfill_sends_what_was_there_when_it_began() -> None:
         vbucket = cluster.vbucket(0)
         vbucket.to_disk()
         request = ev.StreamRequest(0, 0, 0, 2**64 - 1, 0, 0, 0, opaque=7)
-        encoder = ItemEncoder(ClientFeatures(collections=True))
+        encoder = ItemEncoder(Controls(ABILITIES, collections=True))
         stream = ProducerStream(vbucket, request, StreamFilter(), encoder, StreamOptions(), random.Random(1))
         assert stream.take(1)  # the marker
         vbucket.purge()
@@ -428,7 +432,7 @@ def test_durable_writes_are_shown_as_recorded(
     vbucket.newest.setdefault(8, {})
     vbucket.completed = completed
     replica = "k22" in name
-    features = ClientFeatures(collections=True, sync_writes=replica)
+    features = Controls(ABILITIES, collections=True, sync_writes=replica)
     request = ev.StreamRequest(13, 0, 0, ENDLESS, 0, 0, 0)
     options = StreamOptions(marker_v2=replica)
     encoder = ItemEncoder(features)

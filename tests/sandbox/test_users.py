@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mirror.sandbox.users import ALL_PRIVILEGES, READ, Users
+from mirror.sandbox.users import Users
+from mirror.server.privileges import ALL_PRIVILEGES, READ
 
 
 def test_a_user_is_added_and_changed_in_place() -> None:

@@ -12,10 +12,12 @@ from random import Random
 
 from mirror.ingest import collections as manifests
 from mirror.ingest.rollback import Accept, Rollback, prune_failover_log, vbuuid_at
-from mirror.serve.dcp_controls import Negotiated
+from mirror.serve.dcp_connection import ABILITIES
 from mirror.serve.dcp_filter import StreamFilter
-from mirror.serve.dcp_producer import answer_of
+from mirror.serve.dcp_producer import published_history
 from mirror.serve.dcp_stream import DcpStream
+from mirror.server.controls import Controls
+from mirror.server.producer import judge
 from mirror.wire import codec_dcp
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, MarkerVersion, StreamEndReason
@@ -273,7 +275,7 @@ class Client:
     """Follows the mirror by the rules, keeps every boundary, and is compared at each snapshot's end."""
 
     world: World
-    negotiated: Negotiated
+    controls: Controls
     seen: dict[str, int] = field(default_factory=dict)
     boundaries: list[Boundary] = field(default_factory=list)
     log: tuple[FailoverEntry, ...] = ()
@@ -314,12 +316,12 @@ class Client:
                 0, 0, start, NO_END_SEQNO, vbuuid_at(self.log, start), snap_start, snap_end, opaque=7
             )
             stream_filter = StreamFilter(collections=self.collections, purge_seqno=purge_seqno)
-            answer = answer_of(request, standing, stream_filter)
+            answer = judge(request, published_history(standing), stream_filter.purge_seqno)
             if isinstance(answer, Accept):
                 self._count("middle" if middle else "accepted")
                 self.log = standing.failover_log
-                negotiated = replace(self.negotiated)
-                self.stream = WatchedStream(request, standing, stream_filter, negotiated, lambda: world.view)
+                controls = replace(self.controls)
+                self.stream = WatchedStream(request, standing, stream_filter, controls, lambda: world.view)
                 self.stream.branch_of = {}
                 return
             assert isinstance(answer, Rollback), answer
@@ -396,5 +398,5 @@ def client_of(world: World, rng: Random) -> Client:
     """One that knows more or less."""
     flags = int(DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS)
     version = rng.choice([MarkerVersion.V1, MarkerVersion.V2_2])
-    negotiated = Negotiated(True, True, flags, marker_version=version)
-    return Client(world, negotiated, collections=rng.choice([None, None, frozenset({0})]))
+    controls = Controls(ABILITIES, True, True, flags, marker_version=version)
+    return Client(world, controls, collections=rng.choice([None, None, frozenset({0})]))

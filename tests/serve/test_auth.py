@@ -12,8 +12,8 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from mirror.feed.sasl import HASHES, SaslError, ScramClient, ScramServer
 from mirror.serve.auth import FileUsers, Reader, SourceUser, Users, entry_of, server_tls, users_of
+from mirror.wire.sasl import HASHES, SaslError, ScramClient, ScramServer
 from tests.serve.certificates import make_certificate
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import cramjam
 import pytest
 
-from mirror.serve.dcp_controls import Negotiated
+from mirror.serve.dcp_connection import ABILITIES
 from mirror.serve.dcp_encoder import RowEncoder
 from mirror.serve.dcp_filter import StreamFilter
+from mirror.server.controls import Controls
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
@@ -19,18 +20,18 @@ from mirror.wire.errors import ProtocolError
 from mirror.wire.system_events import decode_system_event, encode_system_event
 from tests.recordings import frames
 
-EVERYTHING = Negotiated(True, True, 0x125, expiry_asked=True)
+EVERYTHING = Controls(ABILITIES, True, True, 0x125, expiry_opcode=True)
 XATTR, SNAPPY, JSON = 4, 2, 1
 BLOB = xattr.join({b"_sync": b"1", b"user": b'"u"'})
 
 
-def encoder(negotiated: Negotiated, stream_filter: StreamFilter | None = None, **options: bool) -> RowEncoder:
-    return RowEncoder(negotiated, stream_filter or StreamFilter(), **options)
+def encoder(controls: Controls, stream_filter: StreamFilter | None = None, **options: bool) -> RowEncoder:
+    return RowEncoder(controls, stream_filter or StreamFilter(), **options)
 
 
-def sent(row: ev.Event, negotiated: Negotiated, **options: Any) -> ev.Event:
+def sent(row: ev.Event, controls: Controls, **options: Any) -> ev.Event:
     """What a client gets of a row, as an event."""
-    return codec_dcp.decode(fr.decode(encoder(negotiated, **options).encode(codec_dcp.encode(row)))[0])
+    return codec_dcp.decode(fr.decode(encoder(controls, **options).encode(codec_dcp.encode(row)))[0])
 
 
 def documents(name: str) -> dict[bytes, fr.Frame]:
@@ -55,7 +56,7 @@ def test_from_the_fullest_recording_come_the_others(name: str, flags: int) -> No
     """72_h10 is the recording with xattrs, those of users on deleted documents included."""
     fullest = documents("72_h10_deleted_user_xattrs")
     wanted = documents(name)
-    made = encoder(Negotiated(False, False, flags), StreamFilter(collections=frozenset({0}), legacy=True))
+    made = encoder(Controls(ABILITIES, False, False, flags), StreamFilter(collections=frozenset({0}), legacy=True))
     compared = 0
     for key, frame in wanted.items():
         if key not in fullest:
@@ -87,31 +88,31 @@ def test_a_client_that_takes_everything_gets_the_row_itself() -> None:
 def test_xattrs_and_compression_are_taken_off_for_those_who_do_not_want_them() -> None:
     value = bytes(cramjam.snappy.compress_raw(BLOB + b'{"a":1}'))
     row = ev.Mutation(0, b"\0k", 5, 1, 9, flags=3, expiry=4, datatype=XATTR | JSON | SNAPPY, value=value)
-    no_snappy = sent(row, Negotiated(True, False, 0x5))
+    no_snappy = sent(row, Controls(ABILITIES, True, False, 0x5))
     assert no_snappy == replace(row, datatype=XATTR | JSON, value=BLOB + b'{"a":1}')
-    neither = sent(row, Negotiated(True, True, 0x1))
+    neither = sent(row, Controls(ABILITIES, True, True, 0x1))
     assert neither == replace(row, datatype=JSON, value=b'{"a":1}')
-    assert encoder(Negotiated(True, True, 0x1)).unwanted_datatype == XATTR
+    assert encoder(Controls(ABILITIES, True, True, 0x1)).unwanted_datatype == XATTR
 
 
 def test_values_are_left_out_or_compressed_on_request() -> None:
     row = ev.Mutation(0, b"\0k", 5, 1, 9, datatype=XATTR | JSON, value=BLOB + b'{"a":1}' * 50)
-    keys_only = sent(row, Negotiated(True, True, 0x1), no_value=True)
+    keys_only = sent(row, Controls(ABILITIES, True, True, 0x1), no_value=True)
     assert keys_only == replace(row, datatype=0, value=b"")
-    with_xattrs = sent(row, Negotiated(True, True, 0xD))
+    with_xattrs = sent(row, Controls(ABILITIES, True, True, 0xD))
     assert with_xattrs == replace(row, datatype=XATTR, value=BLOB)
-    true_datatype = sent(row, Negotiated(True, True, 0x41))
+    true_datatype = sent(row, Controls(ABILITIES, True, True, 0x41))
     assert true_datatype == replace(row, value=b"")
-    forced = sent(row, Negotiated(True, True, 0x5, force_compression=True))
+    forced = sent(row, Controls(ABILITIES, True, True, 0x5, force_compression=True))
     assert isinstance(forced, ev.Mutation)
     assert forced.datatype == XATTR | JSON | SNAPPY
     assert bytes(cramjam.snappy.decompress_raw(forced.value)) == row.value
 
 
-def test_tombstones_come_in_the_shape_that_was_negotiated() -> None:
-    times = Negotiated(True, True, 0x25)
-    expiries = Negotiated(True, True, 0x25, expiry_asked=True)
-    plain = Negotiated(True, True, 0x5, expiry_asked=True)
+def test_tombstones_come_in_the_shape_that_was_controls() -> None:
+    times = Controls(ABILITIES, True, True, 0x25)
+    expiries = Controls(ABILITIES, True, True, 0x25, expiry_opcode=True)
+    plain = Controls(ABILITIES, True, True, 0x5, expiry_opcode=True)
     old = ev.Deletion(0, b"\0k", 5, 2, 9)
     timed = ev.Deletion(0, b"\0k", 5, 2, 9, delete_time=1700)
     expired = ev.Expiration(0, b"\0k", 5, 2, 9, delete_time=1700)
@@ -126,21 +127,21 @@ def test_tombstones_come_in_the_shape_that_was_negotiated() -> None:
 
 def test_xattrs_of_users_stay_on_tombstones_for_those_who_opened_with_them() -> None:
     row = ev.Deletion(0, b"\0k", 5, 2, 9, datatype=XATTR, value=BLOB, delete_time=1)
-    assert sent(row, Negotiated(True, True, 0x125)) == row
-    system = sent(row, Negotiated(True, True, 0x25))
+    assert sent(row, Controls(ABILITIES, True, True, 0x125)) == row
+    system = sent(row, Controls(ABILITIES, True, True, 0x25))
     assert system == replace(row, value=xattr.join({b"_sync": b"1"}))
-    assert sent(row, Negotiated(True, True, 0x21)) == replace(row, datatype=0, value=b"")
+    assert sent(row, Controls(ABILITIES, True, True, 0x21)) == replace(row, datatype=0, value=b"")
 
 
 def test_metadata_of_old_servers_is_taken_off() -> None:
     row = ev.Mutation(0, b"\0k", 5, 1, 9, value=b"body", metadata=b"meta")
-    assert sent(row, Negotiated(True, True, 0x9)) == replace(row, value=b"", metadata=b"")
+    assert sent(row, Controls(ABILITIES, True, True, 0x9)) == replace(row, value=b"", metadata=b"")
     gone = ev.Deletion(0, b"\0k", 5, 1, 9, metadata=b"meta")
-    assert sent(gone, Negotiated(True, True, 0x25)) == replace(gone, metadata=b"", delete_time=0)
+    assert sent(gone, Controls(ABILITIES, True, True, 0x25)) == replace(gone, metadata=b"", delete_time=0)
     lies = bytearray(codec_dcp.encode(row))
     lies[24 + 28 : 24 + 30] = b"\xff\xff"
     with pytest.raises(ValueError, match="metadata of 65535"):
-        encoder(Negotiated(True, True, 0x9)).encode(bytes(lies))
+        encoder(Controls(ABILITIES, True, True, 0x9)).encode(bytes(lies))
 
 
 @pytest.mark.parametrize("stored", [1, 2])
@@ -148,7 +149,7 @@ def test_system_events_come_in_the_form_that_the_client_reads(stored: int) -> No
     content = ev.CollectionCreated(3, 8, 9, "carts", max_ttl=60)
     row = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=5, version=stored))
     for flat, version in ((False, 1), (True, 2)):
-        made = encoder(Negotiated(True, True, 0x5, flat_events=flat))
+        made = encoder(Controls(ABILITIES, True, True, 0x5, flat_events=flat))
         event = codec_dcp.decode(fr.decode(made.encode(row))[0])
         assert isinstance(event, ev.SystemEvent)
         assert (event.version, event.seqno) == (version, 5)
@@ -158,19 +159,19 @@ def test_system_events_come_in_the_form_that_the_client_reads(stored: int) -> No
 def test_changed_settings_exist_in_one_form_only() -> None:
     content = ev.CollectionModified(3, 8, 9, "carts", max_ttl=60)
     row = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=5, version=2))
-    assert encoder(Negotiated(True, True, 0x5)).encode(row) == b""
-    assert encoder(Negotiated(True, True, 0x5, flat_events=True)).encode(row) == row
+    assert encoder(Controls(ABILITIES, True, True, 0x5)).encode(row) == b""
+    assert encoder(Controls(ABILITIES, True, True, 0x5, flat_events=True)).encode(row) == row
 
 
 def test_stream_ids_stand_in_the_framing() -> None:
     row = ev.Mutation(0, b"\0k", 5, 1, 9, value=b"v")
-    framed = encoder(Negotiated(True, True, 0x5), StreamFilter(stream_id=5)).encode(codec_dcp.encode(row))
+    framed = encoder(Controls(ABILITIES, True, True, 0x5), StreamFilter(stream_id=5)).encode(codec_dcp.encode(row))
     assert codec_dcp.decode(fr.decode(framed)[0]) == replace(row, stream_id=5)
     assert framed == fr.with_stream_id(codec_dcp.encode(row), 5)
 
 
 def test_what_cannot_be_taken_apart_is_an_error() -> None:
-    bare = encoder(Negotiated(True, False, int(DcpOpenFlag.PRODUCER)))
+    bare = encoder(Controls(ABILITIES, True, False, int(DcpOpenFlag.PRODUCER)))
     broken = (
         ev.Mutation(0, b"\0k", 5, 1, 9, datatype=SNAPPY, value=b"\xff" * 20),
         ev.Mutation(0, b"\0k", 5, 1, 9, datatype=XATTR, value=b"\xff" * 20),

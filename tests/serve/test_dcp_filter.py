@@ -6,7 +6,7 @@ import pytest
 
 from mirror.serve.auth import Reader
 from mirror.serve.dcp_filter import StreamFilter, parse
-from mirror.serve.kv_bucket import Refused
+from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 from mirror.wire.events import CollectionCreated, CollectionDropped, CollectionModified, ScopeCreated, ScopeDropped
 from storage.model import Collection, Manifest, ManifestUid, Seqno

@@ -158,13 +158,6 @@ async def test_a_window_may_be_smaller_than_a_message_and_change(store: Store, e
     await client.until_end(2)
 
 
-async def test_who_acknowledges_more_than_was_sent_is_hung_up_on_alone(store: Store, endpoint: DcpEndpoint) -> None:
-    liar, other = await endpoint.client(name="liar"), await endpoint.client(name="other")
-    await liar.send(ack(1))
-    assert await liar.receive() is None
-    assert await other.alive()
-
-
 async def test_noops_are_sent_while_a_stream_is_open(store: Store, endpoint: DcpEndpoint) -> None:
     client = await endpoint.client(controls={b"set_noop_interval": b"0.1"})
     assert await client.silent(), "no stream, no noop"

@@ -11,7 +11,8 @@ import pytest
 
 from mirror.clock import ManualClock
 from mirror.serve.auth import Reader
-from mirror.serve.kv_bucket import MANIFEST_FRESH_S, KvBucket, Refused
+from mirror.serve.kv_bucket import MANIFEST_FRESH_S, KvBucket
+from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 from storage import directory
 from storage.errors import CorruptedError

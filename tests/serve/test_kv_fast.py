@@ -10,15 +10,16 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.document import values
-from mirror.serve import kv_documents
 from mirror.serve.auth import Reader
-from mirror.serve.kv_bucket import KvBucket, Refused
+from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_fast import Counters, fast_get
 from mirror.serve.kv_map import ClusterMap, own_node
-from mirror.serve.kv_session import Reply, Session
+from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
+from mirror.server import dispatch, document_requests
+from mirror.server.session import Reply
 from mirror.wire import frame as fr
-from mirror.wire.constants import Feature, Opcode
+from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.model import Collection, Seqno
 from tests.serve.kv_rig import DEFAULT, Store, users
@@ -75,15 +76,14 @@ def requests() -> list[Frame]:
     ]
 
 
-def slowly(session: Session, frame: Frame) -> Reply | None:
-    """What the table's row for GET says; None: a refusal."""
-    assert session.reader is not None
+def slowly(session: KvSession, frame: Frame) -> Reply | None:
+    """What the dispatch answers; None: a refusal."""
     try:
-        reply = kv_documents.OPERATIONS[Opcode.GET].handle(session, frame)
-    except (Refused, ValueError):
+        reply = dispatch.answer(session, document_requests.OPERATIONS, frame)
+    except ValueError:
         return None
     assert isinstance(reply, Reply)
-    return reply
+    return reply if reply.status == Status.SUCCESS else None
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -95,7 +95,7 @@ def test_the_short_way_says_what_the_long_one_says_or_nothing(
     answered = 0
     for count in range(len(FEATURES) + 1):
         for granted in combinations(FEATURES, count):
-            session = Session(bucket, users(), cluster_map, b"secret", plain_allowed=True, reader=reader)
+            session = KvSession(bucket, users(), cluster_map, b"secret", plain_allowed=True, reader=reader)
             session.grant(frozenset(map(int, granted)))
             session.bucket_selected = selected
             counters = Counters()

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from mirror.config import Settings
-from mirror.feed.sasl import HASHES, ScramClient
 from mirror.serve.auth import FileUsers, Reader, SourceUser, entry_of, server_tls
-from mirror.serve.kv_requests import FAILED_LOGINS_MAX, GRANTED
+from mirror.serve.kv_session import FAILED_LOGINS_MAX, GRANTED
 from mirror.serve.listener import Address
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
+from mirror.wire.sasl import HASHES, ScramClient
 from storage.keys import vbid_of
 from storage.model import Collection, Seqno
 from tests.serve.certificates import make_certificate
@@ -239,7 +239,7 @@ async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint, monkey
         return list(codec_dcp.decode_all_vb_seqnos(answer.value))
 
     for step in (64, 1):
-        monkeypatch.setattr("mirror.serve.kv_requests.VBUCKETS_PER_STEP", step)
+        monkeypatch.setattr("mirror.serve.kv_session.VBUCKETS_PER_STEP", step)
         assert await seqnos(8) == [(0, 3), (1, 5), (2, 3), (3, 3)]
         assert await seqnos(0) == [(0, 0), (1, 9), (2, 7), (3, 0)]
     (connection,) = endpoint.server.connections

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mirror.serve.kv_bucket import Refused
 from mirror.serve.kv_scan_request import Requirements, Wanted, parse
+from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 
 

@@ -10,26 +10,27 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.serve.auth import Reader
-from mirror.serve.kv_bucket import KvBucket, Refused
+from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
-from mirror.serve.kv_session import Session
+from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
+from mirror.server.errors import Refused
 from mirror.wire import codec_kv
 from mirror.wire.constants import Feature, Status
 from tests.serve.kv_rig import Store, users
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
+def session(tmp_path: Path) -> Iterator[KvSession]:
     store = Store(tmp_path)
     bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
     cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
-    yield Session(bucket, users(), cluster_map, b"secret", plain_allowed=True)
+    yield KvSession(bucket, users(), cluster_map, b"secret", plain_allowed=True)
     bucket.close()
     store.close()
 
 
-def test_features_are_kept_as_they_were_granted(session: Session) -> None:
+def test_features_are_kept_as_they_were_granted(session: KvSession) -> None:
     names = ("xerror", "tracing", "collections", "snappy", "json")
     assert not any(getattr(session, name) for name in names)
     for name in names:
@@ -37,7 +38,7 @@ def test_features_are_kept_as_they_were_granted(session: Session) -> None:
         assert [each for each in names if getattr(session, each)] == [name]
 
 
-def test_a_context_is_told_only_to_those_who_take_it(session: Session) -> None:
+def test_a_context_is_told_only_to_those_who_take_it(session: KvSession) -> None:
     assert session.refuse(Status.EINVAL, "why").value == b""
     session.grant(frozenset({int(Feature.XERROR)}))
     assert session.refuse(Status.EINVAL).value == b""
@@ -47,19 +48,19 @@ def test_a_context_is_told_only_to_those_who_take_it(session: Session) -> None:
     assert len(references) == 2
 
 
-def test_a_vbucket_that_is_elsewhere_comes_with_the_map(session: Session) -> None:
+def test_a_vbucket_that_is_elsewhere_comes_with_the_map(session: KvSession) -> None:
     reply = session.refused(Refused(Status.NOT_MY_VBUCKET))
     assert reply.value == session.cluster_map.of_bucket
     assert session.refused(Refused(Status.KEY_ENOENT)).value == b""
 
 
-def test_who_wants_no_map_twice_gets_it_once(session: Session) -> None:
+def test_who_wants_no_map_twice_gets_it_once(session: KvSession) -> None:
     session.grant(frozenset({int(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP)}))
     first, second = (session.refused(Refused(Status.NOT_MY_VBUCKET)) for _ in "ab")
     assert (first.value, second.value) == (session.cluster_map.of_bucket, b"")
-    session.take_map(ClusterMap(session.bucket.identity, named_nodes("a:1"), 2))
+    session.cluster_map = ClusterMap(session.bucket.identity, named_nodes("a:1"), 2)
     assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == session.cluster_map.of_bucket
-    session.map_now()
+    session.send_map(with_bucket=True)
     assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == b""
 
 
@@ -80,14 +81,14 @@ NOTIFY, BRIEF = Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANG
     ],
 )
 def test_a_changed_map_is_told_as_it_was_asked_for(
-    session: Session, features: tuple[int, ...], logged_in: bool, bucket: bool, told: str | None
+    session: KvSession, features: tuple[int, ...], logged_in: bool, bucket: bool, told: str | None
 ) -> None:
     session.grant(frozenset(map(int, features)))
     session.reader = Reader("r") if logged_in else None
     session.bucket_selected = bucket
     changed = ClusterMap(session.bucket.identity, named_nodes("a:1"), 2)
-    frame = session.take_map(changed)
-    assert session.cluster_map is changed
+    session.cluster_map = changed
+    frame = session.map_notification()
     if told is None:
         assert frame is None
         return

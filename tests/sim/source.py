@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 from mirror.sandbox.bucket import Bucket
-from mirror.sandbox.dcp import DcpProducer, Refusal
-from mirror.sandbox.encoder import ClientFeatures, ItemEncoder
+from mirror.sandbox.dcp import DcpProducer
+from mirror.sandbox.encoder import ItemEncoder
+from mirror.sandbox.filter import StreamFilter
 from mirror.sandbox.item import ABORT, PREPARE, SYSTEM_EVENT, Item
 from mirror.sandbox.node import NodeConnection, SandboxNode
+from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.stream import ProducerStream
 from mirror.sandbox.users import User
 from mirror.sandbox.vbucket import Vbucket, system_id
+from mirror.server.controls import Controls
+from mirror.server.errors import Refused
+from mirror.server.producer import History
 from mirror.wire import codec_dcp
-from mirror.wire.constants import DcpOpenFlag, Feature, SnapshotFlag, Status, SystemEventId
+from mirror.wire.constants import DcpOpenFlag, Feature, MarkerVersion, SnapshotFlag, Status, SystemEventId
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest
 from storage import keys
 from storage.model import FailoverEntry
+
+ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
+
 
 State = dict[bytes, Item]
 """Wire key -> newest version, tombstones included."""
@@ -112,20 +120,24 @@ class SimProducer(DcpProducer):
         super().__init__(*args, **options)
         self.source = source
 
-    def start(self) -> None:
+    def start(self, report: Callable[[BaseException], None] | None = None) -> None:
         pass
 
-    def _judge(self, request: StreamRequest) -> tuple[Refusal | None, ProducerStream | None]:
+    def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
         source = self.source
         if source.refuse_next:
             source.counts["refused on purpose"] += 1
-            return Refusal(source.refuse_next.pop()), None
-        refusal, plain = super()._judge(request)
-        if plain is None:
-            if refusal is not None and refusal.status == Status.ROLLBACK:
-                source.counts["rollback answers"] += 1
-            return refusal, None
-        stream = SimStream(plain.vbucket, request, plain._filter, SimEncoder(self.features), plain._options, source.rng)
+            raise Refused(source.refuse_next.pop())
+        try:
+            return super().request_stream(request)
+        except Refused as error:
+            source.counts["rollback answers"] += error.status == Status.ROLLBACK
+            raise
+
+    def _open_stream(self, request: StreamRequest, stream_filter: StreamFilter, history: History) -> ProducerStream:
+        source = self.source
+        plain = super()._open_stream(request, stream_filter, history)
+        stream = SimStream(plain.vbucket, request, plain._filter, SimEncoder(self.controls), plain._options, source.rng)
         stream.counts, stream.shapes = source.counts, source.shapes
         source.lines[request.opaque] = plain.vbucket.log
         source.counts["streams accepted"] += 1
@@ -133,7 +145,7 @@ class SimProducer(DcpProducer):
             source.counts["mid-snapshot resumes"] += 1
             if request.start_seqno < plain.vbucket.purge_seqno:
                 source.counts["mid-snapshot resumes below the purge seqno"] += 1
-        return None, stream
+        return stream
 
 
 class SimConnection(NodeConnection):
@@ -146,21 +158,23 @@ class SimConnection(NodeConnection):
         session = self.session
         session.user = User("demo", "demo")
         session.bucket_selected = True
-        session.features |= {int(Feature.XATTR), int(Feature.SNAPPY), int(Feature.JSON)}
+        features = {int(Feature.XATTR), int(Feature.SNAPPY), int(Feature.JSON)}
         if source.collections:
-            session.features.add(int(Feature.COLLECTIONS))
+            features.add(int(Feature.COLLECTIONS))
+        session.grant(frozenset(features))
         flags = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS | DcpOpenFlag.INCLUDE_DELETE_TIMES
-        features = ClientFeatures(
+        controls = Controls(
+            ABILITIES,
             collections=source.collections,
             snappy=True,
             open_flags=int(flags),
             expiry_opcode=True,
             sync_writes=source.prepares,
+            noop_enabled=True,
+            marker_version=MarkerVersion.V2_2 if source.marker_v2_2 else MarkerVersion.V1,
+            oso="oso" in source.shapes,
         )
-        producer = SimProducer(source, self, name, features, source.rng, live_snapshot_items=source.live_snapshot_items)
-        producer.controls.noop_enabled = True
-        producer.controls.marker_v2_2 = source.marker_v2_2
-        producer.controls.oso = "oso" in source.shapes
+        producer = SimProducer(source, self, name, controls, source.rng, live_snapshot_items=source.live_snapshot_items)
         producer.controls.oso_with_seqno_advanced = source.rng.random() < 0.5
         producer.controls.buffer_bytes = window_bytes
         producer.window.resize(window_bytes)

@@ -7,16 +7,15 @@ import json
 import pytest
 
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.users import ALL_PRIVILEGES
+from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 from tests.recordings import frames
-
-from .client import FEATURES, Client
-from .recorded import answers
+from tests.sandbox.client import FEATURES, Client
+from tests.sandbox.recorded import answers
 
 SASL = (Opcode.SASL_AUTH, Opcode.SASL_STEP)
 VOLATILE = {"CAS", "last_modified", "seqno", "vbucket_uuid"}

@@ -7,7 +7,7 @@ import base64
 import pytest
 import scramp
 
-from mirror.feed.sasl import (
+from mirror.wire.sasl import (
     HASHES,
     MECHANISMS,
     SaslError,

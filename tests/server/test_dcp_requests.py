@@ -11,14 +11,12 @@ import pytest
 
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
-from mirror.wire import events as ev
 from mirror.wire.constants import Opcode, Status, VbucketState
 from mirror.wire.frame import Frame
 from storage.model import FailoverEntry, Seqno, Vbuuid
 from tests.recordings import frames
-
-from .client import Client
-from .recorded import STREAM, answers, fill, seqno_of, stream_of
+from tests.sandbox.client import Client
+from tests.sandbox.recorded import STREAM, answers, fill, seqno_of, stream_of
 
 PASSWORDS = {"@admin": "password", "mirror": "mirror", "reader": "readerpw"}
 
@@ -308,13 +306,6 @@ async def test_an_answer_to_nothing_ends_the_connection() -> None:
         await client.until_closed()
         assert 5 not in client.answers
         assert client.events == []
-
-
-async def test_more_bytes_acknowledged_than_sent_is_refused() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.dcp(cluster, connection_buffer_size="4096")
-        answer = await client.ask(codec_dcp.to_frame(ev.BufferAck(10)))
-        assert answer.status == Status.EINVAL
 
 
 WHOLE_BACKFILLS = [

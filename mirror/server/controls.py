@@ -1,0 +1,260 @@
+"""What a DCP client negotiated: by HELLO, by the flags of DCP_OPEN, and by DCP_CONTROL.
+
+The names, values and statuses are those of docs/protocol.md 2.2 and 2.3, checked against recorded engines. An unknown
+name is EINVAL, and so is a value that is out of range; neither changes anything. What a server is not able to do is
+NOT_SUPPORTED (`Abilities`). This module does not know streams or tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mirror.wire.constants import ControlKey, DcpOpenFlag, MarkerVersion, Status
+
+NOOP_INTERVAL_DEFAULT_S = 180.0
+NOOP_INTERVAL_MIN_S, NOOP_INTERVAL_MAX_S = 0.1, 10_800.0
+CONSUMER_NAME_BYTES_MAX = 200
+
+STREAM_BUFFER_SIZE = b"stream_buffer_size"
+ENABLE_EXT_METADATA = b"enable_ext_metadata"
+ENABLE_VALUE_COMPRESSION = b"enable_value_compression"
+
+_TRUE = b"true"
+_BOOLEANS = (b"true", b"false")
+_PRIORITIES = (b"high", b"medium", b"low")
+_MARKER_VERSIONS = {b"2.0": MarkerVersion.V2_0, b"2.2": MarkerVersion.V2_2}
+_ROUND_ROBIN, _SEQUENTIAL = b"round-robin", b"sequential"
+_OSO_WITH_SEQNO_ADVANCED = b"true_with_seqno_advanced"
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What one kind of server knows and can do of what DCP_CONTROL requests."""
+
+    controls: frozenset[bytes]
+    """The names that it knows."""
+    fractional_noop_interval: bool = True
+    """The interval of noops may be a fraction of a second (7.6 and newer)."""
+    sync_writes: bool = False
+    """It can send the prepares of durable writes."""
+    change_streams: bool = False
+    """Its storage keeps every version."""
+    oso_with_seqno_advanced: bool = True
+    """It knows the second form of out-of-order snapshots (7.1 and newer)."""
+
+
+@dataclass(slots=True)
+class Controls:
+    """The settings of one DCP connection."""
+
+    abilities: Abilities
+    collections: bool = False
+    snappy: bool = False
+    open_flags: int = 0
+    noop_enabled: bool = False
+    noop_interval_s: float = NOOP_INTERVAL_DEFAULT_S
+    buffer_bytes: int = 0
+    stream_ids: bool = False
+    end_on_close: bool = False
+    expiry_opcode: bool = False
+    force_compression: bool = False
+    flat_events: bool = False
+    sync_writes: bool = False
+    consumer_name: bool = False
+    oso: bool = False
+    oso_with_seqno_advanced: bool = False
+    change_streams: bool = False
+    v7_status_codes: bool = False
+    round_robin: bool = False
+    """Backfills of several vbuckets take turns."""
+    marker_version: MarkerVersion = MarkerVersion.V1
+    """Of the markers of disk snapshots."""
+
+    @property
+    def xattrs(self) -> bool:
+        """Whether values carry their xattrs."""
+        return bool(self.open_flags & DcpOpenFlag.INCLUDE_XATTRS)
+
+    @property
+    def deleted_user_xattrs(self) -> bool:
+        """Whether deletions keep the xattrs of users, too."""
+        return bool(self.open_flags & DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS)
+
+    @property
+    def delete_times(self) -> bool:
+        """Whether deletions carry their time."""
+        return bool(self.open_flags & DcpOpenFlag.INCLUDE_DELETE_TIMES)
+
+    @property
+    def expirations(self) -> bool:
+        """Whether expirations have an opcode of their own: only with delete times (recorded: success either way)."""
+        return self.expiry_opcode and self.delete_times
+
+    @property
+    def no_value(self) -> bool:
+        """Whether bodies are left out, and the datatype says so."""
+        return bool(self.open_flags & DcpOpenFlag.NO_VALUE)
+
+    @property
+    def no_value_with_underlying_datatype(self) -> bool:
+        """Whether values are left out, and the datatype stays that of the document."""
+        return bool(self.open_flags & DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE)
+
+    def set(self, name: bytes, value: bytes) -> Status:
+        """DCP_CONTROL: the status is the answer."""
+        handler = _CONTROLS.get(name) if name in self.abilities.controls else None
+        return Status.EINVAL if handler is None else handler(self, value)
+
+    def _set_noop(self, value: bytes) -> Status:
+        if value not in _BOOLEANS:
+            return Status.EINVAL
+        self.noop_enabled = value == _TRUE
+        return Status.SUCCESS
+
+    def _set_noop_interval(self, value: bytes) -> Status:
+        fractional = self.abilities.fractional_noop_interval
+        try:
+            seconds = float(value)
+        except ValueError:
+            return Status.EINVAL
+        least = NOOP_INTERVAL_MIN_S if fractional else 1
+        if not least <= seconds <= NOOP_INTERVAL_MAX_S or not (fractional or value.isdigit()):
+            return Status.EINVAL
+        self.noop_interval_s = seconds
+        return Status.SUCCESS
+
+    def _set_buffer_size(self, value: bytes) -> Status:
+        if not (value.isdigit() and len(value) <= 10 and int(value) < 1 << 32):
+            return Status.EINVAL
+        self.buffer_bytes = int(value)
+        return Status.SUCCESS
+
+    def _set_force_compression(self, value: bytes) -> Status:
+        if value != _TRUE or not self.snappy:
+            return Status.EINVAL
+        self.force_compression = True
+        return Status.SUCCESS
+
+    def _set_end_on_close(self, value: bytes) -> Status:
+        if value != _TRUE:
+            return Status.EINVAL
+        self.end_on_close = True
+        return Status.SUCCESS
+
+    def _set_expiry_opcode(self, value: bytes) -> Status:
+        if value not in _BOOLEANS:
+            return Status.EINVAL
+        self.expiry_opcode = value == _TRUE
+        return Status.SUCCESS
+
+    def _set_stream_id(self, value: bytes) -> Status:
+        if value != _TRUE or not self.collections:
+            return Status.EINVAL
+        if self.sync_writes:
+            return Status.NOT_SUPPORTED
+        self.stream_ids = True
+        return Status.SUCCESS
+
+    def _set_sync_writes(self, value: bytes) -> Status:
+        if not self.abilities.sync_writes:
+            return Status.NOT_SUPPORTED
+        if value != _TRUE:
+            return Status.EINVAL
+        if self.stream_ids:
+            return Status.NOT_SUPPORTED
+        self.sync_writes = True
+        return Status.SUCCESS
+
+    def _set_consumer_name(self, value: bytes) -> Status:
+        if not self.abilities.sync_writes:
+            return Status.NOT_SUPPORTED
+        if not 0 < len(value) <= CONSUMER_NAME_BYTES_MAX:
+            return Status.EINVAL
+        self.consumer_name = True
+        return Status.SUCCESS
+
+    def _set_deleted_user_xattrs(self, value: bytes) -> Status:
+        return Status.SUCCESS if value == _TRUE and self.deleted_user_xattrs else Status.EINVAL
+
+    def _set_oso(self, value: bytes) -> Status:
+        with_seqno_advanced = value == _OSO_WITH_SEQNO_ADVANCED and self.abilities.oso_with_seqno_advanced
+        if value != _TRUE and not with_seqno_advanced:
+            return Status.EINVAL
+        self.oso = True
+        self.oso_with_seqno_advanced = with_seqno_advanced
+        return Status.SUCCESS
+
+    def _set_change_streams(self, value: bytes) -> Status:
+        """Only where the storage keeps history; a client cannot turn it off again (docs/protocol.md 2.3)."""
+        if value != _TRUE:
+            return Status.EINVAL
+        if not self.abilities.change_streams:
+            return Status.NOT_SUPPORTED
+        self.change_streams = True
+        return Status.SUCCESS
+
+    def _set_v7_status_codes(self, value: bytes) -> Status:
+        if value != _TRUE:
+            return Status.EINVAL
+        self.v7_status_codes = True
+        return Status.SUCCESS
+
+    def _set_flat_events(self, value: bytes) -> Status:
+        if value != _TRUE:
+            return Status.EINVAL
+        self.flat_events = True
+        return Status.SUCCESS
+
+    def _set_marker_version(self, value: bytes) -> Status:
+        version = _MARKER_VERSIONS.get(value)
+        if version is None or not self.collections:
+            return Status.EINVAL
+        self.marker_version = version
+        return Status.SUCCESS
+
+    def _set_priority(self, value: bytes) -> Status:
+        return Status.SUCCESS if value in _PRIORITIES else Status.EINVAL
+
+    def _set_order(self, value: bytes) -> Status:
+        if value not in (_ROUND_ROBIN, _SEQUENTIAL):
+            return Status.EINVAL
+        self.round_robin = value == _ROUND_ROBIN
+        return Status.SUCCESS
+
+    def _accept_boolean(self, value: bytes) -> Status:
+        return Status.SUCCESS if value in _BOOLEANS else Status.EINVAL
+
+    def _not_supported(self, _value: bytes) -> Status:
+        return Status.NOT_SUPPORTED
+
+
+_CONTROLS: dict[bytes, Callable[[Controls, bytes], Status]] = {
+    ControlKey.ENABLE_NOOP: Controls._set_noop,
+    ControlKey.SET_NOOP_INTERVAL: Controls._set_noop_interval,
+    ControlKey.CONNECTION_BUFFER_SIZE: Controls._set_buffer_size,
+    ControlKey.SET_PRIORITY: Controls._set_priority,
+    ControlKey.SUPPORTS_CURSOR_DROPPING: Controls._accept_boolean,
+    ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN: Controls._accept_boolean,
+    ControlKey.SUPPORTS_HIFI_MFU: Controls._accept_boolean,
+    ControlKey.FORCE_VALUE_COMPRESSION: Controls._set_force_compression,
+    ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM: Controls._set_end_on_close,
+    ControlKey.ENABLE_EXPIRY_OPCODE: Controls._set_expiry_opcode,
+    ControlKey.ENABLE_STREAM_ID: Controls._set_stream_id,
+    ControlKey.ENABLE_SYNC_WRITES: Controls._set_sync_writes,
+    ControlKey.CONSUMER_NAME: Controls._set_consumer_name,
+    ControlKey.BACKFILL_ORDER: Controls._set_order,
+    ControlKey.INCLUDE_DELETED_USER_XATTRS: Controls._set_deleted_user_xattrs,
+    ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS: Controls._set_oso,
+    ControlKey.V7_DCP_STATUS_CODES: Controls._set_v7_status_codes,
+    ControlKey.CHANGE_STREAMS: Controls._set_change_streams,
+    ControlKey.FLATBUFFERS_SYSTEM_EVENTS: Controls._set_flat_events,
+    ControlKey.MAX_MARKER_VERSION: Controls._set_marker_version,
+    ControlKey.CACHE_TRANSFER: Controls._not_supported,
+    STREAM_BUFFER_SIZE: Controls._not_supported,
+    ENABLE_EXT_METADATA: Controls._accept_boolean,
+    ENABLE_VALUE_COMPRESSION: Controls._accept_boolean,
+}
+
+ALL_CONTROLS = frozenset(_CONTROLS)
+"""Every name that any server has known."""

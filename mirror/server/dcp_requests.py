@@ -1,0 +1,119 @@
+"""Answers to the requests of a DCP client, and what its own answers mean.
+
+Only DCP_OPEN is accepted on a connection that is not DCP's, and only once. A request out of place is EINVAL and the
+connection stays (7.2 as recorded); servers of 6.0 and older hang up (`Session.hangs_up`).
+"""
+
+from __future__ import annotations
+
+from mirror.server.errors import Refused
+from mirror.server.privileges import DCP_PRODUCER
+from mirror.server.producer import Producer
+from mirror.server.requests import failover_log
+from mirror.server.session import Handler, Operation, Reply, Session
+from mirror.wire import codec_dcp
+from mirror.wire.constants import DcpOpenFlag, Opcode, Status
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.events import BufferAck, CloseStream, DcpControl, DcpOpen, StreamRequest
+from mirror.wire.frame import Frame
+
+STREAM_REQUEST_EXTRAS_BYTES = 48
+
+_NOT_DCP = "The command can only be sent on a DCP connection"
+_OPENED_BEFORE = "The connection is already opened as a DCP connection"
+_ANSWERABLE = (int(Opcode.DCP_NOOP), int(Opcode.DCP_SNAPSHOT_MARKER))
+
+
+class OutOfPlace(Exception):
+    """The request is not possible now; the server hangs up without an answer."""
+
+
+def _open(session: Session, frame: Frame) -> Reply:
+    if session.producer is not None:
+        raise _out_of_place(session, _OPENED_BEFORE)
+    event = codec_dcp.decode(frame)
+    assert isinstance(event, DcpOpen)
+    if event.flags & ~session.open_flags or not event.flags & DcpOpenFlag.PRODUCER:
+        return _invalid(session, "Request contains invalid flags")
+    session.open_producer(event.name.decode(errors="replace"), event.flags)
+    return Reply()
+
+
+def _control(session: Session, frame: Frame) -> Reply:
+    producer = _producer(session)
+    event = codec_dcp.decode(frame)
+    assert isinstance(event, DcpControl)
+    return Reply(producer.control(event.name, event.value))
+
+
+def _stream_request(session: Session, frame: Frame) -> Reply:
+    producer = _producer(session)
+    if len(frame.extras) != STREAM_REQUEST_EXTRAS_BYTES:
+        return _invalid(session, f"Request must include extras of length {STREAM_REQUEST_EXTRAS_BYTES}")
+    event = codec_dcp.decode(frame)
+    assert isinstance(event, StreamRequest)
+    log = producer.request_stream(event)
+    return Reply(value=codec_dcp.encode_failover_log([(int(each.vbuuid), int(each.seqno)) for each in log]))
+
+
+def _close_stream(session: Session, frame: Frame) -> Reply:
+    producer = _producer(session)
+    event = codec_dcp.decode(frame)
+    assert isinstance(event, CloseStream)
+    producer.close_stream(event.vbid, event.stream_id)
+    return Reply()
+
+
+def _failover_log(session: Session, frame: Frame) -> Reply:
+    _producer(session)
+    return failover_log(session, frame)
+
+
+def _buffer_ack(session: Session, frame: Frame) -> None:
+    producer = _producer(session)
+    event = codec_dcp.decode(frame)
+    assert isinstance(event, BufferAck)
+    producer.acked(event.count)
+
+
+def _noop(session: Session, _frame: Frame) -> Reply:
+    _producer(session)
+    return Reply()
+
+
+def take_answer(session: Session, frame: Frame) -> None:
+    """The client answered: a noop, or a marker that requested it. Anything else is a RemoteProtocolError."""
+    if session.producer is None or frame.opcode not in _ANSWERABLE:
+        raise RemoteProtocolError("an answer to nothing", op=frame.opcode)
+    if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
+        session.producer.marker_answered(frame.opaque)
+
+
+def _producer(session: Session) -> Producer:
+    if session.producer is None:
+        raise _out_of_place(session, _NOT_DCP)
+    return session.producer
+
+
+def _out_of_place(session: Session, context: str) -> Exception:
+    return OutOfPlace(context) if session.hangs_up else Refused(Status.EINVAL, context)
+
+
+def _invalid(session: Session, context: str) -> Reply:
+    """The answer to what no client may ask; servers that then hang up do not say why."""
+    return Reply(Status.EINVAL, hang_up=True) if session.hangs_up else session.refuse(Status.EINVAL, context)
+
+
+_HANDLERS: dict[int, Handler[Session]] = {
+    Opcode.DCP_CONTROL: _control,
+    Opcode.DCP_STREAM_REQ: _stream_request,
+    Opcode.DCP_CLOSE_STREAM: _close_stream,
+    Opcode.DCP_GET_FAILOVER_LOG: _failover_log,
+    Opcode.DCP_BUFFER_ACK: _buffer_ack,
+    Opcode.DCP_NOOP: _noop,
+}
+
+OPERATIONS: dict[int, Operation[Session]] = {
+    int(Opcode.DCP_OPEN): Operation(_open, privilege=DCP_PRODUCER, checked=False),
+    **{int(opcode): Operation(handler, checked=False) for opcode, handler in _HANDLERS.items()},
+}

@@ -1,0 +1,58 @@
+"""From a request to its answer: login, bucket, privilege and the request's shape are checked here, once for all.
+
+A request that its operation refuses, or cannot decode, is answered with the status, and the connection stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+from mirror.server.dcp_requests import OutOfPlace
+from mirror.server.errors import Refused
+from mirror.server.session import Later, Operation, Reply, Session
+from mirror.wire import codec_kv
+from mirror.wire.constants import Status, opcode_name
+from mirror.wire.errors import ProtocolError
+from mirror.wire.frame import Frame
+
+SessionT = TypeVar("SessionT", bound=Session)
+T = TypeVar("T")
+
+
+def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | Later | None:
+    """The answer to a request; None where there is none. Raises OutOfPlace: hang up."""
+    operation = operations.get(frame.opcode)
+    if not session.logged_in and not (operation and operation.before_login):
+        return session.refuse(Status.EACCESS, "log in first")
+    if operation is None:
+        return session.refuse(Status.UNKNOWN_COMMAND)
+    if session.needs_bucket and not (session.bucket_selected or operation.without_bucket):
+        return session.refuse(Status.NO_BUCKET, "select a bucket first")
+    if operation.privilege and not session.may(operation.privilege):
+        context = (
+            f"Authorization failure: can't execute {opcode_name(frame.opcode)} operation"
+            f" without the {operation.privilege} privilege"
+        )
+        return session.refuse(Status.EACCESS, context, with_reference=True)
+    return guarded(session, partial(_checked, operation, session, frame))
+
+
+def _checked(operation: Operation[SessionT], session: SessionT, frame: Frame) -> Reply | Later | None:
+    if operation.checked:
+        codec_kv.check_request(frame)
+    return operation.handle(session, frame)
+
+
+def guarded(session: Session, compute: Callable[[], T]) -> T | Reply:
+    """What `compute` returns, or the answer to the refusal that it raises."""
+    try:
+        return compute()
+    except Refused as error:
+        return session.refused(error)
+    except ProtocolError as error:
+        return session.refuse(error.status, error.detail)
+
+
+__all__ = ["OutOfPlace", "answer", "guarded"]

@@ -1,0 +1,209 @@
+"""Answers to requests that read documents: get and its variants, metadata, and paths inside of documents.
+
+As kv_engine answers them (docs/BinaryProtocol.md, docs/SubDocument.md; the recording sdk_72_conn2). A value is sent
+with no datatype bit that the client did not negotiate, and never with its xattrs; quiet forms answer hits only; a path
+that fails among several is reported in the body, under one status for the whole.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from mirror.document import values
+from mirror.document.jsonpath import PathError
+from mirror.document.lookup import LOOKUPS, XATTR_PATH, Content
+from mirror.server.errors import Refused
+from mirror.server.privileges import META_READ, READ
+from mirror.server.session import Answer, Handler, Operation, Reply, Session
+from mirror.wire import codec_kv, leb128
+from mirror.wire.codec_kv import LookupResult
+from mirror.wire.constants import Opcode, Status
+from mirror.wire.frame import Frame
+
+SessionT = TypeVar("SessionT", bound=Session)
+
+KEY_BYTES_MAX = 250
+"""Of a key without its collection id."""
+
+ACCESS_DELETED = 0x04
+REPLICA_READ = 0x20
+
+_META_WITH_DATATYPE = b"\x02"
+_U32 = struct.Struct(">I")
+
+
+class FoundDocument(Protocol):
+    """A version of a document, or a tombstone."""
+
+    @property
+    def value(self) -> bytes:
+        """Xattrs and body, perhaps compressed: `datatype` says which."""
+
+    @property
+    def datatype(self) -> int:
+        """Datatype bits of the value."""
+
+    @property
+    def flags(self) -> int:
+        """The client's flags."""
+
+    @property
+    def cas(self) -> int:
+        """The CAS that clients see."""
+
+    @property
+    def expiry(self) -> int:
+        """When it expires, in seconds of Unix time; 0: never."""
+
+    @property
+    def rev_seqno(self) -> int:
+        """How many times it was changed."""
+
+    @property
+    def deleted(self) -> bool:
+        """It is a tombstone."""
+
+
+class DocumentSession(Session):
+    """A client of a server that has documents."""
+
+    lookup_flags = ACCESS_DELETED
+    """Document flags of a lookup that the server knows."""
+
+    @abstractmethod
+    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> FoundDocument:
+        """The document of a request, or with `deletions` its tombstone. Raises Refused."""
+
+    @abstractmethod
+    def content_of(self, document: FoundDocument) -> Content:
+        """A document that `find_document` returned, for lookups in it."""
+
+
+def wire_key(session: Session, frame: Frame) -> bytes:
+    """The request's key with a collection id, which clients without collections leave out. Raises Refused."""
+    start = leb128.decode(frame.key)[1] if session.collections else 0
+    if not 0 < len(frame.key) - start <= KEY_BYTES_MAX:
+        raise Refused(Status.EINVAL, f"a key has 1 to {KEY_BYTES_MAX} bytes")
+    return frame.key if session.collections else b"\0" + frame.key
+
+
+def outgoing(session: Session, value: bytes, datatype: int) -> tuple[bytes, int]:
+    """A document's body as this client can take it. Raises ValueError for one that cannot be taken apart."""
+    if datatype & values.XATTR:
+        value, datatype = values.without_xattrs(value, datatype)
+    if datatype & values.SNAPPY and not session.snappy:
+        value, datatype = values.inflate(value, datatype)
+    return value, datatype if session.json else datatype & ~values.JSON
+
+
+def _find(session: DocumentSession, frame: Frame, *, deletions: bool = False) -> FoundDocument:
+    return session.find_document(frame, wire_key(session, frame), deletions=deletions)
+
+
+def got(session: DocumentSession, frame: Frame, document: FoundDocument) -> Reply:
+    """The answer to a GET or one of its variants."""
+    value, datatype = outgoing(session, document.value, document.datatype)
+    key = frame.key if frame.opcode in (Opcode.GETK, Opcode.GETKQ) else b""
+    return Reply(extras=_U32.pack(document.flags), key=key, value=value, datatype=datatype, cas=document.cas)
+
+
+def _get(session: DocumentSession, frame: Frame) -> Reply:
+    return got(session, frame, _find(session, frame))
+
+
+def _get_meta(session: DocumentSession, frame: Frame) -> Reply:
+    document = _find(session, frame, deletions=True)
+    datatype = document.datatype if frame.extras[:1] == _META_WITH_DATATYPE else None
+    meta = codec_kv.Meta(document.deleted, document.flags, document.expiry, document.rev_seqno, datatype)
+    return Reply(extras=codec_kv.encode_meta(meta), cas=document.cas)
+
+
+def _lookup_one(session: DocumentSession, frame: Frame) -> Reply:
+    path, rest, path_flags, _, flags = codec_kv.decode_subdoc(frame)
+    if rest:
+        raise Refused(Status.EINVAL, "a lookup has a path and no value")
+    document = _find_for_lookup(session, frame, flags)
+    try:
+        value = session.content_of(document).lookup(frame.opcode, path_text(path), path_flags)
+    except PathError as error:
+        return Reply(error.status, cas=document.cas)
+    status = Status.SUBDOC_SUCCESS_DELETED if document.deleted else Status.SUCCESS
+    return Reply(status, value=value, cas=document.cas)
+
+
+def _lookup_many(session: DocumentSession, frame: Frame) -> Reply:
+    specs = codec_kv.decode_lookup_specs(frame.value)
+    check_path_order([spec.flags for spec in specs])
+    if any(spec.opcode not in LOOKUPS for spec in specs):
+        raise Refused(Status.SUBDOC_INVALID_COMBO)
+    document = _find_for_lookup(session, frame, frame.extras[-1] if frame.extras else 0)
+    content = session.content_of(document)
+    results = []
+    for spec in specs:
+        try:
+            value = content.lookup(spec.opcode, path_text(spec.path), spec.flags)
+            results.append(LookupResult(Status.SUCCESS, value))
+        except PathError as error:
+            results.append(LookupResult(error.status))
+    failed = any(result.status != Status.SUCCESS for result in results)
+    status = Status.SUBDOC_MULTI_PATH_FAILURE if failed else Status.SUCCESS
+    if document.deleted:
+        status = Status.SUBDOC_MULTI_PATH_FAILURE_DELETED if failed else Status.SUBDOC_SUCCESS_DELETED
+    return Reply(status, value=codec_kv.encode_lookup_results(results), cas=document.cas)
+
+
+def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> FoundDocument:
+    if flags & ~session.lookup_flags:
+        raise Refused(Status.EINVAL, "flags of a change on a lookup")
+    return _find(session, frame, deletions=bool(flags & ACCESS_DELETED))
+
+
+def check_path_order(flags: list[int]) -> None:
+    """Raise Refused unless the paths of xattrs come before those of the body."""
+    attributes = [bool(flag & XATTR_PATH) for flag in flags]
+    if attributes != sorted(attributes, reverse=True):
+        raise Refused(Status.SUBDOC_INVALID_XATTR_ORDER)
+
+
+def path_text(path: bytes) -> str:
+    """A path as text. Raises PathError."""
+    try:
+        return path.decode()
+    except UnicodeDecodeError:
+        raise PathError(Status.SUBDOC_PATH_EINVAL) from None
+
+
+def quiet_miss(handle: Callable[[SessionT, Frame], Answer]) -> Callable[[SessionT, Frame], Answer]:
+    """The quiet form of a getter: misses are not answered."""
+
+    def handle_quietly(session: SessionT, frame: Frame) -> Answer:
+        try:
+            return handle(session, frame)
+        except Refused as error:
+            if error.status == Status.KEY_ENOENT:
+                return None
+            raise
+
+    return handle_quietly
+
+
+_GETTERS: dict[int, Handler[DocumentSession]] = {
+    Opcode.GET: _get,
+    Opcode.GETQ: quiet_miss(_get),
+    Opcode.GETK: _get,
+    Opcode.GETKQ: quiet_miss(_get),
+    Opcode.GET_REPLICA: _get,
+    **dict.fromkeys(LOOKUPS[1:], _lookup_one),
+    Opcode.SUBDOC_MULTI_LOOKUP: _lookup_many,
+}
+_META_GETTERS: dict[int, Handler[DocumentSession]] = {
+    Opcode.GET_META: _get_meta,
+    Opcode.GETQ_META: quiet_miss(_get_meta),
+}
+
+OPERATIONS: dict[int, Operation[DocumentSession]] = {
+    int(opcode): Operation(handler, privilege=READ) for opcode, handler in _GETTERS.items()
+} | {int(opcode): Operation(handler, privilege=META_READ) for opcode, handler in _META_GETTERS.items()}

@@ -1,0 +1,41 @@
+"""The one exception with which an operation refuses a request."""
+
+from __future__ import annotations
+
+from mirror.wire import codec_dcp
+from mirror.wire.constants import Status
+
+UNKNOWN_COLLECTION_CONTEXT = "Unknown scope or collection in operation"
+
+
+class Refused(Exception):
+    """The request is answered with an error status."""
+
+    def __init__(
+        self,
+        status: int,
+        context: str = "",
+        *,
+        manifest_uid: int | None = None,
+        value: bytes = b"",
+        with_reference: bool = False,
+        bare: bool = False,
+    ) -> None:
+        """`context` is for clients with XERROR. `bare`: the answer is the status and `value`, whatever the status."""
+        super().__init__(context)
+        self.status = status
+        self.context = context
+        self.manifest_uid = manifest_uid
+        self.value = value
+        self.with_reference = with_reference
+        self.bare = bare or bool(value)
+
+
+def unknown_collection(manifest_uid: int, status: int = Status.UNKNOWN_COLLECTION) -> Refused:
+    """The refusal of a collection (or scope, by its status) that the manifest does not have."""
+    return Refused(status, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest_uid)
+
+
+def rolled_back(seqno: int) -> Refused:
+    """The refusal of a stream request whose client must go back to `seqno` or below."""
+    return Refused(Status.ROLLBACK, value=codec_dcp.encode_rollback_seqno(seqno))

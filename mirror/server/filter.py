@@ -1,0 +1,42 @@
+"""The filter that a stream request asks for, checked against a manifest.
+
+The JSON value is taken apart in `mirror.wire.stream_filter`. A client without collections gets the default collection
+and cannot send a value (docs/protocol.md 2.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from mirror.server.errors import Refused, unknown_collection
+from mirror.wire.constants import Status
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.stream_filter import KEYS, FilterRequest, parse_filter
+
+DEFAULT_COLLECTION_ONLY = FilterRequest(collections=frozenset({0}))
+
+
+def requested_filter(
+    value: bytes,
+    *,
+    has_collections: bool,
+    has_stream_ids: bool,
+    scopes: Container[int],
+    collections: Container[int],
+    manifest_uid: int,
+    known_keys: frozenset[str] = KEYS,
+) -> FilterRequest:
+    """The filter. `scopes` and `collections` are the ids that exist for the client. Raises Refused."""
+    if not has_collections:
+        if value:
+            raise Refused(Status.EINVAL, "A filter needs collections")
+        return DEFAULT_COLLECTION_ONLY
+    try:
+        found = parse_filter(value, has_stream_ids=has_stream_ids, known=known_keys)
+    except RemoteProtocolError as error:
+        raise Refused(error.status, error.detail) from None
+    if found.scope_id is not None and found.scope_id not in scopes:
+        raise unknown_collection(manifest_uid, Status.UNKNOWN_SCOPE)
+    if not all(number in collections for number in found.collections or ()):
+        raise unknown_collection(manifest_uid)
+    return found

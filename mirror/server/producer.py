@@ -1,0 +1,285 @@
+"""The DCP side of one connection, from DCP_OPEN on: controls, stream requests, flow control and noops.
+
+The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. What is left to the two kinds of producers is where
+the streams come from (the abstract methods of the judgement) and in which order they are served (their pumps). Bytes
+leave through `ProducerPort`; this module does not know sockets. Invariants: a message of a stream is sent only while
+the window is open, so the window is exceeded by one message at most; stream ends and noops are sent at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from mirror.ingest.rollback import OutOfRange, ProducerAnswer, Rollback, producer_answer
+from mirror.server.controls import Controls
+from mirror.server.errors import Refused, rolled_back
+from mirror.wire import codec_dcp
+from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
+from mirror.wire.events import DcpNoop, StreamRequest
+from mirror.wire.flow_control import ProducerWindow
+from storage.model import FailoverEntry
+
+NOOP_OPAQUE_FIRST = 10_000_000
+IDLE_TIMEOUT_S = 360.0
+"""A client with noops that sends nothing for this long is disconnected (kv_engine: dcp_idle_timeout)."""
+
+
+class ProducerPort(Protocol):
+    """What a producer needs of its connection."""
+
+    def write(self, data: bytes) -> None:
+        """Send now, or as soon as the client takes it."""
+
+    async def writable(self) -> None:
+        """Return when the client takes what was written."""
+
+    def hang_up(self) -> None:
+        """Close the connection."""
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the client last sent something."""
+
+
+class Filter(Protocol):
+    """What a stream shows of its vbucket."""
+
+    stream_id: int | None
+    purge_seqno: int | None
+
+
+class Stream(Protocol):
+    """A stream that was accepted."""
+
+    vbid: int
+    stream_id: int | None
+
+    def end(self, reason: StreamEndReason) -> bytes:
+        """The STREAM_END message; the stream gives nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Where a vbucket is, as stream requests are judged by it."""
+
+    failover_log: Sequence[FailoverEntry]
+    high_seqno: int
+    purge_seqno: int
+    holds_whole_filter: bool = False
+    """Nothing that the filter shows is above the requested start."""
+    answered_log: Sequence[FailoverEntry] | None = None
+    """The log that a client is answered, where it is not the one that it is judged by."""
+
+
+def judge(request: StreamRequest, history: History, purge_seqno: int | None) -> ProducerAnswer:
+    """Apply the producer's rollback rule to a stream request (`ingest.rollback`); `purge_seqno` is the client's."""
+    return producer_answer(
+        request.start_seqno,
+        request.snap_start_seqno,
+        request.snap_end_seqno,
+        request.vbuuid,
+        tuple(history.failover_log),
+        history.high_seqno,
+        history.purge_seqno,
+        end_seqno=request.end_seqno,
+        strict_vbuuid=bool(request.flags & StreamRequestFlag.STRICT_VBUUID),
+        ignore_purged_tombstones=bool(request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES),
+        client_purge_seqno=purge_seqno,
+        holds_whole_filter=history.holds_whole_filter,
+    )
+
+
+class Producer(Protocol):
+    """What the requests of a DCP client do."""
+
+    name: str
+
+    def control(self, name: bytes, value: bytes) -> Status:
+        """DCP_CONTROL: the status is the answer."""
+
+    def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
+        """DCP_STREAM_REQ: the failover log, newest first. Nothing is sent before the caller returned to the loop.
+        Raises Refused.
+        """
+
+    def close_stream(self, vbid: int, stream_id: int | None) -> None:
+        """DCP_CLOSE_STREAM; a STREAM_END, if it was negotiated, follows the answer. Raises Refused."""
+
+    def acked(self, count: int) -> None:
+        """DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
+
+    def marker_answered(self, opaque: int) -> None:
+        """The client answered a snapshot marker that requested it."""
+
+    def statistics(self) -> dict[str, str]:
+        """Statistics of this connection, by the server's names."""
+
+
+StreamT = TypeVar("StreamT", bound=Stream)
+FilterT = TypeVar("FilterT", bound=Filter)
+
+
+class BaseProducer(ABC, Generic[StreamT, FilterT]):
+    """A producer but for the origin of its streams and the order in which they are served."""
+
+    def __init__(self, port: ProducerPort, name: str, controls: Controls) -> None:
+        """`controls` holds what HELLO and DCP_OPEN negotiated."""
+        self.name = name
+        self.controls = controls
+        self.streams: dict[tuple[int, int | None], StreamT] = {}
+        """By vbucket and stream id."""
+        self.window = ProducerWindow()
+        self.idle_timeout_s = IDLE_TIMEOUT_S
+        self._port = port
+        self._wake = asyncio.Event()
+        self._stream_ends: deque[bytes] = deque()
+        """STREAM_ENDs that wait for the answer before them to be written."""
+        self._noop_opaque = NOOP_OPAQUE_FIRST
+        self._noop_task: asyncio.Task[None] | None = None
+        self._pump_task: asyncio.Task[None] | None = None
+
+    def start(self, report: Callable[[BaseException], None] | None = None) -> None:
+        """Begin to send; `report` is called when sending ends by an error of this program."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            if report is not None and not task.cancelled() and (error := task.exception()) is not None:
+                report(error)
+
+        self._pump_task = asyncio.create_task(self._pump(), name="dcp producer")
+        self._pump_task.add_done_callback(done)
+
+    def stop(self) -> None:
+        """End every stream without a message: the connection is gone."""
+        for task in (self._pump_task, self._noop_task):
+            if task is not None:
+                task.cancel()
+        for stream in list(self.streams.values()):
+            self._forget(stream)
+
+    def wake(self) -> None:
+        """There may be something to send."""
+        self._wake.set()
+
+    # -- requests
+
+    def control(self, name: bytes, value: bytes) -> Status:
+        """DCP_CONTROL: the status is the answer."""
+        controls = self.controls
+        noops = (controls.noop_enabled, controls.noop_interval_s)
+        status = controls.set(name, value)
+        if controls.buffer_bytes != self.window.window_bytes:
+            self.window.resize(controls.buffer_bytes)
+            self.wake()
+        if noops != (controls.noop_enabled, controls.noop_interval_s):
+            if self._noop_task is not None:
+                self._noop_task.cancel()
+            self._noop_task = asyncio.create_task(self._send_noops()) if controls.noop_enabled else None
+        return status
+
+    def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
+        """DCP_STREAM_REQ: the failover log, newest first. Raises Refused."""
+        request = self._check_request(request)
+        if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
+            raise Refused(Status.NOT_SUPPORTED, "enable_noop must be set before a stream with xattrs or a filter")
+        stream_filter = self._parse_filter(request)
+        if (request.vbid, stream_filter.stream_id) in self.streams:
+            raise Refused(Status.KEY_EEXISTS, "The stream is already open")
+        history = self._history(request, stream_filter)
+        answer = judge(request, history, stream_filter.purge_seqno)
+        if isinstance(answer, OutOfRange):
+            raise Refused(Status.ERANGE, "not snap_start <= start <= snap_end, or start > end")
+        if isinstance(answer, Rollback):
+            raise rolled_back(answer.seqno)
+        stream = self._open_stream(request, stream_filter, history)
+        self.streams[stream.vbid, stream.stream_id] = stream
+        self._opened(stream)
+        return history.failover_log if history.answered_log is None else history.answered_log
+
+    def close_stream(self, vbid: int, stream_id: int | None) -> None:
+        """DCP_CLOSE_STREAM; a STREAM_END, if it was negotiated, follows the answer. Raises Refused."""
+        if (stream_id is not None) != self.controls.stream_ids:
+            raise Refused(Status.DCP_STREAM_ID_INVALID)
+        stream = self.streams.get((vbid, stream_id))
+        if stream is None:
+            raise Refused(Status.DCP_STREAM_NOT_FOUND if self.controls.v7_status_codes else Status.KEY_ENOENT)
+        end = stream.end(StreamEndReason.CLOSED)
+        self._forget(stream)
+        if self.controls.end_on_close:
+            self._stream_ends.append(end)
+            self.wake()
+
+    def end_stream(self, stream: StreamT, reason: StreamEndReason) -> None:
+        """End a stream and send its STREAM_END, whether the window is open or not."""
+        end = stream.end(reason)
+        self._forget(stream)
+        self._send(end)
+
+    def acked(self, count: int) -> None:
+        """DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
+        self.window.acked(count)
+        self.wake()
+
+    def marker_answered(self, opaque: int) -> None:
+        """The client answered a snapshot marker that requested it."""
+
+    # -- the judgement of a stream request
+
+    @abstractmethod
+    def _check_request(self, request: StreamRequest) -> StreamRequest:
+        """The request with the flags that the server knows. Raises Refused for a vbucket that is not served here, a
+        flag that is not supported, or a privilege that the user lacks.
+        """
+
+    @abstractmethod
+    def _parse_filter(self, request: StreamRequest) -> FilterT:
+        """The filter that the request's value describes. Raises Refused."""
+
+    @abstractmethod
+    def _history(self, request: StreamRequest, stream_filter: FilterT) -> History:
+        """Where the vbucket is now. Raises Refused."""
+
+    @abstractmethod
+    def _open_stream(self, request: StreamRequest, stream_filter: FilterT, history: History) -> StreamT:
+        """The stream of a request that was accepted."""
+
+    def _opened(self, stream: StreamT) -> None:
+        """The stream was added to `streams`."""
+
+    def _forget(self, stream: StreamT) -> None:
+        """Remove a stream."""
+        del self.streams[stream.vbid, stream.stream_id]
+
+    # -- sending
+
+    @abstractmethod
+    async def _pump(self) -> None:
+        """Send what there is to send, for ever."""
+
+    def _send(self, data: bytes, uncounted_bytes: int = 0) -> None:
+        """Send messages of streams; flow control counts them, and `uncounted_bytes` more than are sent."""
+        self.window.sent(len(data) + uncounted_bytes)
+        self._port.write(data)
+
+    def _send_stream_ends(self) -> None:
+        while self._stream_ends:
+            self._send(self._stream_ends.popleft())
+
+    @property
+    def _noops_withheld(self) -> bool:
+        """Noops are not sent: a fault of the embedded source."""
+        return False
+
+    async def _send_noops(self) -> None:
+        while True:
+            await asyncio.sleep(self.controls.noop_interval_s)
+            if self._port.silence_s > self.idle_timeout_s:
+                self._port.hang_up()
+                return
+            if self.streams and not self._noops_withheld:
+                self._noop_opaque += 1
+                self._port.write(codec_dcp.encode(DcpNoop(opaque=self._noop_opaque)))

@@ -1,0 +1,242 @@
+"""Answers to what a client asks before and next to documents: HELLO, login, map, collections, statistics, seqnos.
+
+As kv_engine answers them (docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Features are granted only as the
+server has them, in ascending order. Only HELLO, login and what says nothing of the data is answered before login.
+"""
+
+from __future__ import annotations
+
+from mirror.server.errors import Refused, unknown_collection
+from mirror.server.privileges import META_READ
+from mirror.server.session import JSON, Handler, Later, Operation, Reply, Session
+from mirror.wire import codec_dcp, codec_kv
+from mirror.wire.constants import Feature, Opcode, Status
+from mirror.wire.errormap import error_map
+from mirror.wire.frame import Frame
+from mirror.wire.sasl import HASHES, SaslError, plain_decode
+
+AGENT_BYTES_MAX = 200
+DEFAULT_NAME = "_default"
+"""Stands for an empty name of a scope or collection."""
+
+_NOTIFICATIONS = frozenset(
+    (int(Feature.CLUSTERMAP_CHANGE_NOTIFICATION), int(Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF))
+)
+_ERROR_MAP_VERSION_MAX = 2
+_VBID_DIGITS_MAX = 5
+
+
+def _hello(session: Session, frame: Frame) -> Reply:
+    agent, requested = codec_kv.decode_hello(frame)
+    session.agent = agent[:AGENT_BYTES_MAX].decode(errors="replace")
+    granted = session.grantable.intersection(requested)
+    if Feature.DUPLEX not in granted and not _NOTIFICATIONS.isdisjoint(granted):
+        raise Refused(Status.EINVAL, "Clustermap change notification needs Duplex")
+    session.grant(granted)
+    return Reply(value=codec_kv.encode_features(sorted(granted)))
+
+
+# Login.
+
+
+def _list_mechanisms(session: Session, _frame: Frame) -> Reply:
+    if not session.mechanisms:
+        raise Refused(Status.NOT_SUPPORTED)
+    return Reply(value=" ".join(session.mechanisms).encode())
+
+
+def _auth(session: Session, frame: Frame) -> Reply:
+    mechanism, data = codec_kv.decode_sasl(frame)
+    if not session.mechanisms:
+        raise Refused(Status.NOT_SUPPORTED)
+    name = mechanism[:40].decode(errors="replace")
+    session.scram = None
+    session.log_out()
+    try:
+        if name not in session.mechanisms:
+            raise SaslError("no such mechanism")
+        if name not in HASHES:
+            username, password = plain_decode(data)
+            if not session.check_password(username, password):
+                raise SaslError("wrong user or password")
+            session.log_in(username)
+            return Reply()
+        server = session.scram_server(name)
+        session.scram = (name, server)
+        return Reply(Status.AUTH_CONTINUE, value=server.challenge(data))
+    except SaslError:
+        return _login_failed(session)
+
+
+def _step(session: Session, frame: Frame) -> Reply:
+    mechanism, data = codec_kv.decode_sasl(frame)
+    exchange, session.scram = session.scram, None
+    try:
+        if exchange is None or exchange[0].encode() != mechanism:
+            raise SaslError("no exchange is under way")
+        outcome = exchange[1].outcome(data)
+    except SaslError:
+        return _login_failed(session)
+    session.log_in(exchange[1].username)
+    return Reply(value=outcome)
+
+
+def _login_failed(session: Session) -> Reply:
+    session.scram = None
+    session.log_out()
+    reply = session.refuse(Status.AUTH_ERROR, with_reference=True)
+    reply.hang_up = session.login_failed()
+    return reply
+
+
+# The bucket.
+
+
+def _error_map(_session: Session, frame: Frame) -> Reply:
+    version = codec_kv.decode_error_map_request(frame)
+    if version < 1:
+        raise Refused(Status.EINVAL, bare=True)
+    return Reply(value=error_map(min(version, _ERROR_MAP_VERSION_MAX)), datatype=JSON)
+
+
+def _select_bucket(session: Session, frame: Frame) -> Reply:
+    session.bucket_selected = frame.key == session.bucket_name.encode()
+    if not session.bucket_selected:
+        raise Refused(Status.EACCESS, with_reference=True)
+    return Reply()
+
+
+def _cluster_config(session: Session, frame: Frame) -> Reply:
+    known = codec_kv.decode_cluster_config_request(frame)
+    if session.map_needs_bucket and not session.bucket_selected:
+        raise Refused(Status.NO_BUCKET, bare=True)
+    if known is not None and known >= session.map_revision:
+        return Reply()
+    return Reply(value=session.send_map(with_bucket=session.bucket_selected), datatype=JSON)
+
+
+def _check_collections(session: Session) -> None:
+    if session.no_collections_status is not None:
+        raise Refused(session.no_collections_status)
+
+
+def _manifest(session: Session, _frame: Frame) -> Reply:
+    _check_collections(session)
+    return Reply(value=session.manifest_text(), datatype=JSON)
+
+
+def _collection_id(session: Session, frame: Frame) -> Reply:
+    _check_collections(session)
+    path = (frame.value or frame.key).decode(errors="replace")
+    if path.count(".") != 1:
+        raise Refused(Status.EINVAL, "a collection is named scope.collection")
+    scope, _, name = path.partition(".")
+    if session.scope_id(scope or DEFAULT_NAME) is None:
+        raise unknown_collection(session.manifest_uid, Status.UNKNOWN_COLLECTION)
+    found = session.collection_id(scope or DEFAULT_NAME, name or DEFAULT_NAME)
+    if found is None:
+        raise unknown_collection(session.manifest_uid)
+    return Reply(extras=codec_kv.encode_collection_id(session.manifest_uid, found))
+
+
+def _scope_id(session: Session, frame: Frame) -> Reply:
+    _check_collections(session)
+    name = (frame.value or frame.key).decode(errors="replace").partition(".")[0]
+    found = session.scope_id(name or DEFAULT_NAME)
+    if found is None:
+        raise unknown_collection(session.manifest_uid, Status.UNKNOWN_SCOPE)
+    return Reply(extras=codec_kv.encode_collection_id(session.manifest_uid, found))
+
+
+def _accept(_session: Session, _frame: Frame) -> Reply:
+    return Reply()
+
+
+def _quit(_session: Session, _frame: Frame) -> Reply:
+    return Reply(hang_up=True)
+
+
+def _version(session: Session, _frame: Frame) -> Reply:
+    return Reply(value=session.version)
+
+
+# Seqnos and histories.
+
+
+def _all_vb_seqnos(session: Session, frame: Frame) -> Reply | Later:
+    state, collection_id = codec_dcp.decode_all_vb_seqnos_request(frame)
+    if collection_id is not None and not session.collections:
+        raise Refused(Status.EINVAL, "a collection was named by a client without collections")
+    return session.all_vb_seqnos(state, collection_id)
+
+
+def failover_log(session: Session, frame: Frame) -> Reply:
+    """The failover log of a vbucket: DCP_GET_FAILOVER_LOG and its older form."""
+    return Reply(value=codec_dcp.encode_failover_log(list(session.vbucket_history(frame.vbucket).failover_log)))
+
+
+def _observe_seqno(session: Session, frame: Frame) -> Reply:
+    vbuuid = codec_kv.decode_observe_seqno_request(frame)
+    vbid = frame.vbucket
+    history = session.vbucket_history(vbid)
+    current, persisted = history.current_seqno, history.persisted_seqno
+    newest = history.failover_log[0][0]
+    if vbuuid == newest:
+        seen = codec_kv.ObservedSeqno(vbid, vbuuid, persisted, current)
+        return Reply(value=codec_kv.encode_observe_seqno(seen))
+    upper = current
+    for older, seqno in history.failover_log:
+        if older == vbuuid:
+            seen = codec_kv.ObservedSeqno(vbid, newest, persisted, current, vbuuid, upper)
+            return Reply(value=codec_kv.encode_observe_seqno(seen))
+        upper = seqno
+    raise Refused(Status.KEY_ENOENT)
+
+
+def _stat(session: Session, frame: Frame) -> Reply:
+    group, _, rest = frame.key.decode(errors="replace").partition(" ")
+    if group == "dcp":
+        producer = session.producer
+        found = {"ep_dcp_count": str(int(producer is not None))} | (producer.statistics() if producer else {})
+    else:
+        if rest and not (rest.isascii() and rest.isdigit() and len(rest) <= _VBID_DIGITS_MAX):
+            raise Refused(Status.EINVAL, "not the number of a vbucket")
+        found = session.statistics(group, int(rest) if rest else None)
+    return Reply(before=tuple(Reply(key=name.encode(), value=text.encode()) for name, text in found.items()))
+
+
+_EARLY: dict[int, Handler[Session]] = {
+    Opcode.HELLO: _hello,
+    Opcode.SASL_LIST_MECHS: _list_mechanisms,
+    Opcode.SASL_AUTH: _auth,
+    Opcode.SASL_STEP: _step,
+    Opcode.GET_ERROR_MAP: _error_map,
+    Opcode.NOOP: _accept,
+    Opcode.VERSION: _version,
+    Opcode.VERBOSITY: _accept,
+    Opcode.QUIT: _quit,
+    Opcode.QUITQ: _quit,
+}
+_WITHOUT_BUCKET: dict[int, Handler[Session]] = {
+    Opcode.SELECT_BUCKET: _select_bucket,
+    Opcode.GET_CLUSTER_CONFIG: _cluster_config,
+}
+_WITH_BUCKET: dict[int, Handler[Session]] = {
+    Opcode.GET_COLLECTIONS_MANIFEST: _manifest,
+    Opcode.GET_COLLECTION_ID: _collection_id,
+    Opcode.GET_SCOPE_ID: _scope_id,
+    Opcode.GET_ALL_VB_SEQNOS: _all_vb_seqnos,
+    Opcode.GET_FAILOVER_LOG: failover_log,
+    Opcode.OBSERVE_SEQNO: _observe_seqno,
+    Opcode.STAT: _stat,
+}
+_NEED_META_READ = frozenset((Opcode.GET_ALL_VB_SEQNOS, Opcode.GET_FAILOVER_LOG, Opcode.OBSERVE_SEQNO))
+
+OPERATIONS: dict[int, Operation[Session]] = (
+    {int(opcode): Operation(handler, before_login=True, without_bucket=True) for opcode, handler in _EARLY.items()}
+    | {int(opcode): Operation(handler, without_bucket=True) for opcode, handler in _WITHOUT_BUCKET.items()}
+    | {
+        int(opcode): Operation(handler, privilege=META_READ if opcode in _NEED_META_READ else "")
+        for opcode, handler in _WITH_BUCKET.items()
+    }
+)

@@ -1,0 +1,325 @@
+"""What one client negotiated, and the parts of an answer: shared by every operation of every server.
+
+`Session` holds the state of a client and the answers that follow from it. Its abstract methods are the policy: what a
+server grants, whom it lets in, and what its bucket holds. An answer goes out in the framing that was negotiated (with
+tracing every answer but HELLO's carries its duration, as recorded), and error contexts are JSON and only for clients
+that negotiated XERROR. This module does not know sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from mirror.server.errors import Refused
+from mirror.server.producer import Producer
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Datatype, Feature, Opcode, Status
+from mirror.wire.frame import Frame
+from mirror.wire.sasl import HASHES, MECHANISMS, ScramServer
+
+JSON = int(Datatype.JSON)
+
+Revision = tuple[int, int]
+"""(epoch, revision) of a cluster map."""
+
+_HELLO = int(Opcode.HELLO)
+_NEVER_SENT: Revision = (-1, -1)
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer without its addressing."""
+
+    status: int = Status.SUCCESS
+    extras: bytes = b""
+    key: bytes = b""
+    value: bytes = b""
+    datatype: int = 0
+    cas: int = 0
+    before: tuple[Reply, ...] = ()
+    """Answers to the same request that go before this one."""
+    hang_up: bool = False
+    """Close the connection when everything was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """An answer that takes time: computed in steps of bounded work, with other clients' requests between them."""
+
+    step: Callable[[], Reply | None]
+    """The answer, or None: not yet. Raises Refused."""
+    pause_s: float = 0.0
+    """Between steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class VbucketHistory:
+    """What OBSERVE_SEQNO and GET_FAILOVER_LOG answer of a vbucket."""
+
+    failover_log: Sequence[tuple[int, int]]
+    """(vbuuid, seqno), newest first, never empty."""
+    current_seqno: int
+    persisted_seqno: int
+
+
+def failover_statistics(vbid: int, failover_log: Sequence[tuple[int, int]]) -> dict[str, str]:
+    """The group `failovers` of STAT for one vbucket."""
+    found = {f"vb_{vbid}:num_entries": str(len(failover_log))}
+    for index, (vbuuid, seqno) in enumerate(failover_log):
+        found[f"vb_{vbid}:{index}:id"] = str(vbuuid)
+        found[f"vb_{vbid}:{index}:seq"] = str(seqno)
+    return found
+
+
+class Session(ABC):
+    """A client of a KV or DCP server."""
+
+    grantable: frozenset[int]
+    """Features that HELLO can grant."""
+    version: bytes
+    """What VERSION answers."""
+    plain_allowed = True
+    """SASL PLAIN is accepted on this connection."""
+    needs_bucket = True
+    """Documents can be requested only after SELECT_BUCKET."""
+
+    def __init__(self) -> None:
+        """Nothing is negotiated, and nobody is logged in."""
+        self.features: frozenset[int] = frozenset()
+        self.agent = ""
+        self.bucket_selected = False
+        self.scram: tuple[str, ScramServer] | None = None
+        """Mechanism and state of the login that is under way."""
+        self.known_map: Revision = _NEVER_SENT
+        """The newest cluster map that this client was sent."""
+        self.producer: Producer | None = None
+        """Set by DCP_OPEN."""
+        self.xerror = self.tracing = self.collections = self.snappy = self.json = False
+        self.unordered = self.sync_replication = False
+
+    def grant(self, features: frozenset[int]) -> None:
+        """Set the client's features."""
+        self.features = features
+        self.xerror = Feature.XERROR in features
+        self.tracing = Feature.TRACING in features
+        self.collections = Feature.COLLECTIONS in features
+        self.snappy = Feature.SNAPPY in features
+        self.json = Feature.JSON in features
+        self.unordered = Feature.UNORDERED_EXECUTION in features
+        self.sync_replication = Feature.SYNC_REPLICATION in features
+
+    def has(self, feature: Feature) -> bool:
+        """Whether a feature was granted."""
+        return feature in self.features
+
+    # -- answers
+
+    def refuse(
+        self, status: int, context: str = "", *, with_reference: bool = False, manifest_uid: int | None = None
+    ) -> Reply:
+        """An error answer, with its context where the client negotiated XERROR."""
+        if not self.xerror or not (context or with_reference):
+            return Reply(status)
+        error = {"context": context} if context else {}
+        if with_reference:
+            error["ref"] = self.error_reference()
+        body: dict[str, object] = {"error": error}
+        if manifest_uid is not None:
+            body["manifest_uid"] = f"{manifest_uid:x}"
+        return Reply(status, value=json.dumps(body, separators=(",", ":")).encode(), datatype=JSON)
+
+    def refused(self, error: Refused) -> Reply:
+        """The answer to a request that was refused."""
+        if error.bare:
+            return Reply(error.status, value=error.value)
+        if error.status == Status.NOT_MY_VBUCKET:
+            return self.not_my_vbucket()
+        return self.refuse(
+            error.status, error.context, with_reference=error.with_reference, manifest_uid=error.manifest_uid
+        )
+
+    def not_my_vbucket(self) -> Reply:
+        """The refusal that says where the vbucket is, with the map, unless the client has that map and negotiated not
+        to get it twice (SDK RFC 75).
+        """
+        if self.known_map >= self.map_revision and self.has(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP):
+            return Reply(Status.NOT_MY_VBUCKET)
+        return Reply(Status.NOT_MY_VBUCKET, value=self.send_map(with_bucket=True), datatype=JSON)
+
+    def send_map(self, *, with_bucket: bool) -> bytes:
+        """The cluster map as JSON; the client knows it from now on."""
+        self.known_map = self.map_revision
+        return self.map_text(with_bucket=with_bucket)
+
+    def map_notification(self) -> Frame | None:
+        """The message that a new map is there, in the form that the client negotiated; None for a client without
+        (kv_engine docs/BinaryProtocol.md, Clustermap Change Notification; SDK RFC 75).
+        """
+        if not (self.logged_in and self.has(Feature.DUPLEX)):
+            return None
+        name = self.bucket_name.encode() if self.bucket_selected else b""
+        if self.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF):
+            return codec_kv.clustermap_notification(*self.map_revision, name)
+        if self.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION):
+            config = self.send_map(with_bucket=self.bucket_selected)
+            return codec_kv.clustermap_notification(*self.map_revision, name, config)
+        return None
+
+    def encode(self, request: Frame, reply: Reply, duration_us: float) -> bytes:
+        """The bytes of an answer and of those before it; `duration_us` is what the request took."""
+        framing = b""
+        if self.tracing and request.opcode != _HELLO:
+            framing = codec_kv.encode_server_duration(duration_us)
+        answer = fr.encode(
+            fr.response(
+                request,
+                reply.status,
+                datatype=reply.datatype,
+                cas=reply.cas,
+                framing=framing,
+                extras=reply.extras,
+                key=reply.key,
+                value=reply.value,
+            )
+        )
+        if not reply.before:
+            return answer
+        return b"".join([*(self.encode(request, each, duration_us) for each in reply.before), answer])
+
+    def error_reference(self) -> str:
+        """The id by which an error can be found in the log."""
+        return str(uuid.uuid4())
+
+    # -- policy: login
+
+    @property
+    @abstractmethod
+    def logged_in(self) -> bool:
+        """Whether the client may ask for more than HELLO and a login."""
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """The SASL mechanisms, the best first; none where the client has shown a certificate."""
+        return MECHANISMS if self.plain_allowed else tuple(HASHES)
+
+    @abstractmethod
+    def check_password(self, username: str, password: str) -> bool:
+        """Whether this is the password of the user."""
+
+    @abstractmethod
+    def scram_server(self, mechanism: str) -> ScramServer:
+        """The server's side of a SCRAM login."""
+
+    @abstractmethod
+    def log_in(self, username: str) -> None:
+        """The client has proven to be this user."""
+
+    @abstractmethod
+    def log_out(self) -> None:
+        """The client is nobody from now on."""
+
+    def login_failed(self) -> bool:
+        """Count a failed login; True: hang up."""
+        return False
+
+    def may(self, privilege: str) -> bool:
+        """Whether the user has a privilege now. A server without privileges grants all of them."""
+        return True
+
+    # -- policy: the bucket
+
+    @property
+    @abstractmethod
+    def bucket_name(self) -> str:
+        """The one bucket of this server."""
+
+    @property
+    @abstractmethod
+    def map_revision(self) -> Revision:
+        """Of the newest cluster map."""
+
+    @abstractmethod
+    def map_text(self, *, with_bucket: bool) -> bytes:
+        """The newest cluster map as JSON, of the bucket or of the nodes alone."""
+
+    @property
+    def map_needs_bucket(self) -> bool:
+        """GET_CLUSTER_CONFIG is refused before SELECT_BUCKET (before 6.5)."""
+        return False
+
+    @property
+    def no_collections_status(self) -> int | None:
+        """How requests for collections are refused by a server that has none; None: it has them."""
+        return None
+
+    @property
+    @abstractmethod
+    def manifest_uid(self) -> int:
+        """Of the newest manifest."""
+
+    @abstractmethod
+    def manifest_text(self) -> bytes:
+        """The newest manifest as GET_COLLECTIONS_MANIFEST answers it."""
+
+    @abstractmethod
+    def scope_id(self, name: str) -> int | None:
+        """The id of a scope that the client may see; None: there is none."""
+
+    @abstractmethod
+    def collection_id(self, scope: str, name: str) -> int | None:
+        """The id of a collection that the client may see; None: there is none."""
+
+    @abstractmethod
+    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later:
+        """The answer to GET_ALL_VB_SEQNOS. Raises Refused."""
+
+    @abstractmethod
+    def vbucket_history(self, vbid: int) -> VbucketHistory:
+        """The failover log and seqnos of a vbucket that is served here. Raises Refused."""
+
+    @abstractmethod
+    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
+        """A group of statistics, of one vbucket or all. Raises Refused."""
+
+    # -- policy: DCP
+
+    @property
+    @abstractmethod
+    def open_flags(self) -> int:
+        """The flags of DCP_OPEN that the server knows."""
+
+    @property
+    def hangs_up(self) -> bool:
+        """A DCP request out of place ends the connection (6.0 and older, as recorded)."""
+        return False
+
+    @abstractmethod
+    def open_producer(self, name: str, flags: int) -> None:
+        """Make this a DCP connection: sets `producer`. Another connection of that name is closed."""
+
+
+SessionT_contra = TypeVar("SessionT_contra", bound=Session, contravariant=True)
+
+Answer = Reply | Later | None
+"""None: the request gets no answer."""
+
+Handler = Callable[[SessionT_contra, Frame], Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(Generic[SessionT_contra]):
+    """A row of a dispatch table."""
+
+    handle: Callable[[SessionT_contra, Frame], Answer]
+    before_login: bool = False
+    without_bucket: bool = False
+    privilege: str = ""
+    """A client without it is refused."""
+    checked: bool = True
+    """Extras, key and value must have the shape of the opcode (`codec_kv.check_request`)."""

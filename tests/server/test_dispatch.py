@@ -1,0 +1,107 @@
+"""What is checked before an operation sees a request; the same for every server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.sandbox import SandboxCluster, node
+from mirror.sandbox.session import SandboxSession, SessionPort
+from mirror.sandbox.users import User
+from mirror.serve import dcp_connection, kv_connection
+from mirror.serve.auth import Reader
+from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.kv_session import KvSession
+from mirror.serve.listener import Address
+from mirror.server import dispatch
+from mirror.server.session import Reply
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Feature, Opcode, Status
+from tests.serve.kv_rig import Store, users
+
+
+class Port:
+    """A connection of a node."""
+
+    def __init__(self) -> None:
+        self.bucket = SandboxCluster(vbuckets=1).bucket
+        self.node_number = 0
+
+
+def source_session() -> SandboxSession:
+    session = SandboxSession(cast("SessionPort", Port()))
+    session.user = User("u", "p")
+    session.bucket_selected = True
+    return session
+
+
+@pytest.fixture
+def mirror_session(tmp_path: Path) -> Iterator[KvSession]:
+    store = Store(tmp_path, vbuckets=1)
+    bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
+    cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
+    yield KvSession(bucket, users(), cluster_map, b"secret", plain_allowed=True, reader=Reader("all"))
+    bucket.close()
+    store.close()
+
+
+def status(reply: object) -> int:
+    assert isinstance(reply, Reply)
+    return reply.status
+
+
+MISSHAPEN = [
+    fr.request(Opcode.GET, key=b"k", extras=b"\0\0\0\0"),
+    fr.request(Opcode.GET, key=b"k", value=b"v"),
+    fr.request(Opcode.GET),
+    fr.request(Opcode.NOOP, value=b"v"),
+    fr.request(Opcode.SELECT_BUCKET, key=b"b", extras=b"\0"),
+    fr.request(Opcode.GET_FAILOVER_LOG, key=b"k"),
+    fr.request(Opcode.OBSERVE_SEQNO),
+]
+
+
+@pytest.mark.parametrize("frame", MISSHAPEN, ids=lambda frame: f"{frame.opcode:02x}")
+def test_a_request_of_another_shape_is_refused_by_every_server(mirror_session: KvSession, frame: fr.Frame) -> None:
+    """A GET with extras and a value was answered with success by the mirror."""
+    assert status(dispatch.answer(source_session(), node.OPERATIONS, frame)) == Status.EINVAL
+    assert status(dispatch.answer(mirror_session, kv_connection.OPERATIONS, frame)) == Status.EINVAL
+
+
+def test_login_comes_first_then_the_bucket_then_the_privilege() -> None:
+    session = source_session()
+    session.user, session.bucket_selected = None, False
+    get = fr.request(Opcode.GET, key=b"k")
+    assert status(dispatch.answer(session, node.OPERATIONS, get)) == Status.EACCESS
+    assert status(dispatch.answer(session, node.OPERATIONS, fr.request(0xFA))) == Status.EACCESS
+    assert status(dispatch.answer(session, node.OPERATIONS, fr.request(Opcode.NOOP))) == Status.SUCCESS
+    session.user = User("u", "p", frozenset())
+    assert status(dispatch.answer(session, node.OPERATIONS, fr.request(0xFA))) == Status.UNKNOWN_COMMAND
+    assert status(dispatch.answer(session, node.OPERATIONS, get)) == Status.NO_BUCKET
+    session.bucket_selected = True
+    refused = dispatch.answer(session, node.OPERATIONS, get)
+    assert status(refused) == Status.EACCESS
+    session.grant(frozenset({int(Feature.XERROR)}))
+    refused = dispatch.answer(session, node.OPERATIONS, get)
+    assert isinstance(refused, Reply)
+    assert "GET operation without the Read privilege" in codec_kv.decode_error_context(refused.value, refused.datatype)
+
+
+def test_clients_without_a_bucket_read_from_a_mirror(mirror_session: KvSession) -> None:
+    get = fr.request(Opcode.GET, key=b"k")
+    assert status(dispatch.answer(mirror_session, kv_connection.OPERATIONS, get)) != Status.NO_BUCKET
+
+
+def test_every_server_knows_the_shared_operations() -> None:
+    shared = set(kv_connection.OPERATIONS) & set(node.OPERATIONS)
+    assert {int(Opcode.GET), int(Opcode.STAT), int(Opcode.SUBDOC_MULTI_LOOKUP), int(Opcode.OBSERVE_SEQNO)} <= shared
+    assert int(Opcode.DCP_STREAM_REQ) in set(dcp_connection.OPERATIONS) & set(node.OPERATIONS)
+    for opcode in shared - {int(Opcode.LIST_BUCKETS)}:
+        ours, theirs = kv_connection.OPERATIONS[opcode], node.OPERATIONS[opcode]
+        assert ours.before_login == theirs.before_login, f"0x{opcode:02x}"

@@ -1,0 +1,11 @@
+"""Privileges are those that requests need, and no others are granted."""
+
+from __future__ import annotations
+
+from mirror.sandbox.node import OPERATIONS
+from mirror.server.privileges import ALL_PRIVILEGES, DCP_STREAM, SYSTEM_COLLECTIONS
+
+
+def test_every_privilege_is_needed_somewhere() -> None:
+    needed = {operation.privilege for operation in OPERATIONS.values()} - {""}
+    assert needed | {DCP_STREAM, SYSTEM_COLLECTIONS} == ALL_PRIVILEGES  # those two are checked stream by stream
