@@ -81,7 +81,7 @@ class DcpSession(KvSession):
     def open_producer(self, name: str, flags: int) -> None:
         """Make this a DCP connection; another one of that name is closed."""
         if not self.bucket_selected:
-            raise Refused(Status.NO_BUCKET, "select a bucket first")
+            raise Refused(Status.NO_BUCKET)
         controls = Controls(ABILITIES, self.collections, self.snappy, flags)
         self.producer = self._connection.open_producer(name, controls)
 

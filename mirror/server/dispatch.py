@@ -25,11 +25,11 @@ def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], fra
     """The answer to a request; None where there is none. Raises OutOfPlace: hang up."""
     operation = operations.get(frame.opcode)
     if not session.logged_in and not (operation and operation.before_login):
-        return session.refuse(Status.EACCESS, "log in first")
+        return Reply(Status.EACCESS)
     if operation is None:
         return session.refuse(Status.UNKNOWN_COMMAND)
     if session.needs_bucket and not (session.bucket_selected or operation.without_bucket):
-        return session.refuse(Status.NO_BUCKET, "select a bucket first")
+        return Reply(Status.NO_BUCKET)
     if operation.privilege and not session.may(operation.privilege):
         context = (
             f"Authorization failure: can't execute {opcode_name(frame.opcode)} operation"

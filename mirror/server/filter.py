@@ -26,15 +26,18 @@ def requested_filter(
     manifest_uid: int,
     known_keys: frozenset[str] = KEYS,
 ) -> FilterRequest:
-    """The filter. `scopes` and `collections` are the ids that exist for the client. Raises Refused."""
+    """The filter. `scopes` and `collections` are the ids that exist for the client.
+
+    Raises Refused, for a value that is not a filter without a context, as recorded.
+    """
     if not has_collections:
         if value:
-            raise Refused(Status.EINVAL, "A filter needs collections")
+            raise Refused(Status.EINVAL)
         return DEFAULT_COLLECTION_ONLY
     try:
         found = parse_filter(value, has_stream_ids=has_stream_ids, known=known_keys)
     except RemoteProtocolError as error:
-        raise Refused(error.status, error.detail) from None
+        raise Refused(error.status) from None
     if found.scope_id is not None and found.scope_id not in scopes:
         raise unknown_collection(manifest_uid, Status.UNKNOWN_SCOPE)
     if not all(number in collections for number in found.collections or ()):

@@ -182,17 +182,17 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         return status
 
     def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
-        """DCP_STREAM_REQ: the failover log, newest first. Raises Refused."""
+        """DCP_STREAM_REQ: the failover log, newest first. Raises Refused, mostly without a context, as recorded."""
         request = self._check_request(request)
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
-            raise Refused(Status.NOT_SUPPORTED, "enable_noop must be set before a stream with xattrs or a filter")
+            raise Refused(Status.NOT_SUPPORTED)  # enable_noop comes before xattrs and filters
         stream_filter = self._parse_filter(request)
         if (request.vbid, stream_filter.stream_id) in self.streams:
-            raise Refused(Status.KEY_EEXISTS, "The stream is already open")
+            raise Refused(Status.KEY_EEXISTS)
         history = self._history(request, stream_filter)
         answer = judge(request, history, stream_filter.purge_seqno)
         if isinstance(answer, OutOfRange):
-            raise Refused(Status.ERANGE, "not snap_start <= start <= snap_end, or start > end")
+            raise Refused(Status.ERANGE)
         if isinstance(answer, Rollback):
             raise rolled_back(answer.seqno)
         stream = self._open_stream(request, stream_filter, history)

@@ -111,4 +111,6 @@ async def test_the_order_of_paths_and_their_kinds() -> None:
         odd = lookup(LookupSpec(Opcode.SUBDOC_COUNTER, b"a"))
         assert (await client.ask(odd)).status == Status.SUBDOC_INVALID_COMBO
         bad = lookup(LookupSpec(Opcode.SUBDOC_GET, b"\xff"))
-        assert (await client.ask(bad)).status == Status.SUBDOC_PATH_EINVAL
+        answer = await client.ask(bad)
+        assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
+        assert [each.status for each in codec_kv.decode_lookup_results(answer.value)] == [Status.SUBDOC_PATH_EINVAL]

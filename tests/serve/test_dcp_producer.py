@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.serve import dcp_producer
+from mirror.server import producer
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, StreamEndReason
@@ -176,7 +176,7 @@ async def test_noops_are_sent_while_a_stream_is_open(store: Store, endpoint: Dcp
 async def test_a_client_that_does_not_answer_noops_is_hung_up_on(
     store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_producer, "IDLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(producer, "IDLE_TIMEOUT_S", 0.5)
     client = await endpoint.client(controls={b"set_noop_interval": b"0.1"})
     assert (await client.stream(0)).status == 0
     while (noop := await client.receive()) is not None:

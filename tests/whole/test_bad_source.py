@@ -138,7 +138,7 @@ def test_frames_that_break_off(source: SandboxThread, service: Service) -> None:
 def replaced(source: SandboxThread, old: list[NodeConnection]) -> bool:
     """Both workers have another connection to the node, with streams on it."""
     now = source.call(source.cluster.faults.connections, node=0)
-    streaming = [each for each in now if each.session.producer and each.session.producer.streams]
+    streaming = [each for each in now if each.producer and each.producer.streams]
     return len(now) == len(streaming) == 2 and not set(now) & set(old)
 
 
