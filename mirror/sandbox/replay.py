@@ -1,10 +1,10 @@
 """A recording served as a source: our side of the login, the recorded side of the streams.
 
 Knows recordings (`feed.recording`) and one node's part of the conversation; must never know who asks. The login, the
-map and everything else that is not a stream is answered here: HELLO grants what the recording granted, a control gets
-the recorded answer where there is one. A stream request is answered with the recorded answers of its vbucket, in their
-order, and followed by the recorded messages with the opaque rewritten, those at or below the requested start left out.
-A recorded ROLLBACK is given to the very request that got it (same start, same vbuuid), as often as it is asked. A
+map and everything else that is not a stream is `mirror.server`'s: HELLO grants what the recording granted, a control
+gets the recorded answer where there is one. A stream request is answered with the recorded answers of its vbucket, in
+their order, and followed by the recorded messages with the opaque rewritten, those at or below the requested start left
+out. A recorded ROLLBACK is given to the very request that got it (same start, same vbuuid), as often as it is asked. A
 stream that is asked for with an end gets a STREAM_END when it is there, recorded or not.
 
 Invariants: flow control is kept as a server keeps it; what is sent was recorded, but for opaques, failover logs of
@@ -19,19 +19,23 @@ import asyncio
 import json
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 from mirror.errors import ConfigError
 from mirror.feed.recording import Passed, Recording
+from mirror.server import dcp_requests, dispatch, requests
+from mirror.server.errors import Refused
+from mirror.server.session import Later, Operation, Reply, Revision, Session, VbucketHistory
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.codec_dcp import decode, encode_all_vb_seqnos, encode_failover_log, to_frame
+from mirror.wire.codec_dcp import decode, decode_failover_log, encode_all_vb_seqnos, encode_failover_log, to_frame
 from mirror.wire.constants import (
     BODY_LENGTH_MAX,
     NO_END_SEQNO,
+    ControlKey,
     Feature,
     Opcode,
     Status,
@@ -39,8 +43,9 @@ from mirror.wire.constants import (
 )
 from mirror.wire.errors import ProtocolError
 from mirror.wire.flow_control import ProducerWindow, counted_size
-from mirror.wire.frame import Frame, encode, response
-from mirror.wire.sasl import ScramServer, plain_decode
+from mirror.wire.frame import Frame, encode
+from mirror.wire.sasl import ScramServer
+from storage.model import FailoverEntry, Seqno, Vbuuid
 
 SEQNO_EVENTS = (
     ev.Mutation, ev.Deletion, ev.Expiration, ev.Prepare, ev.Commit, ev.Abort, ev.SystemEvent, ev.SeqnoAdvanced,
@@ -48,11 +53,11 @@ SEQNO_EVENTS = (
 CHUNK_BYTES_MAX = 5000
 OPTIONAL_CONTROLS = frozenset(
     (
-        b"max_marker_version",
-        b"change_streams",
-        b"enable_sync_writes",
-        b"enable_out_of_order_snapshots",
-        b"flatbuffers_system_events",
+        ControlKey.MAX_MARKER_VERSION,
+        ControlKey.CHANGE_STREAMS,
+        ControlKey.ENABLE_SYNC_WRITES,
+        ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS,
+        ControlKey.FLATBUFFERS_SYSTEM_EVENTS,
     )
 )
 """What they promise is in a recording only if they were accepted in it."""
@@ -60,7 +65,7 @@ VBUCKETS_MIN = 16
 """The recordings of real engines do not say how many vbuckets there were: as many as their engine had, then."""
 NO_HISTORY = encode_failover_log([(1, 0)])
 """A vbucket that nothing ever happened to."""
-MECHANISMS = b"SCRAM-SHA512 SCRAM-SHA256 SCRAM-SHA1 PLAIN"
+OPERATIONS: dict[int, Operation[Session]] = requests.OPERATIONS | dcp_requests.OPERATIONS
 
 
 @dataclass
@@ -340,6 +345,157 @@ class ReplayedSource:
             writer.transport.abort()
 
 
+class _Session(Session):
+    """A client of a replayed source: one user, one bucket, and the features that the recording granted."""
+
+    version = b"7.2.0"
+
+    def __init__(self, source: ReplayedSource, connection: _Connection) -> None:
+        super().__init__()
+        self.source = source
+        self.connection = connection
+        self.grantable = frozenset(source.script.features | {Feature.SELECT_BUCKET})
+        self._user = ""
+
+    @property
+    def logged_in(self) -> bool:
+        """Whether there is a user."""
+        return bool(self._user)
+
+    def check_password(self, username: str, password: str) -> bool:
+        """Whether this is the password of the user."""
+        return (username, password) == (self.source.user, self.source.password)
+
+    def scram_server(self, mechanism: str) -> ScramServer:
+        """The server's side of a SCRAM login."""
+        return ScramServer(mechanism, {self.source.user: self.source.password}.get)
+
+    def log_in(self, username: str) -> None:
+        """The client has proven to be this user."""
+        self._user = username
+
+    def log_out(self) -> None:
+        """The client is nobody from now on."""
+        self._user = ""
+
+    @property
+    def bucket_name(self) -> str:
+        """The recorded bucket."""
+        return self.source.script.bucket
+
+    @property
+    def map_revision(self) -> Revision:
+        """There is one map."""
+        return 0, 1
+
+    def map_text(self, *, with_bucket: bool) -> bytes:
+        """The map of the bucket, in either case."""
+        return self.source.cluster_map()
+
+    @property
+    def no_collections_status(self) -> int:
+        """A recording of streams does not hold a manifest."""
+        return Status.UNKNOWN_COMMAND
+
+    @property
+    def manifest_uid(self) -> int:
+        """Not known."""
+        return 0
+
+    def manifest_text(self) -> bytes:
+        """Not known."""
+        return b""
+
+    def scope_id(self, name: str) -> int | None:
+        """Not known."""
+
+    def collection_id(self, scope: str, name: str) -> int | None:
+        """Not known."""
+
+    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply:
+        """How far each vbucket goes."""
+        return Reply(value=encode_all_vb_seqnos(self.source.high_seqnos()))
+
+    def vbucket_history(self, vbid: int) -> VbucketHistory:
+        """The failover log as it was recorded last."""
+        high_seqno = dict(self.source.high_seqnos()).get(vbid, 0)
+        return VbucketHistory(decode_failover_log(self.source.failover_log(vbid)), high_seqno, high_seqno)
+
+    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
+        """None were recorded."""
+        raise Refused(Status.KEY_ENOENT)
+
+    @property
+    def open_flags(self) -> int:
+        """All: what they changed is in the recording."""
+        return 0xFFFF_FFFF
+
+    def open_producer(self, name: str, flags: int) -> None:
+        """Make this a DCP connection."""
+        self.producer = _Producer(name, self.source, self.connection)
+
+
+class _Producer:
+    """The recorded streams as a producer of one connection."""
+
+    def __init__(self, name: str, source: ReplayedSource, connection: _Connection) -> None:
+        self.name = name
+        self.source = source
+        self.connection = connection
+        self.requested: set[int] = set()
+
+    def control(self, name: bytes, value: bytes) -> Status:
+        """The recorded answer, if there is one."""
+        if name == ControlKey.CONNECTION_BUFFER_SIZE and value.isdigit():
+            self.connection.window.resize(min(int(value), 2**32 - 1))
+            return Status.SUCCESS
+        recorded = self.source.script.controls.get(name + b"=" + value)
+        default = Status.EINVAL if name in OPTIONAL_CONTROLS else Status.SUCCESS
+        return default if recorded is None else Status(recorded)
+
+    def request_stream(self, request: ev.StreamRequest) -> Sequence[FailoverEntry]:
+        """The recorded answer; the messages follow it."""
+        source, vbid = self.source, request.vbid
+        source.requests.append(request)
+        if source.whole and request.start_seqno == 0 and vbid not in self.requested:
+            source.played.pop(vbid, None)
+        self.requested.add(vbid)
+        exchange = source.choose(request)
+        source.statuses_sent.append(exchange.status)
+        if exchange.status != Status.SUCCESS:
+            raise Refused(exchange.status, value=exchange.body, bare=True)
+        messages = source.part_above(exchange, request.start_seqno)
+        for message in messages:
+            if message.opcode == Opcode.DCP_SNAPSHOT_MARKER:
+                marker = decode(message)
+                assert isinstance(marker, ev.SnapshotMarker), "the opcode says so"
+                source.last_end[vbid] = max(source.last_end.get(vbid, 0), marker.end_seqno)
+        ended = any(message.opcode == Opcode.DCP_STREAM_END for message in messages)
+        is_there = max(exchange.end_seqno, request.start_seqno) >= request.end_seqno
+        if not ended and request.end_seqno != NO_END_SEQNO and is_there:
+            messages.append(to_frame(ev.StreamEnd(vbid, StreamEndReason.OK)))
+        for message in messages:
+            noop = message.opcode == Opcode.DCP_NOOP
+            self.connection.queue.put_nowait(message if noop else replace(message, opaque=request.opaque))
+        return [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in decode_failover_log(exchange.body)]
+
+    def close_stream(self, vbid: int, stream_id: int | None) -> None:
+        """Accepted; what was sent is sent."""
+
+    def acked(self, count: int) -> None:
+        """The client took so many bytes."""
+        self.connection.window.acked(count)
+        self.connection.opened.set()
+
+    def marker_answered(self, opaque: int) -> None:
+        """Counted."""
+        self.source.markers_answered += 1
+
+    def statistics(self) -> dict[str, str]:
+        """None were recorded."""
+        return {}
+
+
 class _Connection:
     """One client's connection."""
 
@@ -350,10 +506,9 @@ class _Connection:
         self.window = ProducerWindow(0)
         self.opened = asyncio.Event()
         self.queue: asyncio.Queue[Frame] = asyncio.Queue()
-        self.scram: ScramServer | None = None
+        self.session = _Session(source, self)
         self.in_mid_frame = False
         self.deferred = b""
-        self.asked: set[int] = set()
         source.windows.append(self.window)
 
     async def run(self) -> None:
@@ -396,99 +551,20 @@ class _Connection:
             self.writer.write(self.deferred)
         self.deferred = b""
 
-    def _answer(self, frame: Frame, status: int = Status.SUCCESS, **parts: Any) -> None:
-        answer = encode(response(frame, status, **parts))
+    def _take(self, frame: Frame) -> None:
+        if frame.is_response:
+            self.source.noops_answered += frame.opcode == Opcode.DCP_NOOP
+            dcp_requests.take_answer(self.session, frame)
+            return
+        reply = dispatch.answer(self.session, OPERATIONS, frame)
+        assert not isinstance(reply, Later), "a recording answers at once"
+        if reply is None:
+            return
+        answer = self.session.encode(frame, reply, 0.5)
         if self.in_mid_frame:
             self.deferred += answer
         elif not self.writer.is_closing():
             self.writer.write(answer)
-
-    def _take(self, frame: Frame) -> None:
-        source = self.source
-        opcode = frame.opcode
-        if frame.is_response:
-            source.noops_answered += opcode == Opcode.DCP_NOOP
-            source.markers_answered += opcode == Opcode.DCP_SNAPSHOT_MARKER
-        elif opcode == Opcode.HELLO:
-            asked = [code for (code,) in struct.iter_unpack(">H", frame.value[: len(frame.value) & ~1])]
-            granted = [code for code in asked if code in source.script.features | {Feature.SELECT_BUCKET}]
-            self._answer(frame, value=b"".join(code.to_bytes(2) for code in granted))
-        elif opcode == Opcode.SASL_LIST_MECHS:
-            self._answer(frame, value=MECHANISMS)
-        elif opcode == Opcode.SASL_AUTH and frame.key == b"PLAIN":
-            known = plain_decode(frame.value) == (source.user, source.password)
-            self._answer(frame, Status.SUCCESS if known else Status.AUTH_ERROR)
-        elif opcode in (Opcode.SASL_AUTH, Opcode.SASL_STEP):
-            self._scram(frame)
-        elif opcode == Opcode.GET_CLUSTER_CONFIG:
-            self._answer(frame, value=source.cluster_map())
-        elif opcode == Opcode.DCP_CONTROL:
-            self._control(frame)
-        elif opcode == Opcode.DCP_BUFFER_ACK:
-            self.window.acked(int.from_bytes(frame.extras))
-            self.opened.set()
-        elif opcode == Opcode.GET_ALL_VB_SEQNOS:
-            self._answer(frame, value=encode_all_vb_seqnos(source.high_seqnos()))
-        elif opcode == Opcode.DCP_GET_FAILOVER_LOG:
-            self._answer(frame, value=source.failover_log(frame.vbucket))
-        elif opcode == Opcode.DCP_STREAM_REQ:
-            self._stream(frame)
-        elif opcode in (Opcode.SELECT_BUCKET, Opcode.DCP_OPEN, Opcode.NOOP, Opcode.DCP_CLOSE_STREAM):
-            self._answer(frame)
-        else:
-            self._answer(frame, Status.UNKNOWN_COMMAND)
-
-    def _scram(self, frame: Frame) -> None:
-        source = self.source
-        try:
-            if frame.opcode == Opcode.SASL_AUTH:
-                self.scram = ScramServer(frame.key.decode(errors="replace"), {source.user: source.password}.get)
-                self._answer(frame, Status.AUTH_CONTINUE, value=self.scram.challenge(frame.value))
-            elif self.scram is not None:
-                self._answer(frame, value=self.scram.outcome(frame.value))
-            else:
-                self._answer(frame, Status.AUTH_ERROR)
-        except Exception:  # whatever is wrong with a login, it is no login
-            self._answer(frame, Status.AUTH_ERROR)
-
-    def _control(self, frame: Frame) -> None:
-        if frame.key == b"connection_buffer_size" and frame.value.isdigit():
-            self.window.resize(min(int(frame.value), 2**32 - 1))
-            self._answer(frame)
-            return
-        recorded = self.source.script.controls.get(frame.key + b"=" + frame.value)
-        default = Status.EINVAL if frame.key in OPTIONAL_CONTROLS else Status.SUCCESS
-        self._answer(frame, default if recorded is None else recorded)
-
-    def _stream(self, frame: Frame) -> None:
-        source = self.source
-        asked = decode(frame)
-        assert isinstance(asked, ev.StreamRequest), "the opcode says so"
-        source.requests.append(asked)
-        if source.whole and asked.start_seqno == 0 and asked.vbid not in self.asked:
-            source.played.pop(asked.vbid, None)
-        self.asked.add(asked.vbid)
-        exchange = source.choose(asked)
-        source.statuses_sent.append(exchange.status)
-        self._answer(frame, exchange.status, value=exchange.body)
-        if exchange.status != Status.SUCCESS:
-            return
-        ended = False
-        for message in source.part_above(exchange, asked.start_seqno):
-            ended = ended or message.opcode == Opcode.DCP_STREAM_END
-            if message.opcode == Opcode.DCP_SNAPSHOT_MARKER:
-                marker = decode(message)
-                assert isinstance(marker, ev.SnapshotMarker), "the opcode says so"
-                source.last_end[asked.vbid] = max(source.last_end.get(asked.vbid, 0), marker.end_seqno)
-            self.queue.put_nowait(
-                message if message.opcode == Opcode.DCP_NOOP else replace(message, opaque=frame.opaque)
-            )
-        if (
-            not ended
-            and asked.end_seqno != NO_END_SEQNO
-            and max(exchange.end_seqno, asked.start_seqno) >= asked.end_seqno
-        ):
-            self.queue.put_nowait(replace(to_frame(ev.StreamEnd(asked.vbid, StreamEndReason.OK)), opaque=frame.opaque))
 
 
 __all__ = ["Exchange", "ReplayedSource", "Script", "read_script"]
