@@ -1,4 +1,4 @@
-"""The one exception with which an operation refuses a request."""
+"""Refusals: the one exception with which an operation of any server ends a request, and how it is answered."""
 
 from __future__ import annotations
 

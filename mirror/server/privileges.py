@@ -1,4 +1,4 @@
-"""Names of the privileges that requests need (kv_engine docs/rbac.md)."""
+"""Names of the privileges that requests need, as the server spells them (kv_engine docs/rbac.md), each of them once."""
 
 from __future__ import annotations
 

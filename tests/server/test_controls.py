@@ -82,7 +82,7 @@ def test_what_needs_a_feature_is_refused_without_it() -> None:
 
 
 def test_expirations_are_told_apart_only_with_delete_times() -> None:
-    """Captures, point 8: success either way."""
+    """Recorded: success either way (docs/protocol.md 2.3)."""
     for flags, told in ((1, False), (1 | int(DcpOpenFlag.INCLUDE_DELETE_TIMES), True)):
         controls = Controls(MIRROR, True, True, flags)
         assert controls.set(b"enable_expiry_opcode", b"true") == GOOD

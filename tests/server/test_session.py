@@ -7,9 +7,7 @@ from typing import cast
 
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.session import SandboxSession, SessionPort
-from mirror.sandbox.users import User
 from mirror.server.errors import Refused, unknown_collection
-from mirror.server.privileges import READ
 from mirror.server.session import Reply, failover_statistics
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -77,15 +75,6 @@ def test_a_map_is_not_sent_twice_to_a_client_that_negotiated_it() -> None:
     assert not session.refused(Refused(Status.NOT_MY_VBUCKET)).value
     session.bucket.map.rev += 1
     assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value
-
-
-def test_privileges_are_those_of_the_user_now() -> None:
-    session = made()
-    assert not session.may(READ)
-    session.user = User("u", "p", frozenset())
-    assert not session.may(READ)
-    session.user.privileges = frozenset({READ})
-    assert session.may(READ)
 
 
 def test_failover_logs_are_counted_and_listed() -> None:

@@ -27,7 +27,7 @@ def test_every_contract_is_kept() -> None:
 
 def test_a_wall_that_is_broken_is_noticed(tmp_path: Path) -> None:
     """A small house with the same contracts, in which wire opens a socket."""
-    rooms = ("wire", "document", "ingest", "feed", "serve", "sandbox", "supervise")
+    rooms = ("wire", "document", "ingest", "feed", "serve", "server", "sandbox", "supervise")
     for room in ("cli", "mirror", *(f"mirror/{room}" for room in rooms)):
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").touch()

@@ -9,7 +9,7 @@ from mirror.wire.constants import DCP_OPCODE_FIRST, DCP_OPCODE_LAST, Opcode
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import Event
 from mirror.wire.frame import Frame, decode, encode
-from mirror.wire.states import is_dcp
+from tests.oracle.states import is_dcp
 from tests.wire.goldens import GOLDENS, Golden
 
 

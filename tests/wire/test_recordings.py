@@ -11,14 +11,14 @@ import pytest
 
 from mirror.wire import codec_dcp, codec_kv, xattr
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.connection import Connection, Signal
 from mirror.wire.constants import Datatype, Opcode, ServerOpcode, Status
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.events import Deletion, Expiration, Mutation, Response, SystemEvent
 from mirror.wire.frame import Frame, decode, encode
 from mirror.wire.scan import Run, is_data, normalise, scan
-from mirror.wire.states import Role, is_dcp
 from mirror.wire.system_events import decode_system_event, encode_system_event
+from tests.oracle.connection import Connection, Signal
+from tests.oracle.states import Role, is_dcp
 from tests.recordings import Recording
 
 ROUTE = b"brch"

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
-from mirror.wire.connection import Connection, Signal
 from mirror.wire.constants import ControlKey, Opcode, Status, StreamEndReason
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.frame import Frame, encode, request, response
-from mirror.wire.states import ConnectionState, Role, StreamState
+from tests.oracle.connection import Connection, Signal
+from tests.oracle.states import ConnectionState, Role, StreamState
 
 LOG = ((77, 10), (5, 0))
 

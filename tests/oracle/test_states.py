@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mirror.wire.constants import DCP_OPCODE_FIRST, DCP_OPCODE_LAST, Opcode
-from mirror.wire.states import (
+from tests.oracle.states import (
     ANSWERED,
     CLOSE_TRIGGERS,
     CONNECTION_TRANSITIONS,

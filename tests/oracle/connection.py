@@ -36,7 +36,7 @@ from mirror.wire.events import (
 from mirror.wire.flow_control import ACK_SHARE, FlowControlLedger, ProducerWindow, counted_size
 from mirror.wire.frame import Frame
 from mirror.wire.frame import encode as encode_frame
-from mirror.wire.states import (
+from tests.oracle.states import (
     ANSWERED,
     CLOSE_TRIGGERS,
     CONNECTION_TRANSITIONS,
