@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
+from tests.cli.forkserver import ForkServer
 
 COMMAND = [sys.executable, "-P", "-m", "cli.main"]
 LIMIT_S = 120
@@ -57,18 +61,46 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"DCP_MIRROR_PASSWORD": "demo", "COLUMNS": "160"} | more
 
 
-def call(*arguments: object, env: dict[str, str] | None = None, **more: Any) -> Result:
-    """Run the command to its end."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        env=environment(**(env or {})),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=LIMIT_S,
-        check=False,
-        **more,
-    )
-    return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(), done.stdout)
+@functools.cache
+def forkserver() -> ForkServer:
+    made = ForkServer(environment())
+    atexit.register(made.end)
+    return made
+
+
+def call(
+    *arguments: object,
+    text: str = "",
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    preexec_fn: Callable[[], None] | None = None,
+) -> Result:
+    """Run the command to its end, in a process of its own. With `preexec_fn` an interpreter starts for it.
+
+    `text`: what it reads from stdin.
+    """
+    words, variables = [str(word) for word in arguments], environment(**(env or {}))
+    with tempfile.TemporaryFile() as typed, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        typed.write(text.encode())
+        typed.seek(0)
+        if preexec_fn is None:
+            code = forkserver().run(words, variables, cwd or Path.cwd(), (typed, out, err), LIMIT_S)
+        else:
+            code = subprocess.run(
+                [*COMMAND, *words],
+                env=variables,
+                cwd=cwd,
+                stdin=typed,
+                stdout=out,
+                stderr=err,
+                timeout=LIMIT_S,
+                check=False,
+                preexec_fn=preexec_fn,
+            ).returncode
+        out.seek(0)
+        err.seek(0)
+        raw = out.read()
+        return Result(code, raw.decode(errors="replace"), err.read().decode(), raw)
 
 
 def background(*arguments: object, **more: Any) -> subprocess.Popen[str]:

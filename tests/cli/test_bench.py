@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import cli
+from tests.cli.conftest import Result, call
 
 BENCHES_MD = (
     Path(cli.__file__).with_name("JSON.md").read_text().partition("## `bench ... --json`\n")[2].partition("\n## ")[0]
@@ -17,20 +15,14 @@ BENCHES_MD = (
 FEW = ["--documents", "1000"]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cli.main", "bench", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def bench(*arguments: str) -> Result:
+    return call("bench", *arguments)
 
 
 def test_get_prints_a_ratio_for_each_round_and_the_median(tmp_path: Path) -> None:
     result = bench("get", "--documents", "2000", "--reads", "2000", "--rounds", "2", "--folder", str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
     assert len(lines) == 3
     assert all("reads_per_s" in line and "ratio" in line for line in lines[:2])
     assert lines[2].startswith("get: ")
@@ -42,8 +34,8 @@ def test_ingest_prints_json_alone_on_stdout(tmp_path: Path) -> None:
     result = bench(
         "ingest", "--documents", "2000", "--vbuckets", "4", "--rounds", "1", "--json", "--folder", str(tmp_path)
     )
-    assert result.returncode == 0, result.stderr
-    shape = json.loads(result.stdout)
+    assert result.code == 0, result.err
+    shape = result.json
     assert (shape["bench"], shape["documents"], shape["vbuckets"]) == ("ingest", 2000, 4)
     (figures,) = shape["rounds"]
     assert figures["ratio"] == shape["ratio_median"] > 0
@@ -61,16 +53,16 @@ def test_ingest_prints_json_alone_on_stdout(tmp_path: Path) -> None:
 )
 def test_wrong_arguments_are_named_in_one_line_with_exit_code_2(arguments: list[str], complaint: str) -> None:
     result = bench(*arguments)
-    assert result.returncode == 2
-    assert complaint in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+    assert result.code == 2
+    assert complaint in result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
 
 
 def test_rollback_prints_its_figures_and_leaves_nothing_behind(tmp_path: Path) -> None:
     result = bench("rollback", "--rows", "2000", "--json", "--folder", str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    shape = json.loads(result.stdout)
+    assert result.code == 0, result.err
+    shape = result.json
     assert (shape["bench"], shape["rows"], len(shape["rounds"])) == ("rollback", 2000, 1)
     figures = shape["rounds"][0]
     assert figures["retracted_rows"] == 2000
@@ -91,8 +83,8 @@ def test_rollback_prints_its_figures_and_leaves_nothing_behind(tmp_path: Path) -
 )
 def test_every_field_that_is_printed_is_promised(name: str, few: list[str], tmp_path: Path) -> None:
     result = bench(name, *few, "--rounds", "1", "--json", "--folder", str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    shape = json.loads(result.stdout)
+    assert result.code == 0, result.err
+    shape = result.json
     assert shape["bench"] == name
     common, *each = BENCHES_MD.split("\n- ")
     (own,) = [text for text in each if text.startswith(f"`{name}`:")]
@@ -102,8 +94,8 @@ def test_every_field_that_is_printed_is_promised(name: str, few: list[str], tmp_
 def test_start_times_a_start_that_makes_the_mirror_and_one_that_goes_on(tmp_path: Path) -> None:
     flags = ["--vbuckets", "8", "--nodes", "2", "--workers", "2", "--rounds", "2", "--folder", str(tmp_path)]
     result = bench("start", *flags)
-    assert result.returncode == 0, result.stderr
-    first, second = result.stdout.splitlines()
+    assert result.code == 0, result.err
+    first, second = result.out.splitlines()
     assert first.startswith("a new mirror: ")
     assert second.startswith("again: ")
     memory = [float(each) for each in second.partition("workers: ")[2].split(", ")]

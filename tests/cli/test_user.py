@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import json
 import stat
-import subprocess
 from pathlib import Path
 
 from mirror.serve.auth import FileUsers, Reader
-from tests.cli.conftest import COMMAND, environment
+from tests.cli.conftest import Result, call
 
 
-def user(*arguments: str, password: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "user", *arguments], input=password, env=environment(), capture_output=True, text=True, check=False
-    )
+def user(*arguments: str, password: str = "") -> Result:
+    return call("user", *arguments, text=password)
 
 
 def test_users_are_added_changed_listed_and_removed(tmp_path: Path) -> None:
     file = tmp_path / "users.json"
-    assert user("add", "ann", "--file", str(file), password="secret one\n").returncode == 0
-    assert user("add", "bob", "-f", str(file), "--read", "a.*", "--read", "b.c", password="two").returncode == 0
+    assert user("add", "ann", "--file", str(file), password="secret one\n").code == 0
+    assert user("add", "bob", "-f", str(file), "--read", "a.*", "--read", "b.c", password="two").code == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert "secret" not in file.read_text()
     users = FileUsers(file)
     assert users.check("ann", "secret one") == Reader("ann")
     assert users.check("bob", "two") == Reader("bob", ("a.*", "b.c"))
     listed = user("list", "-f", str(file), "--json")
-    assert json.loads(listed.stdout) == {"users": {"ann": ["*"], "bob": ["a.*", "b.c"]}, "anonymous": None}
-    assert user("list", "-f", str(file)).stdout == "ann  *\nbob  a.* b.c\n"
-    assert user("add", "ann", "-f", str(file), password="three").returncode == 0
-    assert user("remove", "bob", "-f", str(file)).returncode == 0
+    assert json.loads(listed.out) == {"users": {"ann": ["*"], "bob": ["a.*", "b.c"]}, "anonymous": None}
+    assert user("list", "-f", str(file)).out == "ann  *\nbob  a.* b.c\n"
+    assert user("add", "ann", "-f", str(file), password="three").code == 0
+    assert user("remove", "bob", "-f", str(file)).code == 0
     users = FileUsers(file)
     assert users.check("ann", "secret one") is None
     assert users.check("ann", "three")
@@ -47,7 +44,7 @@ def test_mistakes_change_nothing(tmp_path: Path) -> None:
         (["list"], "", 2, "cannot be read"),
     ):
         result = user(*arguments, "-f", str(file), password=password)
-        assert (result.returncode, result.stdout) == (code, "")
-        assert said in result.stderr
+        assert (result.code, result.out) == (code, "")
+        assert said in result.err
         assert not file.exists()
-    assert "cannot be written" in user("add", "ann", "-f", str(tmp_path / "no" / "f"), password="x").stderr
+    assert "cannot be written" in user("add", "ann", "-f", str(tmp_path / "no" / "f"), password="x").err

@@ -40,8 +40,9 @@ def traces(data: Path) -> str:
     return " ".join(sorted(entry.name for entry in data.iterdir()))
 
 
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_a_start_that_is_killed_anywhere_leaves_nothing_that_the_next_one_minds(
-    source: SandboxThread, tmp_path: Path, seed: int
+    source: SandboxThread, tmp_path: Path, seed: int, kills: int
 ) -> None:
     rng = Random(seed)
     seen: list[str] = []
@@ -49,7 +50,7 @@ def test_a_start_that_is_killed_anywhere_leaves_nothing_that_the_next_one_minds(
     for data in places:
         data.parent.mkdir(parents=True)
     took_s = 2.0
-    for number in range(12):
+    for number in range(kills):
         data = places[number % len(places)]
         with Service(source.connection_string, data, *FLAGS) as service:
             service.start()

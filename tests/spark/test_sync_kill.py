@@ -43,7 +43,7 @@ def source() -> Iterator[SandboxThread]:
 @pytest.mark.parametrize(
     ("changes", "kills", "rate"),
     [
-        (6_000, 4, 150),
+        (4_000, 2, 150),
         pytest.param(300_000, 20, 400, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )
@@ -53,6 +53,7 @@ def test_the_tables_are_exact_whoever_was_killed_in_mid_batch(
     seed = 20261121
     record_property("seed", seed)
     rng = Random(seed)
+    rollbacks = min(kills, ROLLBACKS)
     load = Load(source.cluster, seed, rate=0, keys=KEYS)
     source.call(load.write, changes // 2)
     writing = asyncio.run_coroutine_threadsafe(load.run(), source._loop)
@@ -70,7 +71,7 @@ def test_the_tables_are_exact_whoever_was_killed_in_mid_batch(
             else:
                 whole = bool(rng.randrange(2))
                 stream.kill_in_batch("driver", partial(stream.kill_driver, whole_group=whole), stream.start)
-            if number < ROLLBACKS:
+            if number < rollbacks:
                 lose_a_tail(source, load, stream, data, f"tail{next(tails)}")
             left = changes // 2 * (number + 1) // kills - (load.written - changes // 2)
             source.call(load.write, max(0, left))
@@ -83,8 +84,8 @@ def test_the_tables_are_exact_whoever_was_killed_in_mid_batch(
     record_property("kills", f"{'; '.join(map(str, stream.kills))}; {found}")
     assert len(stream.kills) == kills
     assert load.written >= changes
-    assert found["rollbacks"] >= ROLLBACKS
-    assert found["retractions"] >= ROLLBACKS * TAIL
+    assert found["rollbacks"] >= rollbacks
+    assert found["retractions"] >= rollbacks * TAIL
     assert service.tracebacks() == ""
 
 
