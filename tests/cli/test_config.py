@@ -2,11 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.config import markdown_page
-from mirror.config import Settings, describe
+from mirror.config import Settings
 from tests.cli.conftest import call
-
-SETTINGS_PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
 
 def test_each_setting_says_where_it_comes_from(tmp_path: Path) -> None:
@@ -77,8 +74,3 @@ def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
     result = call("config", "explain", "histori_s")
     assert result.code == 2
     assert "did you mean history_s" in result.complaint
-
-
-def test_the_page_on_settings_is_generated() -> None:
-    command = "dcp-mirror config explain --markdown > docs/settings.md"
-    assert SETTINGS_PAGE.read_text() == markdown_page(describe()), f"run: {command}"

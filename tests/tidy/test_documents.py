@@ -1,0 +1,88 @@
+"""The documents name all that a user can meet: settings, errors, exit codes, states, problems; and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import mirror.errors
+import storage.errors
+from cli.config import markdown_page
+from mirror.config import describe
+from mirror.errors import ExitCode
+from mirror.serve.http_problems import TITLES
+from mirror.serve.metrics import STATES
+from mirror.supervise import stored, supervisor
+from mirror.supervise.plan import Phase
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = ROOT / "docs" / "settings.md"
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
+README_LINES_MAX = 150
+IMAGE_BYTES_MAX = 150_000
+
+
+def section(title: str) -> str:
+    found = re.search(rf"(?ms)^## {title}\n(.*?)(?=^## |\Z)", TROUBLESHOOTING)
+    assert found, title
+    return found[1]
+
+
+def first_column(title: str) -> list[str]:
+    return re.findall(r"(?m)^\| `([^`]+)` \|", section(title))
+
+
+def errors_of(module: ModuleType) -> dict[str, type[Exception]]:
+    found = inspect.getmembers(module, inspect.isclass)
+    return {name: each for name, each in found if issubclass(each, Exception) and each.__module__ == module.__name__}
+
+
+@pytest.mark.parametrize(
+    ("title", "module", "others"),
+    [
+        ("Errors of the service and its source", mirror.errors, ["ServiceSaidNo"]),
+        ("Errors of the stored data and of reading", storage.errors, []),
+    ],
+)
+def test_every_error_has_its_row_with_its_exit_code(title: str, module: ModuleType, others: list[str]) -> None:
+    assert sorted(first_column(title)) == sorted([*errors_of(module), *others])
+    for name, code in re.findall(r"(?m)^\| `(\w+)` \| (\d+) \|", section(title)):
+        assert int(code) == errors_of(module)[name].exit_code, name  # type: ignore[attr-defined]
+
+
+def test_it_says_which_errors_of_the_source_are_retried() -> None:
+    rows = re.findall(r"(?m)^\| `(\w+)` \| \d+ \| (yes|no) \|", section("Errors of the service and its source"))
+    wrong = [name for name, told in rows if (told == "yes") != errors_of(mirror.errors)[name].retryable]  # type: ignore[attr-defined]
+    assert len(rows) > 10
+    assert not wrong
+
+
+def test_every_exit_code_has_its_row() -> None:
+    assert first_column("Exit codes") == [str(int(code)) for code in ExitCode]
+
+
+def test_every_state_has_its_row() -> None:
+    assert sorted(first_column("States of a vbucket")) == sorted(STATES)
+    said = set(re.findall(r'_set_state\(\s*"([^"]+)"', inspect.getsource(supervisor)))
+    said |= set(re.findall(r'"state": "([^"]+)"', inspect.getsource(stored))) | {"starting"}
+    assert sorted(first_column("States of the service")) == sorted(said)
+    assert all(f"`{phase.value}`" in section("States of a vbucket") for phase in Phase)
+
+
+def test_every_http_problem_has_its_row_with_its_status() -> None:
+    rows = re.findall(r"(?m)^\| `([\w-]+)` \| (\d+) \|", section("HTTP problems"))
+    assert {name: int(status) for name, status in rows} == {name: status for name, (status, _) in TITLES.items()}
+
+
+def test_the_page_on_settings_is_generated() -> None:
+    command = "dcp-mirror config explain --markdown > docs/settings.md"
+    assert SETTINGS.read_text() == markdown_page(describe()), f"run: {command}"
+
+
+def test_the_front_page_is_short_and_its_picture_small() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
+    assert all(image.stat().st_size < IMAGE_BYTES_MAX for image in (ROOT / "docs" / "images").iterdir())
