@@ -3,6 +3,7 @@
 #
 #   sh cli/setup.sh demo [options of `dcp-mirror demo`]
 #   sh cli/setup.sh test [options of pytest; without any: on every core]
+#   sh cli/setup.sh dev [options of pytest]      the same, without what Spark, browser and SDK tests need (CONTRIBUTING.md)
 #   sh cli/setup.sh run|sandbox|... [any other dcp-mirror command]
 #
 # Needs Python 3.11 or newer and the network on the first call. Makes .venv in the checkout, installs the project into
@@ -51,21 +52,22 @@ if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
   make_venv || die "cannot make a virtual environment; as root: apt-get install python3-venv"
 fi
 
-extras=run
-[ "$want" = test ] && extras=test
+case "$want" in test | dev) extras=$want ;; *) extras=run ;; esac
 mark="$venv/.installed-$extras"
 now=$("$venv/bin/python" -c 'import hashlib, sys; print(sys.prefix, hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$here/pyproject.toml")
+if [ "$(cat "$venv/.installed-test" 2>/dev/null || true)" = "$now" ]; then mark="$venv/.installed-test"; fi # has it all
 if [ "$(cat "$mark" 2>/dev/null || true)" != "$now" ]; then
   say "installing dcp-mirror and what it needs (the first time only)"
   spec="$here"
-  [ "$extras" = test ] && spec="$here[test]"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e "$spec" >&2 ||
+  [ "$extras" = run ] || spec="$here[$extras]"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile -e "$spec" >&2 ||
     die "pip could not install the project; its message is above"
   printf '%s\n' "$now" >"$mark"
 fi
 
 cd "$here"
-if [ "$want" = test ]; then
+if [ "$extras" != run ]; then
+  [ "$want" = dev ] && [ $# -eq 0 ] && set -- -n auto tests/document tests/ingest tests/sim tests/storage tests/wire
   [ $# -gt 0 ] || set -- -n auto
   exec "$venv/bin/python" -m pytest "$@"
 fi

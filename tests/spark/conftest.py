@@ -11,13 +11,14 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from pyspark.sql import SparkSession
 
-from mirror.spark.session import session
 from tests.crash.service import until
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 FAST = {
     # Less code is compiled, and simpler: tests are over before the better compiler pays.
@@ -75,6 +76,8 @@ def s3(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStor
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory, object_store: ObjectStore) -> Iterator[SparkSession]:
     """A session as users get it, on two cores. Its executors know the object store."""
+    from mirror.spark.session import session
+
     patch = pytest.MonkeyPatch()
     for name, value in object_store.env.items():
         patch.setenv(name, value)

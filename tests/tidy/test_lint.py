@@ -30,6 +30,16 @@ def test_ruff_is_content(arguments: tuple[str, ...]) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_codespell_is_content() -> None:
+    result = run("codespell_lib")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_hooks_before_a_commit_are_well_formed() -> None:
+    result = run("pre_commit", "validate-config")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_mypy_is_content() -> None:
     result = run("mypy")
     assert result.returncode == 0, result.stdout + result.stderr
