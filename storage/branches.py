@@ -7,7 +7,7 @@ they are hidden by the cut and removed later by the purger. Branch numbers rise 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from storage.model import (
     Seqno,
     Vbid,
     VbucketState,
+    Vbuuid,
 )
 
 HISTORY_IDS_MAX = 64
@@ -38,6 +39,15 @@ class Moment(NamedTuple):
     """`history_clock`, for what depends on age."""
 
 
+class Counters(NamedTuple):
+    """What the boundaries of a chain count, so that nobody has to walk it."""
+
+    ordinal: int
+    """Of the newest boundary; 0: there is none yet."""
+    row_bytes: int
+    """Bytes of all rows of the chain so far."""
+
+
 ManifestKey = tuple[int, int]
 """(branch, seqno) of a manifest row; (0, 0): the initial manifest, for which there is no row."""
 
@@ -51,6 +61,8 @@ class Loaded:
     manifest_key: ManifestKey
     manifests: list[tuple[int, int, Manifest]]
     """(branch, seqno, manifest) of the staging branch above what is published, rising."""
+    counters: Counters
+    """Of the newest published boundary of the staging branch."""
 
 
 def unpack_pub(data: bytes | None, path: str, vbid: int) -> tuple[int, int, int, int, int, int]:
@@ -110,7 +122,13 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
         last_rollback_ms=last,
         stream_filter=stream_filter,
     )
-    return Loaded(state, indexed, (0, 0) if fresh else manifest_key, above)
+    counters = Counters(0, 0)
+    if staging_published:
+        links = chain.load(environment, txn, vbid, staging, staging_published)
+        boundary = chain.newest_boundary(environment, txn, vbid, links, staging_published)
+        if boundary is not None:
+            counters = Counters(boundary.ordinal, boundary.row_bytes)
+    return Loaded(state, indexed, (0, 0) if fresh else manifest_key, above, counters)
 
 
 def purge_row(environment: Environment, txn: Any, vbid: int) -> tuple[int, int]:
@@ -204,7 +222,8 @@ def put_published(
     snap_start_seqno: int,
     manifest_key: ManifestKey,
     now: Moment,
-) -> None:
+    counters: Counters,
+) -> Counters:
     """Make `branch` up to `seqno` what readers see, and keep that boundary.
 
     The branch of a refill, an OSO snapshot or a deferred rollback gets its time now, by which the purger knows that
@@ -222,20 +241,32 @@ def put_published(
     pub = keys.PUB.pack(branch, seqno, floor, *manifest_key, 0)
     txn.put(vbid_key, pub, db=environment.db(keys.DB_PUB))
     if state.rollback_deferred and seqno == state.staging_published_seqno:
-        return  # its boundary is there since the branch was opened
+        return counters  # its boundary is there since the branch was opened
     if not seqno and branch == state.branch:
-        return  # the source has nothing: `state` says so, and there is nothing to go back to
-    put_boundary(environment, txn, state, branch, seqno, snap_start_seqno, now)
+        return counters  # the source has nothing: `state` says so, and there is nothing to go back to
+    if seqno == state.staging_published_seqno:
+        counters = counters._replace(ordinal=counters.ordinal - 1)  # it takes the place of the one that is there
+    put_boundary(environment, txn, state, branch, seqno, snap_start_seqno, now, counters)
     chain.put_span(environment, txn, state.vbid, branch, seqno, state.staging_published_seqno)
+    return Counters(counters.ordinal + 1, counters.row_bytes)
 
 
 def put_boundary(
-    environment: Environment, txn: Any, state: VbucketState, branch: int, seqno: int, start: int, now: Moment
+    environment: Environment,
+    txn: Any,
+    state: VbucketState,
+    branch: int,
+    seqno: int,
+    start: int,
+    now: Moment,
+    counters: Counters,
 ) -> None:
     """The boundary row of a published snapshot end."""
     vbuuid = vbuuid_at(state.failover_log, seqno)
     key = keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX
-    value = keys.BOUNDARY.pack(min(start, seqno), vbuuid, now.wall_ms, now.history_ms)
+    value = keys.BOUNDARY.pack(
+        min(start, seqno), vbuuid, now.wall_ms, now.history_ms, counters.ordinal + 1, counters.row_bytes
+    )
     txn.put(key, value, db=environment.db(keys.rows_db(state.vbid)))
 
 
@@ -360,7 +391,7 @@ def _copy_boundary(
 ) -> None:
     """A branch that continues a boundary begins with a copy of it."""
     key = keys.ROW.pack(branch, boundary.seqno) + keys.BOUNDARY_SUFFIX
-    value = keys.BOUNDARY.pack(boundary.snap_start_seqno, vbuuid, boundary.time_ms, boundary.history_ms)
+    value = chain.boundary_value(replace(boundary, vbuuid=Vbuuid(vbuuid)))
     txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
 
 

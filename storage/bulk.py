@@ -39,6 +39,8 @@ _MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
 """Between these are mutations: magic, opcode, and the upper byte of a key's length, since no key has 256 bytes."""
 _TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
 """Opcodes of rows that make a document go, each with the length of its extras."""
+_MAGIC = 0x80
+"""A row begins with it; a boundary, which begins with a seqno, does not, and some rows are as long as that."""
 _KEYS = [slice(55, 55 + length) for length in range(256)]
 """Where a mutation's key stands, by its length."""
 
@@ -160,13 +162,16 @@ class _Read:
                 newest = {
                     frame[24 + frame[4] : 24 + frame[4] + (frame[2] << 8 | frame[3])]: frame
                     for frame in frames
-                    if len(frame) != keys.BOUNDARY.size and (frame[1] != _SYSTEM_EVENT or frame[4] != 13)
+                    if (len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC)
+                    and (frame[1] != _SYSTEM_EVENT or frame[4] != 13)
                 }
         except IndexError:
             raise self._cut_short() from None
         if b"" in newest:
             raise self._cut_short()
-        oldest_seqno = next((frame[24:32] for frame in frames if len(frame) != keys.BOUNDARY.size), b"")
+        oldest_seqno = next(
+            (frame[24:32] for frame in frames if len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC), b""
+        )
         for prefix, _, begin_seqno in self._collections:
             if newest and min(newest).startswith(prefix) and max(newest).startswith(prefix):
                 mine = newest  # so does all that is between them

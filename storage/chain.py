@@ -141,9 +141,23 @@ def boundary_of(key: bytes, value: bytes, vbid: int, link: Link | None = None) -
     branch, seqno = keys.ROW.unpack_from(key)
     if len(value) != keys.BOUNDARY.size:
         raise CorruptedError(f"boundary row {branch}:{seqno} has {len(value)} bytes", vbid=vbid)
-    start, vbuuid, time_ms, history_ms = keys.BOUNDARY.unpack(value)
+    start, vbuuid, time_ms, history_ms, ordinal, row_bytes = keys.BOUNDARY.unpack(value)
     history_id = link.history_id(seqno) if link is not None else 0
-    return Boundary(Branch(branch), Seqno(seqno), Seqno(start), Vbuuid(vbuuid), time_ms, history_ms, history_id)
+    return Boundary(
+        Branch(branch), Seqno(seqno), Seqno(start), Vbuuid(vbuuid), time_ms, history_ms, ordinal, row_bytes, history_id
+    )
+
+
+def boundary_value(boundary: Boundary) -> bytes:
+    """A boundary row's value."""
+    return keys.BOUNDARY.pack(
+        boundary.snap_start_seqno,
+        boundary.vbuuid,
+        boundary.time_ms,
+        boundary.history_ms,
+        boundary.ordinal,
+        boundary.row_bytes,
+    )
 
 
 def newest_boundary(environment: Environment, txn: Any, vbid: Vbid, chain: Chain, to_seqno: int) -> Boundary | None:
@@ -181,6 +195,36 @@ def boundaries(environment: Environment, txn: Any, vbid: Vbid, chain: Chain) -> 
                         yield boundary
                     if spans.set_key(keys.SPAN_KEY.pack(vbid, link.branch, boundary.seqno)):
                         (position,) = keys.SEQNO.unpack(spans.value())
+                        break
+
+
+def boundaries_after(
+    environment: Environment, txn: Any, vbid: Vbid, chain: Chain, after_seqno: int
+) -> Iterator[Boundary]:
+    """Generate the boundaries of a chain above a seqno, rising. From one to the next it costs `SPAN_SEQNOS` rows at
+    most, as `boundaries` does.
+    """
+    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    spans = txn.cursor(environment.db(keys.DB_SPAN))
+    for link in reversed(chain):
+        limit = keys.ROW.pack(link.branch, link.cut) + b"\xff"
+        position = max(after_seqno, link.base_seqno)
+        while position < link.cut:
+            first = position + 1
+            span_key = keys.SPAN_KEY.pack(vbid, link.branch, first)
+            if spans.set_range(span_key) and spans.key()[:6] == span_key[:6]:
+                (before,) = keys.SEQNO.unpack(spans.value())
+                if before < first:  # nothing lies between: on to the end of that snapshot
+                    first = int.from_bytes(spans.key()[6:], "big")
+            position = link.cut
+            if first <= link.cut and cursor.set_range(keys.ROW.pack(link.branch, first)):
+                for key, value in cursor.iternext():
+                    if key > limit:
+                        break
+                    if len(key) == keys.BOUNDARY_KEY_SIZE:
+                        boundary = boundary_of(key, value, vbid, link)
+                        yield boundary
+                        position = boundary.seqno
                         break
 
 

@@ -207,7 +207,35 @@ class _Walk:
         if state.history_floor_seqno and state.history_floor_seqno not in found:
             self._add(f"history floor {state.history_floor_seqno} is not a kept boundary")
         self.report.boundaries += len(found)
+        self._check_counters()
         self._check_spans()
+
+    def _check_counters(self) -> None:
+        """From the floor on, each boundary counts the one before it and the rows between."""
+        cursor = self.txn.cursor(self.environment.db(keys.rows_db(self.vbid)))
+        before = None
+        row_bytes = 0
+        for link in reversed(self.served):
+            first = max(self.state.history_floor_seqno, link.base_seqno + 1)
+            last = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
+            if first > link.cut or not cursor.set_range(keys.ROW.pack(link.branch, first)):
+                continue
+            for key, value in cursor.iternext():
+                if key > last:
+                    break
+                if len(key) == keys.ROW_KEY_SIZE:
+                    row_bytes += len(value)
+                    continue
+                boundary = chain.boundary_of(key, value, self.vbid)
+                if before is not None and (boundary.ordinal, boundary.row_bytes) != (
+                    before.ordinal + 1,
+                    before.row_bytes + row_bytes,
+                ):
+                    self._add(
+                        f"boundary {boundary.seqno} counts {boundary.ordinal} boundaries, {boundary.row_bytes} bytes, "
+                        f"expected {before.ordinal + 1} and {before.row_bytes + row_bytes}"
+                    )
+                before, row_bytes = boundary, 0
 
     def _check_spans(self) -> None:
         """Where `span` says that no boundary lies, none lies."""

@@ -29,8 +29,8 @@ SPAN_KEY = struct.Struct(">HIQ")
 PREPARE_KEY = struct.Struct(">HIQ")
 """vbid u16, branch u32, seqno u64: key of a row of `prepare`."""
 SEQNO = struct.Struct(">Q")
-BOUNDARY = struct.Struct(">QQQQ")
-"""snap_start_seqno u64, vbuuid u64, time_ms u64, history_ms u64: value of a boundary row."""
+BOUNDARY = struct.Struct(">QQQQQQ")
+"""snap_start_seqno, vbuuid, time_ms, history_ms, ordinal, row_bytes, each u64: value of a boundary row."""
 BOUNDARY_SUFFIX = b"\x01"
 ROW_KEY_SIZE = ROW.size
 BOUNDARY_KEY_SIZE = ROW_KEY_SIZE + 1

@@ -99,6 +99,10 @@ class Boundary:
     """Wall clock when it was published, milliseconds since 1970."""
     history_ms: int = 0
     """The history clock when it was published (`history_clock`): by this its age is known."""
+    ordinal: int = 0
+    """How many boundaries its chain had up to and with this one, those included that are gone."""
+    row_bytes: int = 0
+    """How many bytes the rows of its chain had up to here, those included that are gone."""
     history_id: int = field(default=0, compare=False)
     """Which history of the mirror the position is of; `Token` explains it."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from storage import branches, chain, keys
+from storage import branches, chain
 from storage.errors import ViewInvalidated
 from storage.model import Boundary, Manifest, Vbid
 from storage.view import Token, View
@@ -55,28 +55,12 @@ def newest(view: View, vbid: int, to_seqno: int) -> Boundary | None:
 
 
 def following(view: View, vbid: int, after_seqno: int) -> Boundary | None:
-    """The oldest kept boundary above a seqno. Costs the rows of one snapshot, or less."""
+    """The oldest kept boundary above a seqno."""
     opened = view._open(vbid)
     with opened.environment.read() as txn:
         served = view._readable(opened.environment, txn, vbid)
-        cursor = txn.cursor(opened.rows)
-        spans = txn.cursor(opened.environment.db(keys.DB_SPAN))
-        for link in reversed(served.links):
-            first = max(after_seqno + 1, link.base_seqno + 1, served.floor_seqno)
-            span_key = keys.SPAN_KEY.pack(vbid, link.branch, first)
-            if spans.set_range(span_key) and spans.key()[:6] == span_key[:6]:
-                (before,) = keys.SEQNO.unpack(spans.value())
-                if before < first:  # nothing lies between: on to the end of that snapshot
-                    first = int.from_bytes(spans.key()[6:], "big")
-            limit = keys.ROW.pack(link.branch, link.cut) + b"\xff"
-            if first > link.cut or not cursor.set_range(keys.ROW.pack(link.branch, first)):
-                continue
-            for key, value in cursor.iternext():
-                if key > limit:
-                    break
-                if len(key) == keys.BOUNDARY_KEY_SIZE:
-                    return chain.boundary_of(key, value, vbid, link)
-    return None
+        after = max(after_seqno, served.floor_seqno - 1)
+        return next(chain.boundaries_after(opened.environment, txn, Vbid(vbid), served.links, after), None)
 
 
 def boundaries_between(view: View, vbid: int, branch: int, after_seqno: int, seqno: int) -> list[Boundary]:

@@ -84,8 +84,6 @@ class Purger:
         self._vbids = vbids
         self._turn = 0
         self._idle_looks = 0
-        self._walking = False
-        self._walked: dict[int, tuple[int, int]] = {}
         self._removal: Removal | None = None
         self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
         self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
@@ -99,11 +97,10 @@ class Purger:
         with self.environment.read() as txn:
             for _ in range(min(LOOK_VBUCKETS, len(self._vbids))):
                 vbid = self._vbids[self._turn]
-                self._walking = False
                 if self._has_work(txn, vbid, now_ms):
                     self._idle_looks = 0
                     return vbid
-                self._idle_looks = 0 if self._walking else self._idle_looks + 1
+                self._idle_looks += 1
                 self._turn = (self._turn + 1) % len(self._vbids)
         return None
 
@@ -131,7 +128,7 @@ class Purger:
         purged = branches.purge_row(environment, txn, vbid)[0]
         if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
             return self._purge_versions(txn, vbid, links, purged, floor)
-        target = self._target_floor(txn, vbid, links, floor, now_ms)
+        target = self._target_floor(txn, vbid, links, floor, now_ms, self.pace.rows)
         if target > floor:
             txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*pub[:2], target, *pub[3:]), db=environment.db(keys.DB_PUB))
         return 0
@@ -155,7 +152,7 @@ class Purger:
         links = chain.load(environment, txn, vbid, branch, published)
         if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
             return True
-        return self._target_floor(txn, vbid, links, floor, now_ms) > floor
+        return self._target_floor(txn, vbid, links, floor, now_ms, 1) > floor
 
     # -- the floor ------------------------------------------------------------------------------------------------
 
@@ -169,63 +166,35 @@ class Purger:
         boundary = chain.newest_boundary(self.environment, txn, vbid, links, floor)
         return boundary is None or boundary.history_ms <= now_ms - window.time_ms
 
-    def _target_floor(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> int:
-        """Where the floor belongs; at least where it is."""
-        window = self.window
-        target = floor
-        if window.time_ms is not None:
-            target = self._floor_by_time(txn, vbid, links, floor, now_ms - window.time_ms)
-        if window.boundaries is not None:
-            kept = chain.boundaries(self.environment, txn, vbid, links)
-            for boundary in islice(kept, window.boundaries - 1, window.boundaries):
-                target = max(target, boundary.seqno)
-        if window.size_bytes is not None:
-            target = max(target, self._floor_by_size(txn, vbid, links, window.size_bytes))
-        if target > floor and (held := self.leases.floor_max(self.environment, txn, vbid, links, now_ms)) is not None:
+    def _target_floor(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int, looks: int) -> int:
+        """Where the floor belongs, or on the way there: it is raised by `looks` boundaries at most.
+
+        The counters of the boundaries say how much lies above one, so nothing is walked but what the floor passes.
+        """
+        environment, window = self.environment, self.window
+        tip = chain.newest_boundary(environment, txn, vbid, links, links[0].cut)
+        at = chain.newest_boundary(environment, txn, vbid, links, floor)
+        if tip is None or at is None:
+            return floor
+        for boundary in islice(chain.boundaries_after(environment, txn, vbid, links, floor), looks):
+            if not (
+                (window.time_ms is not None and boundary.history_ms <= now_ms - window.time_ms)
+                or (window.boundaries is not None and tip.ordinal - at.ordinal >= window.boundaries)
+                or (window.size_bytes is not None and tip.row_bytes - at.row_bytes > window.size_bytes)
+            ):
+                break
+            at = boundary
+        target = int(at.seqno)
+        if target > floor and (held := self.leases.floor_max(environment, txn, vbid, links, now_ms)) is not None:
             target = max(floor, min(target, held))
         if target > floor and (base := self._deferred_base(txn, vbid, links[0].branch)) is not None:
             target = max(floor, min(target, base))
-        return target
+        return max(floor, target)
 
     def _deferred_base(self, txn: Any, vbid: Vbid, served: int) -> int | None:
         """Where a deferred rollback goes on from: what its readers will need of the served history lies below."""
         state = records.decode_state(txn.get(keys.VBID_KEY.pack(vbid), db=self.environment.db(keys.DB_STATE)))
         return state[2] if state[0] != served and state[2] else None
-
-    def _floor_by_time(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, until_ms: int) -> int:
-        """The newest boundary published at or before `until_ms`, as far as one step's walk from the floor finds it.
-
-        A snapshot may have more rows than a step: where the walk came to is remembered for the next one.
-        """
-        tip = links[0].branch
-        branch, start = self._walked.get(vbid, (tip, floor))
-        start = max(start, floor) if branch == tip else floor
-        target = floor
-        for count, (key, value) in enumerate(_forward(self.environment, txn, vbid, links, start)):
-            if len(key) == keys.BOUNDARY_KEY_SIZE:
-                boundary = chain.boundary_of(key, value, vbid)
-                if boundary.history_ms > until_ms:
-                    break
-                target = boundary.seqno
-            elif count >= 2 * STEP_ROWS:
-                if target == floor:
-                    self._walked[vbid] = (tip, int.from_bytes(key[4:12], "big") - 1)
-                    self._walking = True
-                break
-        return target
-
-    def _floor_by_size(self, txn: Any, vbid: Vbid, links: chain.Chain, size_bytes: int) -> int:
-        """The oldest boundary above which no more than `size_bytes` of rows lie; 0 when all fits."""
-        total = 0
-        oldest = 0
-        for key, value in _backward(self.environment, txn, vbid, links):
-            if len(key) == keys.BOUNDARY_KEY_SIZE:
-                oldest = int.from_bytes(key[4:12], "big")
-            else:
-                total += len(value)
-                if total > size_bytes and oldest:
-                    return oldest
-        return 0
 
     # -- versions below the floor ---------------------------------------------------------------------------------
 
@@ -465,18 +434,5 @@ def _forward(
         last = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
         for key, value in cursor.iternext():
             if key > last:
-                break
-            yield key, value
-
-
-def _backward(environment: Environment, txn: Any, vbid: Vbid, links: chain.Chain) -> Iterator[tuple[bytes, bytes]]:
-    """Rows and boundaries of a chain from its tip, falling."""
-    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
-    for link in links:
-        tip = keys.ROW.pack(link.branch, link.cut) + b"\x02"
-        if not (cursor.prev() if cursor.set_range(tip) else cursor.last()):
-            return
-        for key, value in cursor.iterprev():
-            if key[:4] != tip[:4] or int.from_bytes(key[4:12], "big") <= link.base_seqno:
                 break
             yield key, value

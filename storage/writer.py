@@ -75,6 +75,7 @@ class Plan(NamedTuple):
     published: bool
     staged_seqno: int
     time_ms: int
+    counters: branches.Counters
 
 
 class Vbucket:
@@ -90,8 +91,10 @@ class Vbucket:
         "complete_count",
         "complete_seqno",
         "complete_start",
+        "counters",
         "dirty",
         "flushed_seqno",
+        "indexed_bytes",
         "indexed_seqno",
         "job",
         "known_empty",
@@ -122,6 +125,8 @@ class Vbucket:
         self.complete_start = 0
         self.flushed_seqno: int = state.staged_seqno
         self.indexed_seqno = loaded.indexed_seqno
+        self.indexed_bytes = 0  # of rows above what is published that an IndexJob has read
+        self.counters = loaded.counters  # of the newest published boundary
         self.unindexed_count: int | None = 0 if self.indexed_seqno >= self.flushed_seqno else None  # None: not counted
         self.manifest_key = loaded.manifest_key  # of the newest manifest row at or below what is published
         self.manifests = loaded.manifests  # (branch, seqno, manifest) above it, rising
@@ -605,37 +610,44 @@ class GroupWriter:
             if consumed != added or consumed != len(rows):
                 raise SeqnoOrder(f"of {len(rows)} rows {added} rise in seqno", path=self.path, vbid=vbid)
         publish = False
+        counters = vbucket.counters
         if vbucket.complete_seqno is not None and vbucket.job is None:
             complete = rows if vbucket.complete_count == len(rows) else rows[: vbucket.complete_count]
             until = vbucket.complete_seqno if vbucket.unordered else min(vbucket.complete_seqno, vbucket.flushed_seqno)
             few = vbucket.unindexed_count is not None and vbucket.unindexed_count <= INLINE_INDEX_ROWS
             if few or vbucket.indexed_seqno >= until:
                 key_rows = records.key_rows(complete)
+                row_bytes = vbucket.indexed_bytes + sum([len(frame) for _, frame in complete])
                 if vbucket.unindexed_count and vbucket.indexed_seqno < until:
                     # Rows of an OSO snapshot lie among each other: those of this commit are found with the earlier.
-                    earlier, _, _ = index.key_rows_between(
+                    earlier, _, _, earlier_bytes = index.key_rows_between(
                         environment, txn, vbid, vbucket.prefix, vbucket.indexed_seqno, until,
                         vbucket.unindexed_count + (len(complete) if vbucket.unordered else 0),
                     )  # fmt: skip
                     key_rows = earlier if vbucket.unordered else earlier + key_rows
+                    row_bytes = earlier_bytes if vbucket.unordered else earlier_bytes + row_bytes
                 index.sort_key_rows(key_rows)
                 index.put_key_rows(environment, txn, vbid, key_rows)
                 publish = True
+                counters = branches.Counters(counters.ordinal, counters.row_bytes + row_bytes)
         now = self._moment()
         for branch, seqno, manifest in vbucket.manifests:
             if branch == state.staging_branch and (flush_open or seqno <= (vbucket.complete_seqno or 0)):
                 key = keys.MANIFEST_KEY.pack(vbid, branch, seqno)
                 txn.put(key, records.encode_manifest(manifest), db=environment.db(keys.DB_MANIFEST))
         if publish:
-            self._put_publish(txn, vbucket, now)
+            counters = self._put_publish(txn, vbucket, now, counters)
         staged_seqno = self._put_state(txn, vbucket, rows, publish, now.wall_ms)
         vbucket.prepares.put(environment, txn, state, staged_seqno, vbucket.complete_seqno if publish else None)
-        return Plan(len(rows), publish, staged_seqno, now.wall_ms)
+        return Plan(len(rows), publish, staged_seqno, now.wall_ms, counters)
 
-    def _put_publish(self, txn: Any, vbucket: Vbucket, now: branches.Moment) -> None:
+    def _put_publish(
+        self, txn: Any, vbucket: Vbucket, now: branches.Moment, counters: branches.Counters
+    ) -> branches.Counters:
+        """Returns what counts from the new boundary on."""
         state = vbucket.state
         assert vbucket.complete_seqno is not None
-        branches.put_published(
+        return branches.put_published(
             self.environment,
             txn,
             state,
@@ -644,6 +656,7 @@ class GroupWriter:
             vbucket.complete_start,
             self._manifest_key_at(vbucket, vbucket.complete_seqno),
             now,
+            counters,
         )
 
     @staticmethod
@@ -671,7 +684,7 @@ class GroupWriter:
             assert vbucket.complete_seqno is not None
             published, indexed = vbucket.complete_seqno, vbucket.complete_seqno
         else:
-            published, indexed = state.staging_published_seqno, vbucket.indexed_seqno
+            published = indexed = state.staging_published_seqno  # a crash repeats the key rows of a job
         rolled_back = publish and state.rollback_deferred
         # A log on disk without anything of its history says that the source has nothing: not before that is known.
         log = state.failover_log if staged or published or publish or vbucket.known_empty else ()
@@ -695,7 +708,7 @@ class GroupWriter:
 
     def _settle(self, vbucket: Vbucket, plan: Plan) -> bool:
         """Bring memory up to date after the commit. True when the vbucket was published."""
-        count, published, staged_seqno, now_ms = plan
+        count, published, staged_seqno, now_ms, vbucket.counters = plan
         self.pending_bytes -= vbucket.prepares.written(staged_seqno)
         if count == len(vbucket.rows):
             flushed = vbucket.staged_seqno
@@ -726,6 +739,7 @@ class GroupWriter:
             )
             vbucket.known_empty = True
             vbucket.indexed_seqno = seqno
+            vbucket.indexed_bytes = 0
             vbucket.unindexed_count = 0
             vbucket.complete_seqno = None
             vbucket.unordered = False
@@ -835,6 +849,7 @@ class GroupWriter:
         self._jobs.remove(vbucket)
         vbucket.job = None
         vbucket.indexed_seqno = job.to_seqno
+        vbucket.indexed_bytes += job.row_bytes
         # Rows that came while the job ran are few against what it has done; commit indexes them, or starts another job.
         vbucket.unindexed_count = self._count_unindexed(vbucket)
         vbucket.dirty = True
@@ -842,7 +857,7 @@ class GroupWriter:
     def _count_unindexed(self, vbucket: Vbucket) -> int | None:
         """Rows on disk that lack their key rows; None: too many for one commit."""
         with self.environment.read() as txn:
-            _, count, _ = index.key_rows_between(
+            _, count, _, _ = index.key_rows_between(
                 self.environment, txn, vbucket.base.vbid, vbucket.prefix, vbucket.indexed_seqno,
                 vbucket.flushed_seqno, INLINE_INDEX_ROWS + 1,
             )  # fmt: skip

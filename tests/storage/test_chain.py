@@ -93,7 +93,9 @@ def test_boundaries_of_a_chain_come_newest_first_and_once(
         for at, seqno in stored:
             tree = environment.db(keys.rows_db(0))
             txn.put(keys.ROW.pack(at, seqno), b"row", db=tree)
-            txn.put(keys.ROW.pack(at, seqno) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 7, seqno, seqno), db=tree)
+            txn.put(
+                keys.ROW.pack(at, seqno) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 7, seqno, seqno, 0, 0), db=tree
+            )
         found = [b.seqno for b in chain.boundaries(environment, txn, Vbid(0), links)]
         newest = chain.newest_boundary(environment, txn, Vbid(0), links, to_seqno)
     finally:
@@ -114,7 +116,9 @@ def test_leaps_over_long_snapshots_leave_no_boundary_out(
         before = 0
         for seqno in sorted(ends):
             txn.put(keys.ROW.pack(1, seqno), b"row", db=tree)
-            txn.put(keys.ROW.pack(1, seqno) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 7, seqno, seqno), db=tree)
+            txn.put(
+                keys.ROW.pack(1, seqno) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 7, seqno, seqno, 0, 0), db=tree
+            )
             chain.put_span(environment, txn, 0, 1, seqno, before)
             before = seqno
         kept = {seqno for seqno in ends if not purged or seqno > max(purged)}

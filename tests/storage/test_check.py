@@ -129,6 +129,25 @@ def test_damage_is_found_and_named(path: str, name: str) -> None:
     assert not any("vbucket 1" in problem or "vbucket 3" in problem for problem in problems if name[:9] != "a vbucket")
 
 
+def test_boundaries_that_count_wrongly_are_found(tmp_path: Path) -> None:
+    path = str(tmp_path / "mirror")
+    directory.create(path, IDENTITY)
+    writer = open_writer(path)
+    writer.save_failover_log(0, log())
+    for seqno in (1, 2):
+        writer.stage(0, [row(writer.row_prefix(0), KEYS[0], b"v", seqno)], 0, span(seqno, seqno))
+        writer.publish(0, seqno, seqno)
+        writer.commit()
+    key = keys.ROW.pack(1, 2) + keys.BOUNDARY_SUFFIX
+    with writer.environment.begin(write=True) as txn:
+        rows = writer.environment.db(ROWS)
+        value = txn.get(key, db=rows)
+        txn.put(key, value[:-1] + bytes([value[-1] ^ 1]), db=rows)
+    writer.close()
+    (problem,) = check(path).problems
+    assert "boundary 2 counts 2 boundaries" in problem
+
+
 def test_a_torn_file_is_reported_and_the_other_group_still_checked(path: str) -> None:
     file = os.path.join(directory.group_path(path, 0), "data.mdb")
     with open(file, "r+b") as handle:

@@ -33,7 +33,7 @@ def fill(environment: Environment, count: int, seed: int = 1) -> list[tuple[byte
     with environment.begin(write=True) as txn:
         tree = environment.db(keys.rows_db(0))
         txn.cursor(tree).putmulti(rows, append=True)
-        txn.put(keys.ROW.pack(1, count) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 0, 0, 0), db=tree)
+        txn.put(keys.ROW.pack(1, count) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 0, 0, 0, 0, 0), db=tree)
         txn.put(keys.ROW.pack(2, 1), rows[0][1], db=tree)  # of another branch
     return rows
 
@@ -92,9 +92,10 @@ def test_rows_between_are_those_of_the_branch_without_boundaries(
     wanted = [r for n, r in enumerate(rows, 1) if after < n <= to][:limit]
     with environment.read() as txn:
         assert index.rows_between(environment, txn, 0, PREFIX, after, to, limit) == wanted
-        found, count, last = index.key_rows_between(environment, txn, 0, PREFIX, after, to, limit)
+        found, count, last, row_bytes = index.key_rows_between(environment, txn, 0, PREFIX, after, to, limit)
     assert found == records.key_rows(wanted)
     assert (count, last) == (len(wanted), after + len(wanted))
+    assert row_bytes == sum(len(frame) for _, frame in wanted)
 
 
 def test_key_rows_in_key_order_fill_their_pages(environment: Environment) -> None:

@@ -312,3 +312,83 @@ def test_a_lookup_costs_the_same_after_any_number_of_failovers() -> None:
         assert chain.newest_version(OneVersion(), A, links) == keys.DUP.pack(1, 5, 0x57)
         counts.append(len(looked))
     assert counts[1] <= counts[0] + 10
+
+
+class Looked:
+    """A transaction that counts what its cursors look at."""
+
+    def __init__(self, txn: Any) -> None:
+        self._txn = txn
+        self.entries = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._txn, name)
+
+    def cursor(self, tree: Any) -> Any:
+        looked, cursor = self, self._txn.cursor(tree)
+
+        class Cursor:
+            def __getattr__(self, name: str) -> Any:
+                looked.entries += 1
+                return getattr(cursor, name)
+
+            def iternext(self, **options: Any) -> Iterator[Any]:
+                for entry in cursor.iternext(**options):
+                    looked.entries += 1
+                    yield entry
+
+            def iterprev(self, **options: Any) -> Iterator[Any]:
+                for entry in cursor.iterprev(**options):
+                    looked.entries += 1
+                    yield entry
+
+        return Cursor()
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        Window(time_ms=HOUR_MS),
+        Window(boundaries=100_000),
+        Window(size_bytes=1 << 30),
+        Window(time_ms=HOUR_MS, boundaries=100_000, size_bytes=1 << 30),
+    ],
+    ids=["time", "boundaries", "bytes", "all"],
+)
+def test_a_look_for_work_costs_the_same_however_much_history_is_kept(writer: GroupWriter, window: Window) -> None:
+    looks = []
+    for count in (10, 500):
+        first = int(writer.state(0).published_seqno) + 1
+        for seqno in range(first, first + count):
+            publish(writer, 0, [(A, b"x" * 100, seqno)])
+        purge(writer, window)
+        purger = Purger(writer.environment, writer.vbids, window)
+        with writer.environment.read() as txn:
+            looked = Looked(txn)
+            assert not purger._has_work(looked, Vbid(0), writer.clock_ms())
+        looks.append(looked.entries)
+    assert looks[1] <= looks[0] + 5, looks
+
+
+def test_the_counters_of_boundaries_hold_through_whatever_made_them(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
+    publish(writer, 0, [(A, b"2" * 50, 3)])
+    broken_backfill(writer)
+    writer.stage(0, [row(writer.row_prefix(0), A, b"4", 4)], 0, span(4, 6))
+    writer.commit(flush_open=True)
+    writer.stage(0, [row(writer.row_prefix(0), A, b"6", 6)], 0, span(4, 6))
+    writer.publish(0, 6, 4)
+    writer.commit()
+    assert view.boundaries(0)[0].ordinal == 3
+    writer.rollback(0, 3)
+    publish(writer, 0, [(C, b"7" * 9, 7)])
+    with writer.environment.read() as txn:
+        sizes = {
+            keys.ROW.unpack(key)[1]: len(frame)
+            for key, frame in txn.cursor(writer.environment.db(keys.rows_db(0))).iternext()
+            if len(key) == keys.ROW_KEY_SIZE
+        }
+    found = view.boundaries(0)
+    assert [(b.seqno, b.ordinal) for b in found] == [(7, 3), (3, 2), (2, 1)]
+    two = sizes[1] + sizes[2]
+    assert [b.row_bytes for b in found] == [two + sizes[3] + sizes[7], two + sizes[3], two]

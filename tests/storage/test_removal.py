@@ -40,7 +40,7 @@ def fill(environment: Environment, count: int, *, seed: int = 1, indexed: bool =
                 if indexed:
                     txn.put(b"\0" + key, row_key + frame[1:2], db=environment.db(b"k0"))
                 if not seqno % 10:
-                    boundary = keys.BOUNDARY.pack(seqno, 7, 0, 0)
+                    boundary = keys.BOUNDARY.pack(seqno, 7, 0, 0, 0, 0)
                     txn.put(row_key + keys.BOUNDARY_SUFFIX, boundary, db=environment.db(b"v0"))
 
 
