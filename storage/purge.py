@@ -85,6 +85,8 @@ class Purger:
         self._turn = 0
         self._idle_looks = 0
         self._removal: Removal | None = None
+        self._walk: tuple[int, bytes, bytes] | None = None  # vbid, system event, key: where a walk over keys goes on
+        self._next_walk: tuple[int, bytes, bytes] | None = None  # the same, once the step is committed
         self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
         self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
         self.pace = Pace()
@@ -112,6 +114,7 @@ class Purger:
     def step(self, txn: Any, vbid: Vbid, now_ms: int) -> int:
         """Do a bounded part of what a vbucket needs; returns how many rows went. `settle` follows the commit."""
         environment = self.environment
+        self._next_walk = self._walk
         if self._removal is None and (dead := next(iter(self._removable(txn, vbid, now_ms)), None)):
             self._removal = Removal(environment, vbid, dead)
         if self._removal is not None:
@@ -136,6 +139,7 @@ class Purger:
     def settle(self, removed_rows: int, elapsed_ms: int) -> None:
         """A step was committed: what it removed, and how long it took."""
         self.removed_rows += removed_rows
+        self._walk = self._next_walk
         self.pace.took(elapsed_ms)
         if self._removal is not None and not self._removal.settle():
             self._removal = None
@@ -225,9 +229,11 @@ class Purger:
                 break
             visited += 1
             if frame[1] == 0x5F:
-                more = self._of_dropped_collections(txn, vbid, links, seqno, limit - len(victims))
-                victims += more
-                if more:  # there may be more of them: come back to this event until none is left
+                found, following = self._of_dropped_collections(txn, vbid, links, seqno, 2 * limit - visited)
+                victims += found
+                self._next_walk = None
+                if following:  # there is more to look at: come back to this event
+                    self._next_walk = (vbid, key[:12], following)
                     position = seqno - 1
                     break
                 continue
@@ -258,32 +264,42 @@ class Purger:
         return removed
 
     def _of_dropped_collections(
-        self, txn: Any, vbid: Vbid, links: chain.Chain, seqno: int, limit: int
-    ) -> list[tuple[bytes, bytes]]:
-        """Key rows of collections that the system event at `seqno` ended or emptied, at most `limit`."""
+        self, txn: Any, vbid: Vbid, links: chain.Chain, seqno: int, looks: int
+    ) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        """Key rows of collections that the system event at `seqno` ended or emptied, among the next `looks`; and the
+        key to go on from (empty: that was all).
+
+        Where a walk stands is kept in memory: a process that begins in the middle of one begins it again.
+        """
         environment = self.environment
+        event = keys.ROW.pack(next(link.branch for link in links if link.base_seqno < seqno), seqno)
+        start = self._walk[2] if self._walk is not None and self._walk[:2] == (vbid, event) else b""
         before = branches.manifest_key_on(environment, txn, vbid, chain.recut(links, seqno - 1))
         after = branches.manifest_key_on(environment, txn, vbid, chain.recut(links, seqno))
         old = branches.manifest_at(environment, txn, vbid, before).collections
         new = branches.manifest_at(environment, txn, vbid, after).collections
         found: list[tuple[bytes, bytes]] = []
         cuts = {link.branch: min(link.cut, seqno) for link in links}
-        for collection_id in old:
-            if collection_id in new and new[collection_id].begin_seqno < seqno:
+        ended = [each for each in old if each not in new or new[each].begin_seqno >= seqno]
+        cursor = txn.cursor(environment.db(keys.keys_db(vbid)))
+        looked = 0
+        current = b""
+        for prefix in sorted(map(keys.encode_collection_id, ended)):
+            if start > prefix and not start.startswith(prefix):
                 continue
-            prefix = keys.encode_collection_id(collection_id)
-            cursor = txn.cursor(environment.db(keys.keys_db(vbid)))
-            if not cursor.set_range(prefix):
+            if not cursor.set_range(max(prefix, start)):
                 continue
             for wire_key, dup in cursor.iternext():
                 if not wire_key.startswith(prefix):
                     break
+                if wire_key != current and looked >= looks:
+                    return found, wire_key
+                current = wire_key
+                looked += 1
                 branch, at, _ = keys.DUP.unpack(dup)
                 if at <= cuts.get(branch, -1):
                     found.append((wire_key, dup))
-                    if len(found) >= max(limit, 1):
-                        return found
-        return found
+        return found, b""
 
     @staticmethod
     def _delete(txn: Any, key_tree: Any, row_tree: Any, victims: list[tuple[bytes, bytes]]) -> int:

@@ -392,3 +392,39 @@ def test_the_counters_of_boundaries_hold_through_whatever_made_them(writer: Grou
     assert [(b.seqno, b.ordinal) for b in found] == [(7, 3), (3, 2), (2, 1)]
     two = sizes[1] + sizes[2]
     assert [b.row_bytes for b in found] == [two + sizes[3] + sizes[7], two + sizes[3], two]
+
+
+def test_a_flushed_and_refilled_collection_is_purged_in_bounded_steps_of_linear_work_in_all(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.purge, "STEP_ROWS", 40)
+    count = 400
+    names = [b"order-%05d" % number for number in range(count)]
+    system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES)
+    for seqno, name in enumerate(names, 2):
+        put(writer, name, seqno, b"old", cid=9)
+    commit(writer, count + 1)
+    system_event(writer, count + 2, DEFAULT, Collection(9, 8, "orders", Seqno(count + 2)), scopes=SCOPES)
+    for seqno, name in enumerate(reversed(names), count + 3):
+        put(writer, name, seqno, b"new", cid=9)
+    commit(writer, 2 * count + 2)
+    writer._purger = purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
+    looks: list[int] = []
+
+    def step(txn: Any) -> int:
+        looked = Looked(txn)
+        removed = purger.step(looked, Vbid(0), writer.clock_ms())
+        looks.append(looked.entries)
+        return removed
+
+    removed = 0
+    while purger.plan(writer.clock_ms()) is not None:
+        went = writer._write(step)
+        purger.settle(went, 1)
+        removed += went
+        assert len(looks) < 1_000
+    assert removed == count
+    assert max(looks) < 600
+    assert sum(looks) < 20 * count
+    assert {each.value for each in view.scan(0, collection=9)} == {b"new"}
+    assert len(list(view.scan(0, collection=9))) == count
