@@ -164,13 +164,13 @@ class Site:
 
 
 @contextmanager
-def site(folder: Path, more: Mapping[str, str] | None = None) -> Iterator[Site]:
-    """Run the blocks of the README, and keep its source and mirror while the block of `with` runs."""
+def site(folder: Path, more: Mapping[str, str] | None = None, *, all_blocks: bool = False) -> Iterator[Site]:
+    """Start the README's source and mirror, with `all_blocks` run its other blocks too, and keep both meanwhile."""
     made = Site(folder, more)
     try:
         names: dict[str, Any] = {}
         for block in blocks_of(ROOT / "README.md"):
-            if block.is_run:
+            if block.is_run and (all_blocks or block.mark == SERVICE):
                 made.run(block, names)
         yield made
     finally:

@@ -20,7 +20,7 @@ def name_of(page: Path) -> str:
 @pytest.fixture(scope="module")
 def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """The README's own blocks, run; its source and mirror go on."""
-    with site(tmp_path_factory.mktemp("documents")) as found:
+    with site(tmp_path_factory.mktemp("documents"), all_blocks=True) as found:
         yield found
 
 
