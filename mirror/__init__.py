@@ -1,9 +1,89 @@
-"""The service around the store, and the public door for other programs: `mirror.open_view(path)` reads a mirror."""
+"""Read a mirror of a Couchbase bucket, in any process on its machine, whether its service runs or not.
 
-from storage.errors import NotPublished, ViewInvalidated, WriteLost
-from storage.view import View, open_view
+    import mirror
+
+    with mirror.open_view("/var/lib/dcp-mirror/orders") as view:
+        document = view.get("order::4711")
+        if document is not None:
+            print(document.value, document.cas)
+        for each in view.scan(prefix="order::47"):
+            print(each.key)
+
+`View` has the reads; `Document` and `Change` are what they return. `Token` is a position in the changes, `Time` a
+moment for `as_of`, `MutationToken` a write of one's own. A mirror is read only.
+
+Every error that a reader can meet is a `StorageError`. Its text says where, what and the remedy; `retryable` says
+whether the same call may succeed later without anybody acting:
+
+    StorageError
+    |-- NotAMirror         there is no mirror at this path
+    |-- ReadOnly           this user may not write the lock file in which LMDB registers readers
+    |-- Full               no space left for that registration
+    |-- CorruptedError     stored bytes contradict the format: `dcp-mirror check`
+    |-- FormatTooNew       written by another version of the format
+    |-- WrongBucket        a group's folder belongs to another mirror
+    |-- NotHeld            the vbucket is one that another of the bucket's mirrors holds
+    |-- UnknownCollection  no collection of that name
+    |-- NoSuchBoundary     `as_of` is before what is kept
+    |-- AnswerTooLarge     more than the caller's own `bytes_max`
+    |-- Unavailable        the vbucket is resynced (retryable)
+    |-- ViewInvalidated    a rollback or the purger passed the position: start again (retryable)
+    |-- NotPublished       a write is not here in time (retryable)
+    |-- WriteLost          a failover has undone a write: it will never come
+    `-- Closed             the view was closed, or opened before a fork
+
+The other packages of this distribution are the program `dcp-mirror`; their names are not stable.
+"""
+
+from storage.errors import (
+    AnswerTooLarge,
+    Closed,
+    CorruptedError,
+    FormatTooNew,
+    Full,
+    NoSuchBoundary,
+    NotAMirror,
+    NotHeld,
+    NotPublished,
+    ReadOnly,
+    StorageError,
+    Unavailable,
+    UnknownCollection,
+    ViewInvalidated,
+    WriteLost,
+    WrongBucket,
+)
+from storage.model import Document, Kind
+from storage.view import Change, Rollback, Time, Token, View, open_view
 from storage.wait import MutationToken
 
 __version__ = "0.1.0"
 
-__all__ = ["MutationToken", "NotPublished", "View", "ViewInvalidated", "WriteLost", "__version__", "open_view"]
+__all__ = [
+    "AnswerTooLarge",
+    "Change",
+    "Closed",
+    "CorruptedError",
+    "Document",
+    "FormatTooNew",
+    "Full",
+    "Kind",
+    "MutationToken",
+    "NoSuchBoundary",
+    "NotAMirror",
+    "NotHeld",
+    "NotPublished",
+    "ReadOnly",
+    "Rollback",
+    "StorageError",
+    "Time",
+    "Token",
+    "Unavailable",
+    "UnknownCollection",
+    "View",
+    "ViewInvalidated",
+    "WriteLost",
+    "WrongBucket",
+    "__version__",
+    "open_view",
+]

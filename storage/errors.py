@@ -87,7 +87,7 @@ class ReadOnly(StorageError):
 
 
 class Full(StorageError):
-    """No room: the device, a quota, or the process's file size limit."""
+    """No space left: on the device, in a quota, or below the process's file size limit."""
 
     retryable = True
 
@@ -131,7 +131,7 @@ class ViewInvalidated(StorageError):
 
 
 class Unavailable(StorageError):
-    """The vbucket is being filled anew beside its old copy, which the setting `refill_reads` withholds."""
+    """The vbucket is being resynced, and the setting `refill_reads` withholds its old copy."""
 
     retryable = True
 

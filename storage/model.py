@@ -154,10 +154,9 @@ class VbucketState:
 
 
 class Document(NamedTuple):
-    """A row as readers get it. `value` is the body, decompressed and without xattrs, unless asked for raw.
+    """A document as readers get it. `value` is the body, decompressed and without xattrs, unless `raw` was given."""
 
-    A tuple because it is made once per read: a frozen dataclass of these fields takes three times as long to build.
-    """
+    # A tuple because it is made once per read: a frozen dataclass of these fields takes three times as long to build.
 
     vbid: Vbid
     collection_id: int

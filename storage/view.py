@@ -76,7 +76,10 @@ AsOf = int | Time | None
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A position in the changes of a vbucket: everything up to `seqno` on `branch` was seen."""
+    """A position in the changes of a vbucket: everything up to `seqno` on `branch` was seen.
+
+    `str(token)` is its text, for a file or a URL, and `Token.parse` the inverse.
+    """
 
     vbid: Vbid
     branch: Branch
@@ -220,14 +223,15 @@ class Opened(NamedTuple):
     """LMDB's own begin, without `Environment.begin` around it: for the read that happens a million times."""
 
 
-def open_view(path: str, *, map_size: int = MAP_SIZE, stale_reads: bool = False) -> View:
-    """Open the mirror at `path` for reading, whether its service runs or not.
+def open_view(path: str | os.PathLike[str], *, map_size: int = MAP_SIZE, stale_reads: bool = False) -> View:
+    """Open the mirror in the data directory `path` for reading, whether its service runs or not.
 
-    `stale_reads`: also what its setting `refill_reads` withholds, the old copy of a vbucket that is being filled anew.
+    `map_size` is how much address space each group gets at first, in bytes; it grows by itself. With `stale_reads` a
+    vbucket that is resynced is read from its old copy, also where the setting `refill_reads` withholds that.
 
     Raises NotAMirror, ReadOnly (no write access to a lock file), CorruptedError, FormatTooNew, WrongBucket.
     """
-    return View(path, map_size=map_size, stale_reads=stale_reads)
+    return View(os.fspath(path), map_size=map_size, stale_reads=stale_reads)
 
 
 _views: weakref.WeakSet[View] = weakref.WeakSet()
@@ -242,10 +246,18 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class View:
-    """A reader of one mirror. Use it as a context manager, or close it."""
+    """A reader of one mirror, made by `open_view`. Use it as a context manager, or call `close`.
+
+    Each answer is read in one transaction: documents and the position that they belong to are of one moment. A scan
+    keeps the boundary that it began with. Many threads may use one view; a generator that it returned is for one thread
+    at a time. After fork, open another view in the child.
+
+    Documents: `get`, `get_many`, `exists`, `scan`. Changes: `changes`, `changes_between`, `token`. One's own writes:
+    `wait_for`. Positions and history: `state`, `states`, `boundaries`, `rollbacks`, `history`. Collections: `manifest`.
+    """
 
     def __init__(self, path: str, *, map_size: int = MAP_SIZE, stale_reads: bool = False) -> None:
-        """Use `open_view`."""
+        """Call `open_view` instead."""
         self.path = path
         self._stale_reads = stale_reads
         self.identity: Identity = directory.load(path)
@@ -262,7 +274,7 @@ class View:
         _views.add(self)
 
     def __enter__(self) -> View:
-        """Nothing to do: opening was enough."""
+        """Return the view itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -270,7 +282,7 @@ class View:
         self.close()
 
     def close(self) -> None:
-        """Give the environments up; generators of this view must not be used afterwards."""
+        """Release the environments. Generators of this view must not be used afterwards; calls raise Closed."""
         self._closed = self._closed or "the view is closed"
         self._opened.clear()
         for environment in self._environments.values():
@@ -278,7 +290,7 @@ class View:
         self._environments.clear()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: LMDB's transactions and reader slots belong to the parent."""
+        """Close without touching LMDB, in a forked child: transactions and reader slots belong to the parent."""
         self._closed = "opened before fork; open another view in the child"
         self._opened.clear()
         self._environments.clear()
@@ -437,11 +449,14 @@ class View:
         now: float | None = None,
         raw: bool = False,
     ) -> Document | None:
-        """One document, or None when it is absent, deleted or expired.
+        """Return a document, or None when it is absent, deleted or expired.
 
-        `collection` is a name (`scope.collection`) or an id; `as_of` a seqno of the key's vbucket or a `Time`; `now`
-        (seconds since 1970) decides expiry and defaults to the clock, or to the boundary's time with `as_of`; `raw`
-        leaves the value compressed and with its xattrs. Raises UnknownCollection, NoSuchBoundary.
+        `collection` is a name (`scope.collection`) or an id, by default `_default._default`. `as_of` is a seqno of the
+        key's vbucket or a `Time`. `now` (seconds since 1970) decides expiry; by default it is the clock's, and with
+        `as_of` the boundary's time. `raw` leaves the value compressed and with its xattrs.
+
+        Raises UnknownCollection, NoSuchBoundary (`as_of` is before what is kept), Unavailable (the vbucket is resynced)
+        and NotHeld (another mirror holds the vbucket).
         """
         if isinstance(key, str):
             key = key.encode()
@@ -485,9 +500,10 @@ class View:
         raw: bool = False,
         bytes_max: int | None = None,
     ) -> dict[bytes, Document]:
-        """Those of the documents that exist, by key. Documents of one group are read in one transaction.
+        """Return those of the documents that exist, by key. Arguments and errors are those of `get`.
 
-        Raises AnswerTooLarge once their values are more than `bytes_max`.
+        Documents of one group of vbuckets are read in one transaction. Raises AnswerTooLarge as soon as the values
+        together are more than `bytes_max`.
         """
         byte_count = 0
         by_group: dict[int, list[tuple[int, bytes]]] = {}
@@ -510,7 +526,7 @@ class View:
         return found
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
-        """True when `get` would return a document."""
+        """Return whether `get` would return a document."""
         return self.get(key, collection, raw=True) is not None
 
     def find(self, wire_key: bytes, *, deletions: bool = False, now: float | None = None) -> Found:
@@ -633,11 +649,12 @@ class View:
         deletions: bool = False,
         raw: bool = False,
     ) -> Iterator[Document]:
-        """Documents in key order within each collection of each vbucket, in rising vbid.
+        """Return an iterator over documents: vbucket by vbucket, within each collection in the order of their keys.
 
-        Without `vbid` all vbuckets, without `collection` all collections; `start` <= key < `end`. Each vbucket is seen
-        at one boundary. `deletions` adds tombstones (and expired documents). Raises ViewInvalidated in mid-scan when a
-        rollback or the purger passed that boundary.
+        Without `vbid` it covers all vbuckets, without `collection` all collections; `start` <= key < `end`. Each
+        vbucket is seen at one boundary. `deletions` adds tombstones and expired documents. The other arguments and
+        errors are those of `get`. Raises ViewInvalidated on the way when a rollback or the purger has passed the
+        boundary: scan again.
         """
         prefix, start = (text.encode() if isinstance(text, str) else text for text in (prefix, start))
         stop = end.encode() if isinstance(end, str) else end
@@ -969,7 +986,7 @@ class View:
         return [self.state(vbid) for vbid in self.vbids]
 
     def published(self) -> list[Published]:
-        """What every vbucket of `vbids` serves now, in that order: the cheapest way to see that something moved."""
+        """Return what every vbucket of `vbids` serves now, in that order: the cheapest way to see that one moved."""
         found = {}
         for first in self.vbids[: self._groups]:  # one of each group
             environment = self._environment(first)
@@ -1066,14 +1083,15 @@ class View:
         return found
 
     def wait_for(self, token: wait.MutationToken, timeout_s: float) -> None:
-        """Return once the write that `token` speaks of can be read here. Raises WriteLost as soon as it is known that
-        it never will (a failover of the source undid it), NotPublished after `timeout_s`. Other threads may use this
-        view meanwhile; nothing is held that could keep the writer or the purger waiting.
+        """Return once the write that `token` names can be read here.
+
+        Raises WriteLost as soon as it is known that a failover of the source has undone it, and NotPublished after
+        `timeout_s` seconds. It holds no transaction, and other threads may use the view meanwhile.
         """
         wait.wait_for(self, token, timeout_s)
 
     def changes(self, vbid: int | None = None, *, since: Token | None = None, raw: bool = False) -> Iterator[Change]:
-        """Published events in order, up to now. With `since` those after a token (of its vbucket).
+        """Return an iterator over published events in order, up to now; with `since` those after a token.
 
         A token below the history floor resumes too, as long as no tombstone above it was purged: older versions of
         what it has yet to see are left out, as the source's own dedup does. When the token's history was rolled back,
