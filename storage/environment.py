@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import lmdb
 
 from storage import keys
-from storage.errors import Closed, CorruptedError, Full, Locked, ReadOnly, StorageError
+from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError
 
 MAP_SIZE = 64 << 30
 """Address space reserved per environment, bytes. The file only takes what is written; the writer grows it when full."""
@@ -27,6 +28,8 @@ READER_TRIES = 3
 READERS_MAX = 1024
 """Reader slots: each open read transaction of any process takes one; LMDB's default of 126 is soon used up."""
 DATA_FILE = "data.mdb"
+SPACE_MIN = 1 << 20
+"""With less space than this an input/output error of LMDB is a write that was cut short, bytes."""
 
 
 def storage_error(error: Exception, path: str) -> StorageError:
@@ -41,11 +44,13 @@ def storage_error(error: Exception, path: str) -> StorageError:
         return Full(
             "no space left to write", path=path, hint="free disk space or lift the quota; nothing published is lost"
         )
-    if isinstance(error, lmdb.Error) and "Input/output error" in text:  # what LMDB makes of a write that was cut short
-        return Full(
-            "a write was cut short: no space left, or the device fails",
+    if code == errno.EIO or (isinstance(error, lmdb.Error) and "Input/output error" in text):
+        if isinstance(error, lmdb.Error) and not _has_space(path):  # what LMDB makes of a write that was cut short
+            return Full("a write was cut short: no space left", path=path, hint="free disk space or lift the limit")
+        return DeviceFailed(
+            "input/output error: the device fails, or a quota cut a write short",
             path=path,
-            hint="free disk space or lift the quota; where there is room, see the kernel's log",
+            hint="see the kernel's log; the group goes on from its last commit as soon as the disk works",
         )
     if (
         code in (errno.EACCES, errno.EROFS, errno.EPERM)
@@ -65,7 +70,25 @@ def storage_error(error: Exception, path: str) -> StorageError:
             path=path,
             hint="set the group's folder aside; the mirror fills that group again from the source",
         )
+    if not isinstance(error, (lmdb.Error, OSError)):  # stored bytes led the store's own code astray
+        return CorruptedError(
+            f"what is stored contradicts itself: {type(error).__name__}: {error}",
+            path=path,
+            hint="run `dcp-mirror check`; set the group's folder aside and start again: that group is filled again",
+        )
     return StorageError(f"{type(error).__name__}: {error}", path=path)
+
+
+def _has_space(path: str) -> bool:
+    """False where a write is cut short for want of space, or by the process's own limit of a file's size."""
+    try:
+        file_system = os.statvfs(path)
+        if file_system.f_bavail * file_system.f_frsize < SPACE_MIN:
+            return False
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return limit == resource.RLIM_INFINITY or limit - os.stat(os.path.join(path, DATA_FILE)).st_size > SPACE_MIN
+    except OSError:
+        return True
 
 
 class Environment:
@@ -110,11 +133,32 @@ class Environment:
             raise storage_error(error, path) from error
         try:
             self._refuse_cut_short(tries=1 if writable else READER_TRIES)
+            if writable and sync != "unsafe":
+                self._settle_meta_pages()
         except BaseException:
             self.env.close()
             raise
         if writable:
             self.env.reader_check()
+
+    def _settle_meta_pages(self) -> None:
+        """Have both meta pages on the disk as they are in memory, before anything is written on top of them.
+
+        LMDB writes over pages of older commits because the meta page of a newer one was synced. After a sync that
+        failed this is not so: the kernel counts the page as written and never writes it again. Everything that the meta
+        page refers to was synced before it was written.
+        """
+        try:
+            descriptor = os.open(os.path.join(self.path, DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                pages = os.pread(descriptor, 2 * int(self.env.stat()["psize"]), 0)
+                if os.pwrite(descriptor, pages, 0) != len(pages):
+                    raise OSError(errno.ENOSPC, "write cut short")
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise storage_error(error, self.path) from error
 
     def missing_bytes(self) -> int:
         """How much shorter the file is than the pages it speaks of.

@@ -7,6 +7,7 @@
     |-- NotAMirror       the path holds no mirror (exit code 2)
     |-- Locked           another process owns the group or the directory
     |-- ReadOnly         the directory or its lock file cannot be written
+    |-- DeviceFailed     the device gave an input/output error
     |-- Full             no space left on the device, or a file size limit
     |-- SeqnoOrder       rows were offered out of order (the source broke its rules)
     |-- UnknownCollection, NoSuchBoundary   a reader asked for something that is not there
@@ -84,6 +85,12 @@ class ReadOnly(StorageError):
     """The directory cannot be written, or a reader cannot write the lock file."""
 
     exit_code = 2
+
+
+class DeviceFailed(StorageError):
+    """An input/output error: what was written since the last sync may never reach the disk."""
+
+    retryable = True
 
 
 class Full(StorageError):

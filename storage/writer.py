@@ -14,9 +14,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import islice
 from operator import attrgetter, itemgetter, lt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import lmdb
 
@@ -49,6 +50,9 @@ PURGE_INTERVAL_MS = 1_000
 KEEP_ALL = Window()
 IDLE_SYNC_MS = 200
 """With `safe`, the meta page of the last commit is synced when the group was idle for this long, milliseconds."""
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,23 @@ class Vbucket:
         self.base = replace(self.base, **fields)
 
 
+def _contained(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let nothing but a StorageError leave: whatever damaged pages make of this code concerns this group alone."""
+
+    @wraps(method)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return method(*args, **kwargs)
+        except StorageError:
+            raise
+        except Exception as error:
+            writer = args[0]
+            assert isinstance(writer, GroupWriter)
+            raise storage_error(error, writer.path) from error
+
+    return call
+
+
 class GroupWriter:
     """Owner of one group's environment. Not thread safe: one thread for life."""
 
@@ -179,6 +200,8 @@ class GroupWriter:
         self._jobs: list[Vbucket] = []
         self._unsynced_since: int | None = None
         self._closed = False
+        self.lost = False
+        """The environment was closed after a failed commit and cannot be opened."""
         self._lock = directory.GroupLock(path)
         try:
             self._open_environment(claim=True)
@@ -238,7 +261,13 @@ class GroupWriter:
                 self._while_opening(lambda txn: txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta))
             if moved:
                 self._while_opening(lambda txn: self._begin_history(txn, here))
+            seen = [] if claim else [vbucket.base for vbucket in self._vbuckets.values()]
             self._load()
+            for each in seen:  # the newest meta page was lost with a sync that failed
+                now = self._vbuckets[each.vbid].base
+                if (now.branch, now.published_seqno) < (each.branch, each.published_seqno):
+                    self._while_opening(lambda txn: self._begin_history(txn, here))
+                    break
             if claim:
                 self._clock = self._open_clock()
             self._purger = Purger(self.environment, self.vbids, self.window, self.leases)
@@ -246,7 +275,7 @@ class GroupWriter:
             if claim:
                 self._settle_refill_reads()
             SHARED.announce(self.environment)
-        except lmdb.Error as error:
+        except Exception as error:
             self.environment.close()
             raise storage_error(error, self.path) from error
         except BaseException:
@@ -326,15 +355,39 @@ class GroupWriter:
             self._begin_job(vbucket)
 
     def _reload(self) -> None:
-        """After a failed commit: open the environment again and forget what was pending."""
-        for vbucket in self._jobs:
-            if vbucket.job:
-                vbucket.job.close()
-        SHARED.release(self.environment)
+        """After a failed commit: open the environment again and forget what was pending. Where that fails, too, the
+        group is `lost` until `reopen` succeeds.
+        """
+        for vbucket in list(self._jobs):
+            self._cancel_job(vbucket)
+        self.pending_bytes = 0
+        if not self.lost:
+            self.lost = True
+            SHARED.release(self.environment)
         self._open_environment(claim=False)
+        self.lost = False
 
     def _moment(self) -> branches.Moment:
         return branches.Moment(self.clock_ms(), self._clock.now_ms())
+
+    @_contained
+    def reopen(self) -> None:
+        """Open what a failed commit has closed and could not open again; nothing where it is open."""
+        self._check_not_closed()
+        if self.lost:
+            self._reload()
+
+    def give_up(self) -> None:
+        """Close without another write: the group is damaged."""
+        if self._closed:
+            return
+        self._closed = True
+        for vbucket in list(self._jobs):
+            self._cancel_job(vbucket)
+        self.pending_bytes = 0
+        if not self.lost:
+            SHARED.release(self.environment)
+        self._lock.release()
 
     def state(self, vbid: int) -> VbucketState:
         """The vbucket as it is after everything accepted so far; `published_seqno` counts commits only."""
@@ -357,6 +410,7 @@ class GroupWriter:
         """True when a commit would change something that readers or a restart could see."""
         return any(vbucket.dirty and self._commit_worthy(vbucket) for vbucket in self._vbuckets.values())
 
+    @_contained
     def figures(self) -> dict[str, int]:
         """Sizes for status: bytes of the file, of the map, commits and pending bytes."""
         info = self.environment.env.info()
@@ -373,6 +427,7 @@ class GroupWriter:
         """How often the wall clock was seen to be set since this writer began, and by how many ms the last time."""
         return self._clock.step_count, self._clock.last_step_ms
 
+    @_contained
     def histories(self) -> dict[int, history.History]:
         """How far back each vbucket's history reaches and what it takes, as of the last commit."""
         with self.environment.read() as txn:
@@ -380,6 +435,7 @@ class GroupWriter:
 
     # -- accepting ------------------------------------------------------------------------------------------------
 
+    @_contained
     def stage(
         self,
         vbid: int,
@@ -434,6 +490,7 @@ class GroupWriter:
         vbucket.open_snapshot = open_snapshot
         vbucket.dirty = True
 
+    @_contained
     def system_event(
         self,
         vbid: int,
@@ -456,6 +513,7 @@ class GroupWriter:
         vbucket.change(manifest=manifest)
         vbucket.prepares.settled_by_manifest(manifest, (branch, seqno))
 
+    @_contained
     def prepare(self, vbid: int, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
         """Accept the first half of a sync write: the PREPARE message in stored form. Raises SeqnoOrder."""
         vbucket = self._vbuckets[vbid]
@@ -465,6 +523,7 @@ class GroupWriter:
         vbucket.open_snapshot = open_snapshot
         vbucket.dirty = True
 
+    @_contained
     def commit_prepare(self, vbid: int, seqno: int, key: bytes, open_snapshot: SnapshotRange) -> bool:
         """Accept the commit of a sync write: a row with what was prepared. False: nothing is prepared of that key.
 
@@ -478,6 +537,7 @@ class GroupWriter:
         self.stage(vbid, [(keys.ROW.pack(vbucket.base.staging_branch, seqno), row)], len(row), open_snapshot)
         return True
 
+    @_contained
     def abort_prepare(self, vbid: int, seqno: int, key: bytes, open_snapshot: SnapshotRange) -> None:
         """Accept the abort of a sync write; without its prepare it only takes its seqno. Raises SeqnoOrder."""
         vbucket = self._vbuckets[vbid]
@@ -497,6 +557,7 @@ class GroupWriter:
         """Sync writes that are neither committed nor aborted as of what is staged: prefixed key -> seqno."""
         return {key: at[1] for key, at in self._vbuckets[vbid].prepares.open.items()}
 
+    @_contained
     def publish(
         self, vbid: int, boundary_seqno: int, snap_start_seqno: int, source_purge_seqno: int | None = None
     ) -> None:
@@ -541,6 +602,7 @@ class GroupWriter:
 
     # -- committing -----------------------------------------------------------------------------------------------
 
+    @_contained
     def commit(self, *, flush_open: bool = False) -> CommitResult:
         """One transaction with everything that is complete; rows of open snapshots too when `flush_open` is set.
 
@@ -581,7 +643,7 @@ class GroupWriter:
                 except lmdb.Error as error:
                     self._reload()
                     raise storage_error(error, self.path) from error
-            except (lmdb.Error, OSError, StorageError) as error:
+            except Exception as error:
                 txn.abort()
                 self._reload()
                 raise storage_error(error, self.path) from error
@@ -764,6 +826,7 @@ class GroupWriter:
 
     # -- background -----------------------------------------------------------------------------------------------
 
+    @_contained
     def step(self) -> bool:
         """One bounded slice of background work. True while more waits; a finished index is published by `commit`."""
         self._check_open()
@@ -777,6 +840,7 @@ class GroupWriter:
             self._sync()
         return False
 
+    @_contained
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:
         """Keep history from these positions (vbid: branch, seqno) on until then, by the wall clock as it is now: to set
         it later changes nothing. Raises NoSuchBoundary for one that is no longer kept; then nothing is held.
@@ -824,6 +888,7 @@ class GroupWriter:
         try:
             self.environment.env.sync(True)
         except lmdb.Error as error:
+            self._reload()
             raise storage_error(error, self.path) from error
         self._unsynced_since = None
 
@@ -871,6 +936,7 @@ class GroupWriter:
 
     # -- branches -------------------------------------------------------------------------------------------------
 
+    @_contained
     def check_rollback(self, vbid: int, to_seqno: int) -> Boundary:
         """Where a rollback that an operator asks for would go. Raises NoSuchBoundary below the floor, StorageError in a
         refill.
@@ -895,6 +961,7 @@ class GroupWriter:
             served = chain.load(self.environment, txn, state.vbid, state.branch, state.published_seqno)
             return chain.newest_boundary(self.environment, txn, state.vbid, served, to_seqno)
 
+    @_contained
     def rollback(self, vbid: int, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
         """Truncate to the newest kept boundary <= `to_seqno`: one transaction, the same cost at any size.
 
@@ -919,6 +986,7 @@ class GroupWriter:
         after = self._vbuckets[vbid].state
         return RollbackResult(boundary.seqno, state.published_seqno, after.staging_branch, state.branch)
 
+    @_contained
     def abandon(self, vbid: int, *, keep_complete: bool = True) -> bool:
         """Give up the staged rows of the open snapshot: they can never become visible. One transaction at most.
 
@@ -954,6 +1022,7 @@ class GroupWriter:
         self._read_prepares(vbucket)
         return vbucket.open_snapshot is None
 
+    @_contained
     def begin_refill(self, vbid: int, reason: BranchReason = BranchReason.REFILL) -> None:
         """Start again from 0 on a branch without parent; the served copy stays until the new one is published."""
         self.commit()
@@ -1002,6 +1071,11 @@ class GroupWriter:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
+        self._check_not_closed()
+        if self.lost:
+            raise StorageError("the group could not be opened again after a failed commit", path=self.path)
+
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise Closed("the writer is closed", path=self.path)
 
@@ -1010,12 +1084,9 @@ class GroupWriter:
         if self._closed:
             return
         try:
-            self.commit()
-            if self.sync != "unsafe":
-                self._sync()
+            if not self.lost:
+                self.commit()
+                if self.sync != "unsafe":
+                    self._sync()
         finally:
-            self._closed = True
-            for vbucket in list(self._jobs):
-                self._cancel_job(vbucket)
-            SHARED.release(self.environment)
-            self._lock.release()
+            self.give_up()

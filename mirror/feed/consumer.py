@@ -66,6 +66,8 @@ ANNOUNCED_POLL_FACTOR = 12
 """Times `map_poll_interval_s` between looks at the map where every node announces its changes: in case one is lost."""
 MAP_TIMEOUT_S = 2.0
 """A node that takes longer to say its map is left for the next one: a failover is not to wait for a dead node."""
+REOPEN_FACTOR_MAX = 16
+"""Times `storage_retry_interval_s` that a group waits at most which cannot be opened again."""
 FREE_BYTES_TO_RESUME = 2
 """Times `batch_bytes_max` that must be free before a group whose disk was full tries again."""
 
@@ -89,7 +91,7 @@ def judge_streams(settings: Settings, selection: Selection) -> None:
 class Group:
     """A group environment of this worker, and what waits in it."""
 
-    __slots__ = ("actors", "commit_timer", "commits", "error", "full_count", "retry_timer", "writer")
+    __slots__ = ("actors", "commit_timer", "commits", "error", "full_count", "reopen_count", "retry_timer", "writer")
 
     def __init__(self, writer: GroupWriter) -> None:
         """A healthy group without actors."""
@@ -99,7 +101,14 @@ class Group:
         self.retry_timer: asyncio.TimerHandle | None = None
         self.error: StorageError | None = None
         self.full_count = 0
+        self.reopen_count = 0
         self.commits = 0
+
+    @property
+    def may_be_retried(self) -> bool:
+        """False for an error that no waiting changes. One of no known kind is waited for if the file is not open."""
+        assert self.error is not None
+        return self.error.retryable or (self.writer.lost and type(self.error) is StorageError)
 
 
 class Consumer:
@@ -555,14 +564,32 @@ class Consumer:
         elif guilty is not None:
             guilty.violations += 1
             delay_s = min(delay_s, 0.1 * 2 ** min(guilty.violations, 10))
-        elif not error.retryable:
-            for actor in group.actors:
-                actor.report(Status.REFUSED, f"the store failed: {error}")
-            return  # damaged, locked or taken over: nothing that waiting mends
+        elif not group.may_be_retried:
+            self._give_up(group)
+            return
         group.retry_timer = asyncio.get_running_loop().call_later(delay_s, self._retry_group, group)
+
+    def _give_up(self, group: Group) -> None:
+        """The group is damaged, locked or taken over, which no waiting changes. The others go on."""
+        for actor in group.actors:
+            actor.report(Status.REFUSED, f"the store failed: {group.error}")
+        group.writer.give_up()
 
     def _retry_group(self, group: Group) -> None:
         group.retry_timer = None
+        try:
+            group.writer.reopen()
+        except StorageError as error:
+            group.error = error
+            group.reopen_count += 1
+            log.warning("store cannot be opened again", group=group.writer.group, error=str(error))
+            if not group.may_be_retried:
+                self._give_up(group)
+                return
+            delay_s = self.settings.storage_retry_interval_s * min(2**group.reopen_count, REOPEN_FACTOR_MAX)
+            group.retry_timer = asyncio.get_running_loop().call_later(delay_s, self._retry_group, group)
+            return
+        group.reopen_count = 0
         if isinstance(group.error, Full):
             free_bytes = shutil.disk_usage(group.writer.path).free
             if free_bytes < FREE_BYTES_TO_RESUME * self.settings.batch_bytes_max:

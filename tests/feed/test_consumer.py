@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigError, ConnectFailed, PrivilegeMissing
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import VbucketState
+from storage import directory
 from storage.check import check
-from storage.errors import CorruptedError, Full, NoSuchBoundary
+from storage.errors import CorruptedError, DeviceFailed, Full, NoSuchBoundary
+from storage.purge import Window
 from storage.view import open_view
 from tests.feed.harness import Mirror
 
@@ -442,6 +445,64 @@ async def test_full_disk_stops_one_group_and_it_goes_on_later(
     assert consumer.status()["groups"][1]["error"] is None
     await mirror.stop()
     assert_equal(mirror, cluster)
+
+
+@pytest.mark.parametrize("reopening_fails", [0, 1, 3])
+async def test_a_group_whose_device_failed_comes_back_though_it_cannot_be_opened_at_once(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopening_fails: int
+) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path, settings={"storage_retry_interval_s": 0.05})
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    writer = mirror.writers[1]
+    left = [1, reopening_fails]
+    put, really_open = writer._put_vbucket, writer._open_environment
+
+    def failing(*arguments: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise lmdb.Error("mdb_txn_commit: Input/output error")
+        return put(*arguments)
+
+    def failing_to_open(*, claim: bool) -> None:
+        if left[1]:
+            left[1] -= 1
+            raise DeviceFailed("input/output error", path=writer.path)
+        really_open(claim=claim)
+
+    monkeypatch.setattr(writer, "_put_vbucket", failing)
+    monkeypatch.setattr(writer, "_open_environment", failing_to_open)
+    write(cluster, 100, "while-failing")
+    await follow(mirror, cluster)
+    assert left == [0, 0]
+    assert [group["error"] for group in consumer.status()["groups"]] == [None, None]
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_whatever_a_groups_store_raises_stops_that_group_alone(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    writer = mirror.writers[1]
+
+    def led_astray(*_: Any) -> Any:
+        raise AssertionError("a reference without its row")
+
+    monkeypatch.setattr(writer._purger, "plan", led_astray)
+    monkeypatch.setattr(writer, "window", Window(time_ms=1))
+    await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
+    write(cluster, 100, "afterwards")
+    for vbid in (0, 2, 4, 6):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    assert "contradicts itself: AssertionError: a reference without its row" in mirror.row(1)["last_error"]
+    assert mirror.row(1)["state"] == "refused"
+    directory.GroupLock(writer.path).release()  # given up
+    await mirror.stop()
 
 
 async def test_large_snapshot_is_hidden_until_it_is_whole(cluster: SandboxCluster, tmp_path: Path) -> None:

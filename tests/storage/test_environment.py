@@ -14,7 +14,7 @@ import pytest
 from storage import directory, keys
 from storage.check import check
 from storage.environment import SHARED, Environment, storage_error
-from storage.errors import Closed, CorruptedError, Full, Locked, ReadOnly, StorageError
+from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError
 from storage.view import open_view
 from tests.storage.model import keys_of
 from tests.storage.test_writer import open_writer, publish
@@ -27,14 +27,16 @@ from tests.storage.test_writer import open_writer, publish
         (OSError(errno.EDQUOT, "quota"), Full, "no space left"),
         (OSError(errno.EFBIG, "File too large"), Full, "no space left"),
         (lmdb.DiskError("mdb_txn_commit: No space left on device"), Full, "no space left"),
-        (lmdb.Error("mdb_txn_commit: Input/output error"), Full, "cut short"),
+        (lmdb.Error("mdb_txn_commit: Input/output error"), DeviceFailed, "input/output error"),
+        (OSError(errno.EIO, "Input/output error"), DeviceFailed, "see the kernel's log"),
+        (AssertionError("7"), CorruptedError, "what is stored contradicts itself: AssertionError: 7"),
         (lmdb.MapFullError("map"), Full, "map is full"),
         (OSError(errno.EACCES, "x"), ReadOnly, "permission denied"),
         (OSError(errno.EROFS, "x"), ReadOnly, "permission denied"),
         (lmdb.ReadersFullError("x"), Locked, "reader slots"),
         (lmdb.CorruptedError("x"), CorruptedError, "damaged"),
         (lmdb.InvalidError("x"), CorruptedError, "damaged"),
-        (OSError(errno.EIO, "Input/output error"), StorageError, "Input/output error"),
+        (OSError(errno.ENXIO, "No such device"), StorageError, "No such device"),
     ],
 )
 def test_errors_of_the_system_get_our_names(error: Exception, kind: type[StorageError], text: str) -> None:
@@ -42,6 +44,16 @@ def test_errors_of_the_system_get_our_names(error: Exception, kind: type[Storage
     assert type(ours) is kind
     assert text in str(ours)
     assert str(ours).startswith("/somewhere: ")
+
+
+def test_a_write_that_was_cut_short_is_a_full_disk_only_where_there_is_no_space(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_short = lmdb.Error("mdb_txn_commit: Input/output error")
+    folder = directory.group_path(path, 0)
+    assert type(storage_error(cut_short, folder)) is DeviceFailed
+    monkeypatch.setattr("storage.environment.SPACE_MIN", 2**63)
+    assert type(storage_error(cut_short, folder)) is Full
 
 
 def test_a_group_without_its_file_is_damage_not_a_new_store(path: str) -> None:

@@ -1,0 +1,96 @@
+"""The process of test_power_cut.py that writes: commits, rollbacks, purges and syncs, some of which fail."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import sys
+from hashlib import sha1
+from random import Random
+
+from storage import directory, records
+from storage.errors import StorageError
+from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
+from storage.purge import Window
+from storage.view import open_view
+from storage.writer import GroupWriter
+
+IDENTITY = Identity("cluster", "bucket", "uuid", 4, 1)
+ROUNDS = 60
+
+
+def digest(path: str) -> str:
+    """Everything that readers see, in one word."""
+    found = sha1(usedforsecurity=False)
+    with open_view(path) as view:
+        for vbid in range(4):
+            state = view.state(vbid)
+            found.update(repr((state.branch, state.published_seqno, state.failover_log, state.rollback_count)).encode())
+            for document in view.scan(vbid):
+                found.update(repr((document.key, document.seqno, document.value)).encode())
+    return found.hexdigest()
+
+
+def write(path: str, seed: int) -> None:
+    """Write, and print the digest of each commit as JSON."""
+    shim = ctypes.CDLL(None)
+    random = Random(seed)
+    now = [1_700_000_000_000]
+    directory.create(path, IDENTITY)
+    writer = GroupWriter.open(
+        directory.group_path(path, 0),
+        group=0,
+        vbids=range(4),
+        identity=IDENTITY,
+        clock_ms=lambda: now[0],
+        map_size=1 << 19,
+        window=Window(time_ms=500),
+    )
+    digests = [digest(path)]
+    shim.power_cut_mark(ctypes.c_long(0))
+
+    def committed() -> None:
+        now = digest(path)
+        if now != digests[-1]:  # a purge that finds nothing commits nothing
+            digests.append(now)
+            shim.power_cut_mark(ctypes.c_long(len(digests) - 1))
+
+    failing = set(random.sample(range(5, ROUNDS), 12))
+    for number in range(ROUNDS):
+        shim.power_cut_fail_syncs(ctypes.c_long(number in failing))
+        with contextlib.suppress(StorageError):
+            for vbid in random.sample(range(4), random.randrange(1, 4)):
+                put(writer, random, vbid)
+            writer.commit()
+            committed()
+            if random.random() < 0.15:
+                writer.rollback(0, max(0, writer.state(0).published_seqno - random.randrange(1, 30)))
+                committed()
+            now[0] += random.choice((25, 100, 300, 1000))
+            for _ in range(random.randrange(3)):
+                writer.step()
+                committed()
+        shim.power_cut_fail_syncs(ctypes.c_long(0))
+        with contextlib.suppress(StorageError):
+            writer.reopen()
+    print(json.dumps(digests), flush=True)  # noqa: T201
+    os._exit(0)
+
+
+def put(writer: GroupWriter, random: Random, vbid: int) -> None:
+    writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(10), Seqno(0))])
+    first = writer.state(vbid).published_seqno + 1
+    rows = []
+    for seqno in range(first, first + random.choice((1, 3, 40))):
+        value = random.randbytes(random.choice((40, 300, 9000)))
+        frame = records.encode_mutation(b"k%d" % random.randrange(50), value, seqno)
+        rows.append((writer.row_prefix(vbid) + seqno.to_bytes(8, "big"), frame))
+    last = first + len(rows) - 1
+    writer.stage(vbid, rows, sum(len(frame) for _, frame in rows), SnapshotRange(Seqno(first), Seqno(last)))
+    writer.publish(vbid, last, first)
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], int(sys.argv[2]))
