@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from tests.cli.conftest import environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "systemd" / "README.md"]
+CURL = Path(__file__).with_name("curl.py")
 SPARK_PAGE = ROOT / "docs" / "spark.md"
 """Its blocks need Spark: tests/spark/test_handbook.py runs them."""
 
@@ -81,6 +83,12 @@ class Shell:
         """Log what the blocks say on stderr into `folder`; `more` are variables of the environment."""
         self._log = folder / "shell.log"
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        if shutil.which("curl") is None:
+            place = folder / "bin" / "curl"
+            place.parent.mkdir()
+            place.write_text(f"#!{sys.executable}\n{CURL.read_text()}")
+            place.chmod(0o755)
+            path = f"{place.parent}:{path}"
         with self._log.open("wb") as log:
             self._bash = subprocess.Popen(
                 ["bash", "-eu"],
