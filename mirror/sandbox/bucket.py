@@ -14,7 +14,7 @@ from zlib import crc32
 
 from mirror.clock import Clock
 from mirror.document import values
-from mirror.sandbox.clustermap import BUCKET_CAPABILITIES, NOWHERE, ClusterMap
+from mirror.sandbox.clustermap import ClusterMap
 from mirror.sandbox.dcp import Sent
 from mirror.sandbox.documents import Documents
 from mirror.sandbox.item import EventItem, Item
@@ -24,6 +24,7 @@ from mirror.sandbox.stream import StreamTuning
 from mirror.sandbox.stream_faults import StreamFaults
 from mirror.sandbox.users import Users
 from mirror.sandbox.vbucket import Vbucket
+from mirror.server.cluster_config import CAPABILITIES, NOWHERE
 from mirror.wire import leb128
 from mirror.wire.constants import VbucketState
 
@@ -70,9 +71,8 @@ class Bucket:
             f"{rng.getrandbits(128):032x}",
             [NOWHERE] * vbuckets,
             [[NOWHERE] * replicas for _ in range(vbuckets)],
-            replica_count=replicas,
             tells_epoch=profile.map_epochs,
-            capabilities=[name for name in BUCKET_CAPABILITIES if profile.has_capability(name)],
+            capabilities=[name for name in CAPABILITIES if profile.has_capability(name)],
         )
         self.states: dict[int, VbucketState] = {}
         """States set by hand on the vbucket's own node: dead, replica, pending."""

@@ -15,7 +15,6 @@ from types import TracebackType
 
 from mirror.clock import Clock, SystemClock
 from mirror.sandbox.bucket import Bucket, Value
-from mirror.sandbox.clustermap import NOWHERE
 from mirror.sandbox.dcp import Sent
 from mirror.sandbox.faults import Faults
 from mirror.sandbox.item import Item
@@ -25,10 +24,15 @@ from mirror.sandbox.stream import LIVE_SNAPSHOT_ITEMS
 from mirror.sandbox.tls import NodeTls
 from mirror.sandbox.users import User
 from mirror.sandbox.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
+from mirror.server.cluster_config import NOWHERE
 from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire.constants import VbucketState
 
 EXPIRY_PAGER_SECONDS = 60.0
+
+
+_WILDCARDS = ("0.0.0.0", "::", "")
+"""Addresses that nobody can connect to by that name."""
 
 
 class SandboxCluster:
@@ -90,7 +94,8 @@ class SandboxCluster:
         self.tls = tls
         self._tls_only = tls_only and tls is not None
         self._first_ports = port, tls_port
-        self.bucket.map.host = advertised_host
+        several_on_this_host = nodes > 1 and host not in _WILDCARDS
+        self.bucket.map.host = advertised_host or (host if several_on_this_host else None)
         self.bucket.map.external_host = external_host
         self._live_snapshot_items = live_snapshot_items
         self._pager_seconds = expiry_pager_seconds

@@ -1,38 +1,16 @@
-"""The cluster map: which node has which vbucket, as the JSON that clients get.
+"""The cluster map of the embedded source: which node has which vbucket, and its revisions.
 
-Knows the terse configuration that nodes answer to GET_CLUSTER_CONFIG (recordings sdk_72_*; kv_engine
-docs/BinaryProtocol.md). Must never know listeners or data. Invariants: every change has a higher revision within one
-epoch; a vbucket without a node is -1; `thisNode` is true for the node that answers, and for no other.
+The JSON is `mirror.server.cluster_config`'s. This module does not know listeners or data. Invariants: every change has
+a higher revision within one epoch; a vbucket without a node is -1; `thisNode` is true for the node that answers, and
+for no other.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-BUCKET_CAPABILITIES = [
-    "xattr",
-    "dcp",
-    "cbhello",
-    "touch",
-    "couchapi",
-    "cccp",
-    "nodesExt",
-    "collections",
-    "durableWrite",
-    "tombstonedUserXAttrs",
-    "subdoc.ReplaceBodyWithXattr",
-    "subdoc.DocumentMacroSupport",
-    "preserveExpiry",
-]
-MGMT_PORT = 8091
-"""Said in the map because clients look for it; nobody listens there."""
-
-KV_PORT = 11210
-"""Said in the list of servers where nobody listens without TLS, as clusters do."""
-
-NOWHERE = -1
+from mirror.server.cluster_config import CAPABILITIES, NOWHERE, ConfigBucket, ConfigNode, render
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +21,6 @@ class NodeAddress:
     port: int | None
     """Without TLS; None: not offered."""
     tls_port: int | None = None
-
-    @property
-    def services(self) -> dict[str, int]:
-        """Its ports by service."""
-        ports = {"mgmt": MGMT_PORT}
-        if self.port is not None:
-            ports["kv"] = self.port
-        if self.tls_port is not None:
-            ports["kvSSL"] = self.tls_port
-        return ports
 
 
 @dataclass(slots=True)
@@ -68,8 +36,7 @@ class ClusterMap:
     epoch: int = 1
     tells_epoch: bool = True
     """Old servers order their maps by revision alone."""
-    replica_count: int = 0
-    capabilities: Sequence[str] = tuple(BUCKET_CAPABILITIES)
+    capabilities: Sequence[str] = CAPABILITIES
     """What the bucket is said to be able to do."""
     ephemeral: bool = False
     """The bucket is said to live in memory alone: it has no views."""
@@ -92,45 +59,17 @@ class ClusterMap:
         return cached
 
     def _render(self, this_node: int, *, with_bucket: bool) -> bytes:
-        index = {node.number: position for position, node in enumerate(self.nodes)}
-        config: dict[str, object] = {"rev": self.rev}
-        if self.tells_epoch:
-            config["revEpoch"] = self.epoch
-        nodes_ext: list[dict[str, object]] = []
-        host = "$HOST" if self.host is None else f"[{self.host}]" if ":" in self.host else self.host
-        for node in self.nodes:
-            entry: dict[str, object] = {"services": node.services}
-            if self.host is not None:
-                entry["hostname"] = self.host
-            if self.external_host is not None:
-                outside = {"hostname": self.external_host, "ports": node.services}
-                entry["alternateAddresses"] = {"external": outside}
-            if node.number == this_node:
-                entry["thisNode"] = True
-            nodes_ext.append(entry)
-        capabilities: dict[str, object] = {"clusterCapabilitiesVer": [1, 0], "clusterCapabilities": {}}
+        nodes = [
+            ConfigNode(self.host, node.port, node.tls_port, self.external_host, node.number == this_node)
+            for node in self.nodes
+        ]
+        epoch = self.epoch if self.tells_epoch else None
         if not with_bucket:
-            return json.dumps(config | {"nodesExt": nodes_ext} | capabilities).encode()
-        vbuckets = [
-            [index.get(owner, NOWHERE), *(index.get(replica, NOWHERE) for replica in replicas)]
+            return render(self.rev, epoch, nodes, None)
+        index = {node.number: position for position, node in enumerate(self.nodes)}
+        chains = [
+            [index.get(number, NOWHERE) for number in (owner, *replicas)]
             for owner, replicas in zip(self.owners, self.replicas, strict=True)
         ]
-        config |= {
-            "bucketType": "ephemeral" if self.ephemeral else "membase",
-            "name": self.bucket,
-            "nodeLocator": "vbucket",
-            "uuid": self.bucket_uuid,
-            "bucketCapabilities": [name for name in self.capabilities if name != "couchapi" or not self.ephemeral],
-            **capabilities,
-            "nodes": [
-                {"hostname": f"{host}:{MGMT_PORT}", "ports": {"direct": node.port or KV_PORT}} for node in self.nodes
-            ],
-            "nodesExt": nodes_ext,
-            "vBucketServerMap": {
-                "hashAlgorithm": "CRC",
-                "numReplicas": self.replica_count,
-                "serverList": [f"{host}:{node.port or KV_PORT}" for node in self.nodes],
-                "vBucketMap": vbuckets,
-            },
-        }
-        return json.dumps(config).encode()
+        bucket = ConfigBucket(self.bucket, self.bucket_uuid, chains, self.capabilities, self.ephemeral)
+        return render(self.rev, epoch, nodes, bucket)

@@ -170,7 +170,6 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
         if fault is not None:
             raise self._refusal(fault)
         state = port.state_of(request.vbid)
-        request = replace(request, flags=request.flags & port.profile.stream_flags)
         served = state == VbucketState.ACTIVE or (
             state == VbucketState.REPLICA and not request.flags & StreamRequestFlag.ACTIVE_VB_ONLY
         )
@@ -178,6 +177,11 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
             raise Refused(Status.NOT_MY_VBUCKET)
         if not port.may_stream():
             raise Refused(Status.EACCESS)
+        if request.flags & StreamRequestFlag.FROM_LATEST:
+            vbucket = port.vbucket(request.vbid)
+            high = vbucket.high_seqno
+            vbuuid = request.vbuuid or int(vbucket.vbuuid)
+            return replace(request, start_seqno=high, snap_start_seqno=high, snap_end_seqno=high, vbuuid=vbuuid)
         return request
 
     def _parse_filter(self, request: StreamRequest) -> StreamFilter:

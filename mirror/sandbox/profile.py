@@ -51,7 +51,7 @@ CONTROLS: dict[bytes, tuple[Release, Release | None]] = {
     ControlKey.SET_PRIORITY: (_OLDEST, None),
     ENABLE_EXT_METADATA: (_OLDEST, (7, 0)),
     ENABLE_VALUE_COMPRESSION: (_OLDEST, (5, 5)),
-    ControlKey.SUPPORTS_CURSOR_DROPPING: (_OLDEST, (5, 5)),
+    ControlKey.SUPPORTS_CURSOR_DROPPING: (_OLDEST, None),
     ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN: ((5, 5), None),
     ControlKey.SUPPORTS_HIFI_MFU: ((5, 5), None),
     ControlKey.FORCE_VALUE_COMPRESSION: ((5, 5), None),
@@ -82,13 +82,16 @@ OPEN_FLAGS: dict[int, Release] = {
 """DCP_OPEN: flag -> since."""
 
 STREAM_FLAGS: dict[int, Release] = {
+    StreamRequestFlag.TAKEOVER: _OLDEST,
     StreamRequestFlag.TO_LATEST: _OLDEST,
     StreamRequestFlag.DISK_ONLY: _OLDEST,
     StreamRequestFlag.ACTIVE_VB_ONLY: _OLDEST,
     StreamRequestFlag.STRICT_VBUUID: (5, 5),
     StreamRequestFlag.IGNORE_PURGED_TOMBSTONES: (7, 2),
+    StreamRequestFlag.FROM_LATEST: (7, 6),
 }
-"""DCP_STREAM_REQ: flag -> since; older servers take the others without a word, and without effect."""
+"""DCP_STREAM_REQ: flag -> since; others are EINVAL from 7.2 on, before that they are without effect (kv_engine,
+daemon/mcbp_validators.cc, dcp_stream_req_validator)."""
 
 STREAM_KEYS: dict[str, Release] = {
     "uid": (7, 0),
@@ -137,11 +140,6 @@ class Profile:
         return sum(self._known(OPEN_FLAGS))
 
     @property
-    def stream_flags(self) -> int:
-        """What a stream request's flags can change."""
-        return sum(self._known(STREAM_FLAGS))
-
-    @property
     def stream_keys(self) -> frozenset[str]:
         """What it reads in a stream request's value."""
         return frozenset(self._known(STREAM_KEYS))
@@ -159,6 +157,8 @@ class Profile:
             sync_writes=True,
             change_streams=keeps_history,
             oso_with_seqno_advanced=self.since(7, 1),
+            stream_flags=sum(self._known(STREAM_FLAGS)),
+            refuses_unknown_stream_flags=self.since(7, 2),
         )
 
     def has_capability(self, name: str) -> bool:

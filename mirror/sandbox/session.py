@@ -213,10 +213,8 @@ class SandboxSession(DocumentSession):
         return self.bucket.vbuckets[vbid]
 
     def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply:
-        """High seqnos of vbuckets in a state; of one collection where it is named or the client knows none."""
+        """High seqnos of vbuckets in a state, or of one collection in them."""
         bucket = self.bucket
-        if collection_id is None and not self.collections:
-            collection_id = 0
         if collection_id is not None and collection_id not in bucket.manifest.collections:
             raise unknown_collection(self.manifest_uid)
         states = {VbucketState.ACTIVE, VbucketState.REPLICA, VbucketState.PENDING}

@@ -36,9 +36,9 @@ _U16 = struct.Struct(">H")
 class RowEncoder:
     """Messages for one stream."""
 
-    def __init__(self, controls: Controls, stream_filter: StreamFilter, *, no_value: bool = False) -> None:
-        """`no_value`: this stream leaves bodies out, whatever the connection does."""
-        self._shape = DocumentShape(controls, no_value=no_value)
+    def __init__(self, controls: Controls, stream_filter: StreamFilter) -> None:
+        """The controls must not change any more."""
+        self._shape = DocumentShape(controls)
         self._event_version = _FLAT if controls.flat_events else 1
         self._filter = stream_filter
         self._stream_id = stream_filter.stream_id

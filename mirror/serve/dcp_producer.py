@@ -31,8 +31,6 @@ from storage.errors import StorageError
 from storage.model import FailoverEntry, Seqno
 from storage.stream import Standing
 
-REFUSED_FLAGS = int(StreamRequestFlag.TAKEOVER | StreamRequestFlag.FROM_LATEST | StreamRequestFlag.CACHE_TRANSFER)
-
 
 class Counters:
     """What one process has sent over DCP."""
@@ -136,10 +134,8 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
         self._bucket.state(request.vbid)
-        if request.flags & REFUSED_FLAGS:
-            raise Refused(
-                Status.NOT_SUPPORTED, "A mirror knows no takeover, no stream from the latest, no cache transfer"
-            )
+        if request.flags & StreamRequestFlag.TAKEOVER:
+            raise Refused(Status.NOT_SUPPORTED, "a mirror cannot hand a vbucket over")
         return request
 
     def _parse_filter(self, request: StreamRequest) -> StreamFilter:

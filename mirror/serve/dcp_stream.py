@@ -73,7 +73,7 @@ class DcpStream:
         self._branch = standing.branch
         self._failover_log = standing.failover_log
         self.filter = stream_filter
-        self._encoder = RowEncoder(controls, stream_filter, no_value=bool(request.flags & StreamRequestFlag.NO_VALUE))
+        self._encoder = RowEncoder(controls, stream_filter)
         self._tells_advance = controls.collections
         self._marker_version = controls.marker_version
         self._first_start_seqno = min(request.start_seqno, request.snap_start_seqno)

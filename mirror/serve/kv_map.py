@@ -9,42 +9,20 @@ service and each change of the list of mirrors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mirror.config import vbucket_range
 from mirror.serve.listener import Address, parse_addresses
+from mirror.server.cluster_config import CAPABILITIES, NOWHERE, ConfigBucket, ConfigNode, render
 from storage.model import Identity
 
 EPOCH = 1
 REPLICAS_MAX = 3
 """As many as a bucket can have."""
 
-NOBODY = -1
-"""In the place of a node that there is not."""
-
-MGMT_PORT = 8091
-"""Said in the map because clients look for it; nobody listens there."""
-
-CAPABILITIES = (
-    "xattr",
-    "dcp",
-    "cbhello",
-    "touch",
-    "couchapi",
-    "cccp",
-    "nodesExt",
-    "collections",
-    "durableWrite",
-    "tombstonedUserXAttrs",
-    "subdoc.ReplaceBodyWithXattr",
-    "subdoc.DocumentMacroSupport",
-    "preserveExpiry",
-    "rangeScan",
-    "subdoc.ReplicaRead",
-)
-"""What the recorded server says, and what newer ones offer for reading. Clients that write get the refusal of a
+BUCKET_CAPABILITIES = (*CAPABILITIES, "rangeScan", "subdoc.ReplicaRead")
+"""What the recorded server can do, and what newer ones offer for reading. Clients that write get the refusal of a
 read-only node, which is clearer to them than a bucket that could do nothing."""
 
 
@@ -61,15 +39,6 @@ class MapNode:
     def holds(self, vbid: int) -> bool:
         """Whether it answers for a vbucket."""
         return self.held is None or self.held[0] <= vbid <= self.held[1]
-
-    def services(self) -> dict[str, int]:
-        """Its services and their ports."""
-        found = {"mgmt": MGMT_PORT}
-        if self.port is not None:
-            found["kv"] = self.port
-        if self.tls_port is not None:
-            found["kvSSL"] = self.tls_port
-        return found
 
 
 def own_node(addresses: Sequence[Address], held: tuple[int, int] | None = None) -> MapNode:
@@ -110,49 +79,22 @@ class ClusterMap:
         self.of_bucket = self._render(with_bucket=True)
 
     def _render(self, *, with_bucket: bool) -> bytes:
-        config: dict[str, object] = {"rev": self.revision[1], "revEpoch": EPOCH}
-        nodes_ext: list[dict[str, object]] = []
-        for node in self._nodes:
-            entry: dict[str, object] = {"services": node.services()}
-            if node.host is not None:
-                entry["hostname"] = node.host
-            if len(self._nodes) == 1:
-                entry["thisNode"] = True
-            nodes_ext.append(entry)
-        capabilities: dict[str, object] = {"clusterCapabilitiesVer": [1, 0], "clusterCapabilities": {}}
+        alone = len(self._nodes) == 1
+        nodes = [ConfigNode(node.host, node.port, node.tls_port, answers=alone) for node in self._nodes]
         if not with_bucket:
-            return json.dumps(config | {"nodesExt": nodes_ext} | capabilities).encode()
+            return render(self.revision[1], EPOCH, nodes, None)
         chains = [self._chain(vbid) for vbid in range(self._identity.vbucket_count)]
         width = max(1, *map(len, chains))
-        hosts = ["$HOST" if node.host is None else _in_url(node.host) for node in self._nodes]
-        ports = [node.port if node.port is not None else node.tls_port for node in self._nodes]
-        config |= {
-            "bucketType": "membase",
-            "name": self._identity.bucket_name,
-            "nodeLocator": "vbucket",
-            "uuid": self._identity.bucket_uuid,
-            "bucketCapabilities": list(CAPABILITIES),
-            **capabilities,
-            "nodes": [
-                {"hostname": f"{host}:{MGMT_PORT}", "ports": {"direct": port}}
-                for host, port in zip(hosts, ports, strict=True)
-            ],
-            "nodesExt": nodes_ext,
-            "vBucketServerMap": {
-                "hashAlgorithm": "CRC",
-                "numReplicas": width - 1,
-                "serverList": [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)],
-                "vBucketMap": [chain + [NOBODY] * (width - len(chain)) for chain in chains],
-            },
-        }
-        return json.dumps(config).encode()
+        bucket = ConfigBucket(
+            self._identity.bucket_name,
+            self._identity.bucket_uuid,
+            [chain + [NOWHERE] * (width - len(chain)) for chain in chains],
+            BUCKET_CAPABILITIES,
+        )
+        return render(self.revision[1], EPOCH, nodes, bucket)
 
     def _chain(self, vbid: int) -> list[int]:
         """The nodes of a vbucket, its active one first."""
         holders = [number for number, node in enumerate(self._nodes) if node.holds(vbid)]
         first = vbid % len(holders) if holders else 0
         return (holders[first:] + holders[:first])[: REPLICAS_MAX + 1]
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mirror.wire.constants import ControlKey, DcpOpenFlag, MarkerVersion, Status
+from mirror.wire.constants import ControlKey, DcpOpenFlag, MarkerVersion, Status, StreamRequestFlag
 
 NOOP_INTERVAL_DEFAULT_S = 180.0
 NOOP_INTERVAL_MIN_S, NOOP_INTERVAL_MAX_S = 0.1, 10_800.0
@@ -19,6 +19,16 @@ CONSUMER_NAME_BYTES_MAX = 200
 STREAM_BUFFER_SIZE = b"stream_buffer_size"
 ENABLE_EXT_METADATA = b"enable_ext_metadata"
 ENABLE_VALUE_COMPRESSION = b"enable_value_compression"
+
+STREAM_FLAGS_7_2 = int(
+    StreamRequestFlag.TAKEOVER
+    | StreamRequestFlag.DISK_ONLY
+    | StreamRequestFlag.TO_LATEST
+    | StreamRequestFlag.ACTIVE_VB_ONLY
+    | StreamRequestFlag.STRICT_VBUUID
+    | StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
+)
+"""Flags of a stream request in 7.2 (kv_engine 7.2.4, daemon/mcbp_validators.cc)."""
 
 _TRUE = b"true"
 _BOOLEANS = (b"true", b"false")
@@ -42,6 +52,10 @@ class Abilities:
     """Its storage keeps every version."""
     oso_with_seqno_advanced: bool = True
     """It knows the second form of out-of-order snapshots (7.1 and newer)."""
+    stream_flags: int = STREAM_FLAGS_7_2
+    """The flags of a stream request that it knows."""
+    refuses_unknown_stream_flags: bool = True
+    """A request with another flag is EINVAL (7.2 and newer); older servers ignore it."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from mirror.ingest.rollback import OutOfRange, ProducerAnswer, Rollback, producer_answer
@@ -183,7 +183,7 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
 
     def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
         """DCP_STREAM_REQ: the failover log, newest first. Raises Refused, mostly without a context, as recorded."""
-        request = self._check_request(request)
+        request = self._check_request(self._with_known_flags(request))
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
             raise Refused(Status.NOT_SUPPORTED)  # enable_noop comes before xattrs and filters
         stream_filter = self._parse_filter(request)
@@ -229,10 +229,17 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
 
     # -- the judgement of a stream request
 
+    def _with_known_flags(self, request: StreamRequest) -> StreamRequest:
+        abilities = self.controls.abilities
+        unknown = request.flags & ~abilities.stream_flags
+        if unknown and abilities.refuses_unknown_stream_flags:
+            raise Refused(Status.EINVAL, "Request contains invalid flags")
+        return replace(request, flags=request.flags & ~unknown)
+
     @abstractmethod
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        """The request with the flags that the server knows. Raises Refused for a vbucket that is not served here, a
-        flag that is not supported, or a privilege that the user lacks.
+        """The request as it is judged. Raises Refused for a vbucket that is not served here, a flag that is not
+        supported, or a privilege that the user lacks.
         """
 
     @abstractmethod

@@ -16,6 +16,7 @@ from mirror.wire.frame import Frame
 from mirror.wire.sasl import HASHES, SaslError, plain_decode
 
 AGENT_BYTES_MAX = 200
+DEFAULT_COLLECTION = 0
 DEFAULT_NAME = "_default"
 """Stands for an empty name of a scope or collection."""
 
@@ -167,6 +168,8 @@ def _all_vb_seqnos(session: Session, frame: Frame) -> Reply | Later:
     state, collection_id = codec_dcp.decode_all_vb_seqnos_request(frame)
     if collection_id is not None and not session.collections:
         raise Refused(Status.EINVAL, "a collection was named by a client without collections")
+    if not session.collections:
+        collection_id = DEFAULT_COLLECTION  # all that such a client sees (kv_engine, getAllVBucketSequenceNumbers)
     return session.all_vb_seqnos(state, collection_id)
 
 

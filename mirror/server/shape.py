@@ -22,14 +22,13 @@ _UNUSED = b"\0"
 class DocumentShape:
     """The form of keys, values and tombstones for one client."""
 
-    def __init__(self, controls: Controls, *, no_value: bool = False) -> None:
-        """The controls must not change any more; `no_value`: this stream leaves bodies out in any case."""
+    def __init__(self, controls: Controls) -> None:
+        """The controls must not change any more."""
         self._controls = controls
-        self._no_value = no_value or controls.no_value
         self.unwanted_datatype = (0 if controls.xattrs else values.XATTR) | (0 if controls.snappy else values.SNAPPY)
         """Datatype bits that this client must not get."""
         self.plain = controls.collections and not (
-            self._no_value or controls.no_value_with_underlying_datatype or controls.force_compression
+            controls.no_value or controls.no_value_with_underlying_datatype or controls.force_compression
         )
         """A mutation without unwanted datatype bits needs no change."""
 
@@ -46,7 +45,7 @@ class DocumentShape:
             value, datatype = values.without_xattrs(value, datatype)
         elif tombstone and not controls.deleted_user_xattrs:
             value, datatype = _without_user_xattrs(value, datatype)
-        if self._no_value:
+        if controls.no_value:
             value, datatype = values.without_body(value, datatype)
         if not controls.snappy:
             value, datatype = values.inflate(value, datatype)

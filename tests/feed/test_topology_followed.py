@@ -16,7 +16,8 @@ from mirror.errors import AuthRejected, BucketChanged, ConfigError, NotSupported
 from mirror.feed.consumer import Consumer
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import NodeTls, SandboxCluster
-from mirror.sandbox.clustermap import NOWHERE, ClusterMap
+from mirror.sandbox.clustermap import ClusterMap
+from mirror.server.cluster_config import NOWHERE
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Magic, Status, VbucketState

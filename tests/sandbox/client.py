@@ -93,6 +93,16 @@ class Client:
             assert await client.control(key, value) == Status.SUCCESS, key
         return client
 
+    @classmethod
+    async def close_all(cls) -> None:
+        """Close what a test opened, and stop its clusters."""
+        for client in cls.opened:
+            await client.close()
+        cls.opened.clear()
+        for cluster in cls.clusters:
+            await cluster.stop()
+        cls.clusters.clear()
+
     async def close(self) -> None:
         self._task.cancel()
         self.writer.close()

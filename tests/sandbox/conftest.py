@@ -16,12 +16,7 @@ from .client import Client
 @pytest.fixture(autouse=True)
 async def _nothing_stays_open() -> AsyncIterator[None]:
     yield
-    for client in Client.opened:
-        await client.close()
-    Client.opened.clear()
-    for cluster in Client.clusters:
-        await cluster.stop()
-    Client.clusters.clear()
+    await Client.close_all()
 
 
 @pytest.fixture

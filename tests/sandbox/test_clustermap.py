@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 from mirror.ingest.topology import parse_cluster_map
-from mirror.sandbox.clustermap import NOWHERE, ClusterMap, NodeAddress
+from mirror.sandbox.clustermap import ClusterMap, NodeAddress
+from mirror.server.cluster_config import NOWHERE
 
 
 def made() -> ClusterMap:
     nodes = [NodeAddress(0, 1000), NodeAddress(2, 1002)]
-    return ClusterMap("demo", "ab" * 16, [0, 2, 1], [[2], [0], [NOWHERE]], nodes, replica_count=1)
+    return ClusterMap("demo", "ab" * 16, [0, 2, 1], [[2], [0], [NOWHERE]], nodes)
 
 
 def test_the_map_names_nodes_by_their_place_in_it() -> None:
@@ -47,7 +48,7 @@ def test_nodes_have_a_name_inside_and_one_outside_and_ports_with_and_without_tls
     cluster_map.nodes = [NodeAddress(0, 1000, 2000), NodeAddress(2, None, 2002)]
     cluster_map.host, cluster_map.external_host = "fd00::1", "outside.example"
     config = json.loads(cluster_map.to_json(0, with_bucket=True))
-    services = [{"mgmt": 8091, "kv": 1000, "kvSSL": 2000}, {"mgmt": 8091, "kvSSL": 2002}]
+    services = [{"mgmt": 8091, "kv": 1000, "kvSSL": 2000}, {"mgmt": 8092, "kvSSL": 2002}]
     assert [node["services"] for node in config["nodesExt"]] == services
     assert [node["hostname"] for node in config["nodesExt"]] == ["fd00::1"] * 2
     assert config["nodesExt"][1]["alternateAddresses"] == {

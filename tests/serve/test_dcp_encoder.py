@@ -97,7 +97,7 @@ def test_xattrs_and_compression_are_taken_off_for_those_who_do_not_want_them() -
 
 def test_values_are_left_out_or_compressed_on_request() -> None:
     row = ev.Mutation(0, b"\0k", 5, 1, 9, datatype=XATTR | JSON, value=BLOB + b'{"a":1}' * 50)
-    keys_only = sent(row, Controls(ABILITIES, True, True, 0x1), no_value=True)
+    keys_only = sent(row, Controls(ABILITIES, True, True, 0x9))
     assert keys_only == replace(row, datatype=0, value=b"")
     with_xattrs = sent(row, Controls(ABILITIES, True, True, 0xD))
     assert with_xattrs == replace(row, datatype=XATTR, value=BLOB)

@@ -37,7 +37,9 @@ def test_several_mirrors_share_the_vbuckets_and_stand_in_for_each_other() -> Non
     nodes = named_nodes("a.example:1, b.example:2,tls://[fd00::1]:3")
     config = json.loads(ClusterMap(IDENTITY, nodes, 1).of_bucket)
     told = config["vBucketServerMap"]
-    assert told["serverList"] == ["a.example:1", "b.example:2", "[fd00::1]:3"]
+    assert told["serverList"] == ["a.example:1", "b.example:2", "[fd00::1]:11210"], (
+        "as clusters name nodes with TLS alone"
+    )
     assert told["numReplicas"] == 2
     assert told["vBucketMap"][:4] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
     assert [each["hostname"] for each in config["nodesExt"]] == ["a.example", "b.example", "fd00::1"]

@@ -292,3 +292,15 @@ async def test_statistics(store: Store, endpoint: Endpoint) -> None:
     assert await stats(client, b"vbucket-seqno 4") == Status.NOT_MY_VBUCKET
     assert await stats(client, b"vbucket-seqno x") == Status.EINVAL
     assert await stats(client, b"nothing") == Status.KEY_ENOENT
+
+
+async def test_seqnos_for_a_client_without_collections_are_those_of_the_default_one(
+    store: Store, endpoint: Endpoint
+) -> None:
+    """They were the vbucket's, which such a client can never reach."""
+    vbid = store.put(b"k", b"v", 1)
+    store.collections(2, {0: "_default"}, DEFAULT, Collection(8, 0, "more", Seqno(2)))
+    store.put(b"k", b"v", 3, cid=8)
+    asked = fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=codec_dcp.encode_all_vb_seqnos_request(1))
+    legacy = await endpoint.connect()
+    assert dict(codec_dcp.decode_all_vb_seqnos((await legacy.ask(asked)).value))[vbid] == 1

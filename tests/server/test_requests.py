@@ -240,3 +240,14 @@ async def test_each_operation_needs_its_privilege(privilege: str, request_: Fram
         assert refused.status == Status.EACCESS
         assert f"without the {privilege} privilege" in json.loads(refused.value)["error"]["context"]
         assert (await client.ask(codec_kv.get_collections_manifest())).status == 0
+
+
+async def test_seqnos_for_a_client_without_collections_are_those_of_the_default_one() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.set("k", {})
+        cluster.bucket.create_collection("_default", "more")
+        client = await Client.login(cluster, features=(0x0B,))
+        asked = fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=codec_dcp.encode_all_vb_seqnos_request(1))
+        assert codec_dcp.decode_all_vb_seqnos((await client.ask(asked)).value) == [(0, 1)]
+        newer = await Client.login(cluster)
+        assert codec_dcp.decode_all_vb_seqnos((await newer.ask(asked)).value) == [(0, 2)]

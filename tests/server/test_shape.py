@@ -17,8 +17,8 @@ SYSTEM_ONLY = xattr.join({b"_sync": b"1"}, b"{}")
 SEQNOS, TIME = bytes(range(16)), b"time"
 
 
-def shape(flags: int = 0x1, *, no_value: bool = False, **features: Any) -> DocumentShape:
-    return DocumentShape(Controls(ABILITIES, **features, open_flags=flags), no_value=no_value)
+def shape(flags: int = 0x1, **features: Any) -> DocumentShape:
+    return DocumentShape(Controls(ABILITIES, **features, open_flags=flags))
 
 
 def test_a_key_keeps_its_collection_for_clients_that_know_them() -> None:
@@ -52,7 +52,6 @@ def test_compression_is_the_clients_choice() -> None:
     assert shape().value(packed, datatype, tombstone=False) == (b"a" * 100, 0)
     assert shape(snappy=True).value(packed, datatype, tombstone=False) == (packed, datatype)
     assert shape(snappy=True, force_compression=True).value(b"a" * 100, 0, tombstone=False) == (packed, datatype)
-    assert shape(no_value=True).value(b"a", 0, tombstone=False) == (b"", 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""The terse cluster configuration that servers answer to GET_CLUSTER_CONFIG, as JSON.
+
+As recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md. Invariants: a node that does not name its host is
+the one that the client came by, which is possible for a single node only; no two nodes of one host have the same
+management port, which some clients take for the identity of a node.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MGMT_PORT = 8091
+"""The management port of the first node of a host; nothing listens there, but clients require it."""
+
+KV_PORT = 11210
+"""Named in the list of servers for a node that listens with TLS alone, as clusters do."""
+
+NOWHERE = -1
+"""In a vbucket's chain: there is no such copy."""
+
+CAPABILITIES = (
+    "xattr",
+    "dcp",
+    "cbhello",
+    "touch",
+    "couchapi",
+    "cccp",
+    "nodesExt",
+    "collections",
+    "durableWrite",
+    "tombstonedUserXAttrs",
+    "subdoc.ReplaceBodyWithXattr",
+    "subdoc.DocumentMacroSupport",
+    "preserveExpiry",
+)
+"""What the bucket of the recorded server can do."""
+
+_VIEWS = "couchapi"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigNode:
+    """A node as the configuration names it."""
+
+    host: str | None
+    """None: the host that the client came by."""
+    kv_port: int | None
+    """Without TLS; None: not offered."""
+    tls_port: int | None = None
+    external_host: str | None = None
+    """Its host from outside: the alternate address `external`."""
+    answers: bool = False
+    """It is the node that answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigBucket:
+    """A bucket as the configuration describes it."""
+
+    name: str
+    uuid: str
+    chains: Sequence[Sequence[int]]
+    """Of each vbucket: the indexes of its active node and of its replicas, or NOWHERE."""
+    capabilities: Sequence[str] = CAPABILITIES
+    ephemeral: bool = False
+    """It lives in memory alone, and has no views."""
+
+
+def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: ConfigBucket | None) -> bytes:
+    """The configuration; without a bucket the one of the nodes alone. `epoch` None: a server that has none."""
+    config: dict[str, object] = {"rev": rev} if epoch is None else {"rev": rev, "revEpoch": epoch}
+    mgmt_ports = _mgmt_ports(nodes)
+    nodes_ext = [_node(node, port) for node, port in zip(nodes, mgmt_ports, strict=True)]
+    capabilities: dict[str, object] = {"clusterCapabilitiesVer": [1, 0], "clusterCapabilities": {}}
+    if bucket is None:
+        return json.dumps(config | {"nodesExt": nodes_ext} | capabilities).encode()
+    hosts = ["$HOST" if node.host is None else _in_url(node.host) for node in nodes]
+    config |= {
+        "bucketType": "ephemeral" if bucket.ephemeral else "membase",
+        "name": bucket.name,
+        "nodeLocator": "vbucket",
+        "uuid": bucket.uuid,
+        "bucketCapabilities": [name for name in bucket.capabilities if name != _VIEWS or not bucket.ephemeral],
+        **capabilities,
+        "nodes": [
+            {"hostname": f"{host}:{mgmt_port}", "ports": {"direct": node.kv_port or KV_PORT}}
+            for host, mgmt_port, node in zip(hosts, mgmt_ports, nodes, strict=True)
+        ],
+        "nodesExt": nodes_ext,
+        "vBucketServerMap": {
+            "hashAlgorithm": "CRC",
+            "numReplicas": max((len(chain) - 1 for chain in bucket.chains), default=0),
+            "serverList": [f"{host}:{node.kv_port or KV_PORT}" for host, node in zip(hosts, nodes, strict=True)],
+            "vBucketMap": [list(chain) for chain in bucket.chains],
+        },
+    }
+    return json.dumps(config).encode()
+
+
+def _mgmt_ports(nodes: Sequence[ConfigNode]) -> list[int]:
+    seen: Counter[str | None] = Counter()
+    ports = []
+    for node in nodes:
+        ports.append(MGMT_PORT + seen[node.host])
+        seen[node.host] += 1
+    return ports
+
+
+def _node(node: ConfigNode, mgmt_port: int) -> dict[str, object]:
+    services = {"mgmt": mgmt_port}
+    if node.kv_port is not None:
+        services["kv"] = node.kv_port
+    if node.tls_port is not None:
+        services["kvSSL"] = node.tls_port
+    entry: dict[str, object] = {"services": services}
+    if node.host is not None:
+        entry["hostname"] = node.host
+    if node.external_host is not None:
+        entry["alternateAddresses"] = {"external": {"hostname": node.external_host, "ports": services}}
+    if node.answers:
+        entry["thisNode"] = True
+    return entry
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

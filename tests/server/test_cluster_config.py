@@ -1,0 +1,51 @@
+"""The cluster configuration: what clients need to tell its nodes apart."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mirror.ingest.topology import parse_cluster_map
+from mirror.sandbox import SandboxCluster
+from mirror.serve.kv_map import ClusterMap, named_nodes
+from mirror.server.cluster_config import ConfigBucket, ConfigNode, render
+from mirror.wire import codec_kv
+from storage.model import Identity
+from tests.sandbox.client import Client
+
+
+def identities(config: bytes) -> list[tuple[str | None, int]]:
+    """What JVM clients take for the identity of a node: host and management port."""
+    return [(node.get("hostname"), node["services"]["mgmt"]) for node in json.loads(config)["nodesExt"]]
+
+
+def test_nodes_of_one_host_have_different_management_ports() -> None:
+    """Clients refused such maps: "Cluster topology has nodes with non-unique IDs"."""
+    nodes = [ConfigNode("a", 1), ConfigNode("b", 2), ConfigNode("a", 3)]
+    config = render(7, 1, nodes, ConfigBucket("demo", "ab", [[0], [1], [2]]))
+    assert identities(config) == [("a", 8091), ("b", 8091), ("a", 8092)]
+    assert [each["hostname"] for each in json.loads(config)["nodes"]] == ["a:8091", "b:8091", "a:8092"]
+    seen = parse_cluster_map(config, "a")
+    assert [(node.host, node.kv_port) for node in seen.nodes] == [("a", 1), ("b", 2), ("a", 3)]
+
+
+def test_several_mirrors_on_one_host_are_told_apart() -> None:
+    identity = Identity("cluster", "orders", "uuid", 8, 2)
+    config = ClusterMap(identity, named_nodes("127.0.0.1:1,127.0.0.1:2"), 1).of_bucket
+    assert identities(config) == [("127.0.0.1", 8091), ("127.0.0.1", 8092)]
+
+
+@pytest.mark.parametrize(("nodes", "hosts"), [(1, [None]), (3, ["127.0.0.1"] * 3)])
+async def test_nodes_of_the_embedded_source_are_told_apart(nodes: int, hosts: list[str | None]) -> None:
+    async with SandboxCluster(nodes=nodes, vbuckets=4) as cluster:
+        client = await Client.login(cluster)
+        config = (await client.ask(codec_kv.get_cluster_config())).value
+    found = identities(config)
+    assert [host for host, _ in found] == hosts
+    assert len(set(found)) == nodes
+
+
+def test_a_server_without_epochs_names_none() -> None:
+    assert "revEpoch" not in json.loads(render(7, None, [ConfigNode(None, 1)], None))
+    assert json.loads(render(7, 3, [ConfigNode(None, 1)], None))["revEpoch"] == 3
