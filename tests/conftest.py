@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator
@@ -50,6 +51,12 @@ def pytest_configure() -> None:
     """Let the processes that tests start load bytecode: without it each of some hundred compiles all sources again."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    gc.disable()  # until all is imported and collected: nothing of it goes away
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
