@@ -387,7 +387,7 @@ class Store(RuleBasedStateMachine):
         assert check(self.path).problems == []
 
 
-LIMITS = settings(max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+LIMITS = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def test_every_view_equals_the_model_after_every_step() -> None:
