@@ -13,13 +13,14 @@ import os
 import resource
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lmdb
 
 from storage import keys
-from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError
+from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError, ViewInvalidated
 
 MAP_SIZE = 64 << 30
 """Address space reserved per environment, bytes. The file only takes what is written; the writer grows it when full."""
@@ -28,6 +29,8 @@ READER_TRIES = 3
 READERS_MAX = 1024
 """Reader slots: each open read transaction of any process takes one; LMDB's default of 126 is soon used up."""
 DATA_FILE = "data.mdb"
+LOOK_INTERVAL_S = 1.0
+"""Between two looks whether the file that is open is still the one at its path: a few microseconds each."""
 SPACE_MIN = 1 << 20
 """With less space than this an input/output error of LMDB is a write that was cut short, bytes."""
 
@@ -77,6 +80,11 @@ def storage_error(error: Exception, path: str) -> StorageError:
             hint="run `dcp-mirror check`; set the group's folder aside and start again: that group is filled again",
         )
     return StorageError(f"{type(error).__name__}: {error}", path=path)
+
+
+def _identity_of(path: str) -> tuple[int, int]:
+    found = os.stat(os.path.join(path, DATA_FILE))
+    return found.st_dev, found.st_ino
 
 
 def _has_space(path: str) -> bool:
@@ -131,6 +139,10 @@ class Environment:
             )
         except lmdb.Error as error:
             raise storage_error(error, path) from error
+        self._file = _identity_of(self.path)
+        self._look_at = time.monotonic() + LOOK_INTERVAL_S
+        self.replaced = False
+        """The group's folder or file was moved, removed or replaced: what is open is not read any more."""
         try:
             self._refuse_cut_short(tries=1 if writable else READER_TRIES)
             if writable and sync != "unsafe":
@@ -159,6 +171,22 @@ class Environment:
                 os.close(descriptor)
         except OSError as error:
             raise storage_error(error, self.path) from error
+
+    def look_now(self) -> bool:
+        """`look`, whenever the last one was."""
+        self._look_at = 0.0
+        return self.look()
+
+    def look(self) -> bool:
+        """True once the file that is open is not the one at its path any more. Looks once a second at most."""
+        now = time.monotonic()
+        if now >= self._look_at and not self.replaced:
+            self._look_at = now + LOOK_INTERVAL_S
+            try:
+                self.replaced = _identity_of(self.path) != self._file
+            except OSError:
+                self.replaced = True
+        return self.replaced
 
     def missing_bytes(self) -> int:
         """How much shorter the file is than the pages it speaks of.
@@ -228,6 +256,10 @@ class Environment:
         """A transaction on the newest commit. A map grown by the writer is taken over here."""
         if os.getpid() != self._pid:
             raise Closed("opened before fork; open it again in the child", path=self.path)
+        if not self.writable and self.look():
+            raise ViewInvalidated(
+                "the group's file was moved, removed or replaced", path=self.path, hint="start the read again"
+            )
         try:
             return self.env.begin(write=write)
         except lmdb.MapResizedError:
@@ -260,7 +292,10 @@ class Environment:
 
     def file_bytes(self) -> int:
         """Size of the data file."""
-        return os.stat(os.path.join(self.path, DATA_FILE)).st_size
+        try:
+            return os.stat(os.path.join(self.path, DATA_FILE)).st_size
+        except OSError as error:
+            raise storage_error(error, self.path) from error
 
     def close(self) -> None:
         """Close; handles and transactions are invalid afterwards."""
@@ -284,6 +319,8 @@ class _Shared:
         with self.lock:
             self._leave_to_parent()
             environment, count = self.open.get(real, (None, 0))
+            if environment is not None and environment.look_now():  # who reads it finds out; garbage collection closes
+                environment, count = None, 0
             if environment is None:
                 environment = Environment(real, vbids, map_size=map_size)
             self.open[real] = (environment, count + 1)
@@ -298,14 +335,17 @@ class _Shared:
     def announce(self, environment: Environment) -> None:
         with self.lock:
             self._leave_to_parent()
-            assert environment.path not in self.open, environment.path
+            known = self.open.get(environment.path)
+            assert known is None or known[0].look_now(), environment.path
             self.open[environment.path] = (environment, 1)
 
     def release(self, environment: Environment) -> None:
         with self.lock:
             if self.pid != os.getpid():
                 return
-            _, count = self.open[environment.path]
+            known, count = self.open.get(environment.path, (None, 0))
+            if known is not environment:
+                return  # its file was replaced: it is closed when nobody holds it any more
             if count > 1:
                 self.open[environment.path] = (environment, count - 1)
             else:

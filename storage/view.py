@@ -326,6 +326,9 @@ class View:
             )
         group = vbid % self._groups
         environment = self._environments.get(group)
+        if environment is not None and environment.look():
+            self._leave_replaced()
+            environment = None
         if environment is None:
             path = directory.group_path(self.path, group)
             environment = SHARED.acquire(path, directory.group_vbids(self.identity, group), self._map_size)
@@ -340,9 +343,26 @@ class View:
             self._environments[group] = environment
         return environment
 
+    def _leave_replaced(self) -> None:
+        """Let go of files that were moved, removed or replaced; what is at their path now is opened at the next use.
+
+        Other threads may be reading the old ones, so these are closed when nobody holds them any more.
+        """
+        identity = directory.load(self.path)
+        if identity != self.identity:
+            self._closed = "another mirror is at this path now; open another view"
+            raise Closed(self._closed, path=self.path)
+        for group, environment in list(self._environments.items()):
+            if environment.look_now():
+                del self._environments[group]
+                SHARED.release(environment)
+        self._opened.clear()
+        self._chains.clear()
+        self._manifests.clear()
+
     def _open(self, vbid: int) -> Opened:
         opened = self._opened.get(vbid)
-        if opened is None:
+        if opened is None or (not opened.environment.writable and opened.environment.look()):
             environment = self._environment(vbid)
             trees = (keys.DB_PUB, keys.keys_db(vbid), keys.rows_db(vbid))
             pub, key_tree, row_tree = (environment.db(tree) for tree in trees)
@@ -461,7 +481,7 @@ class View:
         if isinstance(key, str):
             key = key.encode()
         vbid = ((crc32(key) >> 16) & 0x7FFF) % self._count
-        opened = self._opened.get(vbid) or self._open(vbid)
+        opened = self._open(vbid)
         environment, pub, key_tree, row_tree, vbid_key, begin = opened
         try:
             txn = begin()
@@ -537,7 +557,7 @@ class View:
         if collection_id >= 0x80:
             collection_id, key = keys.split_key(wire_key)
         vbid = ((crc32(key) >> 16) & 0x7FFF) % self._count
-        opened = self._opened.get(vbid) or self._open(vbid)
+        opened = self._open(vbid)
         environment = opened.environment
         try:
             txn = opened.begin()

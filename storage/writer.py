@@ -23,7 +23,7 @@ import lmdb
 
 from storage import branches, chain, directory, history, index, keys, records
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
-from storage.errors import Closed, Locked, NoSuchBoundary, SeqnoOrder, StorageError
+from storage.errors import Closed, CorruptedError, Locked, NoSuchBoundary, SeqnoOrder, StorageError
 from storage.history_clock import HistoryClock
 from storage.leases import LEASE_MAX_MS, Leases, check_kept
 from storage.model import (
@@ -47,6 +47,8 @@ GROW_TRIES_MAX = 16
 """Doublings of the map for one commit; 16 of them are 65,536 times the size."""
 PURGE_INTERVAL_MS = 1_000
 """Pause after a look at every vbucket that found no history to remove, milliseconds."""
+READER_CHECK_INTERVAL_MS = 5_000
+"""Between two searches for readers that were killed in a transaction: until then the file grows with each commit."""
 KEEP_ALL = Window()
 IDLE_SYNC_MS = 200
 """With `safe`, the meta page of the last commit is synced when the group was idle for this long, milliseconds."""
@@ -199,6 +201,7 @@ class GroupWriter:
         self.leases = Leases()
         self._jobs: list[Vbucket] = []
         self._unsynced_since: int | None = None
+        self._check_readers_ms = 0
         self._closed = False
         self.lost = False
         """The environment was closed after a failed commit and cannot be opened."""
@@ -830,6 +833,7 @@ class GroupWriter:
     def step(self) -> bool:
         """One bounded slice of background work. True while more waits; a finished index is published by `commit`."""
         self._check_open()
+        self._look_around()
         if self._jobs:
             self._index_step(self._jobs[0])
             return bool(self._jobs)
@@ -839,6 +843,19 @@ class GroupWriter:
         if self.sync == "safe" and idle_since is not None and self._clock.now_ms() - idle_since >= IDLE_SYNC_MS:
             self._sync()
         return False
+
+    def _look_around(self) -> None:
+        """Refuse to go on in a file that is not at its path any more; free what dead readers keep from being reused."""
+        if self.environment.look():
+            raise CorruptedError(
+                "the group's file was moved, removed or replaced while the service runs",
+                path=self.path,
+                hint="put it back, or leave it away to have the group filled again, and restart the service",
+            )
+        now_ms = self._clock.now_ms()
+        if now_ms >= self._check_readers_ms:
+            self._check_readers_ms = now_ms + READER_CHECK_INTERVAL_MS
+            self.environment.env.reader_check()
 
     @_contained
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:

@@ -80,7 +80,7 @@ def test_branch_numbers_rise_through_everything_that_opens_one(path: str) -> Non
     writer.close()
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     """The machine went away here."""
 
 

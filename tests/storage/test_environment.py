@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import lmdb
 import pytest
@@ -14,10 +16,10 @@ import pytest
 from storage import directory, keys
 from storage.check import check
 from storage.environment import SHARED, Environment, storage_error
-from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError
+from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError, ViewInvalidated
 from storage.view import open_view
-from tests.storage.model import keys_of
-from tests.storage.test_writer import open_writer, publish
+from tests.storage.model import IDENTITY, keys_of
+from tests.storage.test_writer import Clock, open_writer, publish
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,7 @@ def test_two_views_of_one_process_share_an_environment_and_the_last_one_closes_i
 
 READER = """
 import sys
+from dataclasses import replace
 from storage.view import open_view
 view = open_view(sys.argv[1], map_size=1 << 20)
 print(view.get(sys.argv[2]) is not None, flush=True)
@@ -164,3 +167,68 @@ def test_handles_are_opened_once_and_trees_are_named_when_missing(path: str) -> 
     assert environment.db(keys.DB_META) is handle
     assert environment.file_bytes() > 4096
     environment.close()
+
+
+def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is set aside and filled again, as an error recommends, by another process."""
+    monkeypatch.setattr("storage.environment.LOOK_INTERVAL_S", 0.0)
+    key = keys_of(0, 1)[0]
+    writer = open_writer(path)
+    publish(writer, 0, [(key, b"old", 1)])
+    writer.close()
+    folder = directory.group_path(path, 0)
+    with open_view(path) as view, open_view(path) as other:
+        assert [each.get(key).value for each in (view, other)] == [b"old", b"old"]  # type: ignore[union-attr]
+        scan = other._rows_of(other._open(0), 0, other.standing(other.pin(0)), 0, 1, raw=False)
+        os.rename(folder, folder + ".aside")
+        with pytest.raises(CorruptedError, match="data file is missing"):
+            view.get(key)
+        program = (
+            "import os, sys; from storage import directory; from tests.storage.model import *;"
+            "from tests.storage.test_writer import *; os.mkdir(sys.argv[2]);"
+            "directory.create_environment(sys.argv[2], 0, directory.group_vbids(IDENTITY, 0), IDENTITY);"
+            "w = open_writer(sys.argv[1]); publish(w, 0, [(keys_of(0, 1)[0], b'new', 2)]); w.close()"
+        )
+        subprocess.run([sys.executable, "-c", program, path, folder], check=True)
+        with open_view(path) as late:
+            for each in (view, other, late):
+                found = each.get(key)
+                assert found is not None
+                assert found.value == b"new"
+                assert [document.seqno for document in each.scan(0)] == [2]
+        with pytest.raises(ViewInvalidated, match="moved, removed or replaced"):
+            list(scan)
+        os.rename(path, path + ".aside")
+        directory.create(path, replace(IDENTITY, bucket_uuid="another"))
+        with pytest.raises(Closed, match="another mirror is at this path"):
+            view.get(key)
+
+
+def test_a_writer_does_not_go_on_in_a_file_that_is_gone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.environment.LOOK_INTERVAL_S", 0.0)
+    writer = open_writer(path)
+    shutil.rmtree(path)
+    with pytest.raises(StorageError, match="No such file"):
+        writer.figures()
+    with pytest.raises(CorruptedError, match="moved, removed or replaced while the service runs"):
+        writer.step()
+    writer.give_up()
+
+
+def test_a_reader_that_was_killed_is_noticed_by_the_writer(path: str) -> None:
+    clock = Clock()
+    writer = open_writer(path, clock=clock)
+    program = (
+        "import sys, os, signal; from storage.view import open_view; v = open_view(sys.argv[1]);"
+        "o = v._open(0); t = o.environment.begin(); t.get(o.vbid_key, db=o.pub); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, path], check=False)
+
+    def pinned() -> int:
+        return sum(not line.endswith("-") for line in writer.environment.env.readers().splitlines()[1:])
+
+    assert pinned() == 1
+    writer._check_readers_ms = 0
+    writer.step()
+    assert pinned() == 0
+    writer.close()
