@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -36,7 +37,10 @@ ORIGIN = "path"
 class LostHistory(MirrorError):
     """A stream's position is no longer kept."""
 
-    default_hint = "begin with a new checkpoint, or set onLostHistory=resync: a row says so, and all of it is sent anew"
+    default_hint = (
+        "set onLostHistory=resync (sync: --on-lost-history resync): a row says so, and all of the vbucket is sent "
+        "again; or begin with a new checkpoint and a new target"
+    )
 
 
 class Way(NamedTuple):
@@ -77,6 +81,8 @@ class LocalChanges:
         self._known: set[int] = set()
         self._turn = 0
         self._target: Mapping[int, int] | None = None
+        self._undelivered: set[int] = set()
+        """Vbuckets of which a batch could send nothing, not even the first time: they begin again."""
         self._lease: Lease | None = None
         self._leased_s = 0.0
 
@@ -111,6 +117,7 @@ class LocalChanges:
 
     def latest(self, start: Offset, limited: bool) -> Offset:
         """Where the next batch ends. Raises LostHistory."""
+        self._hold(start)
         lags: dict[int, Lag] = {}
         anew: set[int] = set()
         for vbid, published in zip(self._view.vbids, self._view.published(), strict=True):
@@ -126,7 +133,7 @@ class LocalChanges:
                 anew.add(vbid)
         ends, self._turn = admit(lags, self._turn, self._newest, self._following)
         moved = {vbid: end._replace(fresh=int(vbid in anew)) for vbid, end in ends.items()}
-        self._hold(start)
+        self._undelivered -= moved.keys()
         return replace(start, at={**start.at, **moved})
 
     def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
@@ -137,7 +144,9 @@ class LocalChanges:
             return None, False  # wait: the position is looked at again when it is there
         front = seen.boundary
         if front is not None and self._target is not None and front.seqno > (limit := self._target.get(vbid, 0)):
-            front = positions.newest(self._view, vbid, limit)
+            front = positions.newest(self._view, vbid, limit) if limit else None
+            if front is None and limit:  # the end that was planned is not kept any more: the next one is as good
+                front = positions.following(self._view, vbid, limit)
         if front is None or (vbid in self._known and place(at) == place(at_of(front))):
             return None, False
         ahead = at.branch == front.branch and at.seqno > front.seqno and at.vbuuid == front.vbuuid
@@ -145,7 +154,7 @@ class LocalChanges:
             return None, False  # wait: after a power cut the mirror fetches its last commits again
         lost = self._lost(vbid, at, front)
         if lost:
-            if not self._options.resync:
+            if not self._options.resync and vbid not in self._undelivered:
                 raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}")
             base_seqno = 0
         elif place(at) == place(at_of(front)):
@@ -181,10 +190,20 @@ class LocalChanges:
         return at_of(found) if found is not None else None
 
     def _hold(self, start: Offset) -> None:
-        """Keep the history that batches from here on need. An older lease holds more, so there is no hurry."""
+        """Keep the history that batches from here on need. An older lease holds more, so there is no hurry.
+
+        Of a vbucket at its beginning that is all there is: whichever boundary its first batch ends at must stay.
+        """
         if self._lease is not None and time.monotonic() - self._leased_s < self._options.lease_seconds / 3:
             return
-        held = {vbid: (at.branch, at.seqno) for vbid, at in start.at.items() if at.seqno and vbid in self._vbids}
+        held = {}
+        for vbid in self._vbids:
+            at = start.of(vbid)
+            if not at.seqno:
+                with suppress(Unavailable):
+                    at = self._following(vbid, 0) or at
+            if at.seqno:
+                held[vbid] = (at.branch, at.seqno)
         if not held:
             return
         assert self._options.path is not None
@@ -207,6 +226,9 @@ class LocalChanges:
             if to == since or not to.seqno:
                 continue
             lost = to.fresh == 0 and self._lost_between(vbid, since, to)
+            if lost and not since.seqno:
+                self._undelivered.add(vbid)
+                continue  # the end is gone, and nothing was sent yet: what comes after finds that, and sends all
             if lost and not self._options.resync:
                 raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}")
             if lost and self._lost_between(vbid, BEGINNING, to):

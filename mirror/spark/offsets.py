@@ -31,6 +31,11 @@ class At(NamedTuple):
     history_id: int = 0
     """In a mirror's directory: which history the position is of (`storage.view.Token`)."""
 
+    def follows(self, other: At) -> bool:
+        """True when it lies behind another position of the same history."""
+        same = (self.branch, self.vbuuid, self.history_id) == (other.branch, other.vbuuid, other.history_id)
+        return same and self.seqno > other.seqno
+
 
 BEGINNING = At()
 

@@ -9,7 +9,7 @@ after the query began.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
@@ -81,10 +81,12 @@ class ChangesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = options
         self._refusal = refusal
         self._opened: LocalChanges | RemoteChanges | None = None
+        self._initial: dict[str, Any] | None = None
+        self._begun = not options.latest
 
     def __getstate__(self) -> dict[str, Any]:
         """What a task needs."""
-        return {"_options": self._options, "_refusal": None, "_opened": None}
+        return {"_options": self._options, "_refusal": None, "_opened": None, "_initial": None, "_begun": True}
 
     @property
     def _driver(self) -> LocalChanges | RemoteChanges:
@@ -96,8 +98,11 @@ class ChangesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @told_clearly
     def initialOffset(self) -> dict[str, Any]:
-        """Where a query without a checkpoint begins."""
-        return (self._driver.front() if self._options.latest else self._driver.beginning()).encode()
+        """Where a query without a checkpoint begins. Spark asks more than once, and keeps no answer."""
+        if self._initial is None:
+            driver = self._driver
+            self._initial = (driver.front() if self._options.latest else driver.beginning()).encode()
+        return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:
         """The limit in rows; that in bytes is obeyed with it."""
@@ -105,7 +110,13 @@ class ChangesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @told_clearly
     def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Where the next batch ends."""
+        """Where the next batch ends. With startingFrom=latest the first batch is empty: its end is what tells a query
+        that is started again where it had begun.
+        """
+        if not self._begun:
+            self._begun = True
+            if start == self._initial:
+                return dict(start)
         driver = self._driver
         return driver.latest(driver.decode(start), not isinstance(limit, ReadAllAvailable)).encode()
 
@@ -123,7 +134,11 @@ class ChangesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
         driver = self._driver
-        return [Task(work) for work in driver.plan(driver.decode(start), driver.decode(end))]
+        since, to = driver.decode(start), driver.decode(end)
+        if self._options.latest:  # of a first batch that is run again, the start is taken from what is published by now
+            at = {vbid: since.of(vbid) if since.of(vbid).follows(each) else each for vbid, each in to.at.items()}
+            to = replace(to, at=at)
+        return [Task(work) for work in driver.plan(since, to)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """The batches of a task."""

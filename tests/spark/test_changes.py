@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 
 from mirror.errors import ConfigError
+from mirror.spark import changes
 from mirror.spark.changes import LocalChanges, LostHistory, Work, read
 from mirror.spark.columns import CHANGES
 from mirror.spark.fold import fold
@@ -393,4 +394,69 @@ def test_a_collection_that_was_dropped_and_made_anew_in_the_void_history_is_itse
     folded, _ = fold(pa.Table.from_pylist([*told, *undone], binary))
     live = folded.filter(folded.column("live")).select(["collection", "key", "seqno"]).to_pylist()
     assert live == [{"collection": "shop.orders", "key": "o", "seqno": 2}]
+    follower.driver.close()
+
+
+def lease_all(small: SmallMirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, tuple[int, int]]]:
+    """Leases are granted by the writers themselves, as a service has them do; returns what was asked for."""
+    asked: list[dict[int, tuple[int, int]]] = []
+
+    class Granted:
+        def __init__(self, _path: str, positions: dict[int, tuple[int, int]], **_: object) -> None:
+            asked.append(positions)
+            for group, writer in enumerate(small.writers):
+                mine = {vbid: at for vbid, at in positions.items() if vbid % len(small.writers) == group}
+                writer.lease("stream", mine, 1 << 60)
+
+        def leave(self) -> None:
+            pass
+
+        release = leave
+
+    monkeypatch.setattr(changes, "Lease", Granted)
+    return asked
+
+
+def test_a_run_to_what_is_there_now_outlives_the_history_also_of_vbuckets_that_it_has_not_begun(
+    small: SmallMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only positions were leased, and a vbucket at 0 has none: its planned end was purged, its checkpoint useless."""
+    for first in range(0, 200, 20):
+        small.put(orders(first, 20))
+    follower = Follower(options(small, maxRowsPerBatch="10"))
+    asked = lease_all(small, monkeypatch)
+    follower.driver.stop_at_front()
+    then = scanned(small.path)
+    while follower.step():
+        small.put(orders(0, 200))
+        purge(small, Window(boundaries=1))
+    assert len(follower.batches) > VBUCKETS
+    assert follower.state == then
+    assert set(asked[0]) == set(range(VBUCKETS))
+    follower.driver.close()
+
+
+def test_a_batch_whose_end_was_purged_before_anything_was_sent_is_planned_again(small: SmallMirror) -> None:
+    """As after a crash with a lease that ran out: the offsets of the batch are in the checkpoint."""
+    small.put(orders(0, 100))
+    follower = Follower(options(small))
+    start, end = follower.start, follower.driver.latest(follower.start, True)
+    small.put(orders(0, 100))
+    purge(small, Window(boundaries=1))
+    follower.restart()
+    assert follower.rows(follower.driver.plan(start, end)) == []
+    follower.start = end
+    follower.run()
+    assert follower.state == scanned(small.path)
+    follower.driver.close()
+
+
+def test_an_end_that_was_purged_after_the_run_began_is_replaced_by_the_next(small: SmallMirror) -> None:
+    small.put(orders(0, 100))
+    follower = Follower(options(small))
+    follower.driver.stop_at_front()
+    small.put(orders(0, 100))
+    purge(small, Window(boundaries=1))
+    follower.run()
+    assert follower.state == scanned(small.path)
     follower.driver.close()

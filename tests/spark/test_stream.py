@@ -4,14 +4,18 @@ without Spark is in `test_changes.py` and `test_remote.py`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.spark.options import parse
+from mirror.spark.stream import ChangesStream
 from storage.purge import Window
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 from tests.spark.test_changes import purge
@@ -122,3 +126,54 @@ def test_what_cannot_be_streamed_is_said_in_one_line(spark: SparkSession, small:
     assert "onLostHistory=resync" in said
     run(spark, table, checkpoint, path=path, onLostHistory="resync")
     assert "resync" in table.kinds
+
+
+def test_from_the_latest_on_a_query_begins_where_it_was_started(small: SmallMirror) -> None:
+    """Spark asks for the initial offset again for each plan; each answer was later than the end, or skipped events."""
+    given = parse({"path": str(small.path), "table": "changes", "startingFrom": "latest"})
+    small.put(orders(0, 50))
+    stream = ChangesStream(given)
+    stream.prepareForTriggerAvailableNow()
+    small.put(orders(20, 60))
+    first = stream.initialOffset()
+    small.put(orders(0, 30))
+    assert stream.initialOffset() == first
+    assert stream.latestOffset(first, ReadMaxRows(1000)) == first
+    assert stream.partitions(first, first) == []
+    assert stream.latestOffset(first, ReadMaxRows(1000)) == first  # the end was fixed before the start
+    stream.stop()
+    running = ChangesStream(given)
+    first = running.initialOffset()
+    assert running.latestOffset(first, ReadMaxRows(1000)) == first
+    small.put(orders(0, 10))
+    end = running.latestOffset(first, ReadMaxRows(1000))
+    again = ChangesStream(given)  # after a crash in the first batch, whose end is in the checkpoint
+    small.put(orders(0, 10))
+    assert again.partitions(again.initialOffset(), first) == []
+    rows = [row for task in running.partitions(first, end) for each in running.read(task) for row in each.to_pylist()]
+    assert sorted(row["key"] for row in rows) == sorted(orders(0, 10))
+    for each in (running, again):
+        each.stop()
+
+
+def test_from_the_latest_on_until_now_ends_also_while_the_mirror_is_written_to(
+    spark: SparkSession, small: SmallMirror, tmp_path: Path
+) -> None:
+    small.put(orders(0, 50))
+    ended, table = threading.Event(), Table()
+
+    def write() -> None:
+        while not ended.wait(0.01):
+            small.put(orders(0, 8))
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        run(spark, table, tmp_path / "checkpoint", path=str(small.path), startingFrom="latest")
+    finally:
+        ended.set()
+        writing.join()
+    small.put(orders(60, 5))
+    run(spark, table, tmp_path / "checkpoint", path=str(small.path), startingFrom="latest")
+    assert {f"order::{number:06d}" for number in range(60, 65)} <= table.rows.keys()
+    assert "order::000020" not in table.rows
