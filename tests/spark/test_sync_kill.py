@@ -30,7 +30,7 @@ KEYS = 800
 ROLLBACKS = 3
 TAIL = 6
 
-pytestmark = pytest.mark.xdist_group("spark")
+pytestmark = pytest.mark.xdist_group("spark processes")
 
 
 @pytest.fixture
