@@ -65,6 +65,13 @@ def storage_error(error: Exception, path: str) -> StorageError:
             path=path,
             hint="the process needs read and write access to the directory and its lock file",
         )
+    if isinstance(error, lmdb.LockError) and "Resource temporarily unavailable" in text:
+        return Locked(
+            f"a process of another container (PID namespace) has it open under the same PID, {os.getpid()}; LMDB tells "
+            "readers apart by their PIDs",
+            path=path,
+            hint="let the containers share one PID namespace, or start this process under another PID",
+        )
     if isinstance(error, lmdb.ReadersFullError):
         return Locked(f"all {READERS_MAX} reader slots are taken", path=path, hint="close readers, then try again")
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)):
