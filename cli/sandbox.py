@@ -181,7 +181,7 @@ STREAMS; clear ends it. A status or reason is a name or a number
   tune [antilag_items=N] [oso_share_max=SHARE]
 
 CLUSTER
-  kill-node node=N, restart-node node=N [lose=N]
+  kill-node node=N, restart-node node=N [lose=N], split-off node=N
   failover-node node=N [lose=N], failover vbid=N [lose=N]
   move vbid=N node=N, add-node, rebalance [nodes=0,1]
   recreate-bucket, rotate-certificate [cert=FILE key=FILE]

@@ -7,6 +7,7 @@ whoever asked for it calls `map_changed`, and everyone who registered in `on_map
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
 from random import Random
@@ -325,6 +326,16 @@ class Bucket:
         self.map.bucket_uuid = f"{self.rng.getrandbits(128):032x}"
         self.states.clear()
         self.map_changed()
+
+    def fork(self) -> Bucket:
+        """A copy of the data and the map as they are now, which goes on by itself. Nobody is told of its changes yet."""
+        shared: list[object] = [self.clock, self.users, self.stream_faults]
+        memo: dict[int, object] = {id(each): each for each in shared}
+        memo |= {id(self.on_map_change): [], id(self.on_state_change): []}
+        memo |= {id(vbucket.changed): set() for vbucket in self.vbuckets}
+        forked = copy.deepcopy(self, memo)
+        forked.rng.seed(self.rng.getrandbits(64))  # else both would give the same ids to different histories
+        return forked
 
     @property
     def document_count(self) -> int:

@@ -1,8 +1,9 @@
 """The embedded source: an in-memory cluster of n nodes that DCP clients and Couchbase SDKs can connect to.
 
 Knows nodes and the bucket, and moves vbuckets between nodes; must never know who connects. Invariants: a node that is
-down serves nothing, whatever the map says; a map that changed has a higher revision; with the same seed and the same
-calls the same ids, histories and snapshots come out. It answers as the recorded engines do (tests/recordings).
+down serves nothing, whatever the map says; a map that changed has a higher revision; a node that was split off has data
+and a map of its own, which no change of the cluster reaches; with the same seed and the same calls the same ids,
+histories and snapshots come out. It answers as the recorded engines do (tests/recordings).
 """
 
 from __future__ import annotations
@@ -190,16 +191,17 @@ class SandboxCluster:
     async def restart_node(self, number: int, *, lose: int | None = None) -> None:
         """The node comes back on its port, with everything on disk.
 
-        With `lose` it crashed: each of its vbuckets lost that many changes, and has a new history.
+        With `lose` it crashed: each of its vbuckets lost that many changes, and has a new history. A node that was
+        split off comes back with its own data and map.
         """
         node = self.nodes[number]
         await node.stop()
-        for vbid, owner in enumerate(self.bucket.map.owners):
+        for vbid, owner in enumerate(node.bucket.map.owners):
             if owner == number:
                 if lose is None:
-                    self.vbuckets[vbid].to_disk()
+                    node.bucket.vbuckets[vbid].to_disk()
                 else:
-                    self.bucket.failover(vbid, lose)
+                    node.bucket.failover(vbid, lose)
         await self._listen(node, node.port or 0, node.tls_port or 0)
 
     def failover(self, vbid: int, *, lose: int = 0) -> int:
@@ -217,8 +219,12 @@ class SandboxCluster:
         return base
 
     async def failover_node(self, number: int, *, lose: int = 0) -> None:
-        """A node is failed over: it is out of the cluster, and others take its vbuckets with a new history."""
-        await self.nodes[number].stop()
+        """A node is failed over: it is out of the cluster, and others take its vbuckets with a new history.
+
+        Its process ends, unless it was split off: such a node does not learn of it.
+        """
+        if self._belongs(self.nodes[number]):
+            await self.nodes[number].stop()
         self.bucket.map.nodes = [node for node in self.bucket.map.nodes if node.number != number]
         members = [node.number for node in self._members() if node.alive]
         moved = []
@@ -229,6 +235,20 @@ class SandboxCluster:
                 moved.append(vbid)
             self._drop_replica(vbid)
         self.bucket.map_changed(*moved)
+
+    def split_off(self, number: int) -> Bucket:
+        """Cut a node off from the cluster: it goes on with a copy of all data and of the map, and knows no better.
+
+        As a node does that is stopped or partitioned while the others fail it over. Its connections break. Returns its
+        bucket, to which clients that still find it write.
+        """
+        node = self.nodes[number]
+        node.bucket = self.bucket.fork()
+        node.bucket.on_map_change.append(node.announce_map)
+        node.bucket.on_state_change.append(node.end_streams)
+        for connection in list(node.connections):
+            connection.link.cut()
+        return node.bucket
 
     def move(self, vbid: int, number: int) -> None:
         """A vbucket moves to another node, losing nothing; the new active node adds an entry to its failover log."""
@@ -321,12 +341,15 @@ class SandboxCluster:
         replicas = self.bucket.map.replicas[vbid]
         replicas[:] = [replica if replica in present else NOWHERE for replica in replicas]
 
+    def _belongs(self, node: SandboxNode) -> bool:
+        return node.bucket is self.bucket
+
     def _announce(self) -> None:
-        for node in self.nodes:
+        for node in filter(self._belongs, self.nodes):
             node.announce_map()
 
     def _end_streams(self, vbid: int) -> None:
-        for node in self.nodes:
+        for node in filter(self._belongs, self.nodes):
             node.end_streams(vbid)
 
     def _select(self, number: int | None) -> list[SandboxNode]:

@@ -16,6 +16,7 @@ Invariant: a command that is not understood changes nothing, and raises what say
     user          user, [password, lacks]            made or changed; lacks: privileges, with commas between
     kill-node     node                               its process dies
     restart-node  node, [lose]                       and comes back; with lose it crashed
+    split-off     node                               it goes on alone, with a copy of data and map
     failover-node node, [lose]                       others take its vbuckets
     failover      vbid, [lose]                       a vbucket fails over, its newest changes are lost
     move          vbid, node                         a vbucket moves
@@ -227,6 +228,10 @@ def _failover(server: Target, arguments: Arguments) -> Any:
     return {"base_seqno": server.cluster.failover(arguments["vbid"], lose=arguments.get("lose", 0))}
 
 
+def _split_off(server: Target, arguments: Arguments) -> None:
+    server.cluster.split_off(arguments["node"])
+
+
 def _move(server: Target, arguments: Arguments) -> None:
     server.cluster.move(arguments["vbid"], arguments["node"])
 
@@ -348,6 +353,7 @@ COMMANDS: dict[str, Command] = {
     "rotate-certificate": _rotate_certificate,
     "kill-node": _kill,
     "restart-node": _restart,
+    "split-off": _split_off,
     "failover-node": _failover_node,
     "failover": _failover,
     "move": _move,

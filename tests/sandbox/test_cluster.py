@@ -96,6 +96,37 @@ async def test_a_vbucket_that_moves_ends_its_streams_and_is_refused_with_the_map
         assert cluster.bucket.map.owners[0] == 0
 
 
+async def test_a_node_that_is_split_off_goes_on_with_its_own_data_and_map() -> None:
+    async with SandboxCluster(nodes=2, vbuckets=4) as cluster:
+        for vbid in range(4):
+            cluster.set("k", {}, vbid=vbid)
+        client = await Client.dcp(cluster, node=1)
+        await client.stream(1)
+        alone = cluster.split_off(1)
+        await client.until_closed()
+        before = await config_of(cluster, 1)
+        await cluster.failover_node(1, lose=1)
+        cluster.set("new", {}, vbid=1)
+        alone.set("stale", {}, vbid=1)
+        assert await config_of(cluster, 1) == before
+        assert (await config_of(cluster, 0))["rev"] > before["rev"]  # type: ignore[operator]
+        assert cluster.nodes[1].alive
+        client = await Client.dcp(cluster, node=1)
+        assert (await client.stream(1)).status == 0
+        await client.until_seqno(1, 2)
+        assert cluster.bucket.get("stale", vbid=1) is None
+        assert alone.get("new", vbid=1) is None
+        assert alone.failover(1) == 2
+        assert alone.vbuckets[1].vbuuid != cluster.vbucket(1).vbuuid
+        # Killed and started again it is what it was.
+        await cluster.kill_node(1)
+        await cluster.restart_node(1)
+        assert await config_of(cluster, 1) == before
+        client = await Client.dcp(cluster, node=1)
+        await client.stream(1)
+        await client.until_seqno(1, 2)
+
+
 async def test_nodes_join_and_leave_by_rebalance() -> None:
     async with SandboxCluster(nodes=1, vbuckets=8) as cluster:
         assert await cluster.add_node() == 1

@@ -35,6 +35,8 @@ async def test_faults_and_topology(server: ControlServer) -> None:
     await tell(server, "restart-node", node=1)
     assert await tell(server, "add-node") == {"node": 2}
     assert (await tell(server, "rebalance"))["moved"] > 0
+    await tell(server, "split-off", node=0)
+    assert cluster.nodes[0].bucket is not cluster.bucket
     await tell(server, "failover-node", node=1)
     assert {node.number for node in cluster.bucket.map.nodes} == {0, 2}
 
