@@ -1,18 +1,23 @@
-"""The cluster map: which node serves which vbucket, from the JSON that nodes send, and what differs between two maps.
+"""The cluster map: which node serves which vbucket, from the JSON that nodes send, and which of two maps is followed.
 
 Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets, names being resolved or
 who asks. Everything in the JSON is judged before it is believed: what is missing or of the wrong type is a
 MalformedClusterMap that names the field, never another exception.
 
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), epoch first, both
-unbounded ints; a map never replaces a newer one (`newer_than`). Nodes are told apart by host and ports.
+unbounded ints; a map never replaces a newer one (`NewestMap`, `newest_of`: the only two places where maps are compared).
+Nodes are told apart by host and ports.
+
+Why never: a node that was failed over and comes back (or was only partitioned) still has its old map and its old data,
+and believes that it is active. Its map is well formed, so the revision is all that tells it from the cluster's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any
 
 NO_NODE = -1
@@ -28,6 +33,10 @@ SYSTEM_CAPABILITIES = frozenset(("querySystemCollection", "mobileSystemCollectio
 
 VBUCKET_COUNT_MAX = 65_536
 """A vbucket id has 16 bits on the wire; more rows than that cannot be a map."""
+
+
+Revision = tuple[int, int]
+"""(epoch, revision): what maps are ordered by. Servers before 7.0.2 send no epoch, which counts as epoch 0."""
 
 
 class MalformedClusterMap(ValueError):
@@ -72,9 +81,11 @@ class ClusterMap:
     """Whose addresses the nodes have: later maps of the same source are to be read by the same."""
     network_offered: bool = True
     """Some node has addresses of that network; else all have their own."""
+    of_mirror: bool = False
+    """The map of a mirror's DCP port, which names itself alone: its revisions are not those of the cluster's maps."""
 
     @property
-    def revision(self) -> tuple[int, int]:
+    def revision(self) -> Revision:
         """(epoch, revision): what maps are ordered by."""
         return self.rev_epoch, self.rev
 
@@ -99,9 +110,88 @@ class ClusterMap:
         """All vbuckets that the node serves."""
         return [vbid for vbid, index in enumerate(self.active) if index != NO_NODE and self.nodes[index] == node]
 
-    def newer_than(self, other: ClusterMap | None) -> bool:
-        """True if this map is to replace the other."""
-        return other is None or self.revision > other.revision
+    def to_wire(self) -> dict[str, Any]:
+        """The map as plain values, for another process of this service."""
+        return asdict(self)
+
+    @staticmethod
+    def from_wire(values: Mapping[str, Any]) -> ClusterMap:
+        """The map that `to_wire` gave."""
+        return ClusterMap(
+            **{
+                **values,
+                "nodes": tuple(Node(**node) for node in values["nodes"]),
+                "active": tuple(values["active"]),
+                "replicas": tuple(map(tuple, values["replicas"])),
+            }
+        )
+
+
+class MapVerdict(Enum):
+    """What a map that was received is to the newest one that is known."""
+
+    NEWER = "newer"
+    """It is to be followed."""
+    KNOWN = "known"
+    """It says nothing new."""
+    OLDER = "older"
+    """It is older than one that was followed before, perhaps by another process or before a restart."""
+    OTHER_BUCKET = "other bucket"
+    """It is not the bucket's: its revision means nothing here."""
+
+
+class NewestMap:
+    """The newest map of one bucket, and the rule by which it is replaced: by a newer one, never by an older.
+
+    Maps of the cluster are ordered by revision, over restarts too (`floor`). A map of equal revision is the same map. A
+    mirror that serves as the source numbers its maps by its own starts: such a map is accepted where none of the
+    cluster's is followed, and sets no floor.
+    """
+
+    def __init__(self, bucket_uuid: str | None = None, floor: Revision | None = None) -> None:
+        """`bucket_uuid`: None or empty where any bucket is meant, until the first map. `floor`: followed before."""
+        self.current: ClusterMap | None = None
+        self.bucket_uuid = bucket_uuid
+        self.floor = floor
+        """The newest revision of the cluster's maps that was ever followed."""
+
+    def judge(self, found: ClusterMap) -> MapVerdict:
+        """What a map that was received is; nothing is changed."""
+        current = self.current
+        if self.bucket_uuid and found.bucket_uuid and found.bucket_uuid != self.bucket_uuid:
+            return MapVerdict.OTHER_BUCKET
+        if not found.vbucket_count:
+            return MapVerdict.KNOWN
+        if found.of_mirror:
+            replaced = current is None or (current.of_mirror and found.revision > current.revision)
+            return MapVerdict.NEWER if replaced else MapVerdict.KNOWN
+        if self.floor is not None and found.revision < self.floor:
+            return MapVerdict.OLDER
+        if current is None or current.of_mirror or found.revision > current.revision:
+            return MapVerdict.NEWER
+        return MapVerdict.KNOWN
+
+    def take(self, found: ClusterMap) -> bool:
+        """Make a map the current one if it is newer; returns whether it was."""
+        if self.judge(found) is not MapVerdict.NEWER:
+            return False
+        self.current = found
+        self.bucket_uuid = self.bucket_uuid or found.bucket_uuid
+        if not found.of_mirror:
+            self.floor = found.revision
+        return True
+
+
+def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> ClusterMap:
+    """The map to begin with among those that several nodes sent, in the order of preference where they are equal.
+
+    Maps of another bucket count only where there is no other; without `bucket_uuid` the bucket is that of the first.
+    """
+    wanted = bucket_uuid or maps[0].bucket_uuid
+    ours = [each for each in maps if each.bucket_uuid == wanted] or maps
+    return max(
+        ours, key=lambda each: (each.vbucket_count > 0, not each.of_mirror, () if each.of_mirror else each.revision)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +240,7 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
         system_collections=not SYSTEM_CAPABILITIES.isdisjoint(config.get("bucketCapabilities") or ()),
         network=network,
         network_offered=network == "default" or any(ext.has_network for ext in nodes_ext),
+        of_mirror=config.get("mirror") is True,
     )
 
 

@@ -90,6 +90,7 @@ class ClusterMap:
             self._identity.bucket_uuid,
             [chain + [NOWHERE] * (width - len(chain)) for chain in chains],
             BUCKET_CAPABILITIES,
+            mirror=True,
         )
         return render(self.revision[1], EPOCH, nodes, bucket)
 

@@ -67,6 +67,8 @@ class ConfigBucket:
     capabilities: Sequence[str] = CAPABILITIES
     ephemeral: bool = False
     """It lives in memory alone, and has no views."""
+    mirror: bool = False
+    """A mirror says so, as no server does: its revisions are not comparable with those of the cluster's maps."""
 
 
 def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: ConfigBucket | None) -> bytes:
@@ -85,6 +87,7 @@ def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: Con
         "uuid": bucket.uuid,
         "bucketCapabilities": [name for name in bucket.capabilities if name != _VIEWS or not bucket.ephemeral],
         **capabilities,
+        **({"mirror": True} if bucket.mirror else {}),
         "nodes": [
             {"hostname": f"{host}:{mgmt_port}", "ports": {"direct": node.kv_port or KV_PORT}}
             for host, mgmt_port, node in zip(hosts, mgmt_ports, nodes, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from mirror.ingest.topology import (
     ClusterMap,
     MalformedClusterMap,
+    MapVerdict,
     Move,
+    NewestMap,
     Node,
     moved_vbuckets,
     network_of,
+    newest_of,
     parse_cluster_map,
 )
 
@@ -126,10 +130,78 @@ def test_a_cluster_level_map_has_data_nodes_and_no_vbuckets() -> None:
 
 def test_the_epoch_outranks_the_revision_and_neither_is_bound_to_32_bits() -> None:
     huge = 2**40
-    assert parsed(revEpoch=3, rev=1).newer_than(parsed())
-    assert parsed(rev=huge + 1).newer_than(parsed(rev=huge))
-    assert not parsed().newer_than(parsed())
-    assert parsed().newer_than(None)
+    for older, newer in (({}, {"revEpoch": 3, "rev": 1}), ({"rev": huge}, {"rev": huge + 1})):
+        newest = NewestMap()
+        assert newest.take(parsed(**older))
+        assert newest.judge(parsed(**newer)) is MapVerdict.NEWER
+        assert newest.take(parsed(**newer))
+        assert newest.judge(parsed(**older)) is MapVerdict.OLDER
+        assert not newest.take(parsed(**older))
+        assert newest.current == parsed(**newer)
+
+
+def test_servers_without_epochs_are_ordered_by_revision_and_are_older_than_any_with_one() -> None:
+    def without(rev: int) -> ClusterMap:
+        return parse_cluster_map(json.dumps({k: v for k, v in config(rev=rev).items() if k != "revEpoch"}), "h")
+
+    newest = NewestMap()
+    assert [newest.take(without(rev)) for rev in (5, 4, 5, 6)] == [True, False, False, True]
+    assert newest.take(parsed(revEpoch=1, rev=7))
+    assert newest.judge(without(8)) is MapVerdict.OLDER
+
+
+def test_what_was_followed_before_a_restart_is_followed_again_and_nothing_older() -> None:
+    newest = NewestMap("0123", (2, 7))
+    assert newest.judge(parsed(rev=6)) is MapVerdict.OLDER
+    assert newest.judge(parsed(revEpoch=1, rev=99)) is MapVerdict.OLDER
+    assert newest.judge(parsed(rev=6, uuid="another")) is MapVerdict.OTHER_BUCKET
+    assert newest.judge(parsed(rev=9, vBucketServerMap={"serverList": [], "vBucketMap": []})) is MapVerdict.KNOWN
+    assert newest.take(parsed(rev=7))
+    assert newest.judge(parsed(rev=7)) is MapVerdict.KNOWN
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.sampled_from(["0123", "another"])), max_size=20))
+def test_whatever_order_maps_come_in_the_revision_followed_only_rises(
+    revisions: list[tuple[int, int, str]],
+) -> None:
+    newest = NewestMap("0123", (1, 2))
+    followed = [(1, 2)]
+    for epoch, rev, uuid in revisions:
+        found = parsed(revEpoch=epoch, rev=rev, uuid=uuid)
+        verdict = newest.judge(found)
+        if newest.take(found):
+            assert verdict is MapVerdict.NEWER
+            assert uuid == "0123"
+            assert found.revision > followed[-1] or len(followed) == 1
+            followed.append(found.revision)
+        assert newest.floor == followed[-1]
+    ours = [(epoch, rev) for epoch, rev, uuid in revisions if uuid == "0123"]
+    assert followed[-1] == max([(1, 2), *ours])
+
+
+def test_a_mirrors_map_is_not_compared_with_the_clusters() -> None:
+    """Its revision is the second of its start; a client that goes from one to the other is not kept out for ever."""
+    newest = NewestMap("0123", (2, 7))
+    assert newest.take(parsed(mirror=True, revEpoch=1, rev=1_700_000_000))
+    assert newest.floor == (2, 7)
+    assert newest.judge(parsed(rev=6)) is MapVerdict.OLDER
+    assert newest.take(parsed(rev=7))
+    assert newest.judge(parsed(mirror=True, revEpoch=1, rev=1_800_000_000)) is MapVerdict.KNOWN
+
+
+def test_of_several_maps_the_newest_of_the_bucket_is_taken() -> None:
+    old, new, foreign = parsed(rev=6), parsed(rev=9), parsed(rev=50, uuid="another")
+    mirrors = parsed(mirror=True, rev=90), parsed(mirror=True, rev=91)
+    assert newest_of([old, new, foreign, *mirrors]) == new
+    assert newest_of([foreign, old, new]) == foreign
+    assert newest_of([foreign, old, new], "0123") == new
+    assert newest_of([foreign], "0123") == foreign
+    assert newest_of(mirrors) == mirrors[0]
+
+
+def test_a_map_comes_over_a_pipe_as_it_was() -> None:
+    whole = parse_cluster_map(json.dumps(config()), "a.example", network="external")
+    assert ClusterMap.from_wire(msgpack.unpackb(msgpack.packb(whole.to_wire()))) == whole
 
 
 def test_the_difference_of_two_maps_is_the_vbuckets_that_moved() -> None:

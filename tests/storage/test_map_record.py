@@ -1,0 +1,64 @@
+"""The record of the newest map that was followed: kept whole, of one bucket, and never half believed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from storage import map_record
+from storage.errors import CorruptedError, StorageError
+from storage.map_record import MapRecord
+
+RECORD = MapRecord("b1", 2, 2**40)
+
+
+def test_a_record_is_what_was_saved_last(tmp_path: Path) -> None:
+    assert map_record.load(str(tmp_path), "b1") is None
+    map_record.save(str(tmp_path), MapRecord("b1", 0, 1))
+    map_record.save(str(tmp_path), RECORD)
+    found = map_record.load(str(tmp_path), "b1")
+    assert found == RECORD
+    assert found is not None
+    assert found.revision == (2, 2**40)
+    assert os.listdir(tmp_path) == ["map.json"]
+
+
+def test_a_record_of_another_bucket_is_none(tmp_path: Path) -> None:
+    map_record.save(str(tmp_path), RECORD)
+    assert map_record.load(str(tmp_path), "b2") is None
+
+
+def test_the_record_is_on_the_disk_under_its_name_only_once_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash before the rename leaves the old record."""
+    map_record.save(str(tmp_path), MapRecord("b1", 1, 1))
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append("fsync"), fsync(descriptor))[1])
+    monkeypatch.setattr(os, "rename", lambda a, b: (calls.append("rename"), rename(a, b))[1])
+    map_record.save(str(tmp_path), RECORD)
+    assert calls == ["fsync", "rename", "fsync"]
+
+    def crash(_a: str, _b: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", crash)
+    with pytest.raises(StorageError):
+        map_record.save(str(tmp_path), MapRecord("b1", 9, 9))
+    assert map_record.load(str(tmp_path), "b1") == RECORD
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "null", '{"bucket_uuid": "b1"}', json.dumps({"bucket_uuid": "b1", "rev_epoch": 1, "rev": "7"}),
+     json.dumps({"bucket_uuid": 5, "rev_epoch": 1, "rev": 7}), json.dumps({"bucket_uuid": "b1", "rev_epoch": True, "rev": 7}),
+     b"\xff\xfe".decode("latin-1")],
+)  # fmt: skip
+def test_a_damaged_record_is_one_error_that_says_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / "map.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CorruptedError, match="remove the file"):
+        map_record.load(str(tmp_path), "b1")
