@@ -54,6 +54,13 @@ def size(value: float | None) -> str:
     raise AssertionError("the loop ends with GiB")
 
 
+def lag_text(sums: Mapping[str, Any]) -> str:
+    """How far the mirror is behind in total, or a dash while that is unknown of some vbucket."""
+    if sums["lag_seqnos"] is None:
+        return DASH
+    return f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds as people read them."""
     if seconds is None:
@@ -138,7 +145,7 @@ def summary(document: Mapping[str, Any]) -> Table:
     state: Text = state_text(document["state"])
     if document.get("message"):
         state = Text.assemble(state, Text(f"  {document['message']}", style="dim"))
-    lag = f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}" if sums["lag_seqnos"] is not None else DASH
+    lag = lag_text(sums)
     rate = None
     if sums.get("documents_per_s") is not None:
         rate = f"{number(sums['documents_per_s'])} docs/s, {size(sums.get('bytes_per_s'))}/s"
@@ -297,7 +304,7 @@ def status_line(document: Mapping[str, Any]) -> str:
         f"documents {number(sums['documents'])}",
         f"published {number(sums['published_seqnos'])}",
         f"rate {number(sums.get('documents_per_s'))}/s",
-        f"lag {number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}",
+        f"lag {lag_text(sums)}",
         f"workers {running}/{len(document['workers'])}",
     ]
     if sums["rollback_count"]:
@@ -369,7 +376,7 @@ def command_name() -> str:
 def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequence[str]) -> RenderableType:
     """The demo's picture: figures, workers, what happened."""
     sums = document["totals"]
-    lag = f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}"
+    lag = lag_text(sums)
     figures = fact_table(
         {
             "state": state_text(document["state"]),

@@ -103,6 +103,14 @@ def run(
             "DIR.<its bucket's uuid> and start from nothing.",
         ),
     ] = False,
+    accept_older_map: Annotated[
+        bool,
+        typer.Option(
+            "--accept-older-map",
+            help="Follow the newest cluster map found at start, even if it is older than one followed before: for a "
+            "cluster that was restored to an earlier state. Give it for one start only.",
+        ),
+    ] = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Mirror a bucket into DIR until SIGTERM or Ctrl-C. The password comes from DCP_MIRROR_PASSWORD or a file.
@@ -158,6 +166,7 @@ def run(
             reload=lambda: read().settings,
             progress=progress,
             announce=announce,
+            accept_older_map=accept_older_map,
         )
         code = asyncio.run(service.run())
     if until_caught_up:

@@ -26,7 +26,7 @@ from mirror.feed.verify import WAIT_S
 from mirror.feed.verify import verify as compare
 from mirror.ingest.selection import Selection
 from mirror.supervise import logs
-from storage import directory, keys
+from storage import directory, keys, map_record
 from storage.digest import Fingerprint
 from storage.view import View, open_view
 
@@ -74,7 +74,12 @@ def verify(
     service = client.ask(path, "ping") is not None
     started = time.monotonic()
     with (
-        SourceReader(url, settings=settings, collections=selected(path, url, settings)) as reader,
+        SourceReader(
+            url,
+            settings=settings,
+            collections=selected(path, url, settings),
+            followed=map_record.load(str(path), directory.load(str(path)).bucket_uuid),
+        ) as reader,
         render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen,
     ):
         progress = Progress(screen)

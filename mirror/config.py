@@ -123,8 +123,8 @@ class Settings(BaseSettings):
     """Fail when no node of the source can be reached for this long after the start. 0: keep trying (with
     `run --until-caught-up`: 60 s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
-    """How often the cluster map is requested where the nodes do not announce its changes; where they do, 12 times this
-    interval."""
+    """How often every node of the cluster, and every host of the source, is asked for the cluster map, besides what
+    nodes announce. A node that was failed over without its knowledge is left within about this time."""
     seqno_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 1.0
     """How often the high seqnos of the source are requested; the reported lag is as fresh as this."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0

@@ -15,6 +15,7 @@ command line it means. Must never import any other room. A rollback is not here:
     │   ├── TlsFailed                certificate or protocol version refused (exit 4)
     │   ├── NotSupported             the server lacks something required (exit 4)
     │   ├── NotMyVbucket             the map is out of date (retried; exit 1)
+    │   ├── OlderMap                 no node has a map as new as one followed before (retried; exit 1)
     │   └── BucketChanged            the source is not the bucket that the data came from (exit 3)
     └── SupervisionError             workers, their pipes, their locks (exit 1)
 
@@ -146,6 +147,22 @@ class NotMyVbucket(ClusterError):
     """The vbucket is elsewhere: the map is out of date."""
 
     default_hint = "the cluster map is fetched again"
+
+
+class OlderMap(ClusterError):
+    """No node that answers has a cluster map as new as the newest that was followed before: they may be stale."""
+
+    default_hint = (
+        "a node that was failed over may be back with old data, or those that know better cannot be reached: check the "
+        "nodes; they are asked again. Only if the cluster was restored to an earlier state: `run --accept-older-map`"
+    )
+
+    def __init__(self, found: tuple[int, int], followed: tuple[int, int]) -> None:
+        """The two revisions, (epoch, revision) each."""
+        super().__init__(
+            f"the newest cluster map of all nodes that answer is revision {found[1]} of epoch {found[0]}, and revision "
+            f"{followed[1]} of epoch {followed[0]} was followed before"
+        )
 
 
 class BucketChanged(ClusterError):

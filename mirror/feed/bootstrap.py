@@ -1,4 +1,4 @@
-"""The way in: the first node that answers, HELLO, authentication, the bucket, its cluster map.
+"""The way in to one node: HELLO, authentication, the bucket, its cluster map.
 
 Knows the order of the handshake and what each refusal means to the operator; must never know streams or the store.
 Invariants: features are only used where HELLO granted them; password, certificates and key are read afresh for each
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -23,21 +23,18 @@ from mirror.config import PasswordSource, Settings
 from mirror.errors import (
     AuthRejected,
     BucketMissing,
-    ClusterError,
     ConfigError,
     ConnectFailed,
     HandshakeFailed,
     NotSupported,
     PrivilegeMissing,
     SourceTimeout,
-    TlsFailed,
 )
 from mirror.feed.connection_string import Address, ConnectionString
-from mirror.feed.srv import first_addresses
 from mirror.feed.tls import Tls, hung_up, only_tls, speaks_tls
 from mirror.feed.transport import Link, Opaques, Tap, open_link
 from mirror.ingest.selection import MalformedManifest, SourceManifest
-from mirror.ingest.topology import ClusterMap, MalformedClusterMap, network_of, parse_cluster_map
+from mirror.ingest.topology import ClusterMap, MalformedClusterMap, Node, network_of, parse_cluster_map
 from mirror.wire.codec_dcp import decode_all_vb_seqnos
 from mirror.wire.codec_kv import get_cluster_config
 from mirror.wire.constants import Feature, Opcode, Status, VbucketState, status_name
@@ -98,6 +95,11 @@ class Access:
             settings = settings.model_copy(update={"network": source.network})
         return Access(source, PasswordSource.of(settings), settings)
 
+    def address_of(self, node: Node) -> Address | None:
+        """Where a node of the cluster map listens for connections of our kind; None: nowhere."""
+        port = node.tls_port if self.source.tls else node.kv_port
+        return None if port is None else Address(node.host, port)
+
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
@@ -144,18 +146,18 @@ async def fetch_map(
     return read_map(found, link.address, settings, network=network)
 
 
-async def fetch_newer_map(
+async def fetch_newer_config(
     link: Link, handshake: Handshake, settings: Settings, known: ClusterMap | None, *, timeout_s: float | None = None
-) -> ClusterMap | None:
-    """Ask a node for the cluster map; None where it has no newer one. Raises ClusterError."""
+) -> bytes:
+    """Ask a node for the cluster map's JSON; empty where it has none newer than `known`. Raises ClusterError.
+
+    Only servers from 7.6 on compare: others send what they have.
+    """
     extras = b""
-    told = Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION in handshake.features
-    if told and known is not None and all(0 <= part <= REVISION_MAX for part in known.revision):
+    compares = Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION in handshake.features
+    if compares and known is not None and all(0 <= part <= REVISION_MAX for part in known.revision):
         extras = get_cluster_config(known.revision).extras
-    found = await _ask_for_map(link, extras, timeout_s or settings.request_timeout_s)
-    if extras and not found:
-        return None
-    return read_map(found, link.address, settings, network=None if known is None else known.network)
+    return await _ask_for_map(link, extras, timeout_s or settings.request_timeout_s)
 
 
 async def _ask_for_map(link: Link, extras: bytes, timeout_s: float) -> bytes:
@@ -230,53 +232,6 @@ async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
         raise HandshakeFailed(
             f"{link.address} sent collections that make no sense: {error}", node=str(link.address)
         ) from None
-
-
-async def discover(
-    access: Access, clock: Clock, *, addresses: Iterable[Address] | None = None, network: str | None = None
-) -> ClusterMap:
-    """Ask the first node that answers for the cluster map; without `addresses`, those of the connection string.
-
-    Raises what the nodes said: a refusal of user or bucket at once, since all nodes share them; else the error that
-    waiting will not mend, as of one node's certificate, or the last one.
-    """
-    last: ClusterError = ConnectFailed(f"no address in {access.source}")
-    if addresses is None:
-        addresses = await first_addresses(access.source, access.settings.dns_server)
-    for address in addresses:
-        try:
-            link, _ = await enter(access, address, clock)
-            try:
-                found = await fetch_map(link, access.settings, network=network)
-            finally:
-                link.close()
-            check_ports(found, access, address)
-            return found
-        except ClusterError as error:
-            if not error.retryable and not isinstance(error, TlsFailed):
-                raise
-            if last.retryable:
-                last = error
-    raise last
-
-
-def check_ports(found: ClusterMap, access: Access, address: Address) -> None:
-    """Refuse a map of which no node can be reached in the way that is asked for. Raises NotSupported."""
-    tls = access.source.tls
-    if not found.network_offered:
-        raise NotSupported(
-            f"the cluster of {address} advertises no addresses of the network {found.network}",
-            hint="have alternate addresses set at its nodes, or use network=default",
-            node=str(address),
-        )
-    if found.nodes and not any(node.tls_port if tls else node.kv_port for node in found.nodes):
-        kind, remedy = ("with TLS", "couchbase://") if tls else ("without TLS", "couchbases://")
-        where = "" if found.network == "default" else f" on the network {found.network}"
-        raise NotSupported(
-            f"the cluster of {address} offers its data service nowhere {kind}{where}",
-            hint=f"have it enabled, or use {remedy}" + ("" if not where else ", or another network"),
-            node=str(address),
-        )
 
 
 # -- the steps ----------------------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ Invariants:
 - a group commits `commit_interval_ms` after the first thing that waits, or at once when `batch_bytes_max` is staged;
 - an error of one vbucket, node or group never touches another; a group whose store failed drops its machines, reads
   its states again and asks for its streams anew;
-- the map only ever moves forward in (epoch, rev); a map of another bucket than the stored one ends the consumer with
-  `BucketChanged`; local data is never deleted for anything that a connection or a map says;
+- no map is followed that is older than one followed before, here, in another worker or before a restart (`NewestMap`);
+  with a supervisor, a newer one is followed once that has recorded it, by all workers alike; a map of another bucket
+  than the stored one ends the consumer with `BucketChanged`; local data is never deleted for anything that a connection
+  or a map says;
 - a vbucket whose source is ahead and that receives nothing is noticed, reported and asked for anew (`watch`);
 - a mirror of some collections asks for streams once it knows which these are (`collection_watch`).
 """
@@ -27,15 +29,16 @@ import structlog
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
-from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported
-from mirror.feed.bootstrap import Access, discover, fetch_newer_map, read_map
+from mirror.errors import BucketChanged, ClusterError, ConfigError, MirrorError, NotSupported, OlderMap
+from mirror.feed.bootstrap import Access
 from mirror.feed.collection_watch import CollectionWatch
 from mirror.feed.connection_string import Address, ConnectionString
+from mirror.feed.discovery import discover
+from mirror.feed.map_poll import MapPoller
 from mirror.feed.nodes import NodeKeeper, pause_s
 from mirror.feed.performer import perform
 from mirror.feed.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.session import NodeSession, StreamAnswer
-from mirror.feed.srv import first_addresses
 from mirror.feed.transport import Opaques
 from mirror.feed.vbucket import VbucketActor
 from mirror.feed.watch import SourceWatch
@@ -43,11 +46,9 @@ from mirror.ingest import events as happenings
 from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.instructions import BeginRefill, Status
 from mirror.ingest.selection import Resolved, Selection
-from mirror.ingest.topology import ClusterMap, Node
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.wire import events as ev
-from mirror.wire.codec_kv import decode_clustermap_notification
-from mirror.wire.constants import ControlKey, ServerOpcode
-from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.constants import ControlKey
 from mirror.wire.frame import Frame
 from storage.errors import Full, SeqnoOrder, StorageError
 from storage.history import History
@@ -60,12 +61,8 @@ STEP_IDLE_S = 0.1
 """Pause between looks for background work when there was none; the store's idle sync is as late as this."""
 STEP_SHARE_S = 0.002
 """Pause between two slices of background work, in which sockets are served."""
-MAP_REFRESH_MIN_S = 0.05
-"""A thousand vbuckets that are told to look at the map again look once."""
-ANNOUNCED_POLL_FACTOR = 12
-"""Times `map_poll_interval_s` between looks at the map where every node announces its changes: in case one is lost."""
-MAP_TIMEOUT_S = 2.0
-"""A node that takes longer to say its map is left for the next one: a failover is not to wait for a dead node."""
+SHARED_MAP_S = 5.0
+"""For a map that was sent to the supervisor to come back; after that it is looked for again."""
 REOPEN_FACTOR_MAX = 16
 """Times `storage_retry_interval_s` that a group waits at most which cannot be opened again."""
 FREE_BYTES_TO_RESUME = 2
@@ -124,15 +121,24 @@ class Consumer:
         worker: str = "0",
         clock: Clock | None = None,
         cluster_map: ClusterMap | None = None,
+        map_floor: Revision | None = None,
+        share_map: Callable[[ClusterMap], None] | None = None,
     ) -> None:
-        """Mirror what `writers` are for. They stay the caller's to close; `cluster_map` spares the first look-up."""
+        """Mirror what `writers` are for. They stay the caller's to close.
+
+        `cluster_map` is one to begin with; no map older than `map_floor` is followed. With `share_map`, a newer map is
+        handed to that function instead of being followed, and `follow` is called when it is recorded.
+        """
         self.clock: Clock = clock or SystemClock()
         self.settings = settings
         self.identity = identity
-        self.cluster_map: ClusterMap | None = None
         self._source = source
         self._access = Access.of(source, settings)
         self._first_map = cluster_map
+        self._maps = NewestMap(identity.bucket_uuid, map_floor)
+        self._share_map = share_map
+        self._has_map = asyncio.Event()
+        self._map_poller = MapPoller(self, self._maps, self._access, self.clock, self._task_ended)
         self._groups = [Group(writer) for writer in writers]
         self._actors: dict[int, VbucketActor] = {}
         self._group_of: dict[int, Group] = {}
@@ -152,9 +158,6 @@ class Consumer:
                 actor.gate = PersistenceGate()
         self._dcp_name = f"dcp-mirror:{self.clock.unique()}:{worker}"
         self._was_ready = False
-        self._map_wanted = asyncio.Event()
-        self._announced = (0, 0)  # the newest (epoch, revision) that a node spoke of
-        self._map_turn = 0
         selection = Selection.parse(identity.selection)
         judge_streams(settings, selection)
         self._collections = CollectionWatch(selection, self, settings, self.clock)
@@ -232,30 +235,30 @@ class Consumer:
 
     # -- the map --------------------------------------------------------------------------------------------------
 
-    async def _follow_map(self) -> None:
-        """The one place where maps are asked for."""
-        if self._first_map is not None:
-            self._take_map(self._first_map)
-        else:
-            self._take_map(await self._first_discovery())
-        while True:
-            ready = self.ready_sessions()
-            announced = bool(ready) and all(session.handshake.announces_maps for session in ready)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    self.settings.map_poll_interval_s * (ANNOUNCED_POLL_FACTOR if announced else 1)
-                ):
-                    await self._map_wanted.wait()
-            self._map_wanted.clear()
-            await self._refresh_once()
-            await self.clock.sleep(MAP_REFRESH_MIN_S)
+    @property
+    def cluster_map(self) -> ClusterMap | None:
+        """The map that is followed."""
+        return self._maps.current
 
-    async def _first_discovery(self) -> ClusterMap:
+    async def _follow_map(self) -> None:
+        """Find a first map, then ask all nodes for newer ones."""
+        if self._first_map is not None:
+            self._judge_map(self._first_map)
+            self.follow(self._first_map)
+        await self._find_first_map()
+        await self._map_poller.run()
+
+    async def _find_first_map(self) -> None:
         started = self.clock.monotonic()
         attempt = 0
-        while True:
+        while self.cluster_map is None:
             try:
-                return await discover(self._access, self.clock)
+                found = await discover(self._access, self.clock, bucket_uuid=self.identity.bucket_uuid)
+                if self._offer(found) is MapVerdict.OLDER and self._maps.floor is not None:
+                    raise OlderMap(found.revision, self._maps.floor)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SHARED_MAP_S):
+                        await self._has_map.wait()
             except ClusterError as error:
                 waited_s = self.clock.monotonic() - started
                 limit_s = self.settings.bootstrap_timeout_s
@@ -264,82 +267,83 @@ class Consumer:
                 self._error = str(error)
                 if attempt & (attempt + 1) == 0:
                     log.warning("source cannot be reached", error=str(error), tries=attempt + 1)
-            await self.clock.sleep(pause_s(attempt, self.settings, self.clock.jitter()))
-            attempt += 1
+                with contextlib.suppress(TimeoutError):  # another worker may find one
+                    async with asyncio.timeout(pause_s(attempt, self.settings, self.clock.jitter())):
+                        await self._has_map.wait()
+                attempt += 1
 
     def ready_sessions(self) -> list[NodeSession]:
         """Connections that can be asked."""
         return [keeper.session for keeper in self._nodes.values() if keeper.session is not None and keeper.ready]
 
-    async def _refresh_once(self) -> None:
-        """Ask the ready nodes, each time another first, until one gives a map; without any, as at the start."""
-        ready = self.ready_sessions()
-        self._map_turn += 1
-        turn = self._map_turn % max(1, len(ready))
-        answered = False
-        for session in ready[turn:] + ready[:turn]:
-            settings, known = self._access.settings, self.cluster_map
-            try:
-                found = await fetch_newer_map(session.link, session.handshake, settings, known, timeout_s=MAP_TIMEOUT_S)
-            except ClusterError as error:  # also of a node that fell silent a moment ago: the next one knows
-                log.debug("no map from node", node=str(session.address), error=str(error))
-                continue
-            answered = True
-            self._error = None
-            if found is not None:
-                self._take_map(found)
-            if self.cluster_map is not None and self.cluster_map.revision >= self._announced:
-                return  # else another node spoke of a newer one, which this one does not have yet
-        if answered:
+    def session_at(self, address: Address) -> NodeSession | None:
+        """The open session of a node, if there is one."""
+        keeper = self._nodes.get(address)
+        return keeper.session if keeper is not None and keeper.ready else None
+
+    def on_map(self, address: Address, found: ClusterMap) -> None:
+        """A node sent its map."""
+        current = self.cluster_map
+        member = current is None or address in map(self._access.address_of, current.nodes)
+        if self._maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
+            # A host that left the cluster and serves another bucket of that name says nothing about ours.
+            log.debug("a host of the source serves another bucket", node=str(address), bucket_uuid=found.bucket_uuid)
             return
         try:
-            first = await first_addresses(self._source, self.settings.dns_server)  # anew: the old ones may be stale
-            known_now = list(dict.fromkeys([*self._nodes, *first]))
-            turn = self._map_turn % len(known_now)  # a node that refuses us does not hide the others for ever
-            addresses = known_now[turn:] + known_now[:turn]
-            found = await discover(self._access, self.clock, addresses=addresses, network=self.network)
-        except (ClusterError, ConfigError) as error:
-            self._error = str(error)
-        else:
-            self._take_map(found)
+            self._offer(found)
+        except MirrorError as error:
+            self._end(error)
 
-    def _take_map(self, new: ClusterMap) -> None:
-        """Let the vbuckets follow a map, unless it is older than what we have. Raises BucketChanged."""
-        wanted, found = self.identity.bucket_uuid, new.bucket_uuid
-        if wanted and found and wanted != found:
-            raise BucketChanged(
-                f"bucket {self.identity.bucket_name} at the source has uuid {found}, "
-                f"the data directory mirrors uuid {wanted}"
-            )
+    def _offer(self, found: ClusterMap) -> MapVerdict:
+        """Have a map followed if it is newer. Raises BucketChanged, NotSupported."""
+        verdict = self._judge_map(found)
         self._error = None
-        if not new.vbucket_count or not new.newer_than(self.cluster_map):
-            return
-        if new.vbucket_count != self.identity.vbucket_count:
+        if verdict is MapVerdict.NEWER:
+            (self._share_map or self.follow)(found)
+        elif verdict is MapVerdict.OLDER:
+            log.debug("an older map is not followed", rev_epoch=found.rev_epoch, rev=found.rev)
+        return verdict
+
+    def _judge_map(self, found: ClusterMap) -> MapVerdict:
+        """What a map is to the one that is followed. Raises what a map says that makes going on impossible."""
+        verdict = self._maps.judge(found)
+        if verdict is MapVerdict.OTHER_BUCKET:
             raise BucketChanged(
-                f"bucket {self.identity.bucket_name} at the source has {new.vbucket_count} vbuckets, "
+                f"bucket {self.identity.bucket_name} at the source has uuid {found.bucket_uuid}, "
+                f"the data directory mirrors uuid {self.identity.bucket_uuid}"
+            )
+        if verdict is not MapVerdict.NEWER:
+            return verdict
+        if found.vbucket_count != self.identity.vbucket_count:
+            raise BucketChanged(
+                f"bucket {self.identity.bucket_name} at the source has {found.vbucket_count} vbuckets, "
                 f"the data directory has {self.identity.vbucket_count}"
             )
-        if new.ephemeral and self._poller is not None:
+        if found.ephemeral and self._poller is not None:
             raise NotSupported(
                 f"bucket {self.identity.bucket_name} is ephemeral: nothing of it is ever persisted",
                 hint="set publish to received",
             )
-        self.cluster_map = new
-        log.info("cluster map", rev_epoch=new.rev_epoch, rev=new.rev, nodes=len(new.nodes))
+        return verdict
+
+    def follow(self, found: ClusterMap) -> None:
+        """Move the vbuckets to where a map says they are, unless a newer one is followed already."""
+        if not self._maps.take(found):
+            return
+        self._error = None
+        self._has_map.set()
+        log.info("cluster map", rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes))
         for vbid in self._actors:
-            node = new.node_of(vbid)
-            address = None if node is None else self._address(node)
+            node = found.node_of(vbid)
+            address = None if node is None else self._access.address_of(node)
             if address != self._node_of[vbid] or address is None:
                 self._move(vbid, address)
         self._retire_nodes()
 
-    def _address(self, node: Node) -> Address | None:
-        port = node.tls_port if self._source.tls else node.kv_port
-        return None if port is None else Address(node.host, port)
-
     def _move(self, vbid: int, address: Address | None) -> None:
         actor = self._actors[vbid]
         self._node_of[vbid] = address
+        actor.forget_high_seqno()
         if address is None:
             self._guarded(vbid, partial(actor.detach, happenings.NoActiveNode()))
             node = self.cluster_map.node_of(vbid) if self.cluster_map is not None else None
@@ -395,7 +399,7 @@ class Consumer:
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
         """A refusal at the very start ends the consumer; later failures are waited out and shown."""
-        self._map_wanted.set()
+        self._map_poller.wake()
         for vbid in self._vbids_at(keeper.address):
             actor = self._actors[vbid]
             if actor.session is None:
@@ -414,27 +418,14 @@ class Consumer:
     def on_first_map(self, found: ClusterMap) -> None:
         """Judge what a node that was connected to is part of, before anything is asked of it."""
         try:
-            self._take_map(found)
+            self._offer(found)
         except MirrorError as error:
             self._end(error)
             raise
 
     def on_push(self, session: NodeSession, frame: Frame) -> None:
-        """A node announces a cluster map, or sends it along (SDK RFC 75)."""
-        if frame.opcode != ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION:
-            return
-        try:
-            epoch, rev, bucket, config = decode_clustermap_notification(frame)
-        except RemoteProtocolError as error:
-            log.warning("announcement of a map makes no sense", node=str(session.address), error=str(error))
-            return
-        if bucket not in (b"", self.identity.bucket_name.encode()):
-            return
-        if config:
-            self._take_sent_map(config, session.address)
-        elif self.cluster_map is None or (epoch, rev) > self.cluster_map.revision:
-            self._announced = max(self._announced, (epoch, rev))
-            self._map_wanted.set()
+        """A node announces a cluster map over its session."""
+        self._map_poller.on_notice(session.address, frame)
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
         """A session is over: its vbuckets wait for the next."""
@@ -474,27 +465,8 @@ class Consumer:
     def refresh_map(self, config: bytes, vbid: int) -> None:
         """A vbucket was told that it is elsewhere; perhaps the map came with that (not where we have it already)."""
         address = self._node_of[vbid]
-        if not config or address is None or not self._take_sent_map(config, address):
-            self._map_wanted.set()
-
-    def _take_sent_map(self, config: bytes, address: Address) -> bool:
-        """Follow a map that came unasked; true when there was something in it to follow."""
-        try:
-            new = read_map(config, address, self._access.settings, network=self.network)
-        except HandshakeFailed as error:
-            log.warning("map that was sent makes no sense", error=str(error))
-            return False
-        if not new.vbucket_count or not new.newer_than(self.cluster_map):
-            return False
-        # Not from within: the vbucket that asks is in the middle of performing its instructions.
-        asyncio.get_running_loop().call_soon(self._take_map_later, new)
-        return True
-
-    def _take_map_later(self, new: ClusterMap) -> None:
-        try:
-            self._take_map(new)
-        except MirrorError as error:
-            self._end(error)
+        if not config or address is None or not self._map_poller.on_sent(config, address):
+            self._map_poller.wake()
 
     def _vbids_at(self, address: Address) -> list[int]:
         return [vbid for vbid, at in self._node_of.items() if at == address]
@@ -696,7 +668,7 @@ class Consumer:
 
     def copies_of(self, vbid: int) -> list[Address]:
         """Where the vbucket is, the active copy first; empty while nobody can say."""
-        found = [self._address(node) for node in self.cluster_map.copies_of(vbid)] if self.cluster_map else []
+        found = [self._access.address_of(node) for node in self.cluster_map.copies_of(vbid)] if self.cluster_map else []
         known = [address for address in found if address is not None]
         return known if len(known) == len(found) else []
 
@@ -737,7 +709,7 @@ class Consumer:
                 "stalls": sum(row["stalls"] for row in rows),
             },
             "map": None if new is None else {"rev_epoch": new.rev_epoch, "rev": new.rev, "nodes": len(new.nodes)},
-            "error": self._error,
+            "error": self._error or self._map_poller.error,
             "selection": str(self._collections.selection),
             "warnings": self._collections.warnings + self._unmet_wishes() + self._clock_warnings(),
         }

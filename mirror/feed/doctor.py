@@ -30,11 +30,13 @@ from mirror.errors import (
     ConfigError,
     ExitCode,
     MirrorError,
+    OlderMap,
     PrivilegeMissing,
     TlsFailed,
 )
-from mirror.feed.bootstrap import FEATURES, Access, discover, enter, fetch_manifest
+from mirror.feed.bootstrap import FEATURES, Access, enter, fetch_manifest
 from mirror.feed.connection_string import Address, parse
+from mirror.feed.discovery import Survey, survey
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.srv import look_up
 from mirror.feed.transport import Link, Opaques
@@ -45,10 +47,11 @@ from mirror.ingest.offset import StreamOffset
 from mirror.ingest.reactions import on_refusal
 from mirror.ingest.rollback import vbuuid_at
 from mirror.ingest.selection import StreamFilter
-from mirror.ingest.topology import ClusterMap, Node
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.wire import events as ev
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame, request
+from storage import map_record
 from storage.errors import StorageError
 from storage.model import Seqno, Vbid, VbucketState
 from storage.view import View, open_view
@@ -128,10 +131,12 @@ class Doctor:
         try:
             if not await self._reach():
                 return self.findings
-            cluster_map = await self._log_in()
-            if cluster_map is None:
+            found = await self._log_in(view)
+            if found is None:
                 return self.findings
+            cluster_map = found.newest
             self._judge_map(cluster_map, view)
+            self._judge_revisions(found, view)
             await self._open_sessions(cluster_map)
             if self._sessions:
                 self._judge_controls()
@@ -205,12 +210,15 @@ class Doctor:
             return f"this cannot be a host's name: {error}"
         return None
 
-    async def _log_in(self) -> ClusterMap | None:
+    async def _log_in(self, view: View | None) -> Survey | None:
         """TLS, user, password, bucket: `enter` does them in turn, and its error says which failed."""
         source = self._access.source
         try:
-            found = await discover(self._access, self._clock)
-            node = next((a for each in found.nodes if (a := self._address(each)) is not None), None)
+            asked = await survey(
+                self._access, self._clock, bucket_uuid=None if view is None else view.identity.bucket_uuid
+            )
+            found = asked.newest
+            node = next((a for each in found.nodes if (a := self._access.address_of(each)) is not None), None)
             link, handshake = await enter(self._access, node or source.addresses[0], self._clock)
         except TlsFailed as error:
             self._fail("tls", error)
@@ -241,11 +249,7 @@ class Doctor:
             )
         finally:
             link.close()
-        return found
-
-    def _address(self, node: Node) -> Address | None:
-        port = node.tls_port if self._access.source.tls else node.kv_port
-        return None if port is None else Address(node.host, port)
+        return asked
 
     def _judge_tls(self, link: Link) -> None:
         if not link.secure:
@@ -309,11 +313,39 @@ class Doctor:
         else:
             self._say("identity", Verdict.OK, "the data directory mirrors this bucket")
 
+    def _judge_revisions(self, found: Survey, view: View | None) -> None:
+        """Which nodes have an older map, and whether the newest is as new as what the mirror followed before."""
+        newest = found.newest
+        older = [
+            str(address)
+            for address, each in found.answers.items()
+            if each.bucket_uuid == newest.bucket_uuid and each.revision < newest.revision and not each.of_mirror
+        ]
+        if older:
+            self._say(
+                "map",
+                Verdict.WARN,
+                f"an older map than revision {newest.rev} of epoch {newest.rev_epoch} is at {', '.join(older)}",
+                "where that lasts, the node was failed over or is cut off: take it out of the connection string; the "
+                "mirror does not follow it",
+            )
+        if view is None or self._data is None:
+            return
+        maps = NewestMap(view.identity.bucket_uuid)
+        try:
+            record = map_record.load(str(self._data), view.identity.bucket_uuid)
+        except StorageError as error:
+            self._say("map", Verdict.FAIL, str(error), error.hint, _OfData(""))
+            return
+        maps.floor = None if record is None else record.revision
+        if maps.floor is not None and maps.judge(newest) is MapVerdict.OLDER:
+            self._fail("map", OlderMap(newest.revision, maps.floor))
+
     async def _open_sessions(self, found: ClusterMap) -> None:
         name = f"dcp-mirror:doctor:{self._clock.unique()}"
         failed: list[MirrorError] = []
         for node in found.nodes:
-            address = self._address(node)
+            address = self._access.address_of(node)
             if address is None or not found.vbids_of(node):
                 continue
             owner = _Answers()
@@ -383,7 +415,7 @@ class Doctor:
             mine = [
                 vbid
                 for vbid in range(found.vbucket_count)
-                if (node := found.node_of(vbid)) is not None and self._address(node) == session.address
+                if (node := found.node_of(vbid)) is not None and self._access.address_of(node) == session.address
             ]
             wanted = [vbid for vbid in mine if vbid in states] if states else mine[:1]
             answers |= await self._ask(session, wanted, states)

@@ -2,9 +2,10 @@
 
 Knows how to keep one connection to each node in a thread of its own, to follow the map, and to hand a read's items over
 to the thread that iterates; what a stream means is `reading`'s and `ingest`'s. What it reads from may be a cluster or
-another mirror. Invariants: connections live as long as the reader and are used again by each read; one read at a time;
-a refusal that waiting cannot mend is raised at once, and whatever else keeps a vbucket from coming on for `timeout_s`
-is raised then; leaving the context leaves no thread, no connection and no file behind.
+another mirror. Invariants: no map is followed that is older than one followed before, by this reader or (`followed`) by
+the mirror that it is compared with; connections live as long as the reader and are used again by each read; one read
+at a time; a refusal that waiting cannot mend is raised at once, and whatever else keeps a vbucket from coming on for
+`timeout_s` is raised then; leaving the context leaves no thread, no connection and no file behind.
 
     with SourceReader("couchbase://reader@db1/orders", password="...") as reader:
         until = reader.high_seqnos()
@@ -17,7 +18,6 @@ is raised then; leaving the context leaves no thread, no connection and no file 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,24 +26,34 @@ from typing import Any, TypeVar
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import PasswordSource, Settings, load
-from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported, SourceTimeout
-from mirror.feed.bootstrap import Access, discover, fetch_manifest, fetch_map, read_map
-from mirror.feed.connection_string import Address, ConnectionString, parse
+from mirror.errors import (
+    ClusterError,
+    ConfigError,
+    HandshakeFailed,
+    MirrorError,
+    NotSupported,
+    OlderMap,
+    SourceTimeout,
+)
+from mirror.feed.bootstrap import Access, fetch_manifest
+from mirror.feed.connection_string import Address, parse
+from mirror.feed.discovery import discover
+from mirror.feed.map_poll import MapPoller
 from mirror.feed.nodes import NodeKeeper
 from mirror.feed.reading import Ended, Item, Position, Reading, RolledBack, Snapshot, VbucketReading
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.spool import SpoolFile
-from mirror.feed.srv import first_addresses
 from mirror.feed.transport import Opaques, Tap
 from mirror.ingest import events as happenings
 from mirror.ingest.events import KeyRefused, Row
-from mirror.ingest.topology import ClusterMap, Node
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import decode_all_vb_seqnos, decode_failover_log, encode_all_vb_seqnos_request
 from mirror.wire.codec_kv import decode_collection_id
 from mirror.wire.constants import Opcode, VbucketState, status_name
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
+from storage.map_record import MapRecord
 from storage.model import DEFAULT_COLLECTION, FailoverEntry, Seqno, Vbuuid
 
 __all__ = ["Ended", "Position", "RolledBack", "Snapshot", "SourceReader"]
@@ -91,13 +101,14 @@ class SourceReader:
         folder: str | None = None,
         clock: Clock | None = None,
         tap: Tap | None = None,
+        followed: MapRecord | None = None,
     ) -> None:
         """`source` is a connection string.
 
         `password`: by default the settings' way. `collections`: names (`scope.collection`), ids, or the name of one
         scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment. `memory_bytes`
         bounds the rows held in memory, `parallel` the vbuckets that are read at a time; `folder` takes what memory
-        does not; `tap` is shown every byte. Raises ConfigError.
+        does not; `tap` is shown every byte; `followed`: no older map of that bucket is followed. Raises ConfigError.
         """
         if memory_bytes < MEMORY_BYTES_MIN or parallel < 1 or timeout_s <= 0:
             raise ConfigError(f"a reader needs {MEMORY_BYTES_MIN} bytes of memory, a vbucket at a time, and time")
@@ -112,7 +123,7 @@ class SourceReader:
         access = replace(Access.of(parse(source), settings), tap=tap)
         if password is not None:
             access = replace(access, password=FixedPassword(None, None, password))
-        self._hub = _Hub(access, clock or SystemClock(), tuple(collections or ()), timeout_s)
+        self._hub = _Hub(access, clock or SystemClock(), tuple(collections or ()), timeout_s, followed)
         self._memory_bytes = memory_bytes
         self._parallel = parallel
         self._file = SpoolFile(folder)
@@ -163,6 +174,12 @@ class SourceReader:
     def bucket_uuid(self) -> str:
         """Which bucket it is; empty where the source does not say."""
         return self._hub.map.bucket_uuid or ""
+
+    @property
+    def followed(self) -> MapRecord | None:
+        """The newest cluster map that this reader follows; None for a mirror, whose maps are of its own."""
+        found = self._hub.map
+        return None if found.of_mirror or not found.bucket_uuid else MapRecord(found.bucket_uuid, *found.revision)
 
     @property
     def sends_purge_seqno(self) -> bool:
@@ -251,7 +268,14 @@ class SourceReader:
 class _Hub:
     """The connections of a reader, in its loop: a session for each node, the map, and whose vbucket is where."""
 
-    def __init__(self, access: Access, clock: Clock, collections: tuple[str | int, ...], timeout_s: float) -> None:
+    def __init__(
+        self,
+        access: Access,
+        clock: Clock,
+        collections: tuple[str | int, ...],
+        timeout_s: float,
+        followed: MapRecord | None = None,
+    ) -> None:
         """`open` connects."""
         self.clock = clock
         self.settings = access.settings
@@ -260,22 +284,23 @@ class _Hub:
         self._collection_ids: list[int] = []
         self._filter: dict[str, Any] = {}
         self._timeout_s = timeout_s
-        self._map: ClusterMap | None = None
+        self._followed = followed
+        self._maps = NewestMap()
         self._keepers: dict[Address, NodeKeeper] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._reading: Reading | None = None
         self._refusal: MirrorError | None = None
         self._opaques = Opaques()
         self._name = f"dcp-mirror:reader:{clock.unique()}"
-        self._map_wanted = asyncio.Event()
+        self._poller = MapPoller(self, self._maps, access, clock, self._poll_ended)
         self._tasks: list[asyncio.Task[None]] = []
         self._acks_held = False
 
     @property
     def map(self) -> ClusterMap:
         """The newest map."""
-        assert self._map is not None, "the reader is open"
-        return self._map
+        assert self._maps.current is not None, "the reader is open"
+        return self._maps.current
 
     @property
     def sends_purge_seqno(self) -> bool:
@@ -286,13 +311,19 @@ class _Hub:
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Log in at the first node that answers, and at all that the map names."""
-        self._take_map(await discover(self._access, self.clock))
-        if not self.map.vbucket_count:
+        """Find the newest map, and connect to all nodes that it names."""
+        followed = self._followed
+        found = await discover(self._access, self.clock, bucket_uuid=followed.bucket_uuid if followed else None)
+        if not found.vbucket_count:
             raise HandshakeFailed(
                 f"the map of {self._access.source} names no vbuckets", hint="is it a memcached bucket?"
             )
-        self._tasks = [asyncio.create_task(self._follow_map()), asyncio.create_task(self._watch())]
+        if followed is not None and found.bucket_uuid == followed.bucket_uuid:
+            self._maps.floor = followed.revision
+            if self._maps.judge(found) is MapVerdict.OLDER:
+                raise OlderMap(found.revision, followed.revision)
+        self._take_map(found)
+        self._tasks = [asyncio.create_task(self._poller.run()), asyncio.create_task(self._watch())]
         if self._collections:
             await self._find_collections()
 
@@ -466,8 +497,7 @@ class _Hub:
     def session_of(self, vbid: int) -> NodeSession | None:
         """The open session of the vbucket's node, if there is one."""
         address = self._address_of(vbid)
-        keeper = None if address is None else self._keepers.get(address)
-        return keeper.session if keeper is not None and keeper.ready else None
+        return None if address is None else self.session_at(address)
 
     def hold_acks(self) -> None:
         """Have the source wait."""
@@ -507,47 +537,36 @@ class _Hub:
     def refresh_map(self, config: bytes, vbid: int) -> None:
         """A vbucket was told that it is elsewhere; perhaps the map came with that."""
         address = self._address_of(vbid)
-        if config and address is not None:
-            try:
-                new = read_map(config, address, self.settings, network=self.map.network)
-            except HandshakeFailed:
-                pass  # another node will say it better
-            else:
-                # Not from within: the vbucket that asks is in the middle of performing its instructions.
-                asyncio.get_running_loop().call_soon(self._take_map, new)
-        self._map_wanted.set()
+        if not config or address is None or not self._poller.on_sent(config, address):
+            self._poller.wake()
 
-    async def _follow_map(self) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.map_poll_interval_s):
-                    await self._map_wanted.wait()
-            self._map_wanted.clear()
-            for keeper in list(self._keepers.values()):
-                if keeper.session is None or not keeper.ready:
-                    continue
-                with contextlib.suppress(ClusterError):  # the next one knows
-                    self._take_map(await fetch_map(keeper.session.link, self.settings, network=self.map.network))
-                    break
-            else:
-                with contextlib.suppress(ClusterError, ConfigError):  # the keepers say what is wrong
-                    first = await first_addresses(self._access.source, self.settings.dns_server)
-                    addresses = dict.fromkeys([*self._keepers, *first])
-                    network = self.map.network
-                    self._take_map(await discover(self._access, self.clock, addresses=addresses, network=network))
-            await self.clock.sleep(POLL_S)
+    def session_at(self, address: Address) -> NodeSession | None:
+        """The open session of a node, if there is one."""
+        keeper = self._keepers.get(address)
+        return keeper.session if keeper is not None and keeper.ready else None
+
+    def on_map(self, address: Address, found: ClusterMap) -> None:
+        """A node sent its map. A host that is in no map of the bucket does not say that the bucket is another one."""
+        if self._maps.judge(found) is not MapVerdict.OTHER_BUCKET or address in self._keepers:
+            self._take_map(found)
+
+    def _poll_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     def _take_map(self, new: ClusterMap) -> None:
-        if not new.vbucket_count or not new.newer_than(self._map):
-            return
-        old, self._map = self._map, new
-        if old is not None and (old.bucket_uuid != new.bucket_uuid or old.vbucket_count != new.vbucket_count):
+        old, verdict = self._maps.current, self._maps.judge(new)
+        other = verdict is MapVerdict.NEWER and old is not None and old.vbucket_count != new.vbucket_count
+        if verdict is MapVerdict.OTHER_BUCKET or other:
             self._refusal = ClusterError(
                 f"bucket {self._access.source.bucket} was made anew at the source", hint="read it anew", retryable=False
             )
             self._fail(self._refusal)
             return
-        wanted = {address for node in new.nodes if (address := self._address(node)) is not None and new.vbids_of(node)}
+        if not self._maps.take(new):
+            return
+        nodes = (self._access.address_of(node) for node in new.nodes if new.vbids_of(node))
+        wanted = {address for address in nodes if address is not None}
         for address in wanted - set(self._keepers):
             keeper = NodeKeeper(address, self._make_session, self, self.settings, self.clock)
             keeper.on_died = self._fail
@@ -574,14 +593,9 @@ class _Hub:
             return []
         return [vbucket for vbid in reading.vbids if (vbucket := reading.vbucket(vbid)) is not None]
 
-    def _address(self, node: Node) -> Address | None:
-        source: ConnectionString = self._access.source
-        port = node.tls_port if source.tls else node.kv_port
-        return None if port is None else Address(node.host, port)
-
     def _address_of(self, vbid: int) -> Address | None:
-        node = None if self._map is None else self._map.node_of(vbid)
-        return None if node is None else self._address(node)
+        node = None if self._maps.current is None else self._maps.current.node_of(vbid)
+        return None if node is None else self._access.address_of(node)
 
     def _make_session(self, address: Address) -> NodeSession:
         return NodeSession(self._access, address, self, self.clock, name=self._name, opaques=self._opaques)
@@ -597,7 +611,7 @@ class _Hub:
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
         """What waiting cannot mend is raised; the rest is tried again."""
-        self._map_wanted.set()
+        self._poller.wake()
         if not error.retryable and self._keepers.get(keeper.address) is keeper:
             self._refusal = error
             self._fail(error)

@@ -80,7 +80,8 @@ class VbucketActor:
         self.opaque: int | None = None
         self.status: str = Status.WAITING
         self.text = "not connected yet"
-        self.source_high_seqno: int | None = None
+        self._high_seqno: tuple[NodeSession, int] | None = None
+        """The source's high seqno, and the session over which it was asked."""
         self.documents = 0
         self.bytes = 0
         self.requested_again_bytes = 0
@@ -145,6 +146,19 @@ class VbucketActor:
         self.handle(event)
         self.session = None
         self.opaque = None
+
+    @property
+    def source_high_seqno(self) -> int | None:
+        """The source's high seqno; None where nobody can say: its node was not asked yet, or is away."""
+        return self._high_seqno[1] if self._high_seqno is not None and self._high_seqno[0].ready else None
+
+    def note_high_seqno(self, session: NodeSession, seqno: int | None) -> None:
+        """The vbucket's node was asked for its high seqno; None: it does not count the vbucket as its own."""
+        self._high_seqno = None if seqno is None else (session, seqno)
+
+    def forget_high_seqno(self) -> None:
+        """The vbucket has another node, or none: what the old one said holds no more."""
+        self._high_seqno = None
 
     @property
     def streaming(self) -> bool:

@@ -109,8 +109,9 @@ class SourceWatch:
             log.debug("no high seqnos from node", node=str(keeper.address), error=str(error))
             return
         for actor in self._watched.actors_at(keeper.address):
+            if actor.vbid in seqnos or self._watched.polled_collections is None:
+                actor.note_high_seqno(session, seqnos.get(actor.vbid))
             if actor.vbid in seqnos:
-                actor.source_high_seqno = seqnos[actor.vbid]
                 self._watched.guarded(actor.vbid, partial(actor.handle, happenings.HighSeqno(seqnos[actor.vbid])))
 
     def judge(self) -> None:

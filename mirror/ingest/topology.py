@@ -5,8 +5,8 @@ who asks. Everything in the JSON is judged before it is believed: what is missin
 MalformedClusterMap that names the field, never another exception.
 
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), epoch first, both
-unbounded ints; a map never replaces a newer one (`NewestMap`, `newest_of`: the only two places where maps are compared).
-Nodes are told apart by host and ports.
+unbounded ints; a map never replaces a newer one (`NewestMap` and `newest_of` alone compare maps). Nodes are told
+apart by host and ports.
 
 Why never: a node that was failed over and comes back (or was only partitioned) still has its old map and its old data,
 and believes that it is active. Its map is well formed, so the revision is all that tells it from the cluster's.

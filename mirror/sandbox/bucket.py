@@ -328,7 +328,7 @@ class Bucket:
         self.map_changed()
 
     def fork(self) -> Bucket:
-        """A copy of the data and the map as they are now, which goes on by itself. Nobody is told of its changes yet."""
+        """A copy of the data and the map as they are now, which goes on by itself; it has no observers."""
         shared: list[object] = [self.clock, self.users, self.stream_faults]
         memo: dict[int, object] = {id(each): each for each in shared}
         memo |= {id(self.on_map_change): [], id(self.on_state_change): []}

@@ -28,6 +28,7 @@ from mirror.spark.options import Options
 from mirror.spark.rows import change_row, control_row
 from storage import positions
 from storage.errors import Unavailable, ViewInvalidated
+from storage.map_record import MapRecord
 from storage.model import Boundary, Branch, Manifest, Seqno, Vbid
 from storage.view import Token, View
 
@@ -62,6 +63,8 @@ class Work:
     """Over a connection: collections by id."""
     known: frozenset[int] = frozenset()
     """Over a connection: the collections that were there before."""
+    followed: MapRecord | None = None
+    """Over a connection: the newest cluster map that the driver knows; tasks follow no older one."""
 
 
 class LocalChanges:

@@ -22,6 +22,7 @@ from mirror.feed.reader import SourceReader
 from mirror.feed.verify import WAIT_S, verify
 from mirror.spark.local import dealt
 from mirror.spark.runner import Progress, Runner, quiet_logs
+from storage import map_record
 from storage.view import open_view
 
 TASKS_PER_CORE = 4
@@ -87,7 +88,11 @@ def compare_task(task: Task) -> list[VbucketResult]:
     quiet_logs()
     with (
         open_view(task.data, stale_reads=True) as view,
-        SourceReader(task.source, settings=from_wire(task.settings)) as reader,
+        SourceReader(
+            task.source,
+            settings=from_wire(task.settings),
+            followed=map_record.load(task.data, task.bucket_uuid),
+        ) as reader,
     ):
         if reader.bucket_uuid and reader.bucket_uuid != task.bucket_uuid:
             raise BucketChanged(f"the source has bucket {reader.bucket_uuid}, {task.data} mirrors {task.bucket_uuid}")

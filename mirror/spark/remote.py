@@ -36,6 +36,7 @@ from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEvent
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
 from storage import keys
+from storage.map_record import MapRecord
 from storage.model import Branch, FailoverEntry, Kind, Seqno, Vbid
 from storage.records import decode_row
 from storage.view import Pin
@@ -58,14 +59,16 @@ class Connections:
         self._reader: SourceReader | None = None
         self._key: tuple[Any, ...] = ()
 
-    def reader(self, options: Options) -> SourceReader:
-        """An open reader. Raises what stands in the way."""
+    def reader(self, options: Options, followed: MapRecord | None) -> SourceReader:
+        """An open reader, which follows no cluster map older than the driver's. Raises what stands in the way."""
         key = (os.getpid(), options.connection, options.collections, options.ca_file)
-        if self._reader is not None and self._key == key:
+        if self._reader is not None and self._key == key and not is_behind(self._reader.followed, followed):
             return self._reader
         self.drop()
         assert options.connection is not None
-        reader = SourceReader(options.connection, collections=options.collections, ca=options.ca_file)
+        reader = SourceReader(
+            options.connection, collections=options.collections, ca=options.ca_file, followed=followed
+        )
         reader.__enter__()
         self._reader, self._key = reader, key
         return reader
@@ -75,6 +78,13 @@ class Connections:
         reader, self._reader = self._reader, None
         if reader is not None and self._key[0] == os.getpid():
             reader.close()
+
+
+def is_behind(known: MapRecord | None, followed: MapRecord | None) -> bool:
+    """Whether a reader's cluster map is older than one that the driver follows, so that a new one is to be found."""
+    if known is None or followed is None or known.bucket_uuid != followed.bucket_uuid:
+        return False
+    return known.revision < followed.revision
 
 
 KEPT = Connections()
@@ -104,6 +114,8 @@ class Job:
     keys: tuple[bytes, bytes, bytes | None]
     """start, prefix, end"""
     now_ms: int
+    followed: MapRecord | None = None
+    """The newest cluster map that the driver knows; tasks follow no older one."""
 
 
 def plan(options: Options, wanted: Wanted) -> tuple[Job, list[list[int]]]:
@@ -115,16 +127,17 @@ def plan(options: Options, wanted: Wanted) -> tuple[Job, list[list[int]]]:
             chosen = [vbid for vbid in chosen if vbid == keys.vbid_of(wanted.key, reader.vbucket_count)]
         high_seqnos = reader.high_seqnos()
         names = reader.collection_names()
+        followed = reader.followed
     until = {vbid: high_seqnos[vbid] for vbid in chosen if high_seqnos.get(vbid)}
     key_range = (wanted.start, wanted.prefix, wanted.end)
-    job = Job(until, names, wanted.collections, key_range, int(time.time() * 1000))
+    job = Job(until, names, wanted.collections, key_range, int(time.time() * 1000), followed)
     return job, dealt(list(until), options.partitions, 1)
 
 
 def read_documents(options: Options, job: Job, vbids: Sequence[int], shape: Shape) -> Iterator[Any]:
     """The record batches of a task."""
     maker = Maker(shape)
-    reader = KEPT.reader(options)
+    reader = KEPT.reader(options, job.followed)
     under_way: dict[int, Newest] = {}
     try:
         for item in reader.read(dict.fromkeys(vbids, Position()), {vbid: job.until[vbid] for vbid in vbids}):
@@ -381,7 +394,8 @@ class RemoteChanges:
             ways[vbid] = Way(vbid, first, to, bool(lost or to.fresh))
         shares = dealt(list(ways), self._options.partitions, 1)
         known = frozenset(start.names)
-        return [Work(tuple(ways[vbid] for vbid in share), end.names, known) for share in shares if share]
+        followed = self._reader.followed
+        return [Work(tuple(ways[vbid] for vbid in share), end.names, known, followed) for share in shares if share]
 
 
 def _begins(since: At, to: At) -> int:
@@ -406,7 +420,7 @@ def not_on(at: At, log: Iterable[FailoverEntry]) -> str:
 
 def read_changes(options: Options, work: Work) -> Iterator[tuple[Any, ...]]:
     """The rows of a task."""
-    reader = KEPT.reader(options)
+    reader = KEPT.reader(options, work.followed)
     ways = {way.vbid: way for way in work.ways}
     positions = {
         vbid: Position() if way.anew else Position(way.start.vbuuid, way.start.seqno) for vbid, way in ways.items()

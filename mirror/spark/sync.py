@@ -24,7 +24,8 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError, MirrorError
 from mirror.feed import connection_string
-from mirror.feed.bootstrap import Access, discover
+from mirror.feed.bootstrap import Access
+from mirror.feed.discovery import discover
 from mirror.spark.delta import FolderLock
 from mirror.spark.lake import Applied, Batch, Costs, Lake
 from mirror.spark.local import chosen_vbids

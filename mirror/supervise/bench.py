@@ -18,9 +18,10 @@ from typing import Any
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.feed.bootstrap import Access, discover
+from mirror.feed.bootstrap import Access
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
+from mirror.feed.discovery import discover
 from mirror.sandbox import SandboxCluster, vbucket_of
 from mirror.supervise import logs
 from mirror.supervise.figures import private_bytes

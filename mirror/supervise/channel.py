@@ -21,11 +21,15 @@ MESSAGE_LENGTH_MAX = 64 * 1024 * 1024
 
 # supervisor -> worker
 START: Final = "start"
-"""groups, data, settings: once, first."""
+"""groups, data, settings, the newest cluster map: once, first."""
 STOP: Final = "stop"
 """Commit, close, leave."""
 REQUEST: Final = "request"
 """id, command: answered by `ANSWER` with the same id."""
+
+# either way
+MAP: Final = "map"
+"""map: a worker found a newer cluster map; the supervisor has recorded one, which the worker is to follow."""
 
 # worker -> supervisor
 BEAT: Final = "beat"

@@ -26,7 +26,7 @@ from mirror.serve.listener import Address, Limits, listening_socket, parse_addre
 from mirror.supervise import logs
 from mirror.supervise.channel import Message
 from mirror.supervise.listeners import SLOTS_PER_KIND
-from mirror.supervise.worker import Work, main
+from mirror.supervise.worker import Send, Work, main
 
 log = structlog.get_logger("kv")
 
@@ -105,7 +105,7 @@ class DcpServing(KvServing):
         return self._map(None, revision)  # the addresses of `kv_nodes` are KV's
 
 
-async def open_server(start: Message) -> Work:
+async def open_server(start: Message, _send: Send) -> Work:
     """Open the mirror and listen, as a START message says. Raises what makes that impossible."""
     settings = from_wire(start["settings"])
     kind, number = start["kind"], start["slot"] % SLOTS_PER_KIND

@@ -9,18 +9,20 @@ from __future__ import annotations
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ConfigError, HandshakeFailed, NotSupported
-from mirror.feed.bootstrap import Access, discover
+from mirror.feed.bootstrap import Access
 from mirror.feed.connection_string import parse
+from mirror.feed.discovery import discover
 from mirror.supervise.supervisor import LookUp, Source
 
 
 def look_up_with(clock: Clock) -> LookUp:
     """Return the function that asks the source which `Settings` name."""
 
-    async def look_up(settings: Settings) -> Source:
+    async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
         if settings.source is None:
             raise ConfigError("no source is given", hint="give --source couchbase://user@host/bucket", setting="source")
-        cluster_map = await discover(Access.of(parse(settings.source), settings), clock)
+        access = Access.of(parse(settings.source), settings)
+        cluster_map = await discover(access, clock, bucket_uuid=bucket_uuid)
         if not cluster_map.bucket_name or not cluster_map.bucket_uuid:
             raise NotSupported(
                 "the source does not say which bucket it serves",
@@ -33,6 +35,7 @@ def look_up_with(clock: Clock) -> LookUp:
             cluster_map.bucket_name,
             cluster_map.bucket_uuid,
             cluster_map.vbucket_count,
+            cluster_map,
         )
 
     return look_up

@@ -3,7 +3,7 @@
 Knows the shape that `cli/JSON.md` promises and how to fill it from workers' rows or, without a service, from the
 store's states; never a process, a socket or a clock. Rates and lag in seconds come from comparing reports over time
 (`Trend`), with moments given by the caller. Invariants: a figure that is not known is None, never 0; totals are sums of
-the rows shown.
+the rows shown, and the lag in total is not known while that of one row is not.
 """
 
 from __future__ import annotations
@@ -110,6 +110,11 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
     }
 
 
+def summed_if_known(values: Sequence[int | float | None]) -> int | float | None:
+    """The sum of all values; None when one of them is not known."""
+    return sum(value for value in values if value is not None) if values and None not in values else None
+
+
 def summed(values: Iterable[int | float | None]) -> int | float | None:
     """The sum of what is known; None when nothing is."""
     known = [value for value in values if value is not None]
@@ -120,12 +125,15 @@ def summary(rows: Sequence[Row], held_count: int) -> tuple[str, str]:
     """The state of the whole while its workers report, and a message."""
     sums = totals(rows)
     lag = sums["lag_seqnos"]
-    if lag is None or len(rows) < held_count:
+    if len(rows) < held_count:
         return "starting", f"{len(rows)} of {held_count} vbuckets reported"
     failing = [row for row in rows if row["state"] == "failing"]
     if failing:
         more = f" (and {len(failing) - 1} more vbuckets)" if len(failing) > 1 else ""
         return "failing", f"{failing[0]['detail']}{more}"
+    if lag is None:
+        unknown = sum(row["source_high_seqno"] is None for row in rows)
+        return "waiting for the source", f"its position is unknown for {unknown} of {held_count} vbuckets"
     if lag == 0:
         return "caught up", f"{sums['published_seqnos']:,} seqnos published"
     return "mirroring", f"{lag:,} seqnos behind"
@@ -136,7 +144,7 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
     states: dict[str, int] = {}
     for row in rows:
         states[row["state"]] = states.get(row["state"], 0) + 1
-    lags = [row["lag_s"] for row in rows if row["lag_s"] is not None]
+    lags = [row["lag_s"] for row in rows]
     rollbacks = [row["last_rollback_ms"] for row in rows if row["last_rollback_ms"] is not None]
     return {
         "vbuckets": len(rows),
@@ -144,9 +152,9 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
         "documents": summed(row["documents"] for row in rows),
         "published_seqnos": sum(row["published_seqno"] for row in rows),
         "staged_seqnos": sum(row["staged_seqno"] for row in rows),
-        "source_high_seqnos": summed(row["source_high_seqno"] for row in rows),
-        "lag_seqnos": summed(row["lag_seqnos"] for row in rows),
-        "lag_s": max(lags) if lags else None,
+        "source_high_seqnos": summed_if_known([row["source_high_seqno"] for row in rows]),
+        "lag_seqnos": summed_if_known([row["lag_seqnos"] for row in rows]),
+        "lag_s": max(lags) if lags and None not in lags else None,
         "rollback_count": sum(row["rollback_count"] for row in rows),
         "last_rollback_ms": max(rollbacks) if rollbacks else None,
         "requested_again_bytes": summed(row["requested_again_bytes"] for row in rows),

@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -23,8 +23,9 @@ from mirror.config import Settings, to_wire, vbucket_range
 from mirror.errors import BucketChanged, ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.feed.consumer import judge_streams
 from mirror.ingest.selection import Selection
+from mirror.ingest.topology import ClusterMap
 from mirror.supervise.backoff import failures_after, restart_delay_ms
-from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, START, STOP
+from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY, START, STOP
 from mirror.supervise.children import Child, Gone, Heard, Refused, server_command, spawn, worker_command
 from mirror.supervise.control import ControlServer
 from mirror.supervise.figures import Gauge
@@ -32,6 +33,7 @@ from mirror.supervise.heartbeat import Heartbeat
 from mirror.supervise.leases import LeaseBook, Record
 from mirror.supervise.listeners import FIXED, Listeners, check_reloaded, kind_of, outdated_by
 from mirror.supervise.lock import ServiceLock
+from mirror.supervise.maps import MapBook
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
 from mirror.supervise.status import CatchUp, Row, Trend, reported_row, summary, totals
 from mirror.supervise.systemd import Notifier
@@ -63,6 +65,8 @@ class Source:
     bucket_name: str
     bucket_uuid: str
     vbucket_count: int
+    cluster_map: ClusterMap | None = None
+    """The newest of all nodes that answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,15 @@ class Tick:
 
 Event = Signalled | Finished | Tick | Heard | Gone
 
-LookUp = Callable[[Settings], Awaitable[Source]]
+
+class LookUp(Protocol):
+    """Asks the source which bucket it serves."""
+
+    def __call__(self, settings: Settings, bucket_uuid: str | None = None) -> Awaitable[Source]:
+        """`bucket_uuid`: maps of other buckets count only where no node has one of this. Raises ClusterError."""
+        ...
+
+
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -119,9 +131,11 @@ class Supervisor:
         command: Callable[[int], Sequence[str]] = worker_command,
         server: Callable[[int], Sequence[str]] = server_command,
         announce: Callable[[str], None] | None = None,
+        accept_older_map: bool = False,
     ) -> None:
         """`groups_asked` is a number the operator named, which must then fit; `progress` gets each new status, and
-        `announce` a line for each address that readers can come to.
+        `announce` a line for each address that readers can come to. With `accept_older_map` the first map that is
+        found is followed, however old.
         """
         if settings.data is None:
             raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
@@ -144,6 +158,8 @@ class Supervisor:
         self._announce = announce
         self._listeners = Listeners(settings, clock.wall_ms() // 1000)
         self._leases: LeaseBook | None = None
+        self._maps: MapBook | None = None
+        self._accept_older_map = accept_older_map
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._background: set[asyncio.Task[None]] = set()
         self._slots: dict[int, Slot] = {}
@@ -180,6 +196,7 @@ class Supervisor:
             self._listeners.reserve()
             if directory.exists(str(self._data)):
                 self._identity = self._known(directory.load(str(self._data)))
+                self._maps = self._open_maps(self._identity)
             self._spawn_task(self._ticks())
             self._spawn_task(self._meet_source())
             while not (self._stopping and not self._alive()):
@@ -268,7 +285,12 @@ class Supervisor:
         limit_s = self._settings.bootstrap_timeout_s or (CATCH_UP_SOURCE_LIMIT_S if self._until_caught_up else 0)
         while True:
             try:
-                source = await self._look_up(self._settings)
+                known = self._identity
+                source = await self._look_up(self._settings, None if known is None else known.bucket_uuid)
+                if known is not None:
+                    self._compare(source, known)
+                if self._maps is not None and source.cluster_map is not None:
+                    self._maps.check(source.cluster_map)
             except ClusterError as error:
                 if not error.retryable or (limit_s and self._clock.monotonic() - began >= limit_s):
                     raise
@@ -285,7 +307,9 @@ class Supervisor:
         self._source_error = None
         if self._identity is None:
             self._identity = self._make_directory(source)
-        self._compare(source, self._identity)
+            self._maps = self._open_maps(self._identity)
+        if source.cluster_map is not None:
+            self._follow_map(source.cluster_map)
         self._begin_work()
 
     def _make_directory(self, source: Source) -> Identity:
@@ -302,6 +326,24 @@ class Supervisor:
             selection=str(self._selection),
         )
         return identity
+
+    def _open_maps(self, identity: Identity) -> MapBook:
+        return MapBook(str(self._data), identity.bucket_uuid, accept_older=self._accept_older_map)
+
+    def _follow_map(self, found: ClusterMap) -> None:
+        """Record a map if it is newer, and have all workers follow it."""
+        assert self._maps is not None, "maps come when the directory is known"
+        if self._maps.take(found):
+            for child in self._alive():
+                if kind_of(child.slot) is None:
+                    child.send({"op": MAP, "map": found.to_wire()})
+
+    def _map_found(self, child: Child, found: ClusterMap) -> None:
+        """A worker found a map that is newer than its own: all follow it, or it is the one that had missed a map."""
+        self._follow_map(found)
+        current = self._maps.current if self._maps is not None else None
+        if current is not None and current is not found:
+            child.send({"op": MAP, "map": current.to_wire()})
 
     def _held(self, source: Source) -> tuple[int, int] | None:
         """The vbuckets that a new mirror shall hold; None: all."""
@@ -371,6 +413,8 @@ class Supervisor:
                     self._announce(line)
         elif kind == ANSWER:
             child.answered(message)
+        elif kind == MAP:
+            self._map_found(child, ClusterMap.from_wire(message["map"]))
         elif kind == FAILED:
             child.last_words = message
         elif kind != BEAT:
@@ -385,6 +429,9 @@ class Supervisor:
         slot.last_exit_ms = self._clock.wall_ms()
         words = child.last_words or {}
         slot.last_error = str(words["message"]) if words.get("message") else None
+        for row in self._rows.values():
+            if row["group"] in child.groups:  # nobody asks the source now
+                row["source_high_seqno"] = row["lag_seqnos"] = row["lag_s"] = None
         expected = child.phase is Phase.STOPPING and event.status == 0
         if expected or self._stopping:
             slot.failures = 0
@@ -525,6 +572,8 @@ class Supervisor:
                 "groups": list(action.groups),
                 "settings": to_wire(self._settings),
                 "leases": self._lease_orders(action.groups),
+                "map": self._maps.current.to_wire() if self._maps is not None and self._maps.current else None,
+                "map_floor": self._maps.floor if self._maps is not None else None,
                 **(self._listeners.start_fields(action.slot) if kind_of(action.slot) is not None else {}),
             }
         )
@@ -544,6 +593,8 @@ class Supervisor:
     async def _reports(self) -> None:
         while True:
             await self._report()
+            if self._maps is not None:
+                self._maps.retry()
             await self._clock.sleep(max(REPORT_INTERVAL_S, len(self._rows) / VBUCKETS_PER_REPORT_S))
 
     async def _report(self) -> None:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import structlog
 
@@ -26,8 +26,9 @@ from mirror.config import from_wire
 from mirror.errors import ConfigError, MirrorError
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
+from mirror.ingest.topology import ClusterMap
 from mirror.supervise import logs
-from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, REQUEST, START, STOP, Channel, Message
+from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY, REQUEST, START, STOP, Channel, Message
 from mirror.supervise.heartbeat import INTERVAL_MS
 from storage import directory
 from storage.environment import MAP_SIZE, storage_error
@@ -61,7 +62,19 @@ class Work(Protocol):
         ...
 
 
-Make = Callable[[Message], Awaitable[Work]]
+@runtime_checkable
+class FollowsMaps(Protocol):
+    """Work that streams from the source."""
+
+    def follow_map(self, found: ClusterMap) -> None:
+        """Follow a cluster map that is recorded."""
+        ...
+
+
+Send = Callable[[Message], None]
+"""Sends a message to the supervisor; never waits."""
+Make = Callable[[Message, Send], Awaitable[Work]]
+"""Makes the work that a START message describes."""
 
 
 class Mirroring:
@@ -112,6 +125,10 @@ class Mirroring:
             return {}
         return await self._consumer.request(command)
 
+    def follow_map(self, found: ClusterMap) -> None:
+        """Follow a cluster map that is recorded."""
+        self._consumer.follow(found)
+
     def _lease(self, command: dict[str, Any]) -> dict[str, Any]:
         """Hold positions, or go on holding them. Raises NoSuchBoundary for one that is no longer kept."""
         name, until_ms = command["id"], command["until_ms"]
@@ -150,7 +167,7 @@ def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> N
         raise storage_error(error, path) from error
 
 
-async def open_stores(start: Message) -> Work:
+async def open_stores(start: Message, send: Send) -> Work:
     """Open the groups that a START message names. Raises what makes working on any of them impossible."""
     settings = from_wire(start["settings"])
     logs.set_up(settings.log_level, json=settings.log_json, process=f"worker {start['slot']}")
@@ -189,6 +206,7 @@ async def open_stores(start: Message) -> Work:
             failures[group] = (vbids, error)
     if not writers:
         raise next(error for _, error in failures.values())
+    newest, floor = start.get("map"), start.get("map_floor")
     consumer = Consumer(
         settings,
         source=parse(settings.source),
@@ -196,6 +214,9 @@ async def open_stores(start: Message) -> Work:
         identity=identity,
         worker=str(start["slot"]),
         clock=clock,
+        cluster_map=None if newest is None else ClusterMap.from_wire(newest),
+        map_floor=None if floor is None else (floor[0], floor[1]),
+        share_map=lambda found: send({"op": MAP, "map": found.to_wire()}),
     )
     work = Mirroring(consumer, writers, failures)
     work.resume_leases(start["leases"])
@@ -233,7 +254,7 @@ class Worker:
         doing: asyncio.Task[None] | None = None
         listening: asyncio.Task[None] | None = None
         try:
-            work = await self._make(first)
+            work = await self._make(first, self._channel.send)
             doing = asyncio.create_task(work.run())
             listening = asyncio.create_task(self._listen(work))
             self._channel.send({"op": READY})
@@ -273,7 +294,9 @@ class Worker:
             if message is None or message["op"] == STOP:
                 self.end()
                 return
-            if message["op"] == REQUEST:
+            if message["op"] == MAP and isinstance(work, FollowsMaps):
+                work.follow_map(ClusterMap.from_wire(message["map"]))
+            elif message["op"] == REQUEST:
                 task = asyncio.create_task(self._answer(work, message))
                 self._requests.add(task)
                 task.add_done_callback(self._requests.discard)

@@ -115,7 +115,7 @@ def test_a_status_with_the_service_down_has_dashes() -> None:
 
 def test_the_one_line_says_the_same() -> None:
     line = render.status_line(document())
-    assert line.startswith("mirroring | documents - | published 1,234,572 | rate 1,500/s | lag 45 seqnos")
+    assert line.startswith("mirroring | documents - | published 1,234,572 | rate 1,500/s | lag - | ")
     assert "workers 1/1" in line
     waiting = document(state="waiting for the source", message="nobody there")
     assert render.status_line(waiting).endswith("nobody there")

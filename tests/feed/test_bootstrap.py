@@ -16,7 +16,6 @@ from mirror.errors import (
     BucketMissing,
     ClusterError,
     ConfigError,
-    ConnectFailed,
     HandshakeFailed,
     NotSupported,
     SourceTimeout,
@@ -25,12 +24,10 @@ from mirror.errors import (
 from mirror.feed.bootstrap import (
     Access,
     Handshake,
-    check_ports,
-    discover,
     enter,
     fetch_high_seqnos,
     fetch_map,
-    fetch_newer_map,
+    fetch_newer_config,
     read_map,
 )
 from mirror.feed.connection_string import Address, parse
@@ -38,7 +35,6 @@ from mirror.ingest.topology import parse_cluster_map
 from mirror.wire.codec_dcp import encode_all_vb_seqnos
 from mirror.wire.constants import Feature, Opcode, Status
 from tests.feed.authority import Authority
-from tests.feed.name_server import NameServer
 from tests.feed.scripted_node import PASSWORD, Answer, ScriptedNode, refuse, silent
 
 MAP = {
@@ -170,16 +166,12 @@ async def test_a_map_that_is_known_already_is_not_sent_again_where_the_node_can_
         access = access_to(node, tmp_path)
         link, _ = await enter(access, first(access), SystemClock())
         old, new = Handshake(frozenset()), Handshake(frozenset({Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION}))
-        assert await fetch_newer_map(link, new, access.settings, known) is None
+        assert await fetch_newer_config(link, new, access.settings, known) == b""
         assert node.asked[-1].extras == struct.pack(">QQ", 2, 7)
-        with pytest.raises(HandshakeFailed, match="makes no sense"):
-            await fetch_newer_map(link, old, access.settings, known)
         node.answers[Opcode.GET_CLUSTER_CONFIG] = refuse(Status.SUCCESS, newer)
         huge = replace(known, rev=2**63)
         for handshake, have in ((new, known), (old, known), (new, None), (new, huge)):
-            found = await fetch_newer_map(link, handshake, access.settings, have)
-            assert found is not None
-            assert found.rev == 8
+            assert await fetch_newer_config(link, handshake, access.settings, have) == newer
         assert [frame.extras for frame in node.asked[-3:]] == [b"", b"", b""]
         link.close()
 
@@ -201,37 +193,6 @@ async def test_the_network_of_the_first_map_is_kept(tmp_path: Path) -> None:
         network = kept or ("external" if setting == "auto" else setting)
         assert found.network == network
         assert found.nodes[0].host == ("127.0.0.1" if network == "external" else "node.internal")
-
-
-async def test_a_map_without_a_port_of_the_kind_that_is_asked_for_is_refused(tmp_path: Path) -> None:
-    only_tls = MAP | {"nodesExt": [{"services": {"kvSSL": 11207}}]}
-    async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(only_tls).encode())}) as node:
-        with pytest.raises(NotSupported, match="nowhere without TLS") as caught:
-            await discover(access_to(node, tmp_path), SystemClock())
-    assert "couchbases://" in caught.value.hint
-    secure = Access.of(parse("couchbases://demo@h/b"), Settings())
-    with pytest.raises(NotSupported, match="nowhere with TLS"):
-        check_ports(parse_cluster_map(json.dumps(MAP), "h"), secure, Address("h", 1))
-
-
-async def test_a_network_that_the_cluster_does_not_have_is_refused(tmp_path: Path) -> None:
-    async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
-        with pytest.raises(NotSupported, match="no addresses of the network external") as caught:
-            await discover(access_to(node, tmp_path, network="external"), SystemClock())
-    assert "alternate addresses" in caught.value.hint
-
-
-async def test_one_node_with_a_bad_certificate_does_not_hide_the_others(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    bad = authority.node_context("127.0.0.1", days=-1)
-    good = authority.node_context("127.0.0.1")
-    answers: dict[int, Answer] = {Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(SECURE_MAP).encode())}
-    async with ScriptedNode(ssl=bad) as first_node, ScriptedNode(answers, ssl=good) as second_node:
-        access = secure_access_to(first_node, tmp_path, authority)
-        nodes = [Address("127.0.0.1", node.port) for node in (first_node, second_node)]
-        assert (await discover(access, SystemClock(), addresses=nodes)).rev == 7
-        with pytest.raises(TlsFailed, match="expired"):
-            await discover(access, SystemClock(), addresses=[nodes[0], Address("127.0.0.1", 1)])
 
 
 async def test_an_impostor_is_not_told_the_password(tmp_path: Path) -> None:
@@ -295,18 +256,6 @@ def test_what_the_string_says_of_the_network_outranks_the_setting() -> None:
     assert Access.of(parse("couchbase://demo@h/b"), settings).settings.network == "default"
 
 
-async def test_discovery_looks_for_the_hosts_behind_a_name_each_time(tmp_path: Path) -> None:
-    async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
-        records = {"_couchbase._tcp.db.invalid": ["0 0 1 localhost."]}
-        with NameServer(records) as server:
-            there = access_to(node, tmp_path, dns_server=server.address)
-            access = Access(parse("couchbase://demo@db.invalid/b"), there.password, there.settings)
-            with pytest.raises(ConnectFailed, match="localhost:1"):
-                await discover(access, SystemClock())
-            records["_couchbase._tcp.db.invalid"] = [f"0 0 {node.port} localhost."]
-            assert (await discover(access, SystemClock())).rev == 7
-
-
 async def test_high_seqnos_are_read_or_refused(tmp_path: Path) -> None:
     body = encode_all_vb_seqnos([(0, 5), (1023, 2**64 - 1)])
     async with ScriptedNode({Opcode.GET_ALL_VB_SEQNOS: refuse(Status.SUCCESS, body)}) as node:
@@ -318,18 +267,3 @@ async def test_high_seqnos_are_read_or_refused(tmp_path: Path) -> None:
             with pytest.raises(HandshakeFailed):
                 await fetch_high_seqnos(link, access.settings)
         link.close()
-
-
-async def test_discovery_goes_on_to_the_next_address_but_not_past_a_refusal(tmp_path: Path) -> None:
-    async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
-        access = access_to(node, tmp_path)
-        here = first(access)
-        nowhere = Address("127.0.0.1", 1)
-        assert (await discover(access, SystemClock(), addresses=[nowhere, here])).rev == 7
-        with pytest.raises(ConnectFailed):
-            await discover(access, SystemClock(), addresses=[nowhere])
-        wrong = access_to(node, tmp_path, password="wrong")
-        asked = node.connections
-        with pytest.raises(AuthRejected):
-            await discover(wrong, SystemClock(), addresses=[here, here])
-        assert node.connections == asked + 1

@@ -14,6 +14,7 @@ import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigError, ConnectFailed, PrivilegeMissing
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.clustermap import NOWHERE
 from mirror.wire.constants import VbucketState
 from storage import directory
 from storage.check import check
@@ -627,4 +628,28 @@ async def test_a_wall_clock_that_is_set_is_a_warning(
     await follow(mirror, cluster)
     (warning,) = consumer.status()["warnings"]
     assert "the wall clock was set 1 times since this worker began, the last time by +3,600 s" in warning
+    await mirror.stop()
+
+
+async def test_how_far_a_source_is_that_is_gone_is_not_known(cluster: SandboxCluster, tmp_path: Path) -> None:
+    """It is no lag of 0: what the lost node told last says nothing of what it has now."""
+    write(cluster, 50)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    await mirror.until(lambda: all(row["lag_seqnos"] == 0 for row in consumer.status()["vbuckets"]), "no lag")
+    await cluster.kill_node(1)
+    theirs = [vbid for vbid, owner in enumerate(cluster.bucket.map.owners) if owner == 1]
+
+    def figures(vbid: int) -> tuple[int | None, int | None]:
+        return mirror.row(vbid)["source_high_seqno"], mirror.row(vbid)["lag_seqnos"]
+
+    await mirror.until(lambda: all(figures(vbid) == (None, None) for vbid in theirs), "unknown figures")
+    assert set(consumer.source_high_seqnos()) == set(range(VBUCKETS)) - set(theirs)
+    # A vbucket that has no node any more is not as far as its last node said, either.
+    cluster.bucket.map.owners[0] = NOWHERE
+    cluster.bucket.map_changed(0)
+    await mirror.until(lambda: figures(0) == (None, None), "an unknown figure of a vbucket without a node")
+    await cluster.restart_node(1)
+    await mirror.until(lambda: all(figures(vbid)[1] == 0 for vbid in theirs), "known figures")
     await mirror.stop()

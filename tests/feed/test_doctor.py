@@ -15,6 +15,8 @@ from mirror.errors import ConfigError
 from mirror.feed.doctor import Doctor, Finding, Verdict
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import Opcode, Status
+from storage import map_record
+from storage.map_record import MapRecord
 from storage.view import open_view
 from tests.feed.scripted_node import PASSWORD, ScriptedNode, refuse
 from tests.feed.test_verify import VBUCKETS, cluster, filled, mirror_of, write
@@ -179,3 +181,30 @@ async def test_data_that_cannot_be_read_is_said_and_the_source_examined_all_the_
     (data / "mirror.json").write_text("{}")
     steps = await examined(cluster.connection_string, tmp_path, data)
     assert (verdicts(steps)["data"], verdicts(steps)["privileges"]) == ("fail", "ok")
+
+
+async def test_a_node_with_an_older_map_is_named_and_not_examined(tmp_path: Path) -> None:
+    """The host of the connection string was failed over, and is back as it was."""
+    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1) as cluster:
+        stale = f"127.0.0.1:{cluster.nodes[1].port}"
+        cluster.split_off(1)
+        await cluster.failover_node(1)
+        steps = await examined(f"couchbase://demo@{stale}/demo", tmp_path)
+        assert [str(finding.verdict) for finding in steps["map"]] == ["ok", "warn"]
+        assert stale in steps["map"][1].text
+        assert "DCP opens at 1 of 1" in steps["nodes"][0].text
+
+
+async def test_a_map_older_than_the_mirror_followed_is_a_failure(cluster: SandboxCluster, tmp_path: Path) -> None:
+    mirror = await filled(cluster, tmp_path)
+    uuid = cluster.bucket.map.bucket_uuid
+    map_record.save(mirror.path, MapRecord(uuid, 1, cluster.bucket.map.rev))
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
+    assert [str(finding.verdict) for finding in steps["map"]] == ["ok"]
+    map_record.save(mirror.path, MapRecord(uuid, 1, cluster.bucket.map.rev + 1))
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
+    assert [str(finding.verdict) for finding in steps["map"]] == ["ok", "fail"]
+    assert "--accept-older-map" in steps["map"][1].remedy
+    (Path(mirror.path) / "map.json").write_text("{")
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
+    assert "remove the file" in steps["map"][1].text + steps["map"][1].remedy

@@ -16,6 +16,7 @@ from mirror.errors import (
     ConfigError,
     ConnectFailed,
     MirrorError,
+    OlderMap,
     PrivilegeMissing,
     SourceTimeout,
 )
@@ -23,6 +24,7 @@ from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceRead
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import StreamEndReason
+from storage.map_record import MapRecord
 from storage.model import Kind
 
 VBUCKETS = 8
@@ -47,7 +49,7 @@ def reader_of(source: SandboxThread, **options: Any) -> SourceReader:
         }
     )
     options = {"password": "demo", "timeout_s": WAIT_S, "settings": settings, **options}
-    return SourceReader(source.connection_string, **options)
+    return SourceReader(options.pop("url", source.connection_string), **options)
 
 
 def write(source: SandboxThread, count: int, name: str = "doc", size: int = 20, **where: Any) -> None:
@@ -422,3 +424,46 @@ def test_collections_have_their_names(source: SandboxThread) -> None:
         names = reader.collection_names()
     assert names[0] == "_default._default"
     assert "shop.orders" in names.values()
+
+
+# -- a node that was failed over and does not know --------------------------------------------------------------------
+
+
+def host(source: SandboxThread, number: int) -> str:
+    return f"couchbase://demo@127.0.0.1:{source.cluster.nodes[number].port}/demo"
+
+
+def fail_over_node_1(source: SandboxThread) -> None:
+    source.call(source.cluster.split_off, 1)
+    source.run(source.cluster.failover_node(1))
+    write(source, 50, "good")
+
+
+def test_a_stale_host_is_asked_and_the_newer_map_of_another_node_followed(source: SandboxThread) -> None:
+    write(source, 50)
+    fail_over_node_1(source)
+    with reader_of(source, url=host(source, 1)) as reader:
+        assert reader.followed is not None
+        assert reader.followed.rev == source.cluster.bucket.map.rev
+        read_all(reader).assert_equal(source)
+
+
+def test_an_older_map_than_was_followed_before_is_refused_at_once(source: SandboxThread) -> None:
+    with reader_of(source) as reader:
+        fail_over_node_1(source)
+        newest = source.cluster.bucket.map
+    source.run(source.cluster.kill_node(0))
+    followed = MapRecord(newest.bucket_uuid, newest.epoch, newest.rev)
+    with pytest.raises(OlderMap), reader_of(source, url=host(source, 1), followed=followed):
+        pass
+    assert reader.vbucket_count == VBUCKETS
+
+
+def test_a_read_leaves_a_node_that_is_failed_over_without_its_knowledge(source: SandboxThread) -> None:
+    """Its streams bring nothing that the cluster does not have once the newer map is known."""
+    write(source, 50)
+    with reader_of(source) as reader:
+        copy = read_all(reader)
+        fail_over_node_1(source)
+        eventually(lambda: reader.followed is not None and reader.followed.rev == source.cluster.bucket.map.rev, "map")
+        read_all(reader, copy).assert_equal(source)

@@ -14,6 +14,7 @@ import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, ConfigError, NotSupported, TlsFailed
 from mirror.feed.consumer import Consumer
+from mirror.feed.map_poll import MapPoller
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.clustermap import ClusterMap
@@ -185,9 +186,7 @@ async def test_a_bucket_made_anew_is_known_before_a_stream_is_asked_for(
     Whoever reconnects sees it: the look at the map that a lost connection brings about may come too late.
     """
 
-    async def too_late(_consumer: Consumer) -> None: ...
-
-    monkeypatch.setattr(Consumer, "_refresh_once", too_late)
+    monkeypatch.setattr(MapPoller, "wake", lambda _poller: None)
     async with source_of() as cluster:
         write(cluster, 50)
         mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)

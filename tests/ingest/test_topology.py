@@ -130,14 +130,14 @@ def test_a_cluster_level_map_has_data_nodes_and_no_vbuckets() -> None:
 
 def test_the_epoch_outranks_the_revision_and_neither_is_bound_to_32_bits() -> None:
     huge = 2**40
-    for older, newer in (({}, {"revEpoch": 3, "rev": 1}), ({"rev": huge}, {"rev": huge + 1})):
+    for older, newer in ((parsed(), parsed(revEpoch=3, rev=1)), (parsed(rev=huge), parsed(rev=huge + 1))):
         newest = NewestMap()
-        assert newest.take(parsed(**older))
-        assert newest.judge(parsed(**newer)) is MapVerdict.NEWER
-        assert newest.take(parsed(**newer))
-        assert newest.judge(parsed(**older)) is MapVerdict.OLDER
-        assert not newest.take(parsed(**older))
-        assert newest.current == parsed(**newer)
+        assert newest.take(older)
+        assert newest.judge(newer) is MapVerdict.NEWER
+        assert newest.take(newer)
+        assert newest.judge(older) is MapVerdict.OLDER
+        assert not newest.take(older)
+        assert newest.current == newer
 
 
 def test_servers_without_epochs_are_ordered_by_revision_and_are_older_than_any_with_one() -> None:

@@ -11,8 +11,9 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import AuthRejected, ClusterError, ConfigError, TlsFailed
-from mirror.feed.bootstrap import Access, discover, enter
+from mirror.feed.bootstrap import Access, enter
 from mirror.feed.connection_string import parse
+from mirror.feed.discovery import discover
 from mirror.ingest.topology import ClusterMap
 from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.tls import Version

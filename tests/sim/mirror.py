@@ -319,7 +319,8 @@ class Mirror:
         """The source's high seqno."""
         actor = self.actors[vbid]
         high = self.source.vbucket(vbid).high_seqno
-        actor.source_high_seqno = high
+        if actor.session is not None:
+            actor.note_high_seqno(actor.session, high)
         self.consumer._guarded(vbid, lambda: actor.handle(happenings.HighSeqno(high)))
 
     def step_writer(self, group: int) -> bool:

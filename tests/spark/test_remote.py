@@ -162,12 +162,12 @@ def test_each_event_comes_once_over_one_connection_a_process(source: SandboxThre
     follower = Follower(options(source))
     write(source, 0, 100)
     follower.run()
-    reader = KEPT.reader(follower.options)
+    reader = KEPT.reader(follower.options, None)
     for turn in range(3):
         write(source, 50 * turn, 60, turn)
         source.call(source.cluster.delete, f"k{50 * turn}")
         follower.run()
-    assert KEPT.reader(follower.options) is reader
+    assert KEPT.reader(follower.options, None) is reader
     assert follower.state == there(source)
     positions = [(row["vbid"], row["seqno"]) for row in follower.log]
     assert len(set(positions)) == len(positions)

@@ -38,8 +38,17 @@ def test_the_record_is_on_the_disk_under_its_name_only_once_it_is_whole(
     map_record.save(str(tmp_path), MapRecord("b1", 1, 1))
     calls: list[str] = []
     fsync, rename = os.fsync, os.rename
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append("fsync"), fsync(descriptor))[1])
-    monkeypatch.setattr(os, "rename", lambda a, b: (calls.append("rename"), rename(a, b))[1])
+
+    def recorded_fsync(descriptor: int) -> None:
+        calls.append("fsync")
+        fsync(descriptor)
+
+    def recorded_rename(old: str, new: str) -> None:
+        calls.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
     map_record.save(str(tmp_path), RECORD)
     assert calls == ["fsync", "rename", "fsync"]
 
@@ -54,10 +63,17 @@ def test_the_record_is_on_the_disk_under_its_name_only_once_it_is_whole(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "null", '{"bucket_uuid": "b1"}', json.dumps({"bucket_uuid": "b1", "rev_epoch": 1, "rev": "7"}),
-     json.dumps({"bucket_uuid": 5, "rev_epoch": 1, "rev": 7}), json.dumps({"bucket_uuid": "b1", "rev_epoch": True, "rev": 7}),
-     b"\xff\xfe".decode("latin-1")],
-)  # fmt: skip
+    [
+        "",
+        "[]",
+        "null",
+        '{"bucket_uuid": "b1"}',
+        json.dumps({"bucket_uuid": "b1", "rev_epoch": 1, "rev": "7"}),
+        json.dumps({"bucket_uuid": 5, "rev_epoch": 1, "rev": 7}),
+        json.dumps({"bucket_uuid": "b1", "rev_epoch": True, "rev": 7}),
+        "\xff\xfe",
+    ],
+)
 def test_a_damaged_record_is_one_error_that_says_what_to_do(tmp_path: Path, text: str) -> None:
     (tmp_path / "map.json").write_text(text, encoding="latin-1")
     with pytest.raises(CorruptedError, match="remove the file"):

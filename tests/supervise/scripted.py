@@ -20,7 +20,7 @@ from mirror.errors import AuthRejected
 from mirror.supervise import logs
 from mirror.supervise.channel import Message
 from mirror.supervise.supervisor import Source, Supervisor
-from mirror.supervise.worker import Work, main
+from mirror.supervise.worker import Send, Work, main
 from storage.errors import NoSuchBoundary
 
 SOURCE = Source("c1", "demo", "b1", 8)
@@ -84,11 +84,11 @@ class ScriptedWork:
         return {"heard": command}
 
 
-async def make(start: Message) -> Work:
+async def make(start: Message, _send: Send) -> Work:
     return ScriptedWork(start["groups"], os.environ.get("SCRIPT", ""))
 
 
-async def look_up(settings: Settings) -> Source:
+async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
     return SOURCE
 
 

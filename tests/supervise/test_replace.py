@@ -17,9 +17,9 @@ from tests.supervise.scripted import settings_for
 OLD = Identity("cluster", "demo", "old-uuid", 8, 2)
 
 
-def source_of(bucket_uuid: str, vbuckets: int = 8) -> LookUp:
-    async def look_up(_settings: object) -> Source:
-        return Source("cluster", "demo", bucket_uuid, vbuckets)
+def source_of(uuid: str, vbuckets: int = 8) -> LookUp:
+    async def look_up(settings: object, bucket_uuid: str | None = None) -> Source:
+        return Source("cluster", "demo", uuid, vbuckets)
 
     return look_up
 
@@ -60,7 +60,7 @@ async def test_the_same_bucket_and_an_empty_directory_stay(data: Path, tmp_path:
 
 
 async def test_nothing_is_touched_while_a_service_runs_or_the_source_is_silent(data: Path) -> None:
-    async def silent(_settings: object) -> Source:
+    async def silent(settings: object, bucket_uuid: str | None = None) -> Source:
         raise ConnectFailed("nobody answers")
 
     with pytest.raises(ConnectFailed):

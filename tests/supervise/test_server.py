@@ -227,13 +227,17 @@ async def test_a_server_without_data_or_with_a_taken_address_says_so(tmp_path: P
     start = {"slot": 1000, "kind": "kv", "revision": 1, "listeners": []}
     settings = to_wire(settings_for(data))
     with pytest.raises(ConfigError, match="without data"):
-        await open_server({**start, "settings": settings | {"data": None}})
+        await open_server({**start, "settings": settings | {"data": None}}, lambda _message: None)
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     with pytest.raises(ConfigError, match="kv: cannot listen"):
-        await open_server({**start, "settings": settings, "listeners": [[f"127.0.0.1:{port}", None]]})
+        await open_server(
+            {**start, "settings": settings, "listeners": [[f"127.0.0.1:{port}", None]]}, lambda _message: None
+        )
     taken.close()
-    work = await open_server({**start, "settings": settings, "listeners": [["127.0.0.1:0", None]]})
+    work = await open_server(
+        {**start, "settings": settings, "listeners": [["127.0.0.1:0", None]]}, lambda _message: None
+    )
     assert work.status()["vbuckets"] == []
     with pytest.raises(ConfigError, match="no command 'x'"):
         await work.request({"op": "x"})

@@ -44,9 +44,17 @@ def test_what_is_not_known_is_not_zero() -> None:
 
 
 def test_totals_are_the_sums_of_the_rows() -> None:
-    sums = totals([row(0, 3, 5, documents=2), row(1, 4, 4, documents=1), row(2, 0, None)])
+    sums = totals([row(0, 3, 5, documents=2), row(1, 4, 4, documents=1), row(2, 0, 0)])
     assert (sums["documents"], sums["lag_seqnos"], sums["published_seqnos"]) == (3, 2, 7)
     assert sums["states"] == {"streaming": 3}
+
+
+def test_the_lag_in_total_is_not_known_while_that_of_one_vbucket_is_not() -> None:
+    rows = [row(published=5, high=5), row(published=5, high=None)]
+    Trend().fill(rows, 0)
+    sums = totals(rows)
+    assert (sums["source_high_seqnos"], sums["lag_seqnos"], sums["lag_s"]) == (None, None, None)
+    assert totals([])["lag_seqnos"] is None
 
 
 def test_published_ahead_of_the_last_known_high_seqno_is_no_negative_lag() -> None:

@@ -254,7 +254,7 @@ async def test_until_caught_up_fails_with_what_the_source_refused(
 
 
 async def test_interrupting_the_way_to_caught_up_is_no_success(tmp_path: Path) -> None:
-    async def never(settings: Settings) -> Source:
+    async def never(settings: Settings, bucket_uuid: str | None = None) -> Source:
         raise ConnectFailed("nobody there")
 
     service = supervisor(tmp_path, until_caught_up=True, look_up=never)
@@ -265,7 +265,7 @@ async def test_interrupting_the_way_to_caught_up_is_no_success(tmp_path: Path) -
 
 
 async def test_a_refusal_at_start_ends_the_service_and_leaves_no_mirror(tmp_path: Path) -> None:
-    async def refuse(settings: Settings) -> Source:
+    async def refuse(settings: Settings, bucket_uuid: str | None = None) -> Source:
         raise AuthRejected("wrong password for demo")
 
     with pytest.raises(AuthRejected):
@@ -276,7 +276,7 @@ async def test_a_refusal_at_start_ends_the_service_and_leaves_no_mirror(tmp_path
 async def test_a_source_that_is_away_is_waited_for(tmp_path: Path) -> None:
     answers: list[Source | MirrorError] = [ConnectFailed("nobody there"), ConnectFailed("nobody there"), SOURCE]
 
-    async def come_back(settings: Settings) -> Source:
+    async def come_back(settings: Settings, bucket_uuid: str | None = None) -> Source:
         answer = answers.pop(0)
         if isinstance(answer, MirrorError):
             raise answer
@@ -291,7 +291,7 @@ async def test_a_source_that_is_away_is_waited_for(tmp_path: Path) -> None:
 async def test_known_data_is_worked_on_while_the_source_is_away(tmp_path: Path) -> None:
     directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
 
-    async def away(settings: Settings) -> Source:
+    async def away(settings: Settings, bucket_uuid: str | None = None) -> Source:
         raise ConnectFailed("nobody there")
 
     async with serving(supervisor(tmp_path, look_up=away)) as service:
@@ -300,7 +300,7 @@ async def test_known_data_is_worked_on_while_the_source_is_away(tmp_path: Path) 
 
 
 async def test_somebody_waiting_for_the_end_is_not_kept_for_ever(tmp_path: Path) -> None:
-    async def away(settings: Settings) -> Source:
+    async def away(settings: Settings, bucket_uuid: str | None = None) -> Source:
         raise ConnectFailed("nobody there")
 
     settings = settings_for(tmp_path, bootstrap_timeout_s=0.1)

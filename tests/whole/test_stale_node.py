@@ -58,11 +58,8 @@ def level(source: SandboxThread, data: Path) -> bool:
 def assert_true_to_the_cluster(source: SandboxThread, data: Path) -> None:
     with open_view(str(data)) as view:
         for vbid in range(VBUCKETS):
-            wanted = source.call(
-                lambda vbid=vbid: {
-                    key for key in source.cluster.vbucket(vbid).state_at(source.cluster.vbucket(vbid).high_seqno)
-                }
-            )
+            vbucket = source.cluster.vbucket(vbid)
+            wanted = set(source.call(vbucket.state_at, vbucket.high_seqno))
             assert {b"\0" + each.key for each in view.scan(vbid, now=0)} == wanted, f"vb {vbid}"
 
 

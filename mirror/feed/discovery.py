@@ -1,0 +1,153 @@
+"""Which cluster map to begin with: that of the first node that answers, checked against all others that can be reached.
+
+Knows in which order nodes are asked and how long the others are waited for; which map is newer is `topology`'s. A
+single node is not believed: one that was failed over and comes back still has its old map, and may be the first host
+of the connection string.
+
+Invariants: after the first map every other host of the source, and every node that any of the maps names, is asked
+once; they have `SURVEY_S` together, so that dead ones do not delay a start for longer; a refusal of user or bucket
+before the first map ends it, since all nodes share them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.errors import ClusterError, ConfigError, ConnectFailed, NotSupported, TlsFailed
+from mirror.feed.bootstrap import Access, enter, fetch_map
+from mirror.feed.connection_string import Address
+from mirror.feed.srv import first_addresses
+from mirror.ingest.topology import ClusterMap, newest_of
+
+log = structlog.get_logger("feed")
+
+SURVEY_S = 2.0
+"""For all other nodes together, once a first map is there: a healthy one logs us in within a few round trips."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the nodes that could be reached say."""
+
+    newest: ClusterMap
+    answers: dict[Address, ClusterMap]
+    """Each node's own map."""
+
+
+async def discover(
+    access: Access,
+    clock: Clock,
+    *,
+    addresses: Iterable[Address] | None = None,
+    network: str | None = None,
+    bucket_uuid: str | None = None,
+) -> ClusterMap:
+    """Return the newest cluster map of all nodes that can be reached; see `survey`."""
+    found = await survey(access, clock, addresses=addresses, network=network, bucket_uuid=bucket_uuid)
+    return found.newest
+
+
+async def survey(
+    access: Access,
+    clock: Clock,
+    *,
+    addresses: Iterable[Address] | None = None,
+    network: str | None = None,
+    bucket_uuid: str | None = None,
+) -> Survey:
+    """Ask all nodes for their cluster maps, beginning with `addresses` (None: those of the connection string).
+
+    With `bucket_uuid`, maps of other buckets count only where there is no other. Where no node gives a map, this raises
+    what the nodes said: a refusal of user or bucket at once; else the error that waiting does not fix, as of one node's
+    certificate, or the last one.
+    """
+    if addresses is None:
+        addresses = await first_addresses(access.source, access.settings.dns_server)
+    hosts = list(dict.fromkeys(addresses))
+    answers: dict[Address, ClusterMap] = {}
+    last: ClusterError = ConnectFailed(f"no address in {access.source}")
+    asked: set[Address] = set()
+    for address in hosts:
+        asked.add(address)
+        try:
+            answers[address] = await ask_for_map(access, address, clock, network)
+            break
+        except ClusterError as error:
+            if not error.retryable and not isinstance(error, TlsFailed):
+                raise
+            if last.retryable:
+                last = error
+    if not answers:
+        raise last
+    await _ask_the_others(access, clock, [each for each in hosts if each not in asked], asked, answers)
+    newest = newest_of(list(answers.values()), bucket_uuid)
+    check_ports(newest, access, next(address for address, each in answers.items() if each is newest))
+    return Survey(newest, answers)
+
+
+async def ask_for_map(access: Access, address: Address, clock: Clock, network: str | None) -> ClusterMap:
+    """Log in at one node and return its cluster map. Raises ClusterError or ConfigError."""
+    link, _ = await enter(access, address, clock)
+    try:
+        return await fetch_map(link, access.settings, network=network)
+    finally:
+        link.close()
+
+
+async def _ask_the_others(
+    access: Access, clock: Clock, hosts: list[Address], asked: set[Address], answers: dict[Address, ClusterMap]
+) -> None:
+    """Add the maps of `hosts`, and of all nodes that any map names, as far as they come within `SURVEY_S`."""
+    network = next(iter(answers.values())).network
+    waiting: dict[asyncio.Task[ClusterMap], Address] = {}
+
+    def ask(addresses: Iterable[Address | None]) -> None:
+        for address in addresses:
+            if address is not None and address not in asked:
+                asked.add(address)
+                waiting[asyncio.create_task(ask_for_map(access, address, clock, network))] = address
+
+    ask(hosts)
+    for found in list(answers.values()):
+        ask(map(access.address_of, found.nodes))
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + SURVEY_S
+    try:
+        while waiting and (left_s := deadline_s - loop.time()) > 0:
+            done, _ = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                address = waiting.pop(task)
+                try:
+                    answers[address] = task.result()
+                except (ClusterError, ConfigError) as error:
+                    log.debug("no map from node", node=str(address), error=str(error))
+                else:
+                    ask(map(access.address_of, answers[address].nodes))
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def check_ports(found: ClusterMap, access: Access, address: Address) -> None:
+    """Refuse a map of which no node can be reached in the way that is asked for. Raises NotSupported."""
+    tls = access.source.tls
+    if not found.network_offered:
+        raise NotSupported(
+            f"the cluster of {address} advertises no addresses of the network {found.network}",
+            hint="have alternate addresses set at its nodes, or use network=default",
+            node=str(address),
+        )
+    if found.nodes and not any(node.tls_port if tls else node.kv_port for node in found.nodes):
+        kind, remedy = ("with TLS", "couchbase://") if tls else ("without TLS", "couchbases://")
+        where = "" if found.network == "default" else f" on the network {found.network}"
+        raise NotSupported(
+            f"the cluster of {address} offers its data service nowhere {kind}{where}",
+            hint=f"have it enabled, or use {remedy}" + ("" if not where else ", or another network"),
+            node=str(address),
+        )

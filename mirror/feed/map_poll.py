@@ -1,0 +1,223 @@
+"""Cluster maps as they arrive: asked of all nodes in rounds, announced, or sent along with a refusal.
+
+Knows nodes, the hosts of the connection string, connections and pauses; which map is followed is the owner's to decide.
+A node that was failed over while it was stopped still announces and answers its old map. A worker whose vbuckets lie on
+such a node alone is connected to no other, so what it is connected to cannot be all that it asks.
+
+Invariants: in each round every node of the followed map and every host of the source is asked, whoever answers first;
+a node is asked over its open session, else over a connection of its own that stays open for announcements; a node that
+is slow or away delays no other; after failures it is tried with growing pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from mirror.clock import Clock
+from mirror.errors import ClusterError, ConfigError, HandshakeFailed
+from mirror.feed.bootstrap import Access, Handshake, enter, fetch_newer_config, read_map
+from mirror.feed.connection_string import Address
+from mirror.feed.nodes import pause_s
+from mirror.feed.session import NodeSession
+from mirror.feed.srv import first_addresses
+from mirror.feed.transport import Link
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
+from mirror.wire.codec_kv import decode_clustermap_notification
+from mirror.wire.constants import ServerOpcode
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.frame import Frame
+
+log = structlog.get_logger("feed")
+
+ROUND_PAUSE_S = 0.05
+"""Between two rounds at least: a thousand vbuckets that ask for a newer map have it looked for once."""
+MAP_TIMEOUT_S = 2.0
+"""A node that takes longer to send its map is asked again in the next round."""
+
+
+class MapOwner(Protocol):
+    """What follows the maps."""
+
+    def session_at(self, address: Address) -> NodeSession | None:
+        """The open session of a node, if there is one."""
+        ...
+
+    def on_map(self, address: Address, found: ClusterMap) -> None:
+        """A node sent a map, which may be older than the one that is followed, or of another bucket."""
+        ...
+
+
+class _Node:
+    """One node that is asked."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.task: asyncio.Task[None] | None = None
+        self.link: Link | None = None
+        self.handshake = Handshake(frozenset())
+        self.config = b""
+        """What it sent last: servers before 7.6 send the whole map each time."""
+        self.failures = 0
+        self.not_before_s = 0.0
+        self.error: str | None = "not asked yet"
+
+    def close(self) -> None:
+        """Close the node's own connection."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+
+class MapPoller:
+    """Asks the nodes, until cancelled."""
+
+    def __init__(
+        self,
+        owner: MapOwner,
+        maps: NewestMap,
+        access: Access,
+        clock: Clock,
+        on_defect: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        """`maps` holds the followed map, and is not changed here.
+
+        `on_defect` is called with every request's task that ended, for those that ended in a defect.
+        """
+        self._owner = owner
+        self._maps = maps
+        self._access = access
+        self._clock = clock
+        self._on_defect = on_defect
+        self._nodes: dict[Address, _Node] = {}
+        self._hosts: tuple[Address, ...] = ()
+        self._wanted = asyncio.Event()
+
+    @property
+    def error(self) -> str | None:
+        """Why no node gives a map; None where one does, or where none was asked yet."""
+        errors = [node.error for node in self._nodes.values() if node.failures or node.error is None]
+        return None if None in errors or not errors else errors[-1]
+
+    def wake(self) -> None:
+        """Ask now instead of at the end of the interval."""
+        self._wanted.set()
+
+    def on_notice(self, address: Address, frame: Frame) -> None:
+        """A node announces a map, or sends it along (SDK RFC 75)."""
+        if frame.opcode != ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION:
+            return
+        try:
+            epoch, rev, bucket, config = decode_clustermap_notification(frame)
+        except RemoteProtocolError as error:
+            log.warning("announcement of a map makes no sense", node=str(address), error=str(error))
+            return
+        if bucket not in (b"", self._access.source.bucket.encode()):
+            return
+        if config:
+            self.on_sent(config, address)
+        elif self._maps.current is None or (epoch, rev) > self._maps.current.revision:
+            self.wake()
+
+    def on_sent(self, config: bytes, address: Address) -> bool:
+        """Hand on a map that came unasked; false where it is not newer than the one that is followed."""
+        try:
+            found = self._read(config, address)
+        except HandshakeFailed as error:
+            log.warning("invalid cluster map received", node=str(address), error=str(error))
+            return False
+        if self._maps.judge(found) not in (MapVerdict.NEWER, MapVerdict.OTHER_BUCKET):
+            return False
+        # Not from within: the vbucket that was refused is in the middle of performing its instructions.
+        asyncio.get_running_loop().call_soon(self._owner.on_map, address, found)
+        return True
+
+    def _read(self, config: bytes, address: Address) -> ClusterMap:
+        network = None if self._maps.current is None else self._maps.current.network
+        return read_map(config, address, self._access.settings, network=network)
+
+    async def run(self) -> None:
+        """Ask all nodes every `map_poll_interval_s`, and when woken."""
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._access.settings.map_poll_interval_s):
+                        await self._wanted.wait()
+                self._wanted.clear()
+                await self._find_hosts()
+                self._begin_round()
+                await self._clock.sleep(ROUND_PAUSE_S)
+        finally:
+            await self._drop(self._nodes.values())
+
+    async def _find_hosts(self) -> None:
+        """Look the source's name up again while no node answers: it may stand for other hosts by now."""
+        if not self._hosts or all(node.error is not None for node in self._nodes.values()):
+            with contextlib.suppress(ConfigError):
+                self._hosts = await first_addresses(self._access.source, self._access.settings.dns_server)
+
+    def _begin_round(self) -> None:
+        followed = self._maps.current
+        members = map(self._access.address_of, followed.nodes) if followed is not None else ()
+        targets = {address for address in (*members, *self._hosts) if address is not None}
+        gone = [self._nodes.pop(address) for address in self._nodes.keys() - targets]
+        for node in gone:
+            node.close()
+            if node.task is not None:
+                node.task.cancel()
+        now_s = self._clock.monotonic()
+        for address in targets:
+            node = self._nodes.setdefault(address, _Node(address))
+            if node.task is None and now_s >= node.not_before_s:
+                node.task = asyncio.create_task(self._ask(node), name=f"map of {address}")
+                node.task.add_done_callback(partial(self._asked, node))
+
+    def _asked(self, node: _Node, task: asyncio.Task[None]) -> None:
+        node.task = None
+        self._on_defect(task)
+
+    async def _ask(self, node: _Node) -> None:
+        settings = self._access.settings
+        try:
+            link, handshake = await self._connection(node)
+            known = self._maps.current
+            config = await fetch_newer_config(link, handshake, settings, known, timeout_s=MAP_TIMEOUT_S)
+            found = self._read(config, node.address) if config and config != node.config else None
+        except (ClusterError, ConfigError) as error:
+            log.debug("no map from node", node=str(node.address), error=str(error))
+            node.close()
+            node.error = str(error)
+            node.failures += 1
+            node.not_before_s = self._clock.monotonic() + pause_s(node.failures - 1, settings, self._clock.jitter())
+            return
+        node.error, node.failures = None, 0
+        if found is not None:
+            node.config = config
+            self._owner.on_map(node.address, found)
+
+    async def _connection(self, node: _Node) -> tuple[Link, Handshake]:
+        """The node's session, or else a connection of its own."""
+        session = self._owner.session_at(node.address)
+        if session is not None:
+            node.close()
+            return session.link, session.handshake
+        if node.link is None or node.link.closed:
+            node.link, node.handshake = await enter(self._access, node.address, self._clock)
+            node.link.on_push = partial(self.on_notice, node.address)
+            node.config = b""
+            if node.link.closed:
+                raise HandshakeFailed(f"{node.address} hung up after the login", node=str(node.address))
+        return node.link, node.handshake
+
+    async def _drop(self, nodes: Iterable[_Node]) -> None:
+        tasks = [node.task for node in nodes if node.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for node in nodes:
+            node.close()

@@ -1,0 +1,66 @@
+"""The newest cluster map of a service: recorded on the disk, then followed by all workers.
+
+Knows the rule (`NewestMap`) and the record (`storage.map_record`); never who sent a map or where it goes. Invariants:
+no map is handed on before its revision is on the disk, unless the disk takes no writes: then the record is tried again
+at each `retry`, for following a newer map is right in any case; a map older than the record is never taken.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from mirror.errors import OlderMap
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
+from storage import map_record
+from storage.errors import StorageError
+from storage.map_record import MapRecord
+
+log = structlog.get_logger("supervisor")
+
+
+class MapBook:
+    """The maps of one data directory's bucket."""
+
+    def __init__(self, data: str, bucket_uuid: str, *, accept_older: bool = False) -> None:
+        """Read the record; with `accept_older` it is only overwritten. Raises StorageError where it is damaged."""
+        self._data = data
+        self._bucket_uuid = bucket_uuid
+        record = None if accept_older else map_record.load(data, bucket_uuid)
+        self._maps = NewestMap(bucket_uuid, None if record is None else record.revision)
+        self._unsaved = False
+
+    @property
+    def current(self) -> ClusterMap | None:
+        """The newest map; None where the source was not reached yet."""
+        return self._maps.current
+
+    @property
+    def floor(self) -> Revision | None:
+        """The newest revision that was ever followed."""
+        return self._maps.floor
+
+    def check(self, found: ClusterMap) -> None:
+        """Raise OlderMap for a map that must not be followed."""
+        if self._maps.judge(found) is MapVerdict.OLDER and self._maps.floor is not None:
+            raise OlderMap(found.revision, self._maps.floor)
+
+    def take(self, found: ClusterMap) -> bool:
+        """Record a map if it is newer; true: it is to be followed now."""
+        before = self._maps.floor
+        if not self._maps.take(found):
+            return False
+        if self._maps.floor != before:
+            self._unsaved = True
+            self.retry()
+        return True
+
+    def retry(self) -> None:
+        """Write the record, where that failed before."""
+        if not self._unsaved or self._maps.floor is None:
+            return
+        try:
+            map_record.save(self._data, MapRecord(self._bucket_uuid, *self._maps.floor))
+        except StorageError as error:
+            log.error("the cluster map's revision cannot be recorded", error=str(error))
+        else:
+            self._unsaved = False

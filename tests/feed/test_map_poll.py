@@ -1,0 +1,232 @@
+"""Every node is asked for its map, connected or not, and whoever answers first ends no round."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.errors import OlderMap
+from mirror.feed.connection_string import Address, parse
+from mirror.feed.map_poll import MapPoller
+from mirror.feed.session import NodeSession
+from mirror.ingest.topology import ClusterMap, NewestMap
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Feature, Opcode, Status
+from tests.feed.harness import Mirror
+from tests.feed.scripted_node import ScriptedNode, refuse, silent
+from tests.feed.test_bootstrap import access_to
+from tests.feed.test_consumer import VBUCKETS, write
+from tests.feed.test_discovery import map_of
+from tests.feed.test_topology_followed import source_of
+
+
+class Owner:
+    """Follows what is newer, over no session of its own."""
+
+    def __init__(self, maps: NewestMap) -> None:
+        self.maps = maps
+        self.heard: list[tuple[int, int]] = []
+        self.followed = asyncio.Event()
+
+    def session_at(self, address: Address) -> NodeSession | None:
+        return None
+
+    def on_map(self, address: Address, found: ClusterMap) -> None:
+        self.heard.append((address.port, found.rev))
+        if self.maps.take(found):
+            self.followed.set()
+
+
+class Polling:
+    """A poller that runs, beginning with the map of `first`."""
+
+    def __init__(self, path: Path, first: ScriptedNode, **settings: Any) -> None:
+        self.owner = Owner(NewestMap())
+        access = access_to(first, path, **{"map_poll_interval_s": 0.05, "retry_delay_max_ms": 100, **settings})
+        self.poller = MapPoller(self.owner, self.owner.maps, access, SystemClock(), lambda task: None)
+
+    async def __aenter__(self) -> Polling:
+        self.task = asyncio.create_task(self.poller.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def until(self, holds: Any) -> None:
+        async with asyncio.timeout(30):
+            while not holds():  # noqa: ASYNC110 - looks on from outside
+                await asyncio.sleep(0.01)
+
+
+async def test_a_round_ends_with_no_answer_but_the_last(tmp_path: Path) -> None:
+    """The host of the source answers at once, with an old map; one that it names is silent, another knows better."""
+    async with ScriptedNode() as stale, ScriptedNode({Opcode.HELLO: silent}) as dead, ScriptedNode() as newer:
+        stale.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, stale, dead, newer)
+        newer.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(8, newer)
+        async with Polling(tmp_path, stale, connect_timeout_s=600) as polling:
+            await polling.until(lambda: polling.owner.maps.floor == (2, 8))
+            assert polling.poller.error is None
+            # The host of the source is asked on, and its old map does not come back.
+            asked = len(stale.asked_for(Opcode.GET_CLUSTER_CONFIG))
+            await polling.until(lambda: len(stale.asked_for(Opcode.GET_CLUSTER_CONFIG)) > asked + 2)
+            assert polling.owner.maps.floor == (2, 8)
+            assert (stale.connections, newer.connections) == (1, 1), "connections stay open"
+            assert len(newer.asked_for(Opcode.SASL_AUTH)) == 1
+
+
+async def test_a_map_that_a_node_sent_before_is_not_read_again(tmp_path: Path) -> None:
+    async with ScriptedNode() as node:
+        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
+        async with Polling(tmp_path, node) as polling:
+            await polling.until(lambda: len(node.asked_for(Opcode.GET_CLUSTER_CONFIG)) > 5)
+            assert polling.owner.heard == [(node.port, 7)]
+
+
+async def test_a_node_that_refuses_us_is_tried_with_growing_pauses_and_said(tmp_path: Path) -> None:
+    async with ScriptedNode({Opcode.SASL_STEP: refuse(Status.AUTH_ERROR)}) as node:
+        settings = {"retry_delay_min_ms": 60_000, "retry_delay_max_ms": 600_000}
+        async with Polling(tmp_path, node, **settings) as polling:
+            await polling.until(lambda: polling.poller.error is not None)
+            for _ in range(3):
+                polling.poller.wake()
+                await asyncio.sleep(0.1)
+            assert node.connections == 1
+            assert "wrong user or password" in str(polling.poller.error)
+
+
+async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> None:
+    async with ScriptedNode() as node:
+        node.features |= {Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF}
+        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
+        async with Polling(tmp_path, node, map_poll_interval_s=600) as polling:
+            polling.poller.wake()
+            await polling.until(lambda: polling.owner.maps.floor == (2, 7))
+            node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(9, node)
+            node.send(fr.encode(codec_kv.clustermap_notification(2, 6, b"")))
+            node.send(fr.encode(codec_kv.clustermap_notification(2, 9, b"b")))
+            await polling.until(lambda: polling.owner.maps.floor == (2, 9))
+
+
+# -- a consumer that is connected to a stale node alone --------------------------------------------------------------
+
+
+def half_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+    """A mirror whose vbuckets all lie on node 1."""
+    return Mirror(
+        path,
+        bucket="demo",
+        bucket_uuid=cluster.bucket.map.bucket_uuid,
+        vbuckets=VBUCKETS,
+        password="demo",
+        groups=2,
+        own_groups=[1],
+        settings=settings,
+    )
+
+
+async def followed(mirror: Mirror, cluster: SandboxCluster) -> None:
+    highs = {vbid: cluster.vbucket(vbid) for vbid in range(1, VBUCKETS, 2)}
+    await mirror.until(
+        lambda: all(
+            mirror.row(vbid)["published_seqno"] == vbucket.high_seqno and mirror.row(vbid)["vbuuid"] == vbucket.vbuuid
+            for vbid, vbucket in highs.items()
+        ),
+        "what the cluster has",
+    )
+
+
+@pytest.mark.parametrize("profile", ["6.6", "7.2", "8.0"])
+async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: str, tmp_path: Path) -> None:
+    """It is the only node that the consumer is connected to; the other one is asked all the same."""
+    async with source_of(profile=profile) as cluster:
+        write(cluster, 100)
+        mirror = half_of(cluster, tmp_path)
+        mirror.start(cluster.connection_string)
+        await followed(mirror, cluster)
+        alone = cluster.split_off(1)
+        await cluster.failover_node(1)
+        for vbid in range(1, VBUCKETS, 2):
+            alone.set("stale", {}, vbid=vbid)
+        write(cluster, 100, "good")
+        await followed(mirror, cluster)
+        streams = [len(alone.sent[vbid].stream_requests) for vbid in range(VBUCKETS)]
+        for vbid in range(1, VBUCKETS, 2):
+            alone.set("stale again", {}, vbid=vbid)
+        write(cluster, 100, "later")
+        await followed(mirror, cluster)
+        assert [len(alone.sent[vbid].stream_requests) for vbid in range(VBUCKETS)] == streams
+        await mirror.stop()
+
+
+async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_path: Path) -> None:
+    """It was taken out of the cluster, and has a bucket of that name of its own; it is still named as a host."""
+    async with source_of() as cluster:
+        write(cluster, 50)
+        url = cluster.connection_string
+        mirror = half_of(cluster, tmp_path)
+        mirror.start(url)
+        await followed(mirror, cluster)
+        alone = cluster.split_off(1)
+        await cluster.failover_node(1)
+        write(cluster, 50, "good")
+        await followed(mirror, cluster)
+        alone.map.rev += 1000
+        alone.recreate()
+        for number in range(20):
+            write(cluster, 5, f"later-{number}")
+            await followed(mirror, cluster)
+            await asyncio.sleep(0.05)
+        await mirror.stop()
+
+
+async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_path: Path) -> None:
+    """The consumer has no session at all, and the nodes that announce maps are none of its own."""
+    async with source_of(profile="8.0") as cluster:
+        write(cluster, 50)
+        mirror = half_of(cluster, tmp_path)
+        consumer = mirror.start(cluster.connection_string)
+        await followed(mirror, cluster)
+        ours = range(1, VBUCKETS, 2)
+        for vbid in ours:
+            cluster.bucket.map.owners[vbid] = -1
+        cluster.bucket.map_changed(*ours)
+        await mirror.until(lambda: not consumer.ready_sessions(), "no session")
+        for vbid in ours:
+            cluster.bucket.map.owners[vbid] = 0
+        cluster.bucket.map.bump()  # silently
+        write(cluster, 50, "after")
+        await followed(mirror, cluster)
+        await mirror.stop()
+
+
+async def test_no_map_older_than_the_floor_is_followed_and_the_reason_is_said(tmp_path: Path) -> None:
+    async with source_of() as cluster:
+        write(cluster, 50)
+        mirror = half_of(cluster, tmp_path, bootstrap_timeout_s=0.3)
+        consumer = mirror.start(cluster.connection_string)
+        consumer._maps.floor = (1, 1000)
+        error = await mirror.fails()
+        assert isinstance(error, OlderMap)
+        assert "--accept-older-map" in str(error)
+
+
+async def test_a_map_is_handed_to_who_shares_it_and_followed_when_it_comes_back(tmp_path: Path) -> None:
+    async with source_of() as cluster:
+        write(cluster, 50)
+        mirror = half_of(cluster, tmp_path)
+        consumer = mirror.start(cluster.connection_string)
+        shared: list[ClusterMap] = []
+        consumer._share_map = shared.append
+        await mirror.until(lambda: bool(shared), "a map to share")
+        assert consumer.cluster_map is None
+        consumer.follow(shared[0])
+        await followed(mirror, cluster)
+        assert parse(cluster.connection_string).bucket == shared[0].bucket_name
+        await mirror.stop()

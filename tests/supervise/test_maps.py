@@ -1,0 +1,81 @@
+"""The service's newest map: on the disk before it is followed, and never replaced by an older one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mirror.errors import OlderMap
+from mirror.ingest.topology import ClusterMap, Node
+from mirror.supervise.maps import MapBook
+from storage import map_record
+from storage.errors import CorruptedError, Full
+from storage.map_record import MapRecord
+
+MAP = ClusterMap(1, 7, "demo", "b1", (Node("h", 11210),), (0, 0))
+
+
+def recorded(data: Path) -> tuple[int, int] | None:
+    found = map_record.load(str(data), "b1")
+    return None if found is None else found.revision
+
+
+def test_a_newer_map_is_recorded_and_an_older_one_refused_also_after_a_restart(tmp_path: Path) -> None:
+    book = MapBook(str(tmp_path), "b1")
+    assert book.take(MAP)
+    assert recorded(tmp_path) == (1, 7)
+    assert not book.take(MAP)
+    assert book.take(replace(MAP, rev=9))
+    for opened in (book, MapBook(str(tmp_path), "b1")):
+        assert not opened.take(MAP)
+        with pytest.raises(OlderMap, match="revision 7 of epoch 1"):
+            opened.check(MAP)
+        opened.check(replace(MAP, rev=9))
+        opened.check(replace(MAP, rev_epoch=2, rev=1))
+    assert recorded(tmp_path) == (1, 9)
+
+
+def test_the_map_of_before_a_restart_is_followed_again(tmp_path: Path) -> None:
+    MapBook(str(tmp_path), "b1").take(MAP)
+    again = MapBook(str(tmp_path), "b1")
+    assert again.current is None
+    assert again.floor == (1, 7)
+    assert again.take(MAP)
+    assert again.current == MAP
+
+
+def test_an_older_map_that_is_accepted_takes_the_place_of_the_record(tmp_path: Path) -> None:
+    MapBook(str(tmp_path), "b1").take(MAP)
+    book = MapBook(str(tmp_path), "b1", accept_older=True)
+    assert book.take(replace(MAP, rev=2))
+    assert recorded(tmp_path) == (1, 2)
+    assert not book.take(replace(MAP, rev=1))
+
+
+def test_a_mirrors_map_is_not_recorded(tmp_path: Path) -> None:
+    book = MapBook(str(tmp_path), "b1")
+    assert book.take(replace(MAP, of_mirror=True, rev=1_700_000_000))
+    assert recorded(tmp_path) is None
+
+
+def test_a_full_disk_does_not_keep_the_service_on_a_stale_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newer map is followed, and recorded once there is room."""
+
+    def full(_path: str, _record: MapRecord) -> None:
+        raise Full("no space left on device")
+
+    book = MapBook(str(tmp_path), "b1")
+    with monkeypatch.context() as broken:
+        broken.setattr(map_record, "save", full)
+        assert book.take(MAP)
+    assert recorded(tmp_path) is None
+    book.retry()
+    assert recorded(tmp_path) == (1, 7)
+
+
+def test_a_damaged_record_is_said_and_not_guessed(tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text("{")
+    with pytest.raises(CorruptedError, match="remove the file"):
+        MapBook(str(tmp_path), "b1")
