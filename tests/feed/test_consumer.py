@@ -14,7 +14,7 @@ import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigError, ConnectFailed, PrivilegeMissing
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.clustermap import NOWHERE
+from mirror.server.cluster_config import NOWHERE
 from mirror.wire.constants import VbucketState
 from storage import directory
 from storage.check import check
