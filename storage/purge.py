@@ -122,6 +122,8 @@ class Purger:
             return self._removal.step(txn, self.pace.rows)
         if numbers := self._forgettable(txn, vbid):
             branches.forget(environment, txn, vbid, numbers[: self.pace.rows])
+            # The count that `_forgettable` goes by is the group's: another vbucket may open as many as went here.
+            self._forgotten.pop(vbid, None)
             return 0
         pub = branches.unpack_pub(
             txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid
