@@ -41,6 +41,10 @@ from mirror.spark.columns import TABLES
 from mirror.spark.places import local_path
 
 VBUCKETS_MAX = 65_536
+CATALOG_PROPERTIES = frozenset(
+    ("owner", "location", "provider", "external", "is_managed_location", "comment", "collation")
+)
+"""Of tables in SQL: reserved by Spark (TableCatalog.PROP_*). A LOCATION is also given as path."""
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -84,6 +88,15 @@ class Options:
 def parse(given: Mapping[str, str]) -> Options:
     """Options from text. Raises ConfigError."""
     values = {name.lower(): text.strip() for name, text in given.items()}
+    values = {name: text for name, text in values.items() if not _of_catalog(name)}
+    if not values:
+        raise ConfigError(
+            "no options were given",
+            hint="give path or connection. Spark does not pass a table's options on to its queries: "
+            "SELECT ... FROM table WITH (path = '...'), for example in a view",
+        )
+    if "paths" in values:
+        raise ConfigError("several paths were given", hint="a mirror is one: load each, and join them with unionByName")
     if "password" in values:
         raise ConfigError(
             "a password must not be an option: Spark shows options",
@@ -117,6 +130,11 @@ def parse(given: Mapping[str, str]) -> Options:
     if options.latest and options.table != "changes":
         raise ConfigError("option startingFrom is for table=changes")
     return options
+
+
+def _of_catalog(name: str) -> bool:
+    """True for what Spark's catalog adds to the options of a table, and what it repeats of them."""
+    return name in CATALOG_PROPERTIES or name.startswith("option.")
 
 
 def ranges(text: str) -> frozenset[int]:

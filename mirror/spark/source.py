@@ -9,7 +9,7 @@ their own, since defining `pushFilters` makes every query fail while the session
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -55,7 +55,7 @@ class MirrorSource(DataSource):
 
     @told_clearly
     def schema(self) -> StructType:
-        """The columns of the table, as far as asked for. Only called where the user gives no schema."""
+        """The columns of the table, as far as asked for. Only called where the user gives no schema to Spark."""
         self._own_schema = False
         schema = TABLES[self._options.table]
         return from_arrow_schema(pa.schema([schema.field(name) for name in self._options.names]))
@@ -64,12 +64,14 @@ class MirrorSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """For a batch."""
         options = self._options
+        fields = to_arrow_schema(schema, timezone="UTC")
+        own_schema = self._own_schema and not of_table(fields, options)
         if options.table == "changes":
-            if self._own_schema:
+            if own_schema:
                 raise OWN_COLUMNS
-            return ChangesReader(options)
-        shape = shape_of(to_arrow_schema(schema, timezone="UTC"), options, self._own_schema)
-        mark = MARK if self._own_schema else ""
+            return ChangesReader(replace(options, columns=tuple(fields.names)))
+        shape = shape_of(fields, options, own_schema)
+        mark = MARK if own_schema else ""
         return (PushdownDocumentsReader if options.pushdown else DocumentsReader)(options, shape, mark)
 
     @told_clearly
@@ -81,6 +83,15 @@ class MirrorSource(DataSource):
         elif self._own_schema:
             refusal = OWN_COLUMNS
         return ChangesStream(self._options, refusal)
+
+
+def of_table(fields: Any, options: Options) -> bool:
+    """True for columns that are the table's own, as a catalog gives back what it was told: nobody else says so, since
+    JSON has neither a binary `value` nor a change's columns.
+    """
+    table = TABLES[options.table]
+    known = all(field.name in table.names and field.type == table.field(field.name).type for field in fields)
+    return known and (options.table == "changes" or "value" in fields.names)
 
 
 def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:

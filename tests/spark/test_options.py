@@ -49,7 +49,7 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "neither path nor connection"),
+        ({}, "no options were given"),
         ({"path": "/a", "connection": "couchbase://h/b"}, "were both given"),
         ({"path": "/a", "colection": "x"}, "unknown option 'colection'.*known: path"),
         ({"connection": "couchbase://h/b", "password": "secret"}, "must not be an option.*DCP_MIRROR_PASSWORD"),
