@@ -238,12 +238,13 @@ def test_tables_in_sql(spark: SparkSession, small: SmallMirror) -> None:
             f"CREATE OR REPLACE TEMPORARY VIEW both AS SELECT key FROM plain {here} JOIN located {here} USING (key)"
         )
         assert spark.table("both").count() == 100
-        spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW orders AS SELECT * FROM columned {here}")
+        spark.sql(f"CREATE VIEW orders AS SELECT * FROM columned {here}")
         small.put(orders(100, 5))
         assert [row.id for row in spark.table("orders").where("_key = 'order::000103'").collect()] == [103]
         changes = f"SELECT kind, key FROM events WITH (path = '{path}', table = 'changes')"
         assert spark.sql(changes).count() == 105
     finally:
+        spark.sql("DROP VIEW IF EXISTS orders")
         for name in made:
             spark.sql(f"DROP TABLE IF EXISTS {name}")
     assert (path / "mirror.json").exists()
