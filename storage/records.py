@@ -8,8 +8,9 @@ msgpack array whose first element is the record's version.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import cramjam
 import msgpack
@@ -62,6 +63,13 @@ def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     return out
 
 
+def _split_key(wire_key: bytes, vbid: Vbid) -> tuple[int, bytes]:
+    try:
+        return keys.split_key(wire_key)
+    except ValueError as error:
+        raise CorruptedError(str(error), vbid=vbid, hint="run `dcp-mirror check`") from error
+
+
 def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False) -> Document:
     """A stored row as a Document; `raw` leaves the value compressed and with its xattrs.
 
@@ -76,7 +84,7 @@ def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False) -
         collection_id = frame[55]
         key = frame[56:value_start]
         if collection_id >= 0x80:
-            collection_id, key = keys.split_key(frame[55:value_start])
+            collection_id, key = _split_key(frame[55:value_start], vbid)
         if datatype & 6 and not raw:
             value, datatype = body_of(value, datatype)
         # Not Document(...): the same tuple without the Python-level __new__ of a named tuple, which costs as much as
@@ -109,7 +117,7 @@ def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool) -> Docume
         key_start = 24 + extras_length
         wire_key = frame[key_start : key_start + key_length]
         value = frame[key_start + key_length : len(frame) - nmeta]
-        collection_id, key = (0, wire_key) if kind is Kind.SYSTEM_EVENT else keys.split_key(wire_key)
+        collection_id, key = (0, wire_key) if kind is Kind.SYSTEM_EVENT else _split_key(wire_key, vbid)
     except (struct.error, IndexError, ValueError) as error:
         raise CorruptedError(f"a row cannot be read: {error}", vbid=vbid) from error
     if datatype & 6 and not raw:
@@ -183,9 +191,26 @@ def encode_deletion(
     return HEADER.pack(MAGIC, opcode, len(wire_key), len(extras), 0, 0, body_length, 0, cas) + extras + wire_key
 
 
+_T = TypeVar("_T")
 StateFields = tuple[
     int, int, int, int, SnapshotRange | None, tuple[FailoverEntry, ...], int, int, int | None, str | None
 ]
+
+
+def _reads(what: str) -> Callable[[Callable[[bytes | None], _T]], Callable[[bytes | None], _T]]:
+    """Whatever the fields of a damaged record make of their reader is a CorruptedError that names the record."""
+
+    def wrap(read: Callable[[bytes | None], _T]) -> Callable[[bytes | None], _T]:
+        @wraps(read)
+        def reading(data: bytes | None) -> _T:
+            try:
+                return read(data)
+            except (TypeError, ValueError, LookupError) as error:
+                raise CorruptedError(f"the {what} record is damaged: {error}", hint="run `dcp-mirror check`") from error
+
+        return reading
+
+    return wrap
 
 
 def _pack(*fields: Any) -> bytes:
@@ -242,6 +267,7 @@ def encode_branch(row: BranchRow) -> bytes:
     return _pack(*row)
 
 
+@_reads("branch")
 def decode_branch(data: bytes | None) -> BranchRow:
     """A BranchRow from its bytes."""
     *fields, history_ids = _unpack(data, "branch", 8)
@@ -278,6 +304,7 @@ def encode_state(
     )
 
 
+@_reads("state")
 def decode_state(data: bytes | None) -> StateFields:
     """The fields of `encode_state`, in its order."""
     fields = _unpack(data, "state", 9, 10)
@@ -304,6 +331,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return _pack(manifest.uid, list(manifest.scopes.items()), collections)
 
 
+@_reads("manifest")
 def decode_manifest(data: bytes | None) -> Manifest:
     """A Manifest from its row."""
     uid, scopes, collections = _unpack(data, "manifest", 3)
@@ -329,6 +357,7 @@ def encode_rollback(
     return _pack(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms, *reached)
 
 
+@_reads("rollback")
 def decode_rollback(data: bytes | None) -> tuple[int, int, int, int, int, int, int, int | None]:
     """The fields of `encode_rollback`, in its order."""
     a, b, c, d, e, f, g, *reached = _unpack(data, "rollback", 7, 8)

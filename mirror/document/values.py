@@ -12,7 +12,7 @@ import json
 import cramjam
 
 from mirror.wire import xattr
-from mirror.wire.constants import Datatype
+from mirror.wire.constants import BODY_LENGTH_MAX, Datatype
 from mirror.wire.errors import RemoteProtocolError
 
 JSON = int(Datatype.JSON)
@@ -27,6 +27,8 @@ def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
     if not datatype & SNAPPY:
         return value, datatype
     try:
+        if (size := cramjam.snappy.decompress_raw_len(value)) > BODY_LENGTH_MAX:
+            raise ValueError(f"not snappy: it claims {size} bytes; at most {BODY_LENGTH_MAX} are possible")
         return bytes(cramjam.snappy.decompress_raw(value)), datatype & ~SNAPPY
     except cramjam.DecompressionError as error:
         raise ValueError(f"not snappy: {error}") from None

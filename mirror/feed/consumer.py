@@ -50,7 +50,7 @@ from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.wire import events as ev
 from mirror.wire.constants import ControlKey
 from mirror.wire.frame import Frame
-from storage.errors import Full, SeqnoOrder, StorageError
+from storage.errors import Full, Locked, SeqnoOrder, StorageError
 from storage.history import History
 from storage.model import Identity, Vbid
 from storage.writer import GroupWriter
@@ -105,6 +105,8 @@ class Group:
     def may_be_retried(self) -> bool:
         """False for an error that no waiting changes. One of no known kind is waited for if the file is not open."""
         assert self.error is not None
+        if isinstance(self.error, Locked):  # another process has claimed the group
+            return False
         return self.error.retryable or (self.writer.lost and type(self.error) is StorageError)
 
 

@@ -90,7 +90,7 @@ class ControlServer:
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             request = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {"ok": False, "error": "the request is no JSON"}
         if not isinstance(request, dict) or not isinstance(request.get("op"), str):
             return {"ok": False, "error": 'the request is no object with an "op"'}

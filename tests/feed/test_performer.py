@@ -318,6 +318,17 @@ def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_d
     assert (answer.state.published_seqno, answer.state.staged_seqno) == (4, 4)
 
 
+@pytest.mark.parametrize("asked", [deeds.BeginRefill, deeds.AbandonStaged])
+def test_ends_that_were_held_are_forgotten_with_what_was_staged(actor: Actor, asked: Any) -> None:
+    """A refill or an abandoned snapshot: an end of what is gone would be published on the branch that follows."""
+    perform(actor, [stage(actor, 1, 2), publish(2)])
+    actor.writer.commit()
+    actor.gate = PersistenceGate()
+    perform(actor, [stage(actor, 3, 4), publish(4), asked(VBID, "t")])
+    assert actor.gate.waiting == 0
+    assert actor.gate.release(9) is None
+
+
 def test_refill_needs_room_beside_the_old_copy(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     perform(actor, [stage(actor, 1, 2), publish(2)])
     actor.writer.commit()

@@ -75,6 +75,8 @@ class Watched:
     dead_removed: list[tuple[int, int]] = field(default_factory=list)
     """(branch, from which seqno) of retracted rows that the purger took."""
     rolling_back_to: int | None = None
+    made_anew: bool = False
+    """The source deleted the vbucket since the last publish: what every copy had persisted may be lost."""
 
 
 @dataclass
@@ -141,6 +143,8 @@ class Checker:
         if result.boundary_seqno == 0:
             kept = [seqno for seqno in watched.boundaries if watched.floor <= seqno <= to_seqno]
             assert not kept, f"vb {vbid}: no boundary found at or below {to_seqno}, but {kept} are kept"
+            return
+        self._open_again(vbid, result.boundary_seqno)
 
     def on_purged_rows(self, vbid: int, dead: Dead) -> None:
         if dead.since_ms is not None:
@@ -180,14 +184,17 @@ class Checker:
         if branch == watched.branch:
             assert seqno >= watched.seqno, f"vb {vbid}: published {seqno} after {watched.seqno}"
             if seqno > watched.seqno:
+                self._is_persisted(vbid, seqno)
                 watched.boundaries.append(seqno)
                 self.counts["publishes"] += 1
         elif len(links) > 1:
             follows = links[1].branch == watched.branch or links[0].first_branch <= watched.branch < branch
             assert follows, f"vb {vbid}: branch {branch} does not follow {watched.branch}"
             base = links[0].base_seqno
-            assert base == seqno, f"vb {vbid}: branch {branch} from {base} published {seqno}"
-            if reason == 4:
+            assert base == seqno or reason == 6, f"vb {vbid}: branch {branch} from {base} published {seqno}"
+            if reason == 6:
+                self._deferred(vbid, base, seqno)
+            elif reason == 4:
                 assert seqno == watched.seqno, f"vb {vbid}: abandoning moved {watched.seqno} to {seqno}"
                 self.counts["staged rows abandoned on disk"] += 1
             else:
@@ -198,12 +205,34 @@ class Checker:
                 watched.boundaries = [each for each in watched.boundaries if each <= seqno]
                 self.counts["rollbacks"] += 1
         else:
+            self._is_persisted(vbid, seqno)
+            watched.made_anew = False
             watched.boundaries = [seqno]
             watched.refills += 1
             self.counts["out-of-order snapshots published" if reason == 5 else "refills published"] += 1
         if floor > watched.floor and branch == watched.branch and watched.floor:
             self.counts["floors raised"] += 1
         watched.pub, watched.branch, watched.seqno, watched.floor = pub, branch, seqno, floor
+
+    def _is_persisted(self, vbid: int, seqno: int) -> None:
+        if self.mirror.persisted:
+            persisted = self.source.persisted[vbid]
+            assert seqno <= persisted or self.watched[vbid].made_anew, f"vb {vbid}: {seqno} of {persisted} persisted"
+            self.counts["published once persisted"] += 1
+
+    def _deferred(self, vbid: int, base: int, seqno: int) -> None:
+        """Readers went over to another history in one step: back only where that history is shorter."""
+        watched = self.watched[vbid]
+        self._is_persisted(vbid, seqno)
+        high = self.source.vbucket(vbid).high_seqno
+        shorter = watched.made_anew or seqno >= min(watched.seqno, high)
+        assert seqno >= watched.seqno or shorter, f"vb {vbid}: readers went back from {watched.seqno} to {seqno}"
+        assert base in watched.boundaries, f"vb {vbid}: a rollback to {base}, kept are {watched.boundaries}"
+        watched.boundaries = [each for each in watched.boundaries if each <= base]
+        if seqno > base:
+            watched.boundaries.append(seqno)
+        watched.made_anew = False
+        self.counts["deferred rollbacks"] += 1
 
     # --- what readers see
 
@@ -230,6 +259,16 @@ class Checker:
         self._between(view, vbid, expected)
         if watched.floor > 1:
             self._below_floor(view, vbid, watched.floor)
+
+    def _open_again(self, vbid: int, seqno: int) -> None:
+        """Right after a rollback: prepares that the lost history had settled are open again."""
+        if self.source.prepares:
+            writer = self.mirror.writers[vbid % len(self.mirror.writers)]
+            vbuuid = next(int(entry.vbuuid) for entry in writer.state(vbid).failover_log if entry.seqno <= seqno)
+            expected = self.source.open_prepares(self.source.line(vbid, seqno, vbuuid), seqno)
+            found = writer.open_prepares(vbid)
+            assert found == expected, f"vb {vbid} back at {seqno}: open prepares {found}, not {expected}"
+            self.counts["open prepares compared after a rollback"] += bool(expected)
 
     def _prepares(self, vbid: int, seqno: int, vbuuid: int) -> None:
         """Where nothing is staged above what is published, the open prepares are the source's at that seqno."""
@@ -342,8 +381,14 @@ class Checker:
         vbid = follower.vbid
         watched = self.watched[vbid]
         view = self.mirror.view
+        retracted: list[Document] = []
+        deferred = False
         try:
             for count, change in enumerate(view.changes(vbid, since=follower.token, raw=True)):
+                if change.rollback is not None:
+                    deferred = change.rollback.reached_seqno is not None
+                if deferred and change.kind == "retraction" and change.document is not None:
+                    retracted.append(change.document)
                 follower.apply(change, view.rollbacks(vbid), self.counts)
                 if stop_after is not None and count >= stop_after:
                     self.counts["followers stopped in the middle"] += 1
@@ -356,6 +401,8 @@ class Checker:
             return
         follower.refills, follower.removed = watched.refills, len(watched.dead_removed)
         self._compare_copy(follower, view)
+        for document in retracted:  # nothing that is there has been retracted
+            assert follower.copy.get(wire_key(document)) != (document.seqno, document.value), f"false: {document}"
         if watched.seqno and follower.token is None:
             return  # nothing but tombstones that are gone: there was no event to take a token from
         self.counts["followers brought up to date"] += 1

@@ -52,6 +52,8 @@ class Fate:
         self.fail_in = 0
         self.error: Callable[[], Exception] = lambda: OSError(errno.EIO, "I/O error")
         self.before_failure: Callable[[], None] = lambda: None
+        self.fenced: set[GroupWriter] = set()
+        """Writers whose group another process has claimed."""
         self.committed: Callable[[GroupWriter], None] = lambda _writer: None
         self.rolling_back: Callable[[int, int], None] = lambda _vbid, _seqno: None
         self.rolled_back: Callable[[int, int, RollbackResult], None] = lambda _vbid, _seqno, _result: None
@@ -87,7 +89,7 @@ class SimWriter(GroupWriter):
 
     def _open_environment(self, *, claim: bool) -> None:
         super()._open_environment(claim=claim)
-        purger = SimPurger(self.environment, self.vbids, self.window)
+        purger = SimPurger(self.environment, self.vbids, self.window, self.leases)
         purger.fate = self.fate
         self._purger = purger
 
@@ -105,8 +107,11 @@ class SimWriter(GroupWriter):
                     raise fate.error()
 
                 return super()._write(failing)
+        if self in fate.fenced:
+            fate.before_failure()
         grown = self.environment.env.info()["map_size"]
         result = super()._write(work)
+        assert self not in fate.fenced, "a writer wrote after another process had claimed its group"
         if self.environment.env.info()["map_size"] > grown:
             fate.counts["maps grown"] += 1
         fate.committed(self)
@@ -184,6 +189,11 @@ class Mirror:
                 "stall_timeout_s": 5.0,
             }
         )
+        self.persisted = rng.random() < 0.35
+        """`publish=persisted`: what is published is on the disk of every copy."""
+        if self.persisted:
+            self.settings = self.settings.model_copy(update={"publish": "persisted"})
+        self.wall_offset_ms = 0
         self.map_size = rng.choice((64 << 30, 400 << 10, 120 << 10, 90 << 10))
         self.writers: list[SimWriter] = []
         self.keepers = [Keeper(number) for number in range(2)]
@@ -210,7 +220,7 @@ class Mirror:
                 vbids=directory.group_vbids(self.identity, group),
                 identity=self.identity,
                 sync="unsafe",
-                clock_ms=self.clock.wall_ms,
+                clock_ms=self.wall_ms,
                 map_size=self.map_size,
                 window=self.window,
             )
@@ -232,6 +242,10 @@ class Mirror:
         for vbid, actor in self.actors.items():
             self.consumer._node_of[vbid] = self.keepers[self.source.bucket.map.owners[vbid]].address
             actor.revive()
+
+    def wall_ms(self) -> int:
+        """The wall clock of the machine, which somebody may set."""
+        return self.clock.wall_ms() + self.wall_offset_ms
 
     def die(self) -> None:
         """SIGKILL: memory is gone, connections break, what is committed stays."""
@@ -322,6 +336,16 @@ class Mirror:
         if actor.session is not None:
             actor.note_high_seqno(actor.session, high)
         self.consumer._guarded(vbid, lambda: actor.handle(happenings.HighSeqno(high)))
+
+    def ask_persistence(self, vbid: int) -> None:
+        """Every copy says how much of the open stream's history it has persisted."""
+        actor = self.actors[vbid]
+        vbuuid = actor.observed_vbuuid
+        if vbuuid is None:
+            return
+        seqno = self.source.persisted_of(vbid, vbuuid)
+        if seqno is not None:
+            self.consumer._guarded(vbid, lambda: actor.persisted(vbuuid, seqno))
 
     def step_writer(self, group: int) -> bool:
         """A turn of background work, as the consumer gives it."""

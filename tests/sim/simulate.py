@@ -106,6 +106,7 @@ class World:
         self.source = Source(rng, self.clock, counts, vbuckets=VBUCKETS)
         self.mirror = Mirror(path / "data", rng, self.clock, self.loop, self.source, self.fate, vbuckets=VBUCKETS)
         self.checker = Checker(self.mirror, self.source, rng, counts)
+        self.source.keeps_persisted = self.mirror.persisted
         self.paths = ["_default._default"]
         self.scope_count = 0
         self.written = 0
@@ -117,7 +118,12 @@ class World:
             self.write_group: 1,
             self.delete: 4,
             self.expire: 2,
-            self.write_durably: 1 if not self.source.oso else 0,
+            self.write_durably: (3 if self.source.prepares else 1) if not self.source.oso else 0,
+            self.persist: 7 if self.mirror.persisted else 0,
+            self.ask_persistence: 14 if self.mirror.persisted else 0,
+            self.promote: 2 if self.mirror.persisted else 0,
+            self.take_over: 0.1,
+            self.set_clock: 0.15,
             self.change_collections: 1.0 if not self.source.oso else 0,
             self.to_disk: 2,
             self.checkpoint: 1,
@@ -153,7 +159,8 @@ class World:
         chaos = rng.choice((0.2, 1, 1, 2))
         faults = {
             self.fail_over, self.purge, self.cut, self.die, self.die_soon, self.end_stream, self.refuse, self.silence,
-            self.disk_error, self.break_protocol, self.stop, self.move, self.operator_rolls_back,
+            self.disk_error, self.break_protocol, self.promote, self.take_over, self.stop, self.move,
+            self.operator_rolls_back,
         }  # fmt: skip
         self.weights = [
             weights[action] * rng.choice((0.3, 1, 1, 1, 3)) * (chaos if action in faults else 1)
@@ -258,6 +265,8 @@ class World:
         for vbid in range(VBUCKETS):
             self.mirror.follow_map(vbid)
             self.mirror.poll(vbid)
+            self.source.persisted[vbid] = self.source.vbucket(vbid).high_seqno
+            self.mirror.ask_persistence(vbid)
         self.mirror.consumer._source_watch.judge()
         self.clock.advance(min(self.loop.next_due_in() or 0.05, 5.0))
         self.loop.run_due()
@@ -417,6 +426,9 @@ class World:
     def fail_over(self) -> None:
         """Another copy takes over, perhaps with the loss of a tail; now and then several times in a row."""
         vbid = self.vbid()
+        if self.source.prepares:
+            for _ in range(self.rng.randint(0, 4)):
+                self.write_durably()
         for _ in range(self.rng.choice((1, 1, 1, 2, 4))):
             beyond = self.source.vbucket(vbid).high_seqno - self.checker.watched[vbid].seqno
             into = max(0, beyond) + self.rng.choice((1, 2, 5, 20, 60))
@@ -428,6 +440,26 @@ class World:
                 for _ in range(self.rng.randint(1, 8)):
                     self._set(vbid, self.rng.choice(NAMES[vbid]), self.paths[0])
         self._heal_manifest(vbid)
+
+    def promote(self) -> None:
+        """A replica that had persisted part of a snapshot takes over; nothing is lost."""
+        vbid = self.vbid()
+        kept = [seqno for seqno in self.checker.watched[vbid].boundaries if seqno >= self.checker.watched[vbid].floor]
+        begin = self.rng.choice(kept or [0]) + self.rng.choice((0, 0, 1))
+        self.source.promote(vbid, min(begin, self.source.vbucket(vbid).high_seqno))
+        self._heal_manifest(vbid)
+        self.counts["replicas promoted with part of a snapshot"] += 1
+
+    def persist(self) -> None:
+        """The copies write some more down."""
+        for vbid in range(VBUCKETS):
+            high = self.source.vbucket(vbid).high_seqno
+            known = self.source.persisted[vbid]
+            self.source.persisted[vbid] = self.rng.choice((known, high, high, self.rng.randint(known, high)))
+
+    def ask_persistence(self) -> None:
+        for vbid in range(VBUCKETS):
+            self.mirror.ask_persistence(vbid)
 
     def _heal_manifest(self, vbid: int) -> None:
         """The manifest is the cluster's: a vbucket that lost a change of it is told again, in the right order."""
@@ -454,6 +486,7 @@ class World:
     def begin_anew(self) -> None:
         vbid = self.vbid()
         self.source.begin_anew(vbid)
+        self.checker.watched[vbid].made_anew = True
         self._heal_manifest(vbid)
         self.counts["vbuckets deleted and made anew"] += 1
 
@@ -574,6 +607,22 @@ class World:
 
     def die_soon(self) -> None:
         self.fate.die_in, self.fate.die_after = self.rng.randint(1, 6), self.rng.random() < 0.5
+
+    def take_over(self) -> None:
+        """Another process claims a group (its lock is on another host's file system): this one must write no more."""
+        writer = self.rng.choice(self.mirror.writers)
+        if writer._closed or self.mirror.consumer._groups[self.mirror.writers.index(writer)].error is not None:
+            return
+        meta = writer.environment.db(storage_keys.DB_META)
+        with writer.environment.begin(write=True) as txn:
+            txn.put(b"fence", (writer._fence + 1).to_bytes(8), db=meta)
+        self.fate.fenced.add(writer)
+        self.counts["groups taken over"] += 1
+
+    def set_clock(self) -> None:
+        """Somebody sets the wall clock."""
+        self.mirror.wall_offset_ms = self.rng.choice((0, 3_600_000, -3_600_000, 86_400_000 * 400, -86_400_000 * 400))
+        self.counts["clocks set"] += 1
 
     def stop(self) -> None:
         try:

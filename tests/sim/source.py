@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
+from mirror.sandbox import vbucket as sandbox_vbucket
 from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.dcp import DcpProducer
 from mirror.sandbox.encoder import ItemEncoder
@@ -29,7 +30,7 @@ from mirror.wire import codec_dcp
 from mirror.wire.constants import DcpOpenFlag, Feature, MarkerVersion, SnapshotFlag, Status, SystemEventId
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest
 from storage import keys
-from storage.model import FailoverEntry
+from storage.model import FailoverEntry, Seqno
 
 ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
 
@@ -217,6 +218,9 @@ class Source:
         """Opaque of an accepted stream of the mirror as it runs now -> the history it is of."""
         self.purged: dict[int, int] = {}
         """id of a history -> the highest purge seqno it ever had."""
+        self.keeps_persisted = False
+        self.persisted = [0] * vbuckets
+        """Up to where every copy has persisted the history of the vbucket as it is: no failover loses that."""
         self._states: dict[int, tuple[list[Item], list[int], list[State]]] = {}
         self._past: list[list[tuple[list[Item], int, tuple[FailoverEntry, ...]]]] = [[] for _ in range(vbuckets)]
 
@@ -237,8 +241,35 @@ class Source:
         vbucket.purge(below_seqno)
         self.purged[id(vbucket.log)] = max(self.purged.get(id(vbucket.log), 0), vbucket.purge_seqno)
 
+    def persisted_of(self, vbid: int, vbuuid: int) -> int | None:
+        """What every copy answers to OBSERVE_SEQNO; None: a history that they do not know."""
+        return self._upper(vbid, vbuuid, self.persisted[vbid])
+
+    def _upper(self, vbid: int, vbuuid: int, seqno: int) -> int | None:
+        upper = seqno
+        for entry in self.vbucket(vbid).failover_log:
+            if entry.vbuuid == vbuuid:
+                return upper
+            upper = min(upper, entry.seqno)
+        return None
+
+    def promote(self, vbid: int, begin_seqno: int) -> None:
+        """A replica takes over that holds everything, but part of a snapshot: it says that its history begins where
+        that snapshot did.
+        """
+        vbucket = self.vbucket(vbid)
+        vbucket.lost.append(sandbox_vbucket.History(list(vbucket.log), vbucket.failover_log))
+        self.fail_over(vbid, 0)
+        newest, *older = vbucket.failover_log
+        kept = [entry for entry in older if entry.seqno <= begin_seqno]
+        vbucket._failover_log = [FailoverEntry(newest.vbuuid, Seqno(begin_seqno)), *kept]
+
     def fail_over(self, vbid: int, lose: int) -> int:
         vbucket = self.vbucket(vbid)
+        if self.keeps_persisted:
+            lose = min(lose, vbucket.high_seqno - self.persisted[vbid])
+            if vbucket._group_first.get(vbucket.high_seqno - lose, 1 << 62) <= self.persisted[vbid]:
+                lose = 0
         before = vbucket.log
         high = len(before)
         self._past[vbid].append((before, high, vbucket.failover_log))
@@ -253,6 +284,7 @@ class Source:
         vbucket = self.vbucket(vbid)
         self._past[vbid].append((vbucket.log, vbucket.high_seqno, vbucket.failover_log))
         vbucket.reset()
+        self.persisted[vbid] = 0
         self.end_streams(vbid)
 
     def open_prepares(self, line: list[Item], seqno: int) -> dict[bytes, int]:

@@ -33,6 +33,8 @@ MUST_HAPPEN = (
     "collections flushed",
     "connections cut inside a frame",
     "cursors dropped",
+    "clocks set",
+    "deferred rollbacks",
     "deletes",
     "died at a commit",
     "died between commits",
@@ -45,6 +47,7 @@ MUST_HAPPEN = (
     "followers refused after a refill",
     "followers refused after tombstones were purged",
     "followers stopped in the middle",
+    "groups taken over",
     "integrity walks",
     "key rows made in steps",
     "maps grown",
@@ -53,10 +56,12 @@ MUST_HAPPEN = (
     "open snapshots written down",
     "out-of-order snapshots published",
     "protocol broken",
+    "published once persisted",
     "publishes",
     "reads below the floor",
     "refills published",
     "refused on purpose",
+    "replicas promoted with part of a snapshot",
     "restorations followed",
     "retracted rows purged",
     "retractions followed",
@@ -74,6 +79,7 @@ MUST_HAPPEN = (
 MUST_HAPPEN_IN_LONG_RUNS = (
     "followers refused after retracted rows were purged",
     "mid-snapshot resumes below the purge seqno",
+    "open prepares compared after a rollback",
 )
 
 Remember = Callable[[str, object], None]

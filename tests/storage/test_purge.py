@@ -428,3 +428,21 @@ def test_a_flushed_and_refilled_collection_is_purged_in_bounded_steps_of_linear_
     assert sum(looks) < 20 * count
     assert {each.value for each in view.scan(0, collection=9)} == {b"new"}
     assert len(list(view.scan(0, collection=9))) == count
+
+
+def test_a_resynced_copy_begins_a_purge_record_of_its_own(writer: GroupWriter, view: View) -> None:
+    """With that of the old copy, tombstones would stay for ever, and new tokens would be refused for what is there."""
+    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
+    publish(writer, 0, [(A, None, 8)])
+    publish(writer, 0, [(B, b"2", 9)])
+    purge(writer, Window(boundaries=1))
+    assert view.state(0).local_purge_seqno == 8
+    writer.begin_refill(0)
+    publish(writer, 0, [(A, b"1", 3), (B, None, 4)])
+    publish(writer, 0, [(C, b"1", 5)])
+    assert view.state(0).local_purge_seqno == 0
+    token = next(change.token for change in view.changes(0) if change.token.seqno == 4)
+    assert [change.token.seqno for change in view.changes(0, since=token)] == [5]
+    purge(writer, Window(boundaries=1))
+    assert seqnos(view) == [3, 5]
+    assert view.state(0).local_purge_seqno == 4

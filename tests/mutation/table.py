@@ -1,0 +1,206 @@
+"""Rules that the program lives by, each broken in one line, and the tests that must notice.
+
+A line of the table: the file, what is replaced (it occurs once there), what it is replaced with, and the tests. Whoever
+changes such a line changes the table, too: `test_mutations` says where it no longer applies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """A rule that is broken."""
+
+    file: str
+    old: str
+    new: str
+    suite: str
+    """Arguments of pytest."""
+
+
+_ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
+_ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
+_PERSISTENCE, _VBUCKET, _PERFORMER = "mirror/feed/persistence.py", "mirror/feed/vbucket.py", "mirror/feed/performer.py"
+_WRITER, _BRANCHES, _PURGE = "storage/writer.py", "storage/branches.py", "storage/purge.py"
+
+_OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
+_OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
+_OF_GATE, _OF_PERFORMER = "tests/feed/test_persistence.py", "tests/feed/test_performer.py"
+_OF_WRITER, _OF_PURGE = "tests/storage/test_writer.py", "tests/storage/test_purge.py"
+
+MUTATIONS = (
+    # --- which seqnos make a whole snapshot
+    Mutation(_ASSEMBLER, "Seqno(max(event.end_seqno, self._resumed_end))", "Seqno(event.end_seqno)", _OF_ASSEMBLER),
+    Mutation(_ASSEMBLER, "if not self.position_seqno <= end_seqno <= SEQNO_MAX:", "if False:", _OF_ASSEMBLER),
+    Mutation(_ASSEMBLER, "if first_seqno <= self.position_seqno:", "if False:", _OF_ASSEMBLER),
+    Mutation(_ASSEMBLER, "if last_seqno - first_seqno < len(rows) - 1:", "if False:", _OF_ASSEMBLER),
+    Mutation(
+        _ASSEMBLER,
+        "if seqno == self.open_snapshot.end_seqno:",
+        "if seqno + 1 >= self.open_snapshot.end_seqno:",
+        _OF_ASSEMBLER,
+    ),
+    Mutation(_ASSEMBLER, "if open_snapshot is None or self._replaces_end:", "if open_snapshot is None:", _OF_ASSEMBLER),
+    Mutation(
+        _ASSEMBLER,
+        "if self.oso or self.open_snapshot is not None or self.position_seqno:",
+        "if self.oso:",
+        _OF_ASSEMBLER,
+    ),
+    Mutation(_ASSEMBLER, "if seqno > self.open_snapshot.end_seqno:", "if False:", _OF_ASSEMBLER),
+    Mutation(
+        _ASSEMBLER,
+        "if not self._collections and event.start_seqno > current.end_seqno:",
+        "if event.start_seqno > current.end_seqno:",
+        _OF_ASSEMBLER,
+    ),
+    Mutation(
+        _ASSEMBLER,
+        "if (problem := key_problem(key, prefixed=self._collections)) is not None:",
+        "if (problem := None) is not None:",
+        "tests/feed/test_vbucket.py -k key_that_cannot",
+    ),
+    Mutation(
+        "mirror/wire/scan.py", "and 0 < key_length <= 251", "and 0 < key_length", "tests/wire/test_scan.py -k key_that"
+    ),
+    # --- the conversation with the source
+    Mutation(
+        _MACHINE,
+        "if self._offset.inside_snapshot and seqno >= boundary_seqno:",
+        "if self._offset.inside_snapshot:",
+        _OF_MACHINE,
+    ),
+    Mutation(
+        _MACHINE,
+        "elif seqno == 0 or self._rollback_rounds > ROLLBACK_ROUNDS_MAX or seqno >= self._offset.start_seqno:",
+        "elif seqno == 0:",
+        _OF_MACHINE,
+    ),
+    Mutation(_MACHINE, "if self._common_tried:", "if True:", _OF_MACHINE),
+    Mutation(_MACHINE, "if common.seqno < boundary_seqno:", "if False:", _OF_MACHINE),
+    Mutation(
+        _MACHINE,
+        "due = [opaque for end_seqno, opaque in self._marker_acks if end_seqno <= event.seqno]",
+        "due = [opaque for end_seqno, opaque in self._marker_acks]",
+        _OF_MACHINE,
+    ),
+    Mutation(_MACHINE, "if event.end_seqno <= self.durable_seqno:", "if True:", _OF_MACHINE),
+    Mutation(
+        _MACHINE,
+        "if opaque != self.opaque or self.phase is not Phase.STREAMING or not rows:",
+        "if self.phase is not Phase.STREAMING or not rows:",
+        _OF_MACHINE,
+    ),
+    Mutation(_MACHINE, "if log and log != self.failover_log:", "if False:", _OF_MACHINE),
+    Mutation(_ROLLBACK, "if entry.seqno <= boundary_seqno)", "if True)", _OF_ROLLBACK),
+    Mutation(
+        _ROLLBACK,
+        "seqno = min(own_end_seqno, source_end_seqno, own_seqno)",
+        "seqno = min(own_end_seqno, own_seqno)",
+        _OF_ROLLBACK,
+    ),
+    Mutation(_ROLLBACK, "if entry.seqno <= seqno:", "if entry.seqno < seqno:", _OF_ROLLBACK),
+    Mutation(_OFFSET, "vbuuid_at(failover_log, end_seqno)", "vbuuid_at(failover_log, staged_seqno)", _OF_OFFSET),
+    Mutation(
+        _OFFSET,
+        "boundary_seqno < staged_seqno < open_snapshot.end_seqno",
+        "boundary_seqno < staged_seqno <= open_snapshot.end_seqno",
+        _OF_OFFSET,
+    ),
+    # --- publish=persisted
+    Mutation(_PERSISTENCE, "if held[0] <= persisted_seqno]", "]", _OF_GATE),
+    Mutation(_PERSISTENCE, "if not ready or ready[-1][0] < at_least:", "if not ready:", _OF_GATE),
+    Mutation(
+        _PERSISTENCE,
+        "if actor.vbid in found and self._copies.copies_of(actor.vbid) == copies[actor.vbid]:",
+        "if actor.vbid in found:",
+        _OF_GATE,
+    ),
+    Mutation(
+        _PERSISTENCE, "min(seen.persisted_seqno, seen.last_seqno_received or 0)", "seen.persisted_seqno", _OF_GATE
+    ),
+    Mutation(_VBUCKET, "if self.gate is None or vbuuid != self.observed_vbuuid:", "if self.gate is None:", _OF_GATE),
+    Mutation(_VBUCKET, "HIGHS_HEARD = 2", "HIGHS_HEARD = 1", _OF_GATE),
+    Mutation(_PERFORMER, "deferred=actor.defers_rollbacks", "deferred=False", _OF_GATE),
+    Mutation(
+        _PERFORMER,
+        "if state.staging_branch != state.branch and not state.rollback_deferred:",
+        "if False:",
+        _OF_PERFORMER,
+    ),
+    Mutation(
+        _PERFORMER,
+        "    actor.drop_held()\n    writer.begin_refill(",
+        "    writer.begin_refill(",
+        f"{_OF_PERFORMER} -k were_held",
+    ),
+    Mutation(
+        _PERFORMER,
+        "    actor.drop_held()\n    if not actor.writer.abandon(",
+        "    if not actor.writer.abandon(",
+        f"{_OF_PERFORMER} -k were_held",
+    ),
+    # --- the store
+    Mutation(_WRITER, 'if txn.get(b"fence", db=meta) != fence:', "if False:", f"{_OF_WRITER} -k overtaken"),
+    Mutation(
+        _WRITER,
+        "if keep_complete and vbucket.complete_seqno is not None:",
+        "if False:",
+        f"{_OF_WRITER} -k complete_one",
+    ),
+    Mutation(
+        _WRITER, "vbucket.prepares.settled_by_rows(rows)", "pass", "tests/storage/test_prepares.py -k 'not model'"
+    ),
+    Mutation(_WRITER, "to_seqno = min(to_seqno, state.staging_published_seqno)", "pass", _OF_GATE),
+    Mutation(
+        _WRITER,
+        "log = state.failover_log if staged or published or publish or vbucket.known_empty else ()",
+        "log = state.failover_log",
+        f"{_OF_WRITER} tests/storage/test_branches.py tests/storage/test_view.py -k 'not model'",
+    ),
+    Mutation(
+        _BRANCHES,
+        "txn.put(vbid_key, keys.PURGE.pack(0, 0), db=environment.db(keys.DB_PURGE))",
+        "pass",
+        f"{_OF_PURGE} -k purge_record_of_its_own",
+    ),
+    Mutation(
+        _BRANCHES,
+        "kept = tuple(entry for entry in log if entry.seqno <= boundary.seqno)",
+        "kept = log",
+        f"{_OF_WRITER} tests/storage/test_branches.py",
+    ),
+    Mutation(
+        _BRANCHES,
+        "pub[5] |= keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)",
+        "pass",
+        "tests/storage/test_refill_reads.py",
+    ),
+    Mutation(_PURGE, "target = max(floor, min(target, base))", "pass", _OF_GATE),
+    Mutation(_PURGE, "target = max(floor, min(target, held))", "pass", "tests/storage/test_leases.py"),
+    Mutation(
+        _PURGE,
+        "if dup[12] != 0x57 and chain.newest_version(cursor, wire_key, at_floor) == dup:",
+        "if dup[12] != 0x57:",
+        _OF_PURGE,
+    ),
+    Mutation(
+        "storage/prepares.py",
+        "not (settled != _NOT_SETTLED and settled[1] <= cuts.get(settled[0], -1)):",
+        "settled == _NOT_SETTLED:",
+        "tests/storage/test_prepares.py",
+    ),
+    # --- what readers of changes and of their own writes hear
+    Mutation("storage/view.py", "if gap or (after < purged and token.seqno > 0):", "if gap:", _OF_PURGE),
+    Mutation(
+        "storage/view.py", "if replacing and self._was_given(opened, lost, document, raw):", "if False:", _OF_GATE
+    ),
+    Mutation("storage/view.py", "if replaced or not self._alive(", "if not self._alive(", _OF_GATE),
+    Mutation(
+        "storage/wait.py",
+        "return here if token.seqno <= newest_seqno else Standing.LOST",
+        "return here",
+        "tests/storage/test_wait.py",
+    ),
+)
