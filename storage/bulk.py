@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from storage import keys
+from storage import keys, seal
 from storage.errors import CorruptedError
 from storage.model import Kind
 from storage.view import CHUNK_BYTES, Pin, View
@@ -129,7 +129,7 @@ class _Read:
                             break
                 for (_, collection_id, _), rows, byte_count in zip(self._collections, taken, byte_counts, strict=True):
                     if rows:
-                        yield Chunk(collection_id, rows, byte_count)
+                        yield self._chunk(collection_id, rows, byte_count)
                 if len(seen) > REMEMBERED_MAX or row_count > ROWS_PER_DOCUMENT * len(seen) + self._rows_max:
                     yield from self.in_order_of_keys(seen)
                     return
@@ -222,7 +222,13 @@ class _Read:
                             break
                 position = following
                 if frames:
-                    yield Chunk(collection_id, frames, byte_count)
+                    yield self._chunk(collection_id, frames, byte_count)
+
+    def _chunk(self, collection_id: int, stored: list[bytes], byte_count: int) -> Chunk:
+        """The messages of stored rows, verified."""
+        if self._view._verify_reads:
+            seal.check_all(stored, self._vbid, self._environment.path)
+        return Chunk(collection_id, [each[: -seal.SIZE] for each in stored], byte_count - seal.SIZE * len(stored))
 
     @contextmanager
     def _transaction(self) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import lmdb
 
-from storage import branches, chain, directory, keys, prepares, records
+from storage import branches, chain, directory, keys, prepares, records, seal
 from storage.environment import DATA_FILE, MAP_SIZE, SHARED, Environment
 from storage.errors import CorruptedError, StorageError
 from storage.model import SEQNO_MAX, BranchReason, Identity, Kind, Vbid
@@ -279,7 +279,8 @@ class _Walk:
             if seqno <= self.bases[branch]:
                 self._add(f"{where} is not above its branch's base {self.bases[branch]}")
             try:
-                document = records.decode_row(self.vbid, branch, value)
+                frame = seal.frame_of(value, key, self.vbid, self.environment.path)
+                document = records.decode_row(self.vbid, branch, frame)
             except CorruptedError as error:
                 self._add(f"{where}: {error.message}")
                 continue

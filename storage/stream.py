@@ -134,7 +134,8 @@ def rows(
             begins = begins_of(pinned.manifest)
         if begins is not None:
             found = [row for row in found if _is_wanted(row, begins)]
-        return _newest(opened, txn, pinned.links, found, all_there=position == pinned.seqno), position
+        kept = _newest(opened, txn, pinned.links, found, all_there=position == pinned.seqno)
+        return [(key, view._frame(opened.environment, vbid, key, stored)) for key, stored in kept], position
 
 
 def begins_of(manifest: Manifest) -> dict[int, int]:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import lmdb
+from google_crc32c import value as crc32c
 
-from storage import branches, chain, directory, history, index, keys, records, wait
+from storage import branches, chain, directory, history, index, keys, records, seal, wait
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import (
     AnswerTooLarge,
@@ -223,15 +224,19 @@ class Opened(NamedTuple):
     """LMDB's own begin, without `Environment.begin` around it: for the read that happens a million times."""
 
 
-def open_view(path: str | os.PathLike[str], *, map_size: int = MAP_SIZE, stale_reads: bool = False) -> View:
+def open_view(
+    path: str | os.PathLike[str], *, map_size: int = MAP_SIZE, stale_reads: bool = False, verify_reads: bool = True
+) -> View:
     """Open the mirror in the data directory `path` for reading, whether its service runs or not.
 
     `map_size` is how much address space each group gets at first, in bytes; it grows by itself. With `stale_reads` a
     vbucket that is resynced is read from its old copy, also where the setting `refill_reads` withholds that.
 
+    `verify_reads`: compare the checksum of each row that is read, and raise CorruptedError where it does not match.
+
     Raises NotAMirror, ReadOnly (no write access to a lock file), CorruptedError, FormatTooNew, WrongBucket.
     """
-    return View(os.fspath(path), map_size=map_size, stale_reads=stale_reads)
+    return View(os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads)
 
 
 _views: weakref.WeakSet[View] = weakref.WeakSet()
@@ -256,10 +261,13 @@ class View:
     `wait_for`. Positions and history: `state`, `states`, `boundaries`, `rollbacks`, `history`. Collections: `manifest`.
     """
 
-    def __init__(self, path: str, *, map_size: int = MAP_SIZE, stale_reads: bool = False) -> None:
+    def __init__(
+        self, path: str, *, map_size: int = MAP_SIZE, stale_reads: bool = False, verify_reads: bool = True
+    ) -> None:
         """Call `open_view` instead."""
         self.path = path
         self._stale_reads = stale_reads
+        self._verify_reads = verify_reads
         self.identity: Identity = directory.load(path)
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
@@ -500,7 +508,10 @@ class View:
                     if dup_branch == branch and dup_seqno <= seqno:
                         if kind != 0x57:
                             return None
-                        document = records.decode_row(vbid, branch, txn.get(dup[:12], b"", row_tree), raw=raw)  # type: ignore[arg-type]
+                        stored = txn.get(dup[:12], b"", row_tree)
+                        if self._verify_reads and crc32c(stored) != seal.RESIDUE:
+                            seal.frame_of(stored, dup[:12], vbid, environment.path)
+                        document = records.decode_row(vbid, branch, stored[:-4], raw=raw)  # type: ignore[arg-type]
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             return None
                         return document
@@ -645,7 +656,13 @@ class View:
         frame = txn.get(dup[:12], db=opened.rows)
         if frame is None:
             raise CorruptedError("a key points to a row that is missing", path=opened.environment.path, vbid=vbid)
-        return records.decode_row(Vbid(vbid), Branch(int.from_bytes(dup[:4], "big")), frame, raw=raw)
+        if self._verify_reads and crc32c(frame) != seal.RESIDUE:  # written out here too: a scan does it for each row
+            seal.frame_of(frame, dup[:12], vbid, opened.environment.path)
+        return records.decode_row(Vbid(vbid), Branch(int.from_bytes(dup[:4], "big")), frame[:-4], raw=raw)
+
+    def _frame(self, environment: Environment, vbid: int, row_key: bytes, stored: bytes) -> bytes:
+        """The message of a stored row, verified."""
+        return seal.frame_of(stored, row_key, vbid, environment.path) if self._verify_reads else stored[: -seal.SIZE]
 
     @staticmethod
     def _damaged(error: Exception, opened: Opened, vbid: int) -> StorageError:
@@ -965,7 +982,8 @@ class View:
                     rows = index.rows_between(
                         opened.environment, txn, vbid, prefix, position, last, CHUNK_ROWS, CHUNK_BYTES
                     )
-                for _, frame in rows:
+                for row_key, stored in rows:
+                    frame = self._frame(opened.environment, vbid, row_key, stored)
                     yield records.decode_row(Vbid(vbid), Branch(link.branch), frame, raw=raw)
                 if not rows:
                     break
@@ -1243,6 +1261,7 @@ class View:
             frame = txn.get(keys.ROW.pack(link.branch, document.seqno), db=opened.rows)
         if frame is None:
             return False
+        frame = self._frame(opened.environment, document.vbid, keys.ROW.pack(link.branch, document.seqno), frame)
         known = records.decode_row(document.vbid, Branch(link.branch), frame, raw=raw)
         return known._replace(branch=document.branch) == document
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import lmdb
 
-from storage import branches, chain, directory, history, index, keys, records
+from storage import branches, chain, directory, history, index, keys, records, seal
 from storage.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.errors import Closed, CorruptedError, Locked, NoSuchBoundary, SeqnoOrder, StorageError
 from storage.history_clock import HistoryClock
@@ -472,7 +472,7 @@ class GroupWriter:
                 vbid=vbid,
             )
         vbucket.prepares.settled_by_rows(rows)
-        vbucket.rows += rows
+        vbucket.rows += seal.sealed_rows(row_keys, rows)
         vbucket.pending_bytes += byte_count
         self.pending_bytes += byte_count
         vbucket.staged_seqno = last

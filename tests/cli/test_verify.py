@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -11,26 +12,51 @@ import pytest
 import cli
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from storage import directory, keys
+from storage import directory, keys, seal
 from tests.cli.conftest import call
 
 ALTERED = 3
 JSON_MD = Path(cli.__file__).with_name("JSON.md")
 
 
-@pytest.fixture
-def altered(mirrored: Path, tmp_path: Path) -> Path:
-    """A copy of the mirror in which one byte of one value of vbucket 3 is another."""
-    data = tmp_path / "data"
+def alter(mirrored: Path, data: Path, work: Callable[[bytes], bytes]) -> Path:
+    """A copy of the mirror in which one stored row of vbucket 3 is another."""
     shutil.copytree(mirrored, data, ignore=shutil.ignore_patterns("*.sock"))
     group = directory.group_path(str(data), ALTERED % 4)
     with lmdb.open(group, max_dbs=64, map_size=1 << 30) as environment:
         tree = environment.open_db(keys.rows_db(ALTERED), create=False)
         with environment.begin(write=True) as txn:
             rows = [(key, row) for key, row in txn.cursor(tree) if len(key) == keys.ROW_KEY_SIZE and row[1] == 0x57]
-            row_key, row = rows[-1]
-            txn.put(row_key, row[:-1] + bytes([row[-1] ^ 1]), db=tree)
+            row_key, stored = rows[-1]
+            txn.put(row_key, work(stored), db=tree)
     return data
+
+
+@pytest.fixture
+def altered(mirrored: Path, tmp_path: Path) -> Path:
+    """A copy of the mirror in which one byte of one value of vbucket 3 is another, with a checksum that matches."""
+
+    def work(stored: bytes) -> bytes:
+        frame = stored[: -seal.SIZE]
+        return seal.sealed(frame[:-1] + bytes([frame[-1] ^ 1]))
+
+    return alter(mirrored, tmp_path / "data", work)
+
+
+@pytest.mark.parametrize("at", [-seal.SIZE - 1, -1], ids=["value", "checksum"])
+def test_a_damaged_row_is_named_and_mended(source: SandboxThread, mirrored: Path, tmp_path: Path, at: int) -> None:
+    def work(stored: bytes) -> bytes:
+        damaged = bytearray(stored)
+        damaged[at] ^= 1
+        return bytes(damaged)
+
+    data = alter(mirrored, tmp_path / "data", work)
+    checked = call("check", "--data", data)
+    assert checked.code == 3
+    assert "its checksum does not match" in checked.out + checked.err
+    mended = call("verify", "--data", data, "--source", source.connection_string, "--repair", "--json")
+    assert mended.code == 0, mended.err
+    assert (mended.json["repaired"], mended.json["ok"]) == ([ALTERED], True)
 
 
 def test_a_mirror_equals_its_source(source: SandboxThread, mirrored: Path) -> None:

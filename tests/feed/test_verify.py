@@ -16,7 +16,7 @@ from mirror.feed.comparison import VbucketResult
 from mirror.feed.reader import SourceReader
 from mirror.feed.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
-from storage import directory, keys
+from storage import directory, keys, seal
 from storage.view import open_view
 from tests.feed.harness import Mirror
 
@@ -232,7 +232,12 @@ async def test_tombstones_that_either_side_has_forgotten_are_no_difference(
 
 
 def rows_of(txn: Any, tree: Any) -> list[tuple[bytes, bytes]]:
-    return [(key, frame) for key, frame in txn.cursor(tree) if len(key) == keys.ROW_KEY_SIZE and frame[1] == 0x57]
+    """Rows of mutations, without their checksums."""
+    return [
+        (key, stored[: -seal.SIZE])
+        for key, stored in txn.cursor(tree)
+        if len(key) == keys.ROW_KEY_SIZE and stored[1] == 0x57
+    ]
 
 
 async def test_every_altered_byte_that_a_reader_could_see_is_found(cluster: SandboxCluster, tmp_path: Path) -> None:
@@ -246,7 +251,7 @@ async def test_every_altered_byte_that_a_reader_could_see_is_found(cluster: Sand
         for (key, frame), place in zip(rows, places.values(), strict=False):
             changed = bytearray(frame)
             changed[place] ^= 1
-            txn.put(key, bytes(changed), db=tree(keys.rows_db(1)))
+            txn.put(key, seal.sealed(bytes(changed)), db=tree(keys.rows_db(1)))
             altered.add(frame[55 : 55 + int.from_bytes(frame[2:4])])
 
     alter(mirror, work)
@@ -273,7 +278,7 @@ async def test_documents_that_are_missing_and_documents_that_nobody_wrote(
         dup = txn.get(old, db=tree(keys.keys_db(1)))
         assert txn.delete(old, db=tree(keys.keys_db(1)))
         txn.put(new, dup, db=tree(keys.keys_db(1)))
-        txn.put(row_key, renamed[:55] + new + renamed[55 + length :], db=tree(keys.rows_db(1)))
+        txn.put(row_key, seal.sealed(renamed[:55] + new + renamed[55 + length :]), db=tree(keys.rows_db(1)))
 
     alter(mirror, work)
     (result,) = await verified(mirror, cluster, service=False, vbids=[1])
@@ -286,7 +291,7 @@ async def test_a_row_that_cannot_be_read_costs_its_vbucket_alone(cluster: Sandbo
 
     def cut(txn: Any, tree: Callable[[bytes], Any]) -> None:
         key, frame = rows_of(txn, tree(keys.rows_db(1)))[0]
-        txn.put(key, frame[:-3], db=tree(keys.rows_db(1)))
+        txn.put(key, seal.sealed(frame[:-3]), db=tree(keys.rows_db(1)))
 
     alter(mirror, cut)
     results = await verified(mirror, cluster, service=False)
@@ -300,7 +305,7 @@ async def test_a_fault_in_a_running_mirror_is_found_under_load(cluster: SandboxC
 
     def work(txn: Any, tree: Callable[[bytes], Any]) -> None:
         key, frame = rows_of(txn, tree(keys.rows_db(1)))[0]
-        txn.put(key, frame[:-1] + bytes([frame[-1] ^ 1]), db=tree(keys.rows_db(1)))
+        txn.put(key, seal.sealed(frame[:-1] + bytes([frame[-1] ^ 1])), db=tree(keys.rows_db(1)))
 
     alter(mirror, work)
     mirror.start(cluster.connection_string)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage import directory, keys, records
+from storage import directory, keys, records, seal
 from storage.check import check
 from storage.environment import Environment
 from storage.errors import NotAMirror
@@ -60,6 +60,8 @@ def delete(tree: bytes, key: bytes, value: bytes = b"") -> Callable[[Environment
 
 
 FRAME = records.encode_mutation(KEYS[0], b"v", 1)
+SEALED = seal.sealed(FRAME)
+OTHER_SEQNO = records.encode_mutation(KEYS[0], b"v", 3)
 DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
     "a key without its row": (delete(ROWS, FIRST), "which is missing"),
     "a row without its key": (delete(KEY_TREE, b"\0" + KEYS[0], keys.DUP.pack(1, 1, 0x57)), "has no key row"),
@@ -68,14 +70,25 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
         "another document's",
     ),
     "a key of another kind": (put(KEY_TREE, b"\0" + KEYS[0], keys.DUP.pack(1, 1, 0x58)), "another document's"),
-    "a row of another seqno": (put(ROWS, FIRST, records.encode_mutation(KEYS[0], b"v", 3)), "event of seqno 3"),
-    "a row that is cut short": (put(ROWS, FIRST, FRAME[:-1]), "lengths do not add up"),
-    "a row of an unknown opcode": (put(ROWS, FIRST, b"\x80\x01" + FRAME[2:]), "cannot be read"),
+    "a row of another seqno": (
+        put(ROWS, FIRST, seal.sealed(OTHER_SEQNO)),
+        "event of seqno 3",
+    ),
+    "a row that is cut short": (put(ROWS, FIRST, seal.sealed(FRAME[:-1])), "lengths do not add up"),
+    "a row of an unknown opcode": (put(ROWS, FIRST, seal.sealed(b"\x80\x01" + FRAME[2:])), "cannot be read"),
+    "a row with a flipped bit in its value": (
+        put(ROWS, FIRST, SEALED[:-5] + b"w" + SEALED[-4:]),
+        "row 1:1: the row of seqno 1 (branch 1), key b'" + KEYS[0].decode() + "', is damaged",
+    ),
+    "a row without its checksum": (put(ROWS, FIRST, FRAME), "its checksum does not match"),
     "an empty row": (put(ROWS, FIRST, b"\x80"), "vbucket 0"),
-    "a row of an unknown branch": (put(ROWS, keys.ROW.pack(9, 1), FRAME), "unknown branch"),
-    "a row below its branch's base": (put(ROWS, keys.ROW.pack(2, 1), FRAME), "not above its branch's base 5"),
+    "a row of an unknown branch": (put(ROWS, keys.ROW.pack(9, 1), SEALED), "unknown branch"),
+    "a row below its branch's base": (
+        put(ROWS, keys.ROW.pack(2, 1), SEALED),
+        "not above its branch's base 5",
+    ),
     "a row beyond what is staged": (
-        put(ROWS, keys.ROW.pack(2, 99), records.encode_mutation(KEYS[0], b"v", 99)),
+        put(ROWS, keys.ROW.pack(2, 99), seal.sealed(records.encode_mutation(KEYS[0], b"v", 99))),
         "above the staged seqno",
     ),
     "a row key of a wrong size": (put(ROWS, FIRST + b"\7\7", FRAME), "14 bytes"),
