@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import lmdb
 
-from storage import directory, keys, records
+from storage import directory, keys, records, seal
 from storage.index import SLICE_ROWS, sort_key_rows
 from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
 from storage.purge import Window
@@ -74,9 +74,11 @@ def write_limit(path: str, rows: dict[int, list[Row]], *, deferred: bool, batch_
     """The same rows by `putmulti` into the same trees, metasync off, `batch_rows` a transaction.
 
     `deferred`: row trees first, then all key rows of a vbucket sorted and appended, as for one large snapshot each;
-    otherwise both trees with every batch, its key rows sorted. Decoding key rows out of rows is not in the time.
+    otherwise both trees with every batch, its key rows sorted. Key rows are decoded and checksums
+    computed before the time begins.
     """
     key_rows = {vbid: records.key_rows(each) for vbid, each in rows.items()}
+    rows = {vbid: seal.sealed_rows([key for key, _ in each], each) for vbid, each in rows.items()}
     os.makedirs(path, exist_ok=True)
     env = lmdb.open(path, map_size=64 << 30, max_dbs=2 * len(rows) + 2, metasync=False, readahead=False, meminit=False)
     with env.begin(write=True) as txn:
