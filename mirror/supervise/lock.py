@@ -12,9 +12,11 @@ import os
 from pathlib import Path
 
 from mirror.errors import ConfigError, SupervisionError
+from storage import directory, map_record
 
 LOCK_NAME = "service.lock"
-OURS = ("mirror.json", "mirror.json.new", LOCK_NAME, "control.sock", "lost+found")
+_RECORDS = (directory.FILE, map_record.FILE)
+OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.sock", "lost+found")
 """What may lie in a directory that is to become a mirror, besides group folders: traces of an interrupted start."""
 
 
@@ -60,15 +62,15 @@ class ServiceLock:
             self._descriptor = -1
 
 
-def refuse_foreign(directory: Path) -> None:
-    """Raise ConfigError when `directory` is no mirror and holds somebody's files."""
-    names = sorted(entry.name for entry in directory.iterdir())
+def refuse_foreign(data: Path) -> None:
+    """Raise ConfigError when `data` is no mirror and holds somebody's files."""
+    names = sorted(entry.name for entry in data.iterdir())
     if "mirror.json" in names:
         return
     foreign = [name for name in names if name not in OURS and not name.startswith("group-")]
     if foreign:
         raise ConfigError(
-            f"{directory} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''}) and no mirror",
+            f"{data} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''}) and no mirror",
             hint="give --data an empty or new directory",
             setting="data",
         )

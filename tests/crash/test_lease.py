@@ -48,7 +48,7 @@ def test_history_stays_for_its_holder_through_kills_and_goes_after_release(
     source: SandboxThread, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
-    flags = ("--groups", "2", "--workers", "2", "--set", "history_boundaries=1", "--set", "lease_max_s=5")
+    flags = ("--groups", "2", "--workers", "2", "--set", "history_boundaries=1", "--set", "lease_max_s=60")
     with Service(source.connection_string, data, *flags) as service:
         service.start()
         until("the mirror", lambda: (data / "mirror.json").exists())
@@ -56,7 +56,7 @@ def test_history_stays_for_its_holder_through_kills_and_goes_after_release(
             write(source, view, 1)
             *held_ones, free = ((int(each.branch), int(each.seqno)) for each in view.published())
             held = dict(enumerate(held_ones))
-            with hold(data, held, name="a job", seconds=3) as lease:
+            with hold(data, held, name="a job", seconds=30) as lease:
                 workers = service.wait_workers(2)
                 status = service.status()
                 assert status is not None

@@ -14,7 +14,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark.compare import Compared, compare
 from mirror.spark.runner import LocalRunner
-from storage import directory, keys
+from storage import directory, keys, seal
 from storage.view import open_view
 from tests.cli.conftest import call, fill
 
@@ -42,7 +42,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 
 def alter(data: Path, vbid: int) -> bytes:
-    """One byte of one value, as a bad disk would; returns the key."""
+    """Another value of one document, with its checksum, as a wrong write would leave it; returns the key."""
     with open_view(str(data)) as view:
         identity = view.identity
         document = next(iter(view.scan(vbid)))
@@ -52,9 +52,9 @@ def alter(data: Path, vbid: int) -> bytes:
         row_key = keys.ROW.pack(1, document.seqno)
         found = txn.get(row_key, db=tree)
         assert found is not None
-        frame = bytearray(found)
+        frame = bytearray(found[: -seal.SIZE])
         frame[-1] ^= 1
-        txn.put(row_key, bytes(frame), db=tree)
+        txn.put(row_key, seal.sealed(bytes(frame)), db=tree)
     return document.key
 
 
