@@ -157,9 +157,10 @@ class OlderMap(ClusterError):
         "nodes; they are asked again. Only if the cluster was restored to an earlier state: `run --accept-older-map`"
     )
 
-    def __init__(self, found: tuple[int, int], followed: tuple[int, int]) -> None:
-        """The two revisions, (epoch, revision) each."""
-        super().__init__(
+    @staticmethod
+    def of(found: tuple[int, int], followed: tuple[int, int]) -> OlderMap:
+        """The error for two revisions, (epoch, revision) each."""
+        return OlderMap(
             f"the newest cluster map of all nodes that answer is revision {found[1]} of epoch {found[0]}, and revision "
             f"{followed[1]} of epoch {followed[0]} was followed before"
         )

@@ -257,7 +257,7 @@ class Consumer:
             try:
                 found = await discover(self._access, self.clock, bucket_uuid=self.identity.bucket_uuid)
                 if self._offer(found) is MapVerdict.OLDER and self._maps.floor is not None:
-                    raise OlderMap(found.revision, self._maps.floor)
+                    raise OlderMap.of(found.revision, self._maps.floor)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SHARED_MAP_S):
                         await self._has_map.wait()

@@ -339,7 +339,7 @@ class Doctor:
             return
         maps.floor = None if record is None else record.revision
         if maps.floor is not None and maps.judge(newest) is MapVerdict.OLDER:
-            self._fail("map", OlderMap(newest.revision, maps.floor))
+            self._fail("map", OlderMap.of(newest.revision, maps.floor))
 
     async def _open_sessions(self, found: ClusterMap) -> None:
         name = f"dcp-mirror:doctor:{self._clock.unique()}"

@@ -321,7 +321,7 @@ class _Hub:
         if followed is not None and found.bucket_uuid == followed.bucket_uuid:
             self._maps.floor = followed.revision
             if self._maps.judge(found) is MapVerdict.OLDER:
-                raise OlderMap(found.revision, followed.revision)
+                raise OlderMap.of(found.revision, followed.revision)
         self._take_map(found)
         self._tasks = [asyncio.create_task(self._poller.run()), asyncio.create_task(self._watch())]
         if self._collections:

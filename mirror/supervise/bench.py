@@ -177,10 +177,11 @@ def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> 
         for writer in writers:
             writer.environment.env.sync(True)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        count = sum(consumer.source_high_seqnos().values())  # not known any more once the sessions are closed
         await consumer.stop()
         await running
         for writer in writers:
             writer.close()
-        pipe.send((sum(consumer.source_high_seqnos().values()), seconds, cpu_s))
+        pipe.send((count, seconds, cpu_s))
 
     asyncio.run(consume())

@@ -42,7 +42,7 @@ class MapBook:
     def check(self, found: ClusterMap) -> None:
         """Raise OlderMap for a map that must not be followed."""
         if self._maps.judge(found) is MapVerdict.OLDER and self._maps.floor is not None:
-            raise OlderMap(found.revision, self._maps.floor)
+            raise OlderMap.of(found.revision, self._maps.floor)
 
     def take(self, found: ClusterMap) -> bool:
         """Record a map if it is newer; true: it is to be followed now."""

@@ -8,7 +8,7 @@ import pydoc
 import mirror
 from storage import errors
 
-OF_WRITERS = {"Locked", "SeqnoOrder"}
+OF_WRITERS = {"DeviceFailed", "Locked", "SeqnoOrder"}
 """Errors that no reader meets."""
 
 

@@ -201,7 +201,9 @@ def test_another_format_and_damage_are_named(spark: SparkSession, small: SmallMi
             assert cursor.first()
             txn.put(cursor.key(), cursor.value()[:-1])
     frame = read(spark, path=str(small.path))
-    assert "vbucket 0: a row's lengths do not add up (run `dcp-mirror check`)" in message_of(frame.collect)
+    damaged = message_of(frame.collect)
+    assert "vbucket 0: the row of seqno" in damaged
+    assert "its checksum does not match (`dcp-mirror verify --repair` fetches the vbucket again)" in damaged
     identity = json.loads((small.path / "mirror.json").read_text())
     (small.path / "mirror.json").write_text(json.dumps(identity | {"format": 99}))
     assert "format" in message_of(lambda: read(spark, path=str(small.path)))
@@ -238,13 +240,13 @@ def test_tables_in_sql(spark: SparkSession, small: SmallMirror) -> None:
             f"CREATE OR REPLACE TEMPORARY VIEW both AS SELECT key FROM plain {here} JOIN located {here} USING (key)"
         )
         assert spark.table("both").count() == 100
-        spark.sql(f"CREATE VIEW orders AS SELECT * FROM columned {here}")
+        spark.sql(f"CREATE VIEW typed_orders AS SELECT * FROM columned {here}")
         small.put(orders(100, 5))
-        assert [row.id for row in spark.table("orders").where("_key = 'order::000103'").collect()] == [103]
+        assert [row.id for row in spark.table("typed_orders").where("_key = 'order::000103'").collect()] == [103]
         changes = f"SELECT kind, key FROM events WITH (path = '{path}', table = 'changes')"
         assert spark.sql(changes).count() == 105
     finally:
-        spark.sql("DROP VIEW IF EXISTS orders")
+        spark.sql("DROP VIEW IF EXISTS typed_orders")
         for name in made:
             spark.sql(f"DROP TABLE IF EXISTS {name}")
     assert (path / "mirror.json").exists()

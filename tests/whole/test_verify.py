@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from storage import directory, keys
+from storage import directory, keys, seal
 from tests.cli.conftest import call
 from tests.crash.load import Load
 from tests.crash.service import Service
@@ -20,14 +20,15 @@ FLAGS = ("--groups", "3", "--workers", "2", "--set", "refill_reads=stale")
 
 
 def alter(data: Path, vbid: int) -> None:
-    """One byte of the newest value of a vbucket."""
+    """One byte of each value of a vbucket, with its checksum, as a wrong write would leave it."""
     group = directory.group_path(str(data), vbid % 3)
     with lmdb.open(group, max_dbs=64, map_size=1 << 30) as environment:
         tree = environment.open_db(keys.rows_db(vbid), create=False)
         with environment.begin(write=True) as txn:
             for row_key, row in list(txn.cursor(tree)):
                 if len(row_key) == keys.ROW_KEY_SIZE and row[1] == 0x57:
-                    txn.put(row_key, row[:-1] + bytes([row[-1] ^ 1]), db=tree)
+                    frame = row[: -seal.SIZE]
+                    txn.put(row_key, seal.sealed(frame[:-1] + bytes([frame[-1] ^ 1])), db=tree)
 
 
 def test_what_was_altered_is_found_and_mended_while_the_source_is_written_to(tmp_path: Path) -> None:
