@@ -1164,9 +1164,14 @@ class View:
             record, replacing = self._rollback_from(vbid, served, token, after)
             yield from self._retractions(opened, vbid, served, lost, token, record, replacing, raw)
         links = {link.branch: link for link in served.links}
+        overridden: set[tuple[int, bytes]] = set()
+        """Keys of which the reader has just been given an older version, in place of one that it had."""
         for document in self._rows_of(opened, vbid, served, after, served.seqno, raw):
-            if replacing and self._was_given(opened, lost, document, raw):
-                continue
+            if replacing and document.seqno <= lost[0].cut:
+                key = (document.collection_id, document.key)
+                if key not in overridden and self._was_given(opened, lost, document, raw):
+                    continue
+                overridden.add(key)
             branch, seqno = document.branch, document.seqno
             at = Token(Vbid(vbid), branch, seqno, links[branch].history_id(seqno))
             yield Change(document.kind.name.lower(), at, document)
@@ -1253,9 +1258,7 @@ class View:
             yield Change(held.kind, at, held.document, held.rollback)
 
     def _was_given(self, opened: Opened, lost: chain.Chain, document: Document, raw: bool) -> bool:
-        """True if the reader had this very version under the history that was left."""
-        if document.seqno > lost[0].cut:
-            return False
+        """True if the reader had this very version, at or below the end of the history that was left."""
         link = next(link for link in reversed(lost) if document.seqno <= link.cut)
         with opened.environment.read() as txn:
             frame = txn.get(keys.ROW.pack(link.branch, document.seqno), db=opened.rows)
