@@ -388,6 +388,16 @@ def test_a_rollback_that_lost_nothing_is_not_seen_by_readers(gated: GatedVbucket
     assert gated.writer.state(0) == state
 
 
+def test_a_version_comes_again_after_an_older_one_of_its_key(gated: GatedVbucket) -> None:
+    """The old history had deduplicated the value at 82; told of it alone, a follower held it in place of that at 83."""
+    token = promoted(gated)
+    gated.snapshot(82, 82, {82: (b"a", b"older")})
+    gated.snapshot(83, 88, {83: (b"a", b"2"), 84: (b"c", b"3"), 85: (b"b", b"4"), 88: (b"d", b"5")})
+    gated.persisted(0xB, 88)
+    assert gated.seen()[b"a"] == (83, b"2")
+    assert told(gated.changes(token)) == [("mutation", b"a", 82), ("mutation", b"a", 83), ("mutation", b"d", 88)]
+
+
 def test_what_the_new_history_lacks_is_retracted_when_it_has_reached_what_was_seen(gated: GatedVbucket) -> None:
     token = promoted(gated)
     gated.snapshot(82, 90, {86: (b"a", b"6"), 90: (b"d", b"7")})
