@@ -61,7 +61,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     if "not long" in config.getoption("markexpr"):
-        return "all tests take about 10 minutes on two quiet cores (-n auto), 20 on one; with larger figures: -m long"
+        return "all tests take about 20 minutes on two cores (-n auto), 40 on one; with larger figures: -m long"
     return "tests with larger figures take hours"
 
 
