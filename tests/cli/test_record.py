@@ -22,9 +22,11 @@ def test_it_ends_when_it_was_told_to(source: SandboxThread, tmp_path: Path) -> N
     assert facts["snapshots"] >= 16
     assert sum(each.frame.opcode == Opcode.DCP_MUTATION for each in frames) == 183
     assert stat.S_IMODE((tmp_path / "all").stat().st_mode) == 0o600
-    result = call("record", "--source", url, "--to", tmp_path / "some", "--vbid", "3", "--bytes", "5000", "--json")
-    assert (result.code, result.json["ended_by"]) == (0, "bytes")
+    result = call("record", "--source", url, "--to", tmp_path / "some", "--vbid", "3", "--json")
+    assert (result.code, result.json["ended_by"]) == (0, "caught up")
     assert {each.frame.vbucket for each in Recording(tmp_path / "some").frames() if not each.ours} >= {3}
+    result = call("record", "--source", url, "--to", tmp_path / "few", "--bytes", "5000", "--json")
+    assert (result.code, result.json["ended_by"]) == (0, "bytes")
     result = call("record", "--source", url, "--to", tmp_path / "timed", "--seconds", "0.5")
     assert result.code == 0
     assert "(seconds)" in result.out
