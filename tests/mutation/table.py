@@ -194,8 +194,12 @@ MUTATIONS = (
     # --- what readers of changes and of their own writes hear
     Mutation("storage/view.py", "if gap or (after < purged and token.seqno > 0):", "if gap:", _OF_PURGE),
     Mutation(
-        "storage/view.py", "if replacing and self._was_given(opened, lost, document, raw):", "if False:", _OF_GATE
+        "storage/view.py",
+        "if key not in overridden and self._was_given(opened, lost, document, raw):",
+        "if False:",
+        _OF_GATE,
     ),
+    Mutation("storage/view.py", "if key not in overridden and self._was_given(", "if self._was_given(", _OF_GATE),
     Mutation("storage/view.py", "if replaced or not self._alive(", "if not self._alive(", _OF_GATE),
     Mutation(
         "storage/wait.py",
