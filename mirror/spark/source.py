@@ -4,13 +4,16 @@ Knows PySpark's interface alone; what is read is decided by `local`, `stream` an
 to where tasks run: they hold options and plans, and open stores and connections inside of `read` only. Invariants:
 whatever can be known at planning is refused there, in one line (`failures`); filters are taken only by a reader of
 their own, since defining `pushFilters` makes every query fail while the session's setting is off.
+
+`remote` takes as long to import as all the rest, and Spark imports this module in a new process for each step of
+planning: it is imported where a connection is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
@@ -18,7 +21,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from mirror.errors import ConfigError
-from mirror.spark import local, remote
+from mirror.spark import local
 from mirror.spark.bodies import Bodies
 from mirror.spark.columns import DOCUMENTS, TABLES
 from mirror.spark.failures import clearly, told_clearly
@@ -26,6 +29,9 @@ from mirror.spark.filters import accept
 from mirror.spark.local import Shape, Wanted
 from mirror.spark.options import Options, parse
 from mirror.spark.stream import ChangesReader, ChangesStream
+
+if TYPE_CHECKING:
+    from mirror.spark import remote
 
 MARK = "_"
 """In front of the names of columns that are not of the body, in a schema that a user gave."""
@@ -133,6 +139,8 @@ class DocumentsReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """Choose the boundaries that the job reads, and deal them out."""
         if self._options.connection is not None:
+            from mirror.spark import remote
+
             far, shares = remote.plan(self._options, self._wanted)
             return [Share(far, vbids) for vbids in shares]
         near, shares = local.plan(self._options, self._wanted)
@@ -142,10 +150,12 @@ class DocumentsReader(DataSourceReader):
         """The batches of a task."""
         assert isinstance(partition, Share)
         with clearly():
-            if isinstance(partition.job, remote.Job):
-                yield from remote.read_documents(self._options, partition.job, partition.vbids, self._shape)
-            else:
+            if isinstance(partition.job, local.Job):
                 yield from local.read(partition.job, partition.vbids, self._shape)
+            else:
+                from mirror.spark import remote
+
+                yield from remote.read_documents(self._options, partition.job, partition.vbids, self._shape)
 
 
 class PushdownDocumentsReader(DocumentsReader):

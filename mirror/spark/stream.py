@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from mirror.errors import ConfigError
-from mirror.spark import changes, remote
+from mirror.spark import changes
 from mirror.spark.changes import LocalChanges
 from mirror.spark.failures import clearly, told_clearly
 from mirror.spark.options import Options
-from mirror.spark.remote import RemoteChanges
 from mirror.spark.rows import change_batches
+
+if TYPE_CHECKING:
+    from mirror.spark.remote import RemoteChanges
 
 
 @dataclass(repr=False)
@@ -32,8 +34,12 @@ class Task(InputPartition):
 
 
 def driver_of(options: Options) -> LocalChanges | RemoteChanges:
-    """Who knows offsets."""
-    return LocalChanges(options) if options.path is not None else RemoteChanges(options)
+    """What knows offsets. `remote` is imported late for the reason that `source` gives."""
+    if options.path is not None:
+        return LocalChanges(options)
+    from mirror.spark.remote import RemoteChanges
+
+    return RemoteChanges(options)
 
 
 def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
@@ -44,6 +50,8 @@ def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
         if options.path is not None:
             rows = changes.read(options.path, task.work)
         else:
+            from mirror.spark import remote
+
             rows = remote.read_changes(options, task.work)
         if wanted is not None:
             rows = (row for row in rows if row[1] is None or row[1] in wanted)

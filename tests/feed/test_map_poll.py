@@ -112,6 +112,7 @@ async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> N
             node.send(fr.encode(codec_kv.clustermap_notification(2, 6, b"")))
             node.send(fr.encode(codec_kv.clustermap_notification(2, 9, b"b")))
             await polling.until(lambda: polling.owner.maps.floor == (2, 9))
+            assert polling.poller.error is None
 
 
 # -- a consumer that is connected to a stale node alone --------------------------------------------------------------
@@ -183,6 +184,7 @@ async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_p
             write(cluster, 5, f"later-{number}")
             await followed(mirror, cluster)
             await asyncio.sleep(0.05)
+        assert mirror.row(1)["published_seqno"] == cluster.vbucket(1).high_seqno > alone.vbuckets[1].high_seqno
         await mirror.stop()
 
 

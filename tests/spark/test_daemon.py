@@ -15,7 +15,7 @@ theirs.manager = lambda: None
 sys.argv = ["daemon", "pyspark.worker"]
 daemon.main()
 tasks = {open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
-loaded = all(name in sys.modules for name in ("pyspark.worker", "mirror.spark.source", "lmdb", "pyarrow.json"))
+loaded = all(name in sys.modules for name in ("pyspark.worker", "mirror.spark.source", "mirror.spark.remote", "lmdb", "pyarrow.json"))
 print(threading.active_count(), len(tasks - {"jemalloc_bg_thd"}), loaded, gc.get_freeze_count() > 10_000)
 """
 
@@ -23,6 +23,12 @@ print(threading.active_count(), len(tasks - {"jemalloc_bg_thd"}), loaded, gc.get
 def test_everything_is_imported_and_frozen_and_no_thread_is_alive() -> None:
     said = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["1", "1", "True", "True"]
+
+
+def test_planning_imports_nothing_of_the_network() -> None:
+    """Spark imports the package in a new process for each step of planning: the clients of a source double the time."""
+    script = "import sys, pyspark_mirror; print(*(name for name in sys.modules if name.startswith('mirror.feed')))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "\n"
 
 
 BROKEN = """
