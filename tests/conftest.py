@@ -59,10 +59,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+TAKES = {
+    "not long and not ci": "about 15 minutes on two cores (-n auto); .ci/run runs more, -m long the same with larger figures",
+    "not long": "about 22 minutes on two cores (-n auto)",
+}
+"""How long all tests take, by the expression that chooses them."""
+
+
 def pytest_report_header(config: pytest.Config) -> str:
-    if "not long" in config.getoption("markexpr"):
-        return "all tests take about 20 minutes on two cores (-n auto), 40 on one; with larger figures: -m long"
-    return "tests with larger figures take hours"
+    return f"all tests take {TAKES.get(config.getoption('markexpr'), 'hours')}"
 
 
 @pytest.hookimpl(trylast=True)
