@@ -60,7 +60,7 @@ def pytest_collection_finish() -> None:
 
 
 TAKES = {
-    "not long and not ci": "about 15 minutes on two cores (-n auto); .ci/run runs more, -m long the same with larger figures",
+    "not long and not ci": "about 15 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
     "not long": "about 22 minutes on two cores (-n auto)",
 }
 """How long all tests take, by the expression that chooses them."""
