@@ -37,6 +37,9 @@ log = structlog.get_logger("feed")
 
 ROUND_PAUSE_S = 0.05
 """Between two rounds at least: a thousand vbuckets that ask for a newer map have it looked for once."""
+ROUND_PAUSE_MAX_S = 1.0
+"""Up to here the pause doubles while a newer map is asked for again and again and there is none: the vbuckets of a
+source that is a mirror and not filled yet are refused for minutes."""
 MAP_TIMEOUT_S = 2.0
 """A node that takes longer to send its map is asked again in the next round."""
 
@@ -143,15 +146,22 @@ class MapPoller:
 
     async def run(self) -> None:
         """Ask all nodes every `map_poll_interval_s`, and when woken."""
+        interval_s = self._access.settings.map_poll_interval_s
+        pause_s, known = ROUND_PAUSE_S, self._maps.current
         try:
             while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._access.settings.map_poll_interval_s):
+                try:
+                    async with asyncio.timeout(interval_s):
                         await self._wanted.wait()
+                except TimeoutError:
+                    pause_s = ROUND_PAUSE_S
                 self._wanted.clear()
                 await self._find_hosts()
                 self._begin_round()
-                await self._clock.sleep(ROUND_PAUSE_S)
+                if self._maps.current is not known:
+                    pause_s, known = ROUND_PAUSE_S, self._maps.current
+                await self._clock.sleep(pause_s)
+                pause_s = min(pause_s * 2, max(min(ROUND_PAUSE_MAX_S, interval_s), ROUND_PAUSE_S))
         finally:
             await self._drop(self._nodes.values())
 

@@ -64,6 +64,8 @@ TIMEOUT_S = 60.0
 PARALLEL = 16
 """Vbuckets streamed at a time where each has an end: their snapshots are on disk together."""
 POLL_S = 0.02
+POLL_MAX_S = 1.0
+"""Questions that the source cannot answer yet are repeated after pauses that double from the one to the other."""
 CLOSE_S = 30.0
 
 T = TypeVar("T")
@@ -375,7 +377,11 @@ class _Hub:
                     await ask(keeper.session)
             return missing()
 
-        await self._until(round_)
+        await self._until(
+            round_,
+            "check the nodes; a vbucket is active on none of them during a failover or rebalance, or where the source is a "
+            "mirror, until its first fill is complete",
+        )
         return {vbid: found[vbid] for vbid in sorted(found) if vbid < self.map.vbucket_count}
 
     async def failover_log(self, vbid: int) -> tuple[FailoverEntry, ...]:
@@ -457,9 +463,10 @@ class _Hub:
             )
         raise HandshakeFailed(f"{session.address} does not name the {what} {name!r}: {status_name(answer.status)}")
 
-    async def _until(self, round_: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        """Repeat until the round has nothing to complain about; raise its complaint when time is up."""
+    async def _until(self, round_: Callable[[], Coroutine[Any, Any, str]], hint: str | None = None) -> None:
+        """Repeat until the round has nothing to complain about; raise its complaint, with the hint, when time is up."""
         deadline = self.clock.monotonic() + self._timeout_s
+        pause_s = POLL_S
         while True:
             if self._refusal is not None:
                 raise self._refusal
@@ -474,8 +481,9 @@ class _Hub:
             if not complaint:
                 return
             if self.clock.monotonic() >= deadline:
-                raise SourceTimeout(f"{complaint}, for {self._timeout_s:g} s{self._node_errors()}")
-            await self.clock.sleep(POLL_S)
+                raise SourceTimeout(f"{complaint}, for {self._timeout_s:g} s{self._node_errors()}", hint=hint)
+            await self.clock.sleep(min(pause_s, deadline - self.clock.monotonic()))
+            pause_s = min(pause_s * 2, POLL_MAX_S)
 
     # -- the read that goes on ------------------------------------------------------------------------------------
 

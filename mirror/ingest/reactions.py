@@ -86,7 +86,7 @@ REFUSALS: dict[int, Reaction] = {
     ),
     Status.NOT_MY_VBUCKET: Reaction(
         Action.REFRESH_MAP,
-        "that node does not serve the vbucket; asking where the new map says",
+        "that node does not serve the vbucket, or not yet; asking again where the newest map says",
         RetryReason.NOT_MY_VBUCKET,
     ),
     Status.NO_BUCKET: Reaction(Action.RECONNECT, "the bucket is gone from that connection; selecting it again", _BUSY),

@@ -23,7 +23,7 @@ from mirror.serve.listener import Address
 from mirror.server import dcp_requests, dispatch
 from mirror.server.controls import ALL_CONTROLS, ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION, Abilities, Controls
 from mirror.server.errors import Refused
-from mirror.server.session import Later, Operation, Reply
+from mirror.server.session import Later, Operation, Reply, VbucketHistory
 from mirror.wire.constants import DcpOpenFlag, Magic, Status
 from mirror.wire.frame import Frame
 
@@ -77,6 +77,12 @@ class DcpSession(KvSession):
     def open_flags(self) -> int:
         """The flags of DCP_OPEN that are known here."""
         return OPEN_FLAGS
+
+    def vbucket_history(self, vbid: int) -> VbucketHistory:
+        """The source's failover log and what is published, of a vbucket that can be streamed."""
+        standing = self.bucket.standing(vbid)
+        log = [(int(entry.vbuuid), int(entry.seqno)) for entry in standing.failover_log]
+        return VbucketHistory(log, standing.seqno, standing.seqno)
 
     def open_producer(self, name: str, flags: int) -> None:
         """Make this a DCP connection; another one of that name is closed."""

@@ -26,8 +26,6 @@ from mirror.server.errors import Refused
 from mirror.server.producer import BaseProducer, History, ProducerPort
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
-from storage import stream as store
-from storage.errors import StorageError
 from storage.model import FailoverEntry, Seqno
 from storage.stream import Standing
 
@@ -133,7 +131,7 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
     # -- the judgement of a stream request
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        self._bucket.state(request.vbid)
+        self._bucket.standing(request.vbid)  # before the filter: what it names may come with the first snapshot
         if request.flags & StreamRequestFlag.TAKEOVER:
             raise Refused(Status.NOT_SUPPORTED, "a mirror cannot hand a vbucket over")
         return request
@@ -149,13 +147,7 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
         )
 
     def _history(self, request: StreamRequest, stream_filter: StreamFilter) -> PublishedHistory:
-        try:
-            standing = store.standing(self._bucket.view, request.vbid)
-        except StorageError as error:
-            raise Refused(Status.ETMPFAIL, f"the store cannot be read: {error}") from error
-        if not standing.whole:
-            raise Refused(Status.ETMPFAIL, "nothing complete of the vbucket is here yet")
-        return published_history(standing)
+        return published_history(self._bucket.standing(request.vbid))
 
     def _open_stream(self, request: StreamRequest, stream_filter: StreamFilter, history: History) -> DcpStream:
         assert isinstance(history, PublishedHistory)

@@ -18,10 +18,11 @@ from mirror.clock import Clock
 from mirror.serve.auth import Reader
 from mirror.server.errors import Refused, unknown_collection
 from mirror.wire.constants import Status
-from storage import directory, keys
+from storage import directory, keys, stream
 from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Document, Kind, Manifest, VbucketState
-from storage.view import Pin, View, open_view
+from storage.stream import Standing
+from storage.view import Pin, Published, View, open_view
 
 MANIFEST_FRESH_S = 0.5
 """For so long the newest manifest is believed; looking through all vbuckets for each question would cost too much."""
@@ -130,18 +131,28 @@ class KvBucket:
             raise self._failed(error) from error
         return False
 
-    def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int]:
-        """Seqno of a collection's newest event, and where to go on with looking (0: that was it). Raises Refused."""
+    def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
+        """Seqno of a collection's newest event, and where to go on with looking (0: that was it). Raises Refused.
+
+        None where the vbucket does not have the collection.
+        """
         try:
             return self.view.newest_of(pin, collection_id, below=below)
         except ViewInvalidated as error:
             raise Refused(Status.ETMPFAIL, str(error)) from error
-        except UnknownCollection:  # in this vbucket; what others know of it counts
-            return 0, 0
+        except UnknownCollection:
+            return None
         except StorageError as error:
             raise self._failed(error) from error
 
     # -- vbuckets
+
+    def published(self) -> list[tuple[int, Published]]:
+        """What each vbucket serves, read once per group. Raises Refused."""
+        try:
+            return list(zip(self.view.vbids, self.view.published(), strict=True))
+        except StorageError as error:
+            raise self._failed(error) from error
 
     def state(self, vbid: int) -> VbucketState:
         """The stored state of a vbucket. Raises Refused."""
@@ -159,6 +170,23 @@ class KvBucket:
         if refilling or not state.failover_log:
             raise Refused(Status.ETMPFAIL, "the vbucket is being filled")
         return state
+
+    def standing(self, vbid: int) -> Standing:
+        """What DCP clients get of a vbucket. Raises Refused.
+
+        Before its first snapshot is complete, and while it is read again from 0, a vbucket is not here: clients ask
+        again after that answer, and give up after a temporary failure (docs/protocol.md 4.1). No map goes with it,
+        since none says where else the vbucket is.
+        """
+        if vbid not in self.view.vbids:
+            raise Refused(Status.NOT_MY_VBUCKET)
+        try:
+            found = stream.standing(self.view, vbid)
+        except StorageError as error:
+            raise self._failed(error) from error
+        if not found.whole:
+            raise Refused(Status.NOT_MY_VBUCKET, bare=True)
+        return found
 
     # -- collections
 

@@ -22,7 +22,6 @@ from mirror.wire import codec_dcp
 from mirror.wire.constants import Feature, Status, VbucketState
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
-from storage.errors import StorageError
 from storage.model import Document
 from storage.model import VbucketState as StoredState
 
@@ -180,18 +179,12 @@ class KvSession(DocumentSession):
     # -- vbuckets
 
     def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later:
-        """Published seqnos, read once per group: clients ask for them every second."""
+        """Published seqnos of the vbuckets that serve something complete."""
         if state not in (VbucketState.ALIVE, VbucketState.ACTIVE):
             return Reply()
         if collection_id is not None:
             self.bucket.check_newest_collection(collection_id, self.known_reader)
-            return Later(_collection_seqnos(self.bucket, collection_id).__next__)
-        view = self.bucket.view
-        try:
-            seqnos = [(vbid, int(each.seqno)) for vbid, each in zip(view.vbids, view.published(), strict=True)]
-        except StorageError as error:
-            raise Refused(Status.ETMPFAIL, "the store cannot be read") from error
-        return Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
+        return Later(_all_vb_seqnos(self.bucket, collection_id).__next__)
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         """The source's failover log and what is published."""
@@ -258,17 +251,34 @@ class KvSession(DocumentSession):
 KvHandler = Handler[KvSession]
 
 
-def _collection_seqnos(bucket: KvBucket, collection_id: int) -> Iterator[Reply | None]:
-    """None for each step of bounded work, at last the answer."""
+def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
+    """None for each step of bounded work, at last the answer.
+
+    A vbucket is left out while it is not active at a server (kv_engine, getAllVBucketSequenceNumbers): here, before its
+    first snapshot is complete and while it is read again from 0. So is one that does not have the collection. Seqno 0
+    would say that there is nothing: a client that reads up to now would end without it.
+    """
     seqnos = []
-    for number, vbid in enumerate(bucket.view.vbids):
-        if number % VBUCKETS_PER_STEP == VBUCKETS_PER_STEP - 1:
-            yield None
-        pin = bucket.pin(vbid)
-        newest, below = bucket.newest_of(pin, collection_id, None)
-        while below:
-            yield None
-            newest, below = bucket.newest_of(pin, collection_id, below)
+    looked_at = 0
+    for vbid, published in bucket.published():
+        if published.stale:
+            continue
+        newest = int(published.seqno)
+        if collection_id is not None or not newest:  # both cost a look at the vbucket
+            looked_at += 1
+            if looked_at % VBUCKETS_PER_STEP == 0:
+                yield None
+            if not newest and not bucket.ready(vbid):
+                continue
+        if collection_id is not None:
+            pin = bucket.pin(vbid)
+            found = bucket.newest_of(pin, collection_id, None)
+            while found is not None and found[1]:
+                yield None
+                found = bucket.newest_of(pin, collection_id, found[1])
+            if found is None:
+                continue
+            newest = found[0]
         seqnos.append((vbid, newest))
     yield Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
 

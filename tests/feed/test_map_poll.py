@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mirror.clock import SystemClock
+from mirror.clock import Clock, SystemClock
 from mirror.errors import OlderMap
 from mirror.feed.connection_string import Address, parse
 from mirror.feed.map_poll import MapPoller
@@ -46,10 +47,10 @@ class Owner:
 class Polling:
     """A poller that runs, beginning with the map of `first`."""
 
-    def __init__(self, path: Path, first: ScriptedNode, **settings: Any) -> None:
+    def __init__(self, path: Path, first: ScriptedNode, clock: Clock | None = None, **settings: Any) -> None:
         self.owner = Owner(NewestMap())
         access = access_to(first, path, **{"map_poll_interval_s": 0.05, "retry_delay_max_ms": 100, **settings})
-        self.poller = MapPoller(self.owner, self.owner.maps, access, SystemClock(), lambda task: None)
+        self.poller = MapPoller(self.owner, self.owner.maps, access, clock or SystemClock(), lambda task: None)
 
     async def __aenter__(self) -> Polling:
         self.task = asyncio.create_task(self.poller.run())
@@ -87,6 +88,39 @@ async def test_a_map_that_a_node_sent_before_is_not_read_again(tmp_path: Path) -
         async with Polling(tmp_path, node) as polling:
             await polling.until(lambda: len(node.asked_for(Opcode.GET_CLUSTER_CONFIG)) > 5)
             assert polling.owner.heard == [(node.port, 7)]
+
+
+async def test_who_asks_for_a_newer_map_again_and_again_is_served_with_growing_pauses(tmp_path: Path) -> None:
+    """The vbuckets of a mirror that is still filling are refused until they are complete, and no map says more."""
+    pauses: list[float] = []
+
+    class Recorded(SystemClock):
+        async def sleep(self, seconds: float) -> None:
+            pauses.append(seconds)
+            await super().sleep(0.001)
+
+    async with ScriptedNode() as node:
+        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
+        async with Polling(tmp_path, node, Recorded(), map_poll_interval_s=600) as polling:
+
+            async def woken_until(holds: Callable[[], bool]) -> None:
+                async with asyncio.timeout(30):
+                    while not holds():
+                        polling.poller.wake()
+                        await asyncio.sleep(0.001)
+
+            await woken_until(lambda: polling.owner.maps.floor == (2, 7))
+            before = len(pauses)
+            await woken_until(lambda: len(pauses) == before + 20)
+            found = pauses[before + 1 :]
+            assert found == sorted(found)
+            assert sum(found) > 10
+            assert max(found) <= 1.0
+            node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(8, node)
+            await woken_until(lambda: polling.owner.maps.floor == (2, 8))
+            before = len(pauses)
+            await woken_until(lambda: len(pauses) == before + 3)
+            assert min(pauses[before:]) <= 0.05, "a newer map may be the first of several"
 
 
 async def test_a_node_that_refuses_us_is_tried_with_growing_pauses_and_said(tmp_path: Path) -> None:

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from mirror.config import Settings
+from mirror.errors import SourceTimeout
 from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
 from mirror.feed.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.serve.kv_session import KvSession
+from mirror.server.session import Later, Reply
 from storage.check import check
 from storage.view import open_view
 from tests.feed.harness import Mirror
-from tests.serve.dcp_rig import DcpEndpoint, serving_dcp
+from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, until
+from tests.serve.kv_rig import Store
 
 VBUCKETS = 8
 SETTINGS = {"noop_interval_s": 0.5, "connection_buffer_size": 64 * 1024}
@@ -275,3 +279,82 @@ async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_p
                 return [result.equal for result in verify(second.path, view, reader, service=False)]
 
         assert await asyncio.to_thread(compared) == [True] * VBUCKETS
+
+
+@pytest.fixture
+def asked_for_seqnos(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The states of all requests for the seqnos of all vbuckets."""
+    asked: list[int] = []
+    answer = KvSession.all_vb_seqnos
+
+    def all_vb_seqnos(self: KvSession, state: int, collection_id: int | None) -> Reply | Later:
+        asked.append(state)
+        return answer(self, state, collection_id)
+
+    monkeypatch.setattr(KvSession, "all_vb_seqnos", all_vb_seqnos)
+    return asked
+
+
+def filling_store(path: Path) -> tuple[Store, int]:
+    """Two vbuckets with a document, of which the first snapshot of one is still coming in: that one."""
+    store = Store(path, vbuckets=4)
+    store.put(b"k0", b"1", 5)
+    vbid = store.put(b"k1", b"1", 5, publish=False)
+    store.logs()
+    return store, vbid
+
+
+def read_up_to_now(endpoint: DcpEndpoint, **options: Any) -> set[bytes]:
+    """The keys of all documents, by a bounded read."""
+    with SourceReader(endpoint.url, password="demo", **options) as reader:
+        until = reader.high_seqnos()
+        items = reader.read(dict.fromkeys(until, Position()), until)
+        return {document.key for item in items if isinstance(item, Snapshot) for document in item.documents()}
+
+
+async def test_a_bounded_read_of_a_mirror_that_is_filling_reads_all_of_it(
+    tmp_path: Path, asked_for_seqnos: list[int]
+) -> None:
+    store, vbid = filling_store(tmp_path)
+    async with serving_dcp(store.path) as endpoint:
+        reading = asyncio.create_task(asyncio.to_thread(read_up_to_now, endpoint))
+        await until(lambda: reading.done() or len(asked_for_seqnos) > 3)
+        store.writer.publish(vbid, 5, 5)
+        store.writer.commit()
+        assert await reading == {b"k0", b"k1"}
+    store.close()
+
+
+async def test_a_read_of_a_mirror_that_does_not_get_filled_ends_with_what_to_do(
+    tmp_path: Path, asked_for_seqnos: list[int]
+) -> None:
+    store, vbid = filling_store(tmp_path)
+    async with serving_dcp(store.path) as endpoint:
+        with pytest.raises(SourceTimeout, match=rf"no node says how far vb {vbid} is .* for 1 s") as caught:
+            await asyncio.to_thread(read_up_to_now, endpoint, timeout_s=1.0)
+        assert "first fill" in str(caught.value.hint)
+        assert len(asked_for_seqnos) < 10, "the pauses between the questions grow"
+    store.close()
+
+
+async def test_a_mirror_of_a_mirror_that_is_filling_waits_for_each_vbucket(tmp_path: Path) -> None:
+    store, vbid = filling_store(tmp_path)
+    identity = store.identity
+    path = tmp_path / "second"
+    path.mkdir()
+    second = Mirror(
+        path, bucket=identity.bucket_name, bucket_uuid=identity.bucket_uuid, vbuckets=4, password="demo"
+    )
+    async with serving_dcp(store.path) as endpoint:
+        second.start(endpoint.url)
+        full = next(each for each in range(4) if each != vbid and store.writer.state(each).published_seqno)
+        await second.until_published(full, 5)
+        await second.until(lambda: endpoint.server.status()["dcp_streams_refused"] > 3, "several requests")
+        row = second.row(vbid)
+        assert (row["state"], row["source_high_seqno"], row["lag_seqnos"]) == ("waiting", None, None)
+        store.writer.publish(vbid, 5, 5)
+        store.writer.commit()
+        await second.until_published(vbid, 5)
+        await second.until(lambda: second.row(vbid)["lag_seqnos"] == 0, "the lag to be known")
+        await second.stop()
+    store.close()

@@ -263,6 +263,41 @@ async def test_a_vbucket_that_is_not_whole_has_no_seqnos_to_rely_on(store: Store
     assert (await client.ask(fr.request(Opcode.GET_FAILOVER_LOG, vbucket=vbid))).status == Status.ETMPFAIL
 
 
+async def test_vbuckets_that_serve_nothing_complete_are_left_out_of_the_seqnos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kv_engine leaves out those that are not in the requested state; 0 would say that the source has nothing."""
+    monkeypatch.setattr("mirror.serve.kv_bucket.MANIFEST_FRESH_S", -1.0)
+    keys_of = [next(key for key in (b"k%d" % n for n in range(99)) if vbid_of(key, 4) == vbid) for vbid in range(4)]
+    store = Store(tmp_path, vbuckets=4)
+    store.put(keys_of[1], b"1", 5)
+    store.log(2, (77, 0))
+    store.put(keys_of[2], b"1", 5, publish=False)
+    store.log(3, (77, 0))
+    store.writer.publish(3, 0, 0)
+    store.writer.commit()
+    async with serving(store.path) as endpoint:
+        modern, plain = await endpoint.sdk(), await endpoint.connect()
+
+        async def seqnos(client: Client, *request: int) -> dict[int, int]:
+            extras = codec_dcp.encode_all_vb_seqnos_request(*request) if request else b""
+            answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
+            assert answer.status == Status.SUCCESS
+            return dict(codec_dcp.decode_all_vb_seqnos(answer.value))
+
+        for client, request in ((modern, ()), (modern, (1,)), (modern, (1, 0)), (plain, (1,))):
+            assert await seqnos(client, *request) == {1: 5, 3: 0}, request
+        assert await seqnos(modern, 2) == {}
+        store.writer.publish(2, 5, 5)
+        store.writer.commit()
+        assert await seqnos(modern, 1) == {1: 5, 2: 5, 3: 0}
+        store.writer.begin_refill(1)
+        assert await seqnos(modern, 1) == {2: 5, 3: 0}
+        store.collections(9, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(9)), vbids=(2,))
+        assert await seqnos(modern, 1, 8) == {2: 9}, "a vbucket that does not know the collection yet is left out"
+    store.close()
+
+
 async def stats(client: Client, group: bytes) -> dict[str, str] | int:
     await client.send(fr.request(Opcode.STAT, key=group, opaque=4))
     found: dict[str, str] = {}
