@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from storage import branches, chain, keys, records
-from storage.model import FailoverEntry, Manifest
+from storage.model import FailoverEntry, Manifest, Vbid
 from storage.view import Opened, View
 
 PIECE_ROWS = 2_000
@@ -81,6 +81,22 @@ def standing(view: View, vbid: int) -> Standing:
     staging, staged, _, _, open_snapshot, log, source_purge_seqno, *_ = state
     whole = staging == branch and bool(log) and (seqno > 0 or (not staged and open_snapshot is None))
     return Standing(branch, seqno, links, floor, log, source_purge_seqno, local_purge_seqno, manifest, whole)
+
+
+def shared_seqno(view: View, vbid: int, pinned: Standing, seqno: int) -> int:
+    """Where a follower stood last that holds more than `seqno` of a history which is the served one's up to there.
+
+    What it was sent after the boundary that the mirror itself went back to came in snapshots that left out versions
+    which the lost ones replaced. Where the mirror did not go back it is the newest kept boundary up to `seqno`; 0 where
+    there is none.
+    """
+    for link in pinned.links:
+        if 0 < link.base_seqno <= seqno:
+            return link.base_seqno
+    opened = view._open(vbid)
+    with opened.environment.read() as txn:
+        found = chain.newest_boundary(opened.environment, txn, Vbid(vbid), pinned.links, seqno)
+    return int(found.seqno) if found is not None and found.seqno >= pinned.floor_seqno else 0
 
 
 class Commits:

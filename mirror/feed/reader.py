@@ -379,8 +379,8 @@ class _Hub:
 
         await self._until(
             round_,
-            "check the nodes; a vbucket is active on none of them during a failover or rebalance, or where the source is a "
-            "mirror, until its first fill is complete",
+            "check the nodes; a vbucket is active on none of them during a failover or rebalance, and where the source "
+            "is a mirror, until its first fill is complete",
         )
         return {vbid: found[vbid] for vbid in sorted(found) if vbid < self.map.vbucket_count}
 

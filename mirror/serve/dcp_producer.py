@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mirror.ingest.rollback import history_end_seqno
 from mirror.serve import dcp_filter
 from mirror.serve.auth import Reader
 from mirror.serve.dcp_filter import StreamFilter
@@ -26,7 +27,9 @@ from mirror.server.errors import Refused
 from mirror.server.producer import BaseProducer, History, ProducerPort
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
-from storage.model import FailoverEntry, Seqno
+from storage import stream as store
+from storage.errors import StorageError
+from storage.model import SEQNO_MAX, FailoverEntry, Seqno
 from storage.stream import Standing
 
 
@@ -148,6 +151,19 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
 
     def _history(self, request: StreamRequest, stream_filter: StreamFilter) -> PublishedHistory:
         return published_history(self._bucket.standing(request.vbid))
+
+    def _rollback_seqno(self, request: StreamRequest, history: History, seqno: int) -> int:
+        """Below what the rule answers where the client holds what the source lost (docs/protocol.md 4.2)."""
+        held_seqno = request.snap_end_seqno if request.start_seqno > request.snap_start_seqno else request.start_seqno
+        end_seqno = history_end_seqno(history.answered_log or (), request.vbuuid, SEQNO_MAX)
+        if not seqno or end_seqno is None or held_seqno <= end_seqno:
+            return seqno
+        assert isinstance(history, PublishedHistory)
+        assert history.standing is not None
+        try:
+            return store.shared_seqno(self._bucket.view, request.vbid, history.standing, seqno)
+        except StorageError as error:
+            raise Refused(Status.ETMPFAIL, f"the store cannot be read: {error}") from error
 
     def _open_stream(self, request: StreamRequest, stream_filter: StreamFilter, history: History) -> DcpStream:
         assert isinstance(history, PublishedHistory)

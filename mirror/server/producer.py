@@ -194,7 +194,7 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         if isinstance(answer, OutOfRange):
             raise Refused(Status.ERANGE)
         if isinstance(answer, Rollback):
-            raise rolled_back(answer.seqno)
+            raise rolled_back(self._rollback_seqno(request, history, answer.seqno))
         stream = self._open_stream(request, stream_filter, history)
         self.streams[stream.vbid, stream.stream_id] = stream
         self._opened(stream)
@@ -249,6 +249,10 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
     @abstractmethod
     def _history(self, request: StreamRequest, stream_filter: FilterT) -> History:
         """Where the vbucket is now. Raises Refused."""
+
+    def _rollback_seqno(self, request: StreamRequest, history: History, seqno: int) -> int:
+        """Where a client is sent back to that the rule sends to `seqno`: there, or below."""
+        return seqno
 
     @abstractmethod
     def _open_stream(self, request: StreamRequest, stream_filter: FilterT, history: History) -> StreamT:

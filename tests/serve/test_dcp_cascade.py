@@ -342,9 +342,7 @@ async def test_a_mirror_of_a_mirror_that_is_filling_waits_for_each_vbucket(tmp_p
     identity = store.identity
     path = tmp_path / "second"
     path.mkdir()
-    second = Mirror(
-        path, bucket=identity.bucket_name, bucket_uuid=identity.bucket_uuid, vbuckets=4, password="demo"
-    )
+    second = Mirror(path, bucket=identity.bucket_name, bucket_uuid=identity.bucket_uuid, vbuckets=4, password="demo")
     async with serving_dcp(store.path) as endpoint:
         second.start(endpoint.url)
         full = next(each for each in range(4) if each != vbid and store.writer.state(each).published_seqno)

@@ -184,3 +184,16 @@ def test_news_are_told_once(store: Store, view: View) -> None:
     store.put(b"a", b"v", 1)
     assert commits.news(view, {}) == []
     assert commits.news(view, {0: 0}) == [0]
+
+
+def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(store: Store, view: View) -> None:
+    for seqno in (1, 4, 9):
+        store.put(b"k%d" % seqno, b"v", seqno)
+    assert [stream.shared_seqno(view, 0, stream.standing(view, 0), seqno) for seqno in (3, 4, 8, 9)] == [1, 4, 4, 9]
+    store.writer.rollback(0, 4)
+    for seqno in (6, 8):
+        store.put(b"k%d" % seqno, b"v", seqno)
+    standing = stream.standing(view, 0)
+    assert [stream.shared_seqno(view, 0, standing, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
+    raised = standing._replace(floor_seqno=4)
+    assert stream.shared_seqno(view, 0, raised, 3) == 0, "what is not kept is no boundary any more"
