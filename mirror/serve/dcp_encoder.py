@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 
-from mirror.serve.dcp_filter import StreamFilter
+from mirror.serve.dcp_filter import StreamFilter, is_replaced
 from mirror.server.controls import Controls
 from mirror.server.shape import TIME_UNKNOWN, DocumentShape
 from mirror.wire import codec_dcp
@@ -19,6 +19,7 @@ from mirror.wire.constants import Magic, Opcode
 from mirror.wire.events import CollectionModified, SystemEvent
 from mirror.wire.frame import HEADER, with_stream_id
 from mirror.wire.system_events import decode_system_event, encode_system_event
+from storage.model import Manifest
 
 MUTATION = int(Opcode.DCP_MUTATION)
 SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
@@ -42,6 +43,8 @@ class RowEncoder:
         self._event_version = _FLAT if controls.flat_events else 1
         self._filter = stream_filter
         self._stream_id = stream_filter.stream_id
+        self.manifest = Manifest.initial()
+        """As of the end of the snapshot that is sent: system events that it contradicts are left out."""
         self.unwanted_datatype = self._shape.unwanted_datatype
         """Datatype bits that this client must not get."""
         self.plain = self._shape.plain and self._stream_id is None
@@ -54,17 +57,14 @@ class RowEncoder:
 
     def _event(self, row: bytes) -> bytes:
         """A system event in the form that the client reads. Changed settings exist in one form only."""
-        as_wanted = (row[_EVENT_VERSION_AT] == _FLAT) == (self._event_version == _FLAT)
-        if as_wanted and self._filter.all:
-            return row
         event = codec_dcp.decode(fr.decode(row)[0])
         assert isinstance(event, SystemEvent)
         content = decode_system_event(event)
-        if not self._filter.shows(content) or (
-            isinstance(content, CollectionModified) and self._event_version != _FLAT
-        ):
+        if is_replaced(content, event.seqno, self.manifest) or not self._filter.shows(content):
             return b""
-        if as_wanted:
+        if isinstance(content, CollectionModified) and self._event_version != _FLAT:
+            return b""
+        if (row[_EVENT_VERSION_AT] == _FLAT) == (self._event_version == _FLAT):
             return row
         return codec_dcp.encode(
             encode_system_event(content, vbid=event.vbid, seqno=event.seqno, version=self._event_version)

@@ -12,7 +12,14 @@ from mirror.serve.auth import Reader
 from mirror.server.errors import Refused
 from mirror.server.filter import requested_filter
 from mirror.wire.constants import Status
-from mirror.wire.events import CollectionDropped, ScopeCreated, ScopeDropped, SystemEventContent
+from mirror.wire.events import (
+    CollectionCreated,
+    CollectionDropped,
+    CollectionModified,
+    ScopeCreated,
+    ScopeDropped,
+    SystemEventContent,
+)
 from storage.model import Manifest
 
 
@@ -74,6 +81,20 @@ class StreamFilter:
         if isinstance(content, CollectionDropped):
             self._ended.add(content.collection_id)
         return content.collection_id in self.collections
+
+
+def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> bool:
+    """Whether an event is older than another of the same key, by the manifest of a seqno at or above both.
+
+    At a server (docs/protocol.md 2.11.7) begin, flush and end of a collection have one key, and creation and drop of a
+    scope another; changed settings have a key of their own, and are gone with the collection or its flush.
+    """
+    if isinstance(content, ScopeCreated):
+        return content.scope_id not in manifest.scopes
+    if isinstance(content, (CollectionCreated, CollectionModified)):
+        collection = manifest.collections.get(content.collection_id)
+        return collection is None or seqno < collection.begin_seqno
+    return False
 
 
 def parse(

@@ -156,6 +156,7 @@ class DcpStream:
         first = self.snapshot_count == 0
         self.snapshot_count += 1
         self._pinned, self._begins = now, begins
+        self._encoder.manifest = now.manifest
         self._marker_end_seqno, self._last_sent_seqno = end_seqno, 0
         disk = first or end_seqno - position > BACKLOG_OF_DISK
         version = self._marker_version if disk else MarkerVersion.V1

@@ -125,7 +125,7 @@ async def test_who_asks_for_a_newer_map_again_and_again_is_served_with_growing_p
 
 async def test_a_node_that_refuses_us_is_tried_with_growing_pauses_and_said(tmp_path: Path) -> None:
     async with ScriptedNode({Opcode.SASL_STEP: refuse(Status.AUTH_ERROR)}) as node:
-        settings = {"retry_delay_min_ms": 60_000, "retry_delay_max_ms": 600_000}
+        settings: dict[str, Any] = {"retry_delay_min_ms": 60_000, "retry_delay_max_ms": 600_000}
         async with Polling(tmp_path, node, **settings) as polling:
             await polling.until(lambda: polling.poller.error is not None)
             for _ in range(3):

@@ -374,6 +374,9 @@ class Client:
         if isinstance(event, SystemEvent):
             content = decode_system_event(event)
             assert isinstance(content, (CollectionCreated, CollectionDropped))
+            event_key = b"event of %d" % content.collection_id
+            assert event_key not in self.keys, "an event of a collection comes once in a snapshot"
+            self.keys.add(event_key)
             apply(self.state, Change(event.seqno, b"", content=content))
         elif isinstance(event, (Mutation, Deletion)):
             assert event.key not in self.keys, "a key comes once in a snapshot"

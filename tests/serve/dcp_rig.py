@@ -200,7 +200,8 @@ async def serving_dcp(
 
 def system_event(store: Store, seqno: int, content: ev.SystemEventContent, *collections: Collection) -> None:
     """A change of collections at the source, as it would be stored."""
-    frame = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=seqno))
+    version = 2 if isinstance(content, ev.CollectionModified) else 1
+    frame = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=seqno, version=version))
     manifest = Manifest(
         ManifestUid(seqno), {0: "_default", 8: "shop"}, {each.collection_id: each for each in collections}
     )

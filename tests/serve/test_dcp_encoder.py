@@ -18,10 +18,12 @@ from mirror.wire import frame as fr
 from mirror.wire.constants import DcpOpenFlag, Opcode
 from mirror.wire.errors import ProtocolError
 from mirror.wire.system_events import decode_system_event, encode_system_event
+from storage.model import Collection, Manifest, ManifestUid, Seqno
 from tests.recordings import frames
 
 EVERYTHING = Controls(ABILITIES, True, True, 0x125, expiry_opcode=True)
 XATTR, SNAPPY, JSON = 4, 2, 1
+CARTS = Manifest(ManifestUid(3), {0: "_default", 8: "shop"}, {9: Collection(9, 8, "carts", Seqno(5))})
 BLOB = xattr.join({b"_sync": b"1", b"user": b'"u"'})
 
 
@@ -150,6 +152,7 @@ def test_system_events_come_in_the_form_that_the_client_reads(stored: int) -> No
     row = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=5, version=stored))
     for flat, version in ((False, 1), (True, 2)):
         made = encoder(Controls(ABILITIES, True, True, 0x5, flat_events=flat))
+        made.manifest = CARTS
         event = codec_dcp.decode(fr.decode(made.encode(row))[0])
         assert isinstance(event, ev.SystemEvent)
         assert (event.version, event.seqno) == (version, 5)
@@ -159,8 +162,10 @@ def test_system_events_come_in_the_form_that_the_client_reads(stored: int) -> No
 def test_changed_settings_exist_in_one_form_only() -> None:
     content = ev.CollectionModified(3, 8, 9, "carts", max_ttl=60)
     row = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=5, version=2))
-    assert encoder(Controls(ABILITIES, True, True, 0x5)).encode(row) == b""
-    assert encoder(Controls(ABILITIES, True, True, 0x5, flat_events=True)).encode(row) == row
+    for flat, expected in ((False, b""), (True, row)):
+        made = encoder(Controls(ABILITIES, True, True, 0x5, flat_events=flat))
+        made.manifest = CARTS
+        assert made.encode(row) == expected
 
 
 def test_stream_ids_stand_in_the_framing() -> None:

@@ -269,6 +269,30 @@ async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_
     assert documents == [b"\0a", b"\x0ai", b"\0b"], "a dropped collection's documents are not sent"
 
 
+async def test_events_that_later_ones_replaced_are_not_sent(store: Store, endpoint: DcpEndpoint) -> None:
+    """Begin, flush and end of a collection have one key at a server, its settings another, a scope a third."""
+    carts, items = Collection(9, 8, "carts", Seqno(1)), Collection(10, 8, "items", Seqno(2))
+    flushed = Collection(10, 8, "items", Seqno(5))
+    system_event(store, 1, ev.CollectionCreated(1, 8, 9, "carts"), DEFAULT, carts)
+    system_event(store, 2, ev.CollectionCreated(2, 8, 10, "items"), DEFAULT, carts, items)
+    system_event(store, 3, ev.CollectionModified(3, 8, 10, "items", 60), DEFAULT, carts, items)
+    controls = {b"flatbuffers_system_events": b"true"}
+    early = await endpoint.client(name="early", controls=controls)
+    assert (await early.stream(0)).status == 0
+    assert [getattr(each, "seqno", None) for each in await early.until_end(3)] == [None, 1, 2, 3]
+    system_event(store, 4, ev.CollectionDropped(4, 8, 9), DEFAULT, items)
+    system_event(store, 5, ev.CollectionCreated(5, 8, 10, "items"), DEFAULT, flushed)
+    system_event(store, 6, ev.CollectionModified(6, 8, 10, "items", 70), DEFAULT, flushed)
+    system_event(store, 7, ev.ScopeCreated(7, 12, "gone"), DEFAULT, flushed)
+    system_event(store, 8, ev.ScopeDropped(8, 12), DEFAULT, flushed)
+    late = await endpoint.client(name="late", controls=controls)
+    assert (await late.stream(0)).status == 0
+    assert [getattr(each, "seqno", None) for each in await late.until_end(8)] == [None, 4, 5, 6, 8]
+    assert (await late.say(ev.CloseStream(0))).status == 0
+    assert (await late.stream(0, 3, vbuuid=UUID)).status == 0
+    assert [getattr(each, "seqno", None) for each in await late.until_end(8)] == [None, 4, 5, 6, 8]
+
+
 async def test_a_client_without_collections_gets_the_default_one_and_snapshots_that_end_in_a_document(
     store: Store, endpoint: DcpEndpoint
 ) -> None:
