@@ -111,15 +111,16 @@ async def test_who_asks_for_a_newer_map_again_and_again_is_served_with_growing_p
 
             await woken_until(lambda: polling.owner.maps.floor == (2, 7))
             before = len(pauses)
-            await woken_until(lambda: len(pauses) == before + 20)
+            await woken_until(lambda: len(pauses) >= before + 20)
             found = pauses[before + 1 :]
             assert found == sorted(found)
             assert sum(found) > 10
             assert max(found) <= 1.0
+            before = len(pauses)
             node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(8, node)
             await woken_until(lambda: polling.owner.maps.floor == (2, 8))
-            before = len(pauses)
-            await woken_until(lambda: len(pauses) == before + 3)
+            taken = len(pauses)
+            await woken_until(lambda: len(pauses) >= taken + 3)
             assert min(pauses[before:]) <= 0.05, "a newer map may be the first of several"
 
 
