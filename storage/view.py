@@ -443,6 +443,13 @@ class View:
         with environment.read() as txn:
             return self._manifest(environment, txn, vbid, self._served(environment, txn, vbid).manifest_key)
 
+    def manifest_of(self, pin: Pin) -> Manifest:
+        """Scopes and collections as they were at the boundary of a pin. Raises ViewInvalidated."""
+        opened = self._open(pin.vbid)
+        with opened.environment.read() as txn:
+            key = branches.manifest_key_on(opened.environment, txn, pin.vbid, self._chain_of(opened, txn, pin))
+            return self._manifest(opened.environment, txn, pin.vbid, key)
+
     def _collection_id(self, manifest: Manifest, name: CollectionName | None) -> int:
         if name is None:
             return DEFAULT_COLLECTION

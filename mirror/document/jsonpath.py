@@ -52,7 +52,7 @@ def parse_path(path: str) -> list[Part]:
         if path[position] == "[":
             end = path.find("]", position)
             number = path[position + 1 : end]
-            if end < 0 or not (number.isdigit() or number == "-1"):
+            if end < 0 or not ((number.isascii() and number.isdigit()) or number == "-1"):
                 raise PathError(Status.SUBDOC_PATH_EINVAL)
             parts.append(int(number))
             position = end + 1

@@ -2,15 +2,16 @@
 
 Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
 requests, vbuckets or how documents are kept. Invariants: xattrs are looked at as if they were one object whose members
-they are; a body is judged to be JSON once, however many paths are asked for; a document nested too deeply to be read
-is a `PathError` like any other.
+they are; a body is judged to be JSON once, and its checksum computed once and only where it is requested, however many
+paths a lookup has; a document nested too deeply to be read is a `PathError` like any other.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from functools import cache
+
+from google_crc32c import value as crc32c
 
 from mirror.document import jsonpath, values
 from mirror.document.jsonpath import PathError
@@ -22,6 +23,8 @@ PATH_FLAGS = 0x01 | XATTR_PATH | 0x10
 
 LOOKUPS = (Opcode.GET, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT)
 """What one path of a lookup may ask; GET is the whole body."""
+
+_CHECKSUM = "value_crc32c"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Content:
     body: bytes
     about: About | None = None
     _text: str | None = field(default=None, repr=False)
+    _crc32c: int | None = field(default=None, repr=False)
 
     @staticmethod
     def of(value: bytes, datatype: int, about: About) -> Content:
@@ -79,24 +83,27 @@ class Content:
 
     def attributes_text(self, path: str) -> str:
         """All xattrs as the text of one object; where the path begins with a virtual one, that alone."""
-        name = first_name(path)
+        parts = jsonpath.parse_path(path)
+        name = _first_name(parts)
         if name.startswith("$"):
-            return json.dumps({name: self._virtual(name)}, separators=(",", ":"))
+            whole = len(parts) == 1
+            virtual = self._virtual(name, with_checksum=whole or parts[1] == _CHECKSUM)
+            return json.dumps({name: virtual}, separators=(",", ":"))
         pairs = ",".join(f"{json.dumps(key.decode())}:{content.decode()}" for key, content in self.xattrs.items())
         return f"{{{pairs}}}"
 
-    def _virtual(self, name: str) -> object:
+    def _virtual(self, name: str, *, with_checksum: bool) -> object:
         if name == "$XTOC":
             return [key.decode() for key in self.xattrs]
         if name == "$document" and self.about is not None:
-            return self._about_document(self.about)
+            return self._about_document(self.about, with_checksum=with_checksum)
         if name == "$vbucket":
             return {"HLC": {"now": "0", "mode": "real"}}
         raise PathError(Status.SUBDOC_XATTR_UNKNOWN_VATTR)
 
-    def _about_document(self, about: About) -> dict[str, object]:
+    def _about_document(self, about: About, *, with_checksum: bool) -> dict[str, object]:
         names = {values.JSON: "json", values.SNAPPY: "snappy", values.XATTR: "xattr"}
-        return {
+        found: dict[str, object] = {
             "CAS": f"0x{about.cas:016x}",
             "datatype": [name for bit, name in names.items() if about.datatype & bit] or ["raw"],
             "deleted": about.deleted,
@@ -106,34 +113,22 @@ class Content:
             "revid": str(about.rev_seqno),
             "seqno": f"0x{about.seqno:016x}",
             "value_bytes": len(self.body),
-            "value_crc32c": f"0x{crc32c(self.body):08x}",
+            _CHECKSUM: None,  # its place
             "vbucket_uuid": f"0x{about.vbuuid:016x}",
         }
+        if with_checksum:
+            if self._crc32c is None:
+                self._crc32c = crc32c(self.body)
+            found[_CHECKSUM] = f"0x{self._crc32c:08x}"
+        return found
 
 
 def first_name(path: str) -> str:
     """The attribute that an xattr path is in."""
-    parts = jsonpath.parse_path(path)
+    return _first_name(jsonpath.parse_path(path))
+
+
+def _first_name(parts: list[jsonpath.Part]) -> str:
     if not parts or not isinstance(parts[0], str):
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     return parts[0]
-
-
-@cache
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ 0x82F6_3B78 if crc & 1 else crc >> 1
-        table.append(crc)
-    return table
-
-
-def crc32c(data: bytes) -> int:
-    """CRC-32 by Castagnoli's polynomial, as `$document.value_crc32c` has it."""
-    table = _crc_table()
-    crc = 0xFFFF_FFFF
-    for byte in data:
-        crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
-    return crc ^ 0xFFFF_FFFF

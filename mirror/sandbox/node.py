@@ -27,7 +27,7 @@ from mirror.server import document_requests as reads
 from mirror.server.controls import Controls
 from mirror.server.privileges import DCP_STREAM
 from mirror.server.producer import IDLE_TIMEOUT_S
-from mirror.server.session import Later, Operation
+from mirror.server.session import Operation
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Magic, Opcode, StreamEndReason, VbucketState
@@ -231,8 +231,7 @@ class NodeConnection(asyncio.Protocol):
         if frame.opcode == _QUITQ:
             self.hang_up()
             return
-        reply = dispatch.answer(self.session, OPERATIONS, frame)
-        assert not isinstance(reply, Later), "a node answers at once"
+        reply = dispatch.answer_at_once(self.session, OPERATIONS, frame)
         if reply is not None:
             self.write(self.session.encode(frame, reply, DURATION_US))
             if reply.hang_up:

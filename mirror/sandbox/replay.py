@@ -28,7 +28,7 @@ from mirror.errors import ConfigError
 from mirror.feed.recording import Passed, Recording
 from mirror.server import dcp_requests, dispatch, requests
 from mirror.server.errors import Refused
-from mirror.server.session import Later, Operation, Reply, Revision, Session, VbucketHistory
+from mirror.server.session import Operation, Reply, Revision, Session, VbucketHistory
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.codec_dcp import decode, decode_failover_log, encode_all_vb_seqnos, encode_failover_log, to_frame
@@ -556,8 +556,7 @@ class _Connection:
             self.source.noops_answered += frame.opcode == Opcode.DCP_NOOP
             dcp_requests.take_answer(self.session, frame)
             return
-        reply = dispatch.answer(self.session, OPERATIONS, frame)
-        assert not isinstance(reply, Later), "a recording answers at once"
+        reply = dispatch.answer_at_once(self.session, OPERATIONS, frame)
         if reply is None:
             return
         answer = self.session.encode(frame, reply, 0.5)

@@ -25,7 +25,7 @@ from mirror.serve.http_documents import get_document, get_documents, scan_docume
 from mirror.serve.http_openapi import description
 from mirror.serve.http_problems import Problem, internal, of_http, of_storage
 from mirror.serve.http_requests import Parameters, vbucket
-from mirror.serve.http_service import Service
+from mirror.serve.http_service import Service, refuse_websites
 from mirror.serve.http_status import why_not_ready
 from mirror.serve.metrics import CONTENT_TYPE, exposition
 from mirror.serve.objects import dumps, rollback_object
@@ -205,7 +205,12 @@ class Surroundings:
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            try:
+                refuse_websites(Request(scope))
+            except Problem as problem:
+                await problem.response()(scope, receive, counted)
+            else:
+                await self._app(scope, receive, counted)
         except Exception:
             log.exception("internal error", route=_route(scope))
             if not status:

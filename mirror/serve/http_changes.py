@@ -54,8 +54,8 @@ async def get_changes(request: Request) -> Response:
     name = parameters.text("collection")
     collection = None if name is None else collection_name(name)
     if collection is not None:
-        service.judge(reader, collection)
-    keep = _keeper(service, reader, None if collection is None else collection_id(view, collection, vbids[0]))
+        service.judge(reader, collection, vbids[:1])
+    keep = _keeper(service, reader, None if collection is None else collection_id(view.manifest(vbids[0]), collection))
     tokens, timeout_s = service.tokens(parameters)
     position: dict[int, Token]
     if since == "now":

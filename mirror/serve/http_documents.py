@@ -14,6 +14,7 @@ from urllib.parse import unquote_to_bytes
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mirror.serve.auth import Reader
 from mirror.serve.http_problems import Problem
 from mirror.serve.http_requests import (
     PAGE_LIMIT_DEFAULT,
@@ -29,7 +30,7 @@ from mirror.serve.http_requests import (
 )
 from mirror.serve.http_service import WAIT_PARAMETERS, Budgeted, Service
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
-from storage.model import Document, Vbid
+from storage.model import Document, Manifest, Vbid
 from storage.view import Pin, View
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
@@ -37,6 +38,8 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 PAGE_BYTES_MAX = 8 * 1024 * 1024
 PAGE_STEPS_MAX = 64
 """Transactions for one page: a page of a range full of tombstones ends early and empty, with a token to go on."""
+IF_NONE_MATCH_LENGTH_MAX = 4096
+"""Characters of the header that are looked at: with a longer one the document is sent."""
 PRIVATE = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
 """Ask again each time, by ETag; and never take a stored document for a web page."""
 
@@ -48,7 +51,7 @@ def entity_tag(document: Document, form: str) -> str:
 
 def matches(header: str | None, tag: str) -> bool:
     """Whether If-None-Match names this tag (RFC 9110, section 13.1.2: weakly)."""
-    if header is None:
+    if header is None or len(header) > IF_NONE_MATCH_LENGTH_MAX:
         return False
     return header.strip() == "*" or tag in (each.strip().removeprefix("W/") for each in header.split(","))
 
@@ -86,7 +89,6 @@ async def get_document(request: Request) -> Response:
     reader = await service.reader(request)
     parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
     collection = collection_name(request.path_params["collection"])
-    service.judge(reader, collection)
     key = path_key(request, parameters.choice("key_encoding", "utf8", "base64url"))
     form = parameters.choice("form", "body", "stored")
     as_of = parameters.as_of()
@@ -96,6 +98,7 @@ async def get_document(request: Request) -> Response:
     service.refuse_unavailable((vbid,))
 
     def read() -> Document | None:
+        service.judge(reader, collection, (vbid,), as_of)
         return view.get(key, collection, as_of=as_of, raw=form == "stored")
 
     document = await service.after(tokens, timeout_s, read)
@@ -118,14 +121,15 @@ async def get_documents(request: Request) -> Response:
     reader = await service.reader(request)
     parameters = Parameters(request, ("as_of", *WAIT_PARAMETERS))
     collection = collection_name(request.path_params["collection"])
-    service.judge(reader, collection)
     as_of = parameters.as_of()
     tokens, timeout_s = service.tokens(parameters)
     keys = wanted_keys(await json_body(request))
     view = service.view
-    service.refuse_unavailable({view.vbid_of(key) for key in keys})
+    vbids = {view.vbid_of(key) for key in keys}
+    service.refuse_unavailable(vbids)
 
     def read() -> dict[bytes, Document]:
+        service.judge(reader, collection, vbids, as_of)
         return view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
 
     found = await service.after(tokens, timeout_s, read)
@@ -144,7 +148,6 @@ async def scan_documents(request: Request) -> Response:
     first = ("prefix", "start", "end", "key_encoding", "vbid", "as_of", "deletions", *WAIT_PARAMETERS)
     parameters = Parameters(request, (*first, "limit", "page"))
     collection = collection_name(request.path_params["collection"])
-    service.judge(reader, collection)
     limit = parameters.integer("limit", PAGE_LIMIT_DEFAULT, 1, PAGE_LIMIT_MAX)
     view = service.view
     text = parameters.text("page")
@@ -152,18 +155,18 @@ async def scan_documents(request: Request) -> Response:
         if extra := [name for name in first if parameters.all(name)]:
             raise Problem("bad-request", f"{extra[0]} beside page", hint="a page's token holds what was asked at first")
         page = Page.parse(text, view.identity.vbucket_count)
-        known = collection_id(view, collection, page.pin.vbid) if isinstance(collection, str) else collection
+        service.judge(reader, collection, ())  # a name; what the token says is judged when it is read
+        known = collection_id(view.manifest_of(page.pin), collection) if isinstance(collection, str) else collection
         if known != page.collection_id:
             raise Problem("bad-request", "this page's token is of another collection")
     else:
-        page = await _first_page(service, parameters, collection)
+        page = await _first_page(service, reader, parameters, collection)
     service.refuse_unavailable((page.pin.vbid,))
-    return await _answer_page(service, page, limit)
+    return await _answer_page(service, reader, page, limit)
 
 
-def collection_id(view: View, collection: str | int, vbid: int) -> int:
+def collection_id(manifest: Manifest, collection: str | int) -> int:
     """The id of a collection. Raises Problem."""
-    manifest = view.manifest(vbid)
     if isinstance(collection, int):
         if collection in manifest.collections:
             return collection
@@ -175,7 +178,7 @@ def collection_id(view: View, collection: str | int, vbid: int) -> int:
     raise Problem("no-collection", f"no collection {collection!r}", hint="GET /v1/collections lists them")
 
 
-async def _first_page(service: Service, parameters: Parameters, collection: str | int) -> Page:
+async def _first_page(service: Service, reader: Reader, parameters: Parameters, collection: str | int) -> Page:
     encoding = parameters.choice("key_encoding", "utf8", "base64url")
     prefix, start, end = (parameters.key(name, encoding) for name in ("prefix", "start", "end"))
     deletions = parameters.flag("deletions")
@@ -186,13 +189,14 @@ async def _first_page(service: Service, parameters: Parameters, collection: str 
     vbid = Vbid(view.vbids[0]) if only is None else vbucket(only, view.identity.vbucket_count)
     if isinstance(as_of, int) and only is None:
         raise Problem("bad-request", "as_of by seqno needs a vbid", hint="a seqno means something in one vbucket alone")
-    identity = collection_id(view, collection, vbid)
+    service.judge(reader, collection, (vbid,), as_of)
     pin = await service.after(tokens, timeout_s, lambda: view.pin(vbid, as_of))
+    identity = collection_id(view.manifest_of(pin), collection)
     now_ms = pin.now_ms if as_of is not None else service.clock.wall_ms()
     return Page(pin, start or b"", identity, prefix or b"", end, only is not None, deletions, as_of, now_ms)
 
 
-async def _answer_page(service: Service, page: Page, limit: int) -> Response:
+async def _answer_page(service: Service, reader: Reader, page: Page, limit: int) -> Response:
     view = service.view
     rows: list[bytes] = []
     byte_count = 0
@@ -203,6 +207,7 @@ async def _answer_page(service: Service, page: Page, limit: int) -> Response:
     for _ in range(PAGE_STEPS_MAX):
         service.refuse_unpublished(unread)
         unread = ()
+        service.judge_pin(reader, page.collection_id, pin, unknown=True)
         found, start = await asyncio.to_thread(_read_page, view, pin, page, start, limit - len(rows))
         for row in found:
             rows.append(row)

@@ -23,6 +23,8 @@ from mirror.serve.http_problems import Problem
 
 HEAD_BYTES_MAX = 256 * 1024
 """Request line and headers; the position of a reader of 1,024 vbuckets is some 10 KiB."""
+HEADERS_MAX = 100
+"""Headers of a request: browsers and proxies send some thirty."""
 SLICE_BYTES = 4 * 1024
 """What is parsed at a time: as many requests as fit wait for their turn as objects, what follows them as bytes."""
 LINGER_S = 2.0
@@ -159,6 +161,12 @@ class BoundedProtocol(HttpToolsProtocol):
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep one header."""
+        if len(self.headers) >= HEADERS_MAX:
+            raise ValueError(f"it has more than {HEADERS_MAX} headers")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """One host, as RFC 9112 (section 3.2) has it; the rest is uvicorn's."""

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from mirror.serve.http_problems import Problem
 from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
-from storage.view import AsOf, Pin, Time, Token
+from storage.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
 KEY_LENGTH_MAX = 250
 """The protocol's own limit of a key."""
@@ -34,8 +34,12 @@ PAGE_LIMIT_DEFAULT = 100
 WAIT_MS_MAX = 60_000
 WAIT_MS_DEFAULT = 2_500
 PAGE_VERSION = 2
-POSITION_BYTES_MAX = 4 * 1024 * 1024
-"""A position of 65,536 vbuckets, unpacked."""
+PAGE_LENGTH_MAX = 4096
+"""Characters of a page token: three keys and twelve numbers are half of it."""
+PARAMETERS_MAX = 2_048
+"""Parameters of a query: each vbucket of a bucket by itself, and all others."""
+TOKENS_MAX = 64
+"""Writes that one request waits for."""
 NAME_LENGTH_MAX = 251 * 2 + 1
 """scope.collection, each of 251 bytes."""
 
@@ -49,6 +53,8 @@ class Parameters:
 
     def __init__(self, request: Request, known: Iterable[str]) -> None:
         """Refuse what is not `known`."""
+        if request.scope["query_string"].count(b"&") >= PARAMETERS_MAX:
+            raise Problem("too-large", f"a query has {PARAMETERS_MAX} parameters at most")
         self._found: dict[str, list[str]] = {}
         for name, value in request.query_params.multi_items():
             self._found.setdefault(name, []).append(value)
@@ -214,13 +220,17 @@ def wanted_keys(body: Any) -> list[bytes]:
     if unknown:
         raise _bad(f"unknown member {min(unknown)!r}", "known here: keys, keys_b64")
     found: dict[bytes, None] = {}
+    count = 0
     for name, encoding in (("keys", "utf8"), ("keys_b64", "base64url")):
         texts = body.get(name, [])
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        if not isinstance(texts, list):
+            raise _bad(f"{name} is not a list of strings")
+        count += len(texts)
+        if count > KEYS_MAX:
+            raise Problem("too-large", f"{count} keys; {KEYS_MAX} at most are read at once", hint="ask for fewer")
+        if not all(isinstance(text, str) for text in texts):
             raise _bad(f"{name} is not a list of strings")
         found |= dict.fromkeys(document_key(text, encoding) for text in texts)
-    if len(found) > KEYS_MAX:
-        raise Problem("too-large", f"{len(found)} keys; {KEYS_MAX} at most are read at once", hint="ask for fewer")
     return list(found)
 
 
@@ -263,6 +273,8 @@ class Page:
     def parse(text: str, vbucket_count: int) -> Page:
         """The inverse of `text`."""
         try:
+            if len(text) > PAGE_LENGTH_MAX:
+                raise ValueError("it is too long")
             fields = json.loads(from_base64url(text))
             if fields[0] != PAGE_VERSION:
                 raise ValueError("it is of another version")
@@ -298,16 +310,18 @@ def position_text(tokens: Mapping[int, Token]) -> str:
 
 
 def parse_position(text: str, vbucket_count: int) -> dict[int, Token]:
-    """The inverse of `position_text`."""
+    """The inverse of `position_text`. Work and memory are bounded by the number of vbuckets, whatever the text."""
+    bytes_max = vbucket_count * (TOKEN_LENGTH_MAX + 1)
     try:
         if text.startswith("z"):
             unpacker = zlib.decompressobj()
-            data = unpacker.decompress(from_base64url(text[1:]), POSITION_BYTES_MAX)
+            data = unpacker.decompress(from_base64url(text[1:]), bytes_max)
             if unpacker.unconsumed_tail or not unpacker.eof:
                 raise ValueError("it is cut off or too long")
-            parts = data.decode().split(",")
-        else:
-            parts = text.split(",")
+            text = data.decode()
+        if text.count(",") >= vbucket_count:
+            raise ValueError(f"it has more tokens than the bucket has vbuckets ({vbucket_count})")
+        parts = text.split(",")
         tokens = [Token.parse(part) for part in parts]
     except (ValueError, zlib.error) as error:
         raise _bad(f"that is no position in the changes: {error}", "give an id of the stream, as it is") from None

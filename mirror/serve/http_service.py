@@ -25,15 +25,14 @@ from mirror.clock import Clock
 from mirror.serve.auth import Reader, Users
 from mirror.serve.http_problems import Problem
 from mirror.serve.http_protocol import Budget
-from mirror.serve.http_requests import WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters
+from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters
 from mirror.serve.http_status import Status
 from mirror.serve.http_view import Mirror
 from mirror.serve.metrics import Requests
 from storage.errors import StorageError
-from storage.view import Published, View
+from storage.view import AsOf, Pin, Published, View
 from storage.wait import POLL_MIN_S, MutationToken, Standing, next_delay_s, standing
 
-TOKENS_MAX = 64
 WAIT_PARAMETERS = ("token", "timeout_ms")
 BUDGETED_BYTES = 64 * 1024
 """Smaller answers fit into a socket's buffers and are not counted."""
@@ -147,7 +146,6 @@ class Service:
             anonymous = self.users.anonymous if request.state.local else None
             if anonymous is None:
                 raise Problem("not-authenticated", "this listener wants a user", hint="send Basic authentication")
-            _refuse_strange_host(request)
             return anonymous
         scheme, _, text = header.partition(" ")
         if scheme.lower() != "basic":
@@ -161,16 +159,32 @@ class Service:
             raise Problem("not-authenticated", "no such user, or another password")
         return found
 
-    def judge(self, reader: Reader, collection: str | int) -> None:
-        """Refuse a collection that this reader may not read."""
+    def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:
+        """Refuse a collection that this reader may not read: a name as it is, an id by its name in these vbuckets."""
         if reader.reads_all:
             return
         if isinstance(collection, str):
             scope, _, name = collection.rpartition(".")
+            if not reader.may_read(scope or "_default", name):
+                raise _may_not_read(reader)
         else:
-            scope, name = self.mirror.collection_names().get(collection, ("", ""))
-        if not reader.may_read(scope or "_default", name):
-            raise Problem("forbidden", f"user {reader.name!r} may not read that collection")
+            for vbid in vbids:
+                self.judge_pin(reader, collection, self.view.pin(vbid, as_of))
+
+    def judge_pin(self, reader: Reader, collection_id: int, pin: Pin, *, unknown: bool = False) -> None:
+        """Refuse a collection that this reader may not read, by its name in the manifest at a boundary. An id without a
+        name there is refused like one whose name is not the reader's; with `unknown` it passes, for a read that finds
+        nothing under it.
+        """
+        if reader.reads_all:
+            return
+        manifest = self.view.manifest_of(pin)
+        entry = manifest.collections.get(collection_id)
+        if entry is None and unknown:
+            return
+        scope = None if entry is None else manifest.scopes.get(entry.scope_id)
+        if entry is None or scope is None or not reader.may_read(scope, entry.name):
+            raise _may_not_read(reader)
 
     # whether there is something to read
 
@@ -217,7 +231,10 @@ class Service:
     def tokens(self, parameters: Parameters) -> tuple[list[MutationToken], float]:
         """The writes to wait for, and how long."""
         found = []
-        for text in parameters.all("token"):
+        texts = parameters.all("token")
+        if len(texts) > TOKENS_MAX:
+            raise Problem("too-large", f"{len(texts)} tokens; {TOKENS_MAX} at most")
+        for text in texts:
             try:
                 token = MutationToken.parse(text)
             except ValueError as error:
@@ -225,8 +242,6 @@ class Service:
             if token.vbid >= self.view.identity.vbucket_count:
                 raise Problem("no-vbucket", f"the token names vbucket {token.vbid}, which this bucket does not have")
             found.append(token)
-        if len(found) > TOKENS_MAX:
-            raise Problem("too-large", f"{len(found)} tokens; {TOKENS_MAX} at most")
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
     async def after(self, tokens: Sequence[MutationToken], timeout_s: float, read: Callable[[], T]) -> T:
@@ -267,8 +282,25 @@ class Service:
         return True
 
 
+def _may_not_read(reader: Reader) -> Problem:
+    return Problem("forbidden", f"{reader.name or 'anonymous'} may not read that collection")
+
+
+def refuse_websites(request: Request) -> None:
+    """Refuse what a page of some website may have its reader's browser send: a request that the browser itself calls
+    cross-site (but for following a link to the status page), and one without a login by a name that the website made
+    resolve to this machine. Raises Problem.
+    """
+    headers = request.headers
+    if headers.get("sec-fetch-site") == "cross-site" and not (
+        headers.get("sec-fetch-mode") == "navigate" and request.url.path == "/"
+    ):
+        raise Problem("forbidden", "another website's page asks for this", hint="open the address itself")
+    if request.state.local and headers.get("authorization") is None:
+        _refuse_strange_host(request)
+
+
 def _refuse_strange_host(request: Request) -> None:
-    """A page of some website must not read this machine's mirror by a name that resolves to it."""
     host = request.headers.get("host", "")
     name = host[: host.rindex("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
     if not name or name == "localhost" or name.endswith(".localhost"):

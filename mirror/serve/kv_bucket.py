@@ -27,6 +27,9 @@ from storage.view import Pin, Published, View, open_view
 MANIFEST_FRESH_S = 0.5
 """For so long the newest manifest is believed; looking through all vbuckets for each question would cost too much."""
 
+MANIFEST_TEXTS_MAX = 16
+"""Texts of the newest manifest that are kept, for readers with different rights."""
+
 log = structlog.get_logger("kv")
 
 
@@ -44,7 +47,8 @@ class KvBucket:
         self.name = identity.bucket_name
         self.identity = identity
         self._manifest: tuple[float, Manifest] | None = None
-        self._manifest_json: tuple[int, bytes] | None = None
+        self._manifest_json: tuple[Manifest, dict[tuple[str, ...], bytes]] | None = None
+        """The newest manifest as it was sent, by the patterns of readers."""
 
     def close(self) -> None:
         """Close the view."""
@@ -201,12 +205,23 @@ class KvBucket:
             self._manifest = (now, newest)
         return self._manifest[1]
 
-    def manifest_json(self) -> bytes:
-        """The newest manifest as clients get it."""
+    def visible_manifest(self, reader: Reader) -> Manifest:
+        """The newest manifest without what a reader may not read."""
         manifest = self.manifest()
-        if self._manifest_json is None or self._manifest_json[0] != manifest.uid:
-            self._manifest_json = (manifest.uid, manifest_to_json(manifest))
-        return self._manifest_json[1]
+        return manifest if reader.reads_all else visible(manifest, reader)
+
+    def manifest_json(self, reader: Reader) -> bytes:
+        """The newest manifest as a client gets it."""
+        manifest = self.manifest()
+        if self._manifest_json is None or self._manifest_json[0] is not manifest:
+            self._manifest_json = (manifest, {})
+        texts = self._manifest_json[1]
+        text = texts.get(reader.patterns)
+        if text is None:
+            if len(texts) >= MANIFEST_TEXTS_MAX:
+                texts.clear()
+            text = texts[reader.patterns] = manifest_to_json(self.visible_manifest(reader))
+        return text
 
     # -- the store below
 
@@ -246,6 +261,24 @@ def _check_collection(collection_id: int, manifest: Manifest, reader: Reader) ->
         raise unknown_collection(manifest.uid)
     if not reader.may_read(manifest.scopes.get(collection.scope_id, ""), collection.name):
         raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read this collection")
+
+
+def visible(manifest: Manifest, reader: Reader) -> Manifest:
+    """A manifest without the collections that a reader may not read, and without scopes of which all are read by others
+    only; the default scope is everybody's.
+    """
+    collections = {
+        number: entry
+        for number, entry in manifest.collections.items()
+        if reader.may_read(manifest.scopes.get(entry.scope_id, ""), entry.name)
+    }
+    seen = {entry.scope_id for entry in collections.values()}
+    scopes = {
+        number: name
+        for number, name in manifest.scopes.items()
+        if number in seen or number == 0 or f"{name}.*" in reader.patterns
+    }
+    return Manifest(manifest.uid, scopes, collections)
 
 
 def manifest_to_json(manifest: Manifest) -> bytes:

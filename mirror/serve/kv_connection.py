@@ -8,7 +8,7 @@ unordered execution (kv_engine docs/UnorderedExecution.md); with others their fu
 - at most one incomplete request of bounded size and one received piece are held; a larger request (a write) is refused
   from its header and its body dropped as it comes;
 - while the client does not take its answers, nothing more of it is read or answered, so what is held for it is the
-  high-water mark and one answer; after `requests_per_turn` answers the others have their turn;
+  high-water mark and one answer; after `requests_per_turn` answers, or `TURN_S`, the others have their turn;
 - at most `LATER_MAX` requests that take time are under way, and they end with the connection.
 """
 
@@ -42,6 +42,10 @@ OPERATIONS: dict[int, Operation[KvSession]] = {
 
 HIGH_WATER_BYTES = 256 * 1024
 """Unsent bytes at which a client's further requests wait."""
+
+TURN_S = 0.005
+"""A client's turn ends with the request that reaches this, or with `requests_per_turn`: other clients wait no longer
+than one turn of each, and one request."""
 
 GATHER_BYTES = 64 * 1024
 """Answers are written together up to this size."""
@@ -244,6 +248,7 @@ class KvConnection(asyncio.Protocol):
         host, counters = self._host, self._host.counters
         end = len(data)
         gathered = 0
+        turn_ends = perf_counter() + TURN_S
         for _ in range(host.requests_per_turn):
             if end - pos < HEADER_SIZE:
                 fr.frame_size(data, pos)  # a first byte that begins no frame is an error at once
@@ -270,7 +275,7 @@ class KvConnection(asyncio.Protocol):
                 if gathered > GATHER_BYTES:
                     self._flush(out)
                     gathered = 0
-            if self._ended or self._paused or self._goodbye or self._held:
+            if self._ended or self._paused or self._goodbye or self._held or perf_counter() > turn_ends:
                 break
         return pos
 

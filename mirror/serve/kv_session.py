@@ -161,16 +161,17 @@ class KvSession(DocumentSession):
         return self.bucket.manifest().uid
 
     def manifest_text(self) -> bytes:
-        """The newest manifest."""
-        return self.bucket.manifest_json()
+        """The newest manifest, without what the reader may not read."""
+        return self.bucket.manifest_json(self.known_reader)
 
     def scope_id(self, name: str) -> int | None:
-        """The id of a scope."""
-        return next((id_ for id_, scope in self.bucket.manifest().scopes.items() if scope == name), None)
+        """The id of a scope of which the reader may see something."""
+        scopes = self.bucket.visible_manifest(self.known_reader).scopes
+        return next((id_ for id_, scope in scopes.items() if scope == name), None)
 
     def collection_id(self, scope: str, name: str) -> int | None:
-        """The id of a collection."""
-        manifest = self.bucket.manifest()
+        """The id of a collection that the reader may read."""
+        manifest = self.bucket.visible_manifest(self.known_reader)
         for entry in manifest.collections.values():
             if entry.name == name and manifest.scopes.get(entry.scope_id) == scope:
                 return entry.collection_id

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from mirror.document import values
@@ -17,7 +17,7 @@ from mirror.document.jsonpath import PathError
 from mirror.document.lookup import LOOKUPS, XATTR_PATH, Content
 from mirror.server.errors import Refused
 from mirror.server.privileges import META_READ, READ
-from mirror.server.session import Answer, Handler, Operation, Reply, Session
+from mirror.server.session import Answer, Handler, Later, Operation, Reply, Session
 from mirror.wire import codec_kv, leb128
 from mirror.wire.codec_kv import LookupResult
 from mirror.wire.constants import Opcode, Status
@@ -27,6 +27,9 @@ SessionT = TypeVar("SessionT", bound=Session)
 
 KEY_BYTES_MAX = 250
 """Of a key without its collection id."""
+
+LARGE_BYTES = 64 * 1024
+"""Of documents above this size, other clients have their turn after each path of a lookup."""
 
 ACCESS_DELETED = 0x04
 REPLICA_READ = 0x20
@@ -134,13 +137,24 @@ def _lookup_one(session: DocumentSession, frame: Frame) -> Reply:
     return Reply(status, value=value, cas=document.cas)
 
 
-def _lookup_many(session: DocumentSession, frame: Frame) -> Reply:
+def _lookup_many(session: DocumentSession, frame: Frame) -> Reply | Later:
     specs = codec_kv.decode_lookup_specs(frame.value)
     check_path_order([spec.flags for spec in specs])
     if any(spec.opcode not in LOOKUPS for spec in specs):
         raise Refused(Status.SUBDOC_INVALID_COMBO)
     document = _find_for_lookup(session, frame, frame.extras[-1] if frame.extras else 0)
-    content = session.content_of(document)
+    steps = _lookup_steps(session.content_of(document), specs, document)
+    if len(document.value) > LARGE_BYTES:
+        return Later(steps.__next__)
+    *_, reply = steps
+    assert reply is not None, "the last step is the answer"
+    return reply
+
+
+def _lookup_steps(
+    content: Content, specs: Sequence[codec_kv.LookupSpec], document: FoundDocument
+) -> Iterator[Reply | None]:
+    """None after each path, at last the answer."""
     results = []
     for spec in specs:
         try:
@@ -148,11 +162,12 @@ def _lookup_many(session: DocumentSession, frame: Frame) -> Reply:
             results.append(LookupResult(Status.SUCCESS, value))
         except PathError as error:
             results.append(LookupResult(error.status))
+        yield None
     failed = any(result.status != Status.SUCCESS for result in results)
     status = Status.SUBDOC_MULTI_PATH_FAILURE if failed else Status.SUCCESS
     if document.deleted:
         status = Status.SUBDOC_MULTI_PATH_FAILURE_DELETED if failed else Status.SUBDOC_SUCCESS_DELETED
-    return Reply(status, value=codec_kv.encode_lookup_results(results), cas=document.cas)
+    yield Reply(status, value=codec_kv.encode_lookup_results(results), cas=document.cas)
 
 
 def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> FoundDocument:

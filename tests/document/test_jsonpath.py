@@ -32,7 +32,9 @@ def test_paths(path: str, parts: list[str | int]) -> None:
     assert jp.parse_path(path) == parts
 
 
-@pytest.mark.parametrize("path", ["a.", ".a", "a..b", "a[x]", "a[", "`a", "a[-2]", "`a`b", "a.[0]", "[0]."])
+@pytest.mark.parametrize(
+    "path", ["a.", ".a", "a..b", "a[x]", "a[", "`a", "a[-2]", "`a`b", "a.[0]", "[0].", "[²]", "a[٣]"]
+)
 def test_bad_paths(path: str) -> None:
     with pytest.raises(PathError) as error:
         jp.parse_path(path)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from google_crc32c import value as crc32c
 
-from mirror.document import values
+from mirror.document import lookup, values
 from mirror.document.jsonpath import PathError
-from mirror.document.lookup import XATTR_PATH, About, Content, crc32c, first_name
+from mirror.document.lookup import XATTR_PATH, About, Content, first_name
 from mirror.wire.constants import Opcode, Status
 
 GET, EXISTS, COUNT = Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT
@@ -91,11 +92,24 @@ def test_document_tells_of_the_version() -> None:
     }
 
 
-def test_crc32c_of_the_published_example() -> None:
-    assert crc32c(b"123456789") == 0xE306_9283
-
-
 def test_the_first_name_of_a_path() -> None:
     assert first_name("a.b[0]") == "a"
     with pytest.raises(PathError):
         first_name("")
+
+
+def test_the_checksum_is_computed_once_and_only_for_paths_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[bytes] = []
+
+    def counted(data: bytes) -> int:
+        bodies.append(data)
+        return int(crc32c(data))
+
+    monkeypatch.setattr(lookup, "crc32c", counted)
+    found = content()
+    for path in ("$document.CAS", "$document.value_bytes", "$vbucket", "u.x") * 4:
+        found.lookup(GET, path, XATTR_PATH)
+    assert bodies == []
+    for path in ("$document", "$document.value_crc32c") * 8:
+        found.lookup(GET, path, XATTR_PATH)
+    assert bodies == [BODY]

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.serve.auth import entry_of
+from mirror.serve.http_requests import Page
 from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, Source, events, running, service_report
 
@@ -67,6 +68,55 @@ def test_a_website_cannot_read_this_machine_by_a_name_of_its_own(site: Site) -> 
     site.get(site.document("a"), 403, headers={"Host": "evil.example"})
     for host in ("localhost", "localhost:8091", "127.0.0.1", "[::1]:80", "mirror.localhost"):
         site.get(site.document("a"), headers={"Host": host})
+    for path in ("/readyz", "/livez", "/openapi.json", "/", "/page.js", "/nothing"):
+        site.get(path, 403, headers={"Host": "evil.example"})
+
+
+def test_a_website_cannot_have_its_visitors_ask_this_machine(site: Site) -> None:
+    """As `<img src="http://localhost:8080/v1/...">` does: browsers say of such a request where it comes from."""
+    site.source.put("a")
+    page = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+    for path in (site.document("a"), "/v1/changes", "/v1/status", "/metrics", "/readyz", "/", "/page.js"):
+        assert site.get(path, 403, headers=page).json()["type"] == "urn:dcp-mirror:forbidden"
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    site.get("/", headers=link)
+    site.get("/v1/status", 403, headers=link)
+    for own in ("same-origin", "same-site", "none"):
+        site.get(site.document("a"), headers={"Sec-Fetch-Site": own})
+
+
+def test_a_collection_is_judged_by_the_name_that_it_has_where_it_is_read(source: Source, tmp_path: Path) -> None:
+    """A collection that was dropped is in history under its number: only for those who could read it."""
+    users = {"all": ("*",), "default": ("_default.*",), "shop": ("shop.orders",)}
+    file = tmp_path / "users.json"
+    file.write_text(json.dumps({"users": {name: entry_of("x", patterns) for name, patterns in users.items()}}))
+    for vbid in range(VBUCKETS):
+        source.collections(vbid, Collection(9, 8, "orders", Seqno(0)))
+    key = source.key_of(0).decode()
+    there = source.put(key, b"1", collection_id=9)
+    for vbid in range(VBUCKETS):
+        source.collections(vbid)
+    with running(tmp_path / "data", source, users_file=file) as site:
+        scan = "/v1/collections/9/documents"
+        at = {"as_of": str(there)}
+        site.get(site.document(key, "9"), 404, auth=("all", "x"))
+        for user, status in (("default", 403), ("all", 200), ("shop", 200)):
+            auth = (user, "x")
+            site.get(site.document(key, "9"), status, auth=auth, params=at)
+            many = site.client.post("/v1/collections/9/multi-get", json={"keys": [key]}, auth=auth, params=at)
+            assert many.status_code == status
+            found = site.get(scan, status, auth=auth, params=at | {"vbid": "0"})
+            if status == 200:
+                assert [each["key"] for each in many.json()["documents"]] == [key]
+                assert [each["key"] for each in found.json()["documents"]] == [key]
+        for unknown in ("9", "12345"):
+            site.get(site.document(key, unknown), 403, auth=("default", "x"))
+            site.get(f"/v1/collections/{unknown}/documents", 403, auth=("default", "x"))
+            site.get("/v1/changes", 403, auth=("default", "x"), params={"collection": unknown, "follow": "false"})
+        pin = site.server.service.view.pin(0, there)
+        page = Page(pin, b"", 9, b"", None, True, False, there, pin.now_ms).text()
+        site.get(scan, 403, auth=("default", "x"), params={"page": page})
+        assert site.get(scan, auth=("shop", "x"), params={"page": page}).json()["documents"]
 
 
 def test_ready_is_every_vbucket_published_and_near_its_source(site: Site) -> None:

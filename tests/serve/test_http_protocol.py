@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mirror.serve.http_problems import Problem
-from mirror.serve.http_protocol import HEAD_BYTES_MAX, SLICE_BYTES, BoundedProtocol, Budget
+from mirror.serve.http_protocol import HEAD_BYTES_MAX, HEADERS_MAX, SLICE_BYTES, BoundedProtocol, Budget
 from tests.serve.http_site import Site
 from tests.supervise.conftest import eventually_now
 
@@ -203,3 +203,11 @@ def test_an_answer_says_when_it_was_given(site: Site) -> None:
     assert answer.headers["date"].endswith("GMT")
     assert answer.headers.get_list("date") == [answer.headers["date"]]
     site.call(asyncio.sleep(0))
+
+
+def test_a_request_with_too_many_headers_is_refused(site: Site) -> None:
+    for count, status in ((HEADERS_MAX - 1, b"200"), (HEADERS_MAX, b"400")):
+        with site.connect() as line:
+            line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * (count - 1))
+            line.sendall(b"Connection: close\r\n\r\n")
+            assert read_all(line).split(b" ", 2)[1] == status

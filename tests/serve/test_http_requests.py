@@ -91,6 +91,35 @@ def test_a_packed_position_cannot_unpack_to_more_than_it_may() -> None:
         requests.parse_position(bomb, 1024)
 
 
+def test_a_position_costs_no_more_than_the_bucket_has_vbuckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of 8 KiB once had 699,050 tokens parsed, on the event loop."""
+    parsed: list[str] = []
+    monkeypatch.setattr(requests, "Token", type("Counting", (Token,), {"parse": parsed.append}))
+    bomb = b"0:0:0," * 699_050
+    for text in (bomb.decode(), "z" + requests.to_base64url(zlib.compress(bomb))):
+        with pytest.raises(Problem, match="no position"):
+            requests.parse_position(text, 1024)
+    assert not parsed
+
+
+def test_what_is_parsed_is_bounded_before_it_is() -> None:
+    with pytest.raises(Problem, match="2048 parameters at most"):
+        parameters("&".join(["vbid=1"] * (requests.PARAMETERS_MAX + 1)), "vbid")
+    assert len(parameters("&".join(["vbid=1"] * requests.PARAMETERS_MAX), "vbid").all("vbid")) == 2048
+    with pytest.raises(Problem, match="too long"):
+        requests.Page.parse("A" * (requests.PAGE_LENGTH_MAX + 1), 64)
+
+
+def test_more_keys_than_may_be_read_are_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(requests, "document_key", lambda text, _encoding: seen.append(text))
+    for body in ({"keys": ["a"] * 200_000}, {"keys": ["a"] * 600, "keys_b64": ["_w"] * 600}):
+        seen.clear()
+        with pytest.raises(Problem, match="1000 at most"):
+            requests.wanted_keys(body)
+        assert len(seen) <= 600
+
+
 @given(KEYS)
 def test_keys_survive_base64url(key: bytes) -> None:
     assert requests.key_bytes(requests.to_base64url(key), "base64url") == key

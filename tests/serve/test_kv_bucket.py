@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -76,13 +77,13 @@ def test_a_group_that_was_made_anew_is_opened_again(bucket: KvBucket, store: Sto
 
 def test_the_newest_manifest_is_looked_for_now_and_then(bucket: KvBucket, store: Store, clock: ManualClock) -> None:
     assert bucket.manifest().uid == 0
-    first = bucket.manifest_json()
+    first = bucket.manifest_json(READER)
     store.collections(3, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)), vbids=[5])
     assert bucket.manifest().uid == 0
-    assert bucket.manifest_json() is first
+    assert bucket.manifest_json(READER) is first
     clock.advance(MANIFEST_FRESH_S + 0.1)
     assert bucket.manifest().uid == 3
-    assert b'"uid":"3"' in bucket.manifest_json()
+    assert b'"uid":"3"' in bucket.manifest_json(READER)
 
 
 def test_collection_ids_of_every_length(bucket: KvBucket, store: Store) -> None:
@@ -97,3 +98,21 @@ def test_collection_ids_of_every_length(bucket: KvBucket, store: Store) -> None:
         bucket.find(b"\0a", None, limited)
     assert caught.value.status == Status.EACCESS
     assert bucket.find(b"\xff\xff\xff\xff\x0fnone", None, limited) is None
+
+
+def test_a_manifest_names_only_what_its_reader_may_read(
+    bucket: KvBucket, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, hidden = Collection(8, 8, "mine", Seqno(0)), Collection(9, 8, "hidden", Seqno(0))
+    store.collections(3, {8: "s", 9: "secret", 10: "empty"}, DEFAULT, mine, hidden, Collection(10, 9, "x", Seqno(0)))
+    limited = Reader("r", ("s.mine", "empty.*"))
+    found = json.loads(bucket.manifest_json(limited))
+    named = {scope["name"]: [each["name"] for each in scope["collections"]] for scope in found["scopes"]}
+    assert named == {"_default": [], "s": ["mine"], "empty": []}
+    everything = json.loads(bucket.manifest_json(READER))
+    assert [scope["name"] for scope in everything["scopes"]] == ["_default", "s", "secret", "empty"]
+    monkeypatch.setattr("mirror.serve.kv_bucket.MANIFEST_TEXTS_MAX", 1)
+    for number in range(5):
+        bucket.manifest_json(Reader("r", (f"s.{number}",)))
+    assert bucket._manifest_json is not None
+    assert len(bucket._manifest_json[1]) == 1

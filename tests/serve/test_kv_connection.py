@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.serve.kv_connection import HIGH_WATER_BYTES, OPERATIONS
+from mirror.serve.kv_connection import HIGH_WATER_BYTES, OPERATIONS, KvConnection
 from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -40,6 +40,35 @@ async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
 
 def get(key: bytes = b"a", opaque: int = 0) -> Frame:
     return fr.request(Opcode.GET, key=key, opaque=opaque)
+
+
+async def test_a_turn_ends_with_its_time_however_few_requests_it_had(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock stands still but for one request, which takes a second: it ends its turn, and the next one goes on."""
+    now, turns, slow = 0.0, [0], 3
+
+    def clock() -> float:
+        return now
+
+    def answer(self: KvConnection, frame: Frame) -> bytes:
+        nonlocal now
+        turns[-1] += 1
+        now += 1.0 if frame.opaque == slow else 0.0
+        return plain(self, frame)
+
+    def next_turn(self: KvConnection) -> None:
+        turns.append(0)
+        following(self)
+
+    plain, following = KvConnection._answer, KvConnection._next_turn
+    monkeypatch.setattr("mirror.serve.kv_connection.perf_counter", clock)
+    monkeypatch.setattr(KvConnection, "_answer", answer)
+    monkeypatch.setattr(KvConnection, "_next_turn", next_turn)
+    client = await endpoint.connect()
+    await client.send(*(codec_kv.noop(opaque=number) for number in range(8)))
+    assert [frame.opaque for _ in range(8) if (frame := await client.receive())] == list(range(8))
+    assert turns == [slow + 1, 8 - slow - 1]
 
 
 async def test_answers_come_in_the_order_of_requests_however_they_are_cut(endpoint: Endpoint) -> None:

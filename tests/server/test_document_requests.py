@@ -6,8 +6,10 @@ import pytest
 
 from mirror.document.jsonpath import PathError
 from mirror.sandbox import SandboxCluster
-from mirror.server.document_requests import KEY_BYTES_MAX, check_path_order, path_text
+from mirror.server import dispatch
+from mirror.server.document_requests import KEY_BYTES_MAX, LARGE_BYTES, OPERATIONS, check_path_order, path_text
 from mirror.server.errors import Refused
+from mirror.server.session import Later, Reply
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
@@ -54,3 +56,27 @@ async def test_a_lookup_has_no_value_and_no_flags_of_a_change() -> None:
         specs = codec_kv.encode_lookup_specs([LookupSpec(int(Opcode.SUBDOC_GET), b"a")])
         make = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=b"\0k", extras=b"\x01", value=specs)
         assert (await client.ask(make)).status == Status.EINVAL
+
+
+async def test_other_clients_have_their_turn_between_the_paths_of_a_large_document() -> None:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.set("small", {"a": 1})
+        cluster.set("large", {"a": 1, "text": "x" * LARGE_BYTES})
+        client = await Client.login(cluster)
+        (connection,) = cluster.nodes[0].connections
+        paths = [LookupSpec(int(Opcode.SUBDOC_GET), b"a"), LookupSpec(int(Opcode.SUBDOC_EXISTS), b"b")]
+        value = codec_kv.encode_lookup_specs(paths)
+
+        def asked(key: bytes) -> Reply | Later | None:
+            frame = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=value)
+            return dispatch.answer(connection.session, OPERATIONS, frame)
+
+        small, large = asked(b"\0small"), asked(b"\0large")
+        assert isinstance(small, Reply)
+        assert isinstance(large, Later)
+        assert [large.step() for _ in paths] == [None, None]
+        last = large.step()
+        assert last is not None
+        assert last.value == small.value
+        reply = await client.ask(fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=b"\0large", value=value))
+        assert reply.value == small.value

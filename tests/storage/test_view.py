@@ -78,6 +78,8 @@ def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(wr
     old = view.get(A, "shop.orders", as_of=4)
     assert old is not None
     assert old.value == b"order a"
+    assert 9 not in view.manifest_of(view.pin(0)).collections
+    assert view.manifest_of(view.pin(0, 4)).collections[9].name == "orders"
     writer.rollback(0, 6)
     assert read(B, "shop.orders") == b"new b"
 
