@@ -191,6 +191,14 @@ class Settings(BaseSettings):
     """Private key (PEM) of `listen_tls_cert_file`, where it is not in the same file."""
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = 1024
     """Connections of one listening process; further ones are closed at once. An idle connection costs about 10 KiB."""
+    reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = 256
+    """Connections of another machine (an IPv4 address, an IPv6 network of 64 bits) or of another user of a Unix socket
+    to one listening process; further ones are closed at once. Clients on loopback are not told apart. Raise it where
+    clients come through a proxy."""
+    reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = 10.0
+    """A client that has not logged in after this time, the TLS handshake included, is disconnected; where no login is
+    needed, one that has asked for nothing. Such clients have a quarter of the connections of a listening process; above
+    that the oldest is disconnected for a new one."""
     reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
     """A client that sends nothing for this long is disconnected. SDKs send something every few seconds."""
     reader_send_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 30.0

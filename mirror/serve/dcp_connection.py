@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import structlog
 
 from mirror.serve import kv_connection
+from mirror.serve.admission import Slot
 from mirror.serve.dcp_producer import Counters, DcpProducer
 from mirror.serve.dcp_watch import Watch
 from mirror.serve.kv_bucket import KvBucket
@@ -95,10 +96,10 @@ class DcpSession(KvSession):
 class DcpConnection(KvConnection):
     """A client."""
 
-    def __init__(self, host: DcpHost, address: Address) -> None:
+    def __init__(self, host: DcpHost, address: Address, slot: Slot) -> None:
         """Not connected yet; `address` is the listener's."""
         self._dcp_host = host
-        super().__init__(host, address)
+        super().__init__(host, address, slot)
         self.producer: DcpProducer | None = None
         self._answer_bytes = 0
         """Answers written since the client stopped taking."""

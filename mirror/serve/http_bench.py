@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from urllib.parse import quote_from_bytes
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
+from mirror.serve.admission import Acceptor, Admission
 from mirror.serve.http_protocol import BoundedProtocol, Gate, protocol_config
 from mirror.serve.http_server import HttpServer, Listening
-from mirror.serve.listener import Address, listening_socket, reserve
+from mirror.serve.listener import Address, Limits, listening_socket, reserve
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
@@ -78,8 +80,7 @@ async def _serve(data: str | None, pipe: Connection) -> None:
     else:
         gate = Gate()
         config = protocol_config(_same_bytes)
-        loop = asyncio.get_running_loop()
-        bare = await loop.create_server(lambda: BoundedProtocol(config, gate, {}), sock=opened)
+        bare = Acceptor(Admission(Limits(login_timeout_s=3600)), opened, partial(BoundedProtocol, config, gate, {}))
         pipe.send(held.address.port)
         await asyncio.to_thread(_wait_end, pipe)
         bare.close()

@@ -2,8 +2,8 @@
 
 Knows asyncio's transports and uvicorn's protocol over httptools (llhttp, the parser of Node.js); never a route.
 Invariants: a connection that says nothing, says half a request, or takes nothing of its answer is gone after its limit,
-with whatever was kept for it; more connections than allowed are turned away at once; what is on its way to slow readers
-has one bound for all of them; requests that come ahead of their answers wait as bytes, but for a few.
+with whatever was kept for it; what is on its way to slow readers has one bound for all of them; requests that come
+ahead of their answers wait as bytes, but for a few. Who may connect is `admission`'s.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from mirror.serve.admission import Slot
 from mirror.serve.http_problems import Problem
 
 HEAD_BYTES_MAX = 256 * 1024
@@ -64,13 +65,11 @@ class Budget:
 class Gate:
     """Who is connected to one process."""
 
-    connections_max: int = 1024
     idle_timeout_s: float = 600.0
     send_timeout_s: float = 30.0
     request_timeout_s: float = REQUEST_TIMEOUT_S
     changed: Callable[[int], None] = lambda _: None
     state: ServerState = field(default_factory=ServerState)
-    turned_away_count: int = 0
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -78,9 +77,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, config: Config, gate: Gate, app_state: dict[str, Any]) -> None:
-        """`app_state` is what requests see of the listener they came in by."""
-        super().__init__(config, gate.state, app_state)
+    def __init__(self, config: Config, gate: Gate, app_state: dict[str, Any], slot: Slot) -> None:
+        """`app_state` is what requests see of the listener they came in by, besides `slot`."""
+        super().__init__(config, gate.state, app_state | {"slot": slot})
+        self._slot = slot
         self._gate = gate
         self._timer: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
@@ -94,8 +94,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take it, or turn it away."""
         super().connection_made(transport)
-        if len(self._gate.state.connections) > self._gate.connections_max:
-            self._gate.turned_away_count += 1
+        self._slot.abort = transport.abort
+        if self._slot.refused:
             self._turn_away(b"503 Service Unavailable", BUSY)
             return
         self._gate.changed(len(self._gate.state.connections))
@@ -103,6 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
+        self._slot.release()
         self._stop_waiting()
         self._unstick()
         self._unset_keepalive_if_required()

@@ -13,19 +13,21 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ConfigError
+from mirror.serve.admission import Acceptor, Admission
 from mirror.serve.auth import Users, server_tls, users_of
 from mirror.serve.http_api import make_app
 from mirror.serve.http_protocol import BoundedProtocol, Budget, Gate, protocol_config
 from mirror.serve.http_service import Service, Watch
 from mirror.serve.http_status import Report, Status
 from mirror.serve.http_view import Mirror
-from mirror.serve.listener import BACKLOG, Limits
+from mirror.serve.listener import Limits
 from mirror.serve.metrics import Requests
 
 DRAIN_S = 5.0
@@ -75,36 +77,27 @@ class HttpServer:
             stale_reads=settings.refill_reads == "stale",
             streams_max=max(1, limits.connections_max // STREAMS_SHARE),
         )
-        self.gate = Gate(
-            limits.connections_max, limits.idle_timeout_s, limits.send_timeout_s, changed=requests.open_connections.set
-        )
+        self.gate = Gate(limits.idle_timeout_s, limits.send_timeout_s, changed=requests.open_connections.set)
+        self.admission = Admission(limits)
         self._settings = settings
         self._listening = list(listening)
         self._tls = server_tls(settings) if any(each.tls for each in listening) else None
         self._config = protocol_config(make_app(self.service))
         self._config.timeout_keep_alive = int(max(1, limits.idle_timeout_s))
-        self._servers: list[asyncio.Server] = []
+        self._acceptors: list[Acceptor] = []
         self._stop = asyncio.Event()
 
     async def start(self) -> None:
         """Listen."""
-        loop = asyncio.get_running_loop()
         self._set_date()
         for each in self._listening:
             tls: ssl.SSLContext | None = self._tls if each.tls else None
-            state = {"local": each.local}
-            self._servers.append(
-                await loop.create_server(
-                    lambda state=state: BoundedProtocol(self._config, self.gate, state),
-                    sock=each.socket,
-                    ssl=tls,
-                    backlog=BACKLOG,
-                )
-            )
+            factory = partial(BoundedProtocol, self._config, self.gate, {"local": each.local})
+            self._acceptors.append(Acceptor(self.admission, each.socket, factory, tls, answers=True))
 
     async def run(self) -> None:
         """Serve until stopped."""
-        if not self._servers:
+        if not self._acceptors:
             await self.start()
         tasks = [asyncio.create_task(self.service.status.run()), asyncio.create_task(self._dates())]
         stopping = asyncio.create_task(self._stop.wait())
@@ -125,8 +118,8 @@ class HttpServer:
     async def _end(self) -> None:
         self.service.stopping.set()
         self.service.watch.wake()
-        for server in self._servers:
-            server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         state = self.gate.state
         for connection in list(state.connections):
             connection.shutdown()
@@ -135,7 +128,7 @@ class HttpServer:
         for connection in list(state.connections):
             connection.transport.abort()
         await asyncio.sleep(0)
-        self._servers.clear()
+        self._acceptors.clear()
         self.service.mirror.close()
 
     async def _dates(self) -> None:
@@ -155,7 +148,7 @@ class HttpServer:
             "counters": self.service.requests.counters() | {"http_connections": connections},
             "connections": connections,
             "streams": self.service.requests.stream_count,
-            "turned_away": self.gate.turned_away_count,
+            "turned_away": self.admission.rejected_count,
             "unsent_bytes": self.service.budget.out_bytes,
         }
 

@@ -146,6 +146,7 @@ class Service:
             anonymous = self.users.anonymous if request.state.local else None
             if anonymous is None:
                 raise Problem("not-authenticated", "this listener wants a user", hint="send Basic authentication")
+            request.state.slot.establish()
             return anonymous
         scheme, _, text = header.partition(" ")
         if scheme.lower() != "basic":
@@ -157,6 +158,7 @@ class Service:
         found = await asyncio.to_thread(self.users.check, name, password) if separator else None
         if found is None:
             raise Problem("not-authenticated", "no such user, or another password")
+        request.state.slot.establish()
         return found
 
     def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:

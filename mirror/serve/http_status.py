@@ -193,7 +193,7 @@ class Status:
         """Keep one look at how things stand."""
         try:
             report = await self.report()
-        except (StorageError, MirrorError):
+        except (StorageError, MirrorError, OSError):
             return
         sums = report["totals"]
         self._samples.append(

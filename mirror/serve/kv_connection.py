@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar
 import structlog
 
 from mirror.serve import kv_documents, kv_scans
+from mirror.serve.admission import Slot
 from mirror.serve.kv_fast import Counters, fast_get
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
@@ -72,8 +73,8 @@ class Host(Protocol):
     requests_per_turn: int
     request_bytes_max: int
 
-    def opened(self, connection: KvConnection) -> bool:
-        """A client connected; False: there is no room for it."""
+    def opened(self, connection: KvConnection) -> None:
+        """A client connected."""
 
     def new_session(self, address: Address) -> KvSession:
         """The session of a client of a listener."""
@@ -88,9 +89,10 @@ class Host(Protocol):
 class KvConnection(asyncio.Protocol):
     """A client."""
 
-    def __init__(self, host: Host, address: Address) -> None:
+    def __init__(self, host: Host, address: Address, slot: Slot) -> None:
         """Not connected yet; `address` is the listener's."""
         self.address = address
+        self.slot = slot
         self.heard_s = host.now_s
         self.paused_s: float | None = None
         """Since when nothing of an answer was taken."""
@@ -128,10 +130,8 @@ class KvConnection(asyncio.Protocol):
         """A client connected."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        if not self._host.opened(self):
-            self._ended = True
-            transport.abort()
-            return
+        self.slot.abort = self.abort
+        self._host.opened(self)
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -140,6 +140,7 @@ class KvConnection(asyncio.Protocol):
         self._pieces.clear()
         for task in self._later:
             task.cancel()
+        self.slot.release()
         self._host.closed(self)
 
     def data_received(self, data: bytes) -> None:
@@ -212,6 +213,8 @@ class KvConnection(asyncio.Protocol):
             self.hang_up()
             return
         self._flush(out)
+        if self.slot.pending and pos and self.session.logged_in:
+            self.slot.establish()
         if self._goodbye:
             self.hang_up()
         if self._ended:
@@ -354,6 +357,8 @@ class KvConnection(asyncio.Protocol):
             reply = self._guarded(frame, later.step)
         if not self._ended:
             self._flush([self._count(frame, reply, began)])
+            if self.session.logged_in:
+                self.slot.establish()
 
     def _later_done(self, task: asyncio.Task[None]) -> None:
         self._later.discard(task)

@@ -1,9 +1,9 @@
 """The KV endpoint of one process: its listeners, its connections, and the limits over all of them.
 
-Knows the event loop and the connections; must never know what is asked. Invariants: a connection above the limit is
-closed at once; one that is silent, or takes nothing of its answers for too long, is hung up on; when readers together
-take too little, the one with most unsent bytes goes, so that memory is bounded whatever they do; stopping closes the
-listeners first and then gives connections a moment to take what was written.
+Knows the event loop and the connections; must never know what is asked. Who may connect is `admission`'s. Invariants:
+a connection that is silent, or takes nothing of its answers for too long, is hung up on; when readers together take too
+little, the one with most unsent bytes goes, so that memory is bounded whatever they do; stopping closes the listeners
+first and then gives connections a moment to take what was written.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from functools import partial
 import structlog
 
 from mirror.clock import Clock
+from mirror.serve.admission import Acceptor, Admission
 from mirror.serve.auth import Users
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_connection import KvConnection
 from mirror.serve.kv_fast import Counters
 from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_session import KvSession, LoginOptions
-from mirror.serve.listener import BACKLOG, Address, Limits
+from mirror.serve.listener import Address, Limits
 
 SWEEP_S = 1.0
-HANDSHAKE_LIMIT_S = 10.0
-"""For TLS; who does not finish it is hung up on."""
 REPLACED_CHECK_S = 5.0
 """How often it is looked whether a group was made anew."""
 
@@ -59,8 +58,6 @@ class KvServer:
         self.requests_per_turn = requests_per_turn
         self.request_bytes_max = request_bytes_max
         self.connections: set[KvConnection] = set()
-        self.accepted_count = 0
-        self.rejected_count = 0
         self.dropped_count = 0
         """Hung up on for silence or for not taking their answers."""
         self._bucket = bucket
@@ -68,23 +65,18 @@ class KvServer:
         self._map = cluster_map
         self._clock = clock
         self._limits = limits or Limits()
+        self.admission = Admission(self._limits)
         self._secret = secrets.token_bytes(16)
-        self._servers: list[asyncio.Server] = []
+        self._acceptors: list[Acceptor] = []
         self._sweeper: asyncio.Task[None] | None = None
         self._empty = asyncio.Event()
 
     async def start(self, sockets: Sequence[tuple[Address, socket.socket]], tls: ssl.SSLContext | None = None) -> None:
         """Serve what connects to these sockets."""
-        loop = asyncio.get_running_loop()
         for address, listening in sockets:
             assert not address.tls or tls is not None, "addresses were checked against the settings"
-            context = tls if address.tls else None
-            limit_s = HANDSHAKE_LIMIT_S if context is not None else None
             factory = partial(self.connection_type, self, address)
-            create = loop.create_server if address.path is None else loop.create_unix_server
-            self._servers.append(
-                await create(factory, sock=listening, ssl=context, ssl_handshake_timeout=limit_s, backlog=BACKLOG)
-            )
+            self._acceptors.append(Acceptor(self.admission, listening, factory, tls if address.tls else None))
         self._sweeper = asyncio.create_task(self._sweep(), name="kv sweeper")
 
     async def stop(self, grace_s: float = 1.0) -> None:
@@ -93,8 +85,9 @@ class KvServer:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
-        for server in self._servers:
-            server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
+        self._acceptors.clear()
         for connection in list(self.connections):
             connection.hang_up()
         self._empty.clear()
@@ -109,9 +102,9 @@ class KvServer:
         counters = self.counters
         return {
             "kv_connections": len(self.connections),
-            "kv_accepted": self.accepted_count,
-            "kv_rejected": self.rejected_count,
-            "kv_dropped": self.dropped_count,
+            "kv_accepted": self.admission.accepted_count,
+            "kv_rejected": self.admission.rejected_count,
+            "kv_dropped": self.dropped_count + self.admission.evicted_count,
             "kv_requests": counters.requests,
             "kv_hits": counters.hits,
             "kv_misses": counters.misses,
@@ -133,14 +126,9 @@ class KvServer:
 
     # -- what connections ask
 
-    def opened(self, connection: KvConnection) -> bool:
-        """A client connected; False: there is no room for it."""
-        if len(self.connections) >= self._limits.connections_max:
-            self.rejected_count += 1
-            return False
-        self.accepted_count += 1
+    def opened(self, connection: KvConnection) -> None:
+        """A client connected."""
         self.connections.add(connection)
-        return True
 
     def new_session(self, address: Address) -> KvSession:
         """The session of a client of a listener."""

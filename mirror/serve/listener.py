@@ -25,6 +25,11 @@ BACKLOG = 1024
 """Connections that wait to be taken; a burst of clients that start at once."""
 
 HOST_DEFAULT = "127.0.0.1"
+
+PENDING_SHARE = 4
+"""Of its connections, a process has one in so many for clients that have not logged in."""
+PENDING_MIN = 16
+"""So many at least, where a process may have them."""
 _LOCAL_NAMES = {"localhost": "127.0.0.1", "ip6-localhost": "::1"}
 
 
@@ -219,6 +224,13 @@ class Limits:
     idle_timeout_s: float = 600.0
     send_timeout_s: float = 30.0
     unsent_bytes_max: int = 128 * 1024 * 1024
+    login_timeout_s: float = 10.0
+    connections_per_peer_max: int = 256
+
+    @property
+    def pending_max(self) -> int:
+        """Connections on which nobody has logged in: the others are reserved for those who have."""
+        return max(self.connections_max // PENDING_SHARE, min(self.connections_max, PENDING_MIN))
 
     @staticmethod
     def of(settings: Settings) -> Limits:
@@ -228,4 +240,6 @@ class Limits:
             settings.reader_idle_timeout_s,
             settings.reader_send_timeout_s,
             settings.reader_unsent_bytes_max,
+            settings.reader_login_timeout_s,
+            settings.reader_connections_per_peer_max,
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
+from mirror.serve.admission import raise_descriptor_limit
 from mirror.serve.auth import server_tls, users_of
 from mirror.serve.kv_map import named_nodes
 from mirror.serve.listener import Address, Reserved, check_addresses, parse_addresses, reserve
@@ -118,6 +119,8 @@ def check_reloaded(settings: Settings) -> None:
     """Refuse what readers' processes could not take while they run. Raises ConfigError."""
     if settings.kv_nodes is not None:
         named_nodes(settings.kv_nodes)
+    if any(getattr(settings, kind) is not None for kind in KINDS):
+        raise_descriptor_limit(settings, settings.groups)  # which the processes inherit
 
 
 def url_of(kind: str, address: Address) -> str:

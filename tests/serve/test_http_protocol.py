@@ -12,6 +12,7 @@ import pytest
 
 from mirror.serve.http_problems import Problem
 from mirror.serve.http_protocol import HEAD_BYTES_MAX, HEADERS_MAX, SLICE_BYTES, BoundedProtocol, Budget
+from mirror.serve.listener import Limits
 from tests.serve.http_site import Site
 from tests.supervise.conftest import eventually_now
 
@@ -28,9 +29,12 @@ def connections(site: Site) -> int:
 
 
 def test_more_connections_than_allowed_are_turned_away_and_the_others_go_on(site: Site) -> None:
-    site.server.gate.connections_max = 2
-    with site.connect() as one, site.connect():
-        eventually_now(lambda: connections(site) == 2)
+    site.server.admission.limits = Limits(connections_max=2)
+    asked = f"GET {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    with site.connect() as one, site.connect() as two:
+        for line in (one, two):
+            line.sendall(asked)
+            assert line.recv(65536)
         with site.connect() as third:
             answer = read_all(third)
         assert answer.startswith(b"HTTP/1.1 503 ")
@@ -38,7 +42,7 @@ def test_more_connections_than_allowed_are_turned_away_and_the_others_go_on(site
         one.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert b"alive" in read_all(one)
     eventually_now(lambda: connections(site) == 0)
-    assert site.server.gate.turned_away_count == 1
+    assert site.server.admission.rejected_count == 1
     site.get("/livez")
 
 
@@ -50,6 +54,21 @@ def test_who_does_not_finish_a_request_is_hung_up_on(site: Site, said: bytes) ->
         with contextlib.suppress(ConnectionResetError):
             assert read_all(line) == b""
     eventually_now(lambda: connections(site) == 0)
+
+
+def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(site: Site) -> None:
+    site.server.admission.limits = Limits(login_timeout_s=0.3)
+    with site.connect() as probe, site.connect() as reader:
+        reader.sendall(f"GET {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert b" 404 " in reader.recv(65536)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                probe.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                if not probe.recv(65536):
+                    break
+        reader.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"alive" in reader.recv(65536)
+        assert site.server.admission.evicted_count == 1
 
 
 def test_an_idle_connection_is_closed_in_the_end(site: Site) -> None:

@@ -282,11 +282,11 @@ async def test_what_nobody_knows_is_an_unknown_command(endpoint: Endpoint) -> No
 
 async def test_no_room_for_one_more(store: Store) -> None:
     async with serving(store.path, limits=Limits(connections_max=2)) as endpoint:
-        first, second, third = [await endpoint.connect() for _ in range(3)]
+        first, second = [await endpoint.connect() for _ in range(2)]
         assert await first.alive()
         assert await second.alive()
-        assert await third.receive() is None
-        assert endpoint.server.rejected_count == 1
+        assert await (await endpoint.connect()).receive() is None
+        assert endpoint.server.admission.rejected_count == 1
         await first.close()
         await asyncio.sleep(0.05)
         assert await (await endpoint.connect()).alive()

@@ -106,5 +106,9 @@ def test_the_socket_of_a_service_that_is_gone_is_replaced_and_other_files_are_no
 
 
 def test_limits_come_from_the_settings() -> None:
-    settings = Settings(reader_connections_max=7, reader_idle_timeout_s=8)
-    assert Limits.of(settings) == Limits(connections_max=7, idle_timeout_s=8)
+    settings = Settings(
+        reader_connections_max=7, reader_idle_timeout_s=8, reader_login_timeout_s=9, reader_connections_per_peer_max=6
+    )
+    wanted = Limits(connections_max=7, idle_timeout_s=8, login_timeout_s=9, connections_per_peer_max=6)
+    assert Limits.of(settings) == wanted
+    assert [Limits(connections_max=count).pending_max for count in (1, 16, 40, 1024)] == [1, 16, 16, 256]

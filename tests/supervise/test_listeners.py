@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from pathlib import Path
 
@@ -37,6 +38,15 @@ def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
     assert listeners.ready(2000) == [f"http {urls['http'][0]}"]
     listeners.release()
     assert not (tmp_path / "kv.sock").exists()
+
+
+def test_what_a_process_cannot_open_is_refused_before_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (1024, 1024))
+    Listeners(Settings(), 1)
+    with pytest.raises(ConfigError, match="needs 1176 open files") as caught:
+        Listeners(Settings(http="0"), 1)
+    assert caught.value.setting == "reader_connections_max"
+    Listeners(Settings(http="0", reader_connections_max=800), 1)
 
 
 def test_without_addresses_there_are_no_servers() -> None:

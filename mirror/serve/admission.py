@@ -1,0 +1,326 @@
+"""Who may connect to one listening process, and for how long without showing who they are; the same for every port.
+
+Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection is counted when it
+is accepted, before a TLS handshake costs memory. Invariants:
+- no more than `connections_max` connections are open, and on no more than `pending_max` of them nobody has logged in.
+  For one more of these the oldest is closed, of the peer that has most of them: clients that do not log in keep nobody
+  out, and no connection with a login is closed for one without;
+- a connection that has not logged in after `login_timeout_s` is closed, whatever it sends; a handshake is part of that;
+- another machine, or another user of a Unix socket, has no more than `connections_per_peer_max`;
+- a failure to accept is one line in the log a minute and a new attempt a second later, never the end of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import resource
+import socket
+import ssl
+import struct
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from mirror.serve.listener import Limits
+
+ACCEPTS_PER_TURN = 64
+"""Connections accepted before those that are open have their turn."""
+RETRY_S = 1.0
+"""Pause after a failure to accept, as asyncio's own servers have it."""
+LOG_INTERVAL_S = 60.0
+REFUSALS_MAX = 64
+"""Connections at a time that are refused by an answer; beyond, they are closed without one."""
+DESCRIPTORS_RESERVED = 128
+"""Open files of a process besides its clients': the store's, the log, the connection to the supervisor."""
+DESCRIPTORS_PER_GROUP = 3
+
+LOCAL = "local"
+"""The peer of every client of this machine on loopback, and of the service's own user on a Unix socket."""
+
+_CREDENTIALS = struct.Struct("3i")
+
+log = structlog.get_logger("serve")
+
+
+def peer_of(connected: socket.socket, address: Any) -> str:
+    """Who is at the other end: LOCAL, an IPv4 address, an IPv6 network of 64 bits, or a user of this machine."""
+    if connected.family == socket.AF_UNIX:
+        _, uid, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return LOCAL if uid == os.geteuid() else f"uid {uid}"
+    host = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    if isinstance(host, ipaddress.IPv6Address):
+        if host.ipv4_mapped is None:
+            return LOCAL if host.is_loopback else str(ipaddress.IPv6Network((int(host) >> 64 << 64, 64)))
+        host = host.ipv4_mapped
+    return LOCAL if host.is_loopback else str(host)
+
+
+class Periodic:
+    """Log lines of an event that may come ten thousand times a second: the first at once, then one a minute."""
+
+    def __init__(self, level: str, event: str) -> None:
+        """Nothing happened yet."""
+        self._level, self._event = level, event
+        self._next_s = float("-inf")
+        self._count = 0
+
+    def note(self, now_s: float, **fields: Any) -> None:
+        """It happened."""
+        self._count += 1
+        if now_s >= self._next_s:
+            self._next_s = now_s + LOG_INTERVAL_S
+            getattr(log, self._level)(self._event, count=self._count, **fields)
+            self._count = 0
+
+
+class Slot:
+    """The place of one connection."""
+
+    __slots__ = ("_admission", "_deadline", "abort", "peer", "pending", "refused")
+
+    def __init__(self, admission: Admission, peer: str, *, refused: bool = False) -> None:
+        """`Admission.admit` makes it."""
+        self._admission = admission
+        self._deadline: asyncio.TimerHandle | None = None
+        self.peer = peer
+        self.pending = not refused
+        """Nobody has logged in on the connection."""
+        self.refused = refused
+        """The connection is open only to be answered that there are too many."""
+        self.abort: Callable[[], object] = bool
+        """Closes the connection now."""
+
+    def expires_after(self, timeout_s: float) -> None:
+        """Close the connection after this time unless somebody logs in."""
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(timeout_s, self._admission.drop, self, "it did not log in in time")
+
+    def establish(self) -> None:
+        """Somebody is logged in, or reads as a local client that need not."""
+        if self.pending:
+            self.pending = False
+            self._cancel()
+            self._admission.established(self)
+
+    def release(self) -> None:
+        """The connection is over. Harmless when repeated."""
+        self._cancel()
+        self._admission.released(self)
+
+    def _cancel(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class Admission:
+    """The connections of one process."""
+
+    def __init__(self, limits: Limits) -> None:
+        """No connections yet."""
+        self.limits = limits
+        self.accepted_count = 0
+        self.rejected_count = 0
+        """Closed when they were accepted: there were too many."""
+        self.evicted_count = 0
+        """Closed because they had not logged in."""
+        self.failed_count = 0
+        """Failures to accept."""
+        self._open: set[Slot] = set()
+        self._refused: set[Slot] = set()
+        self._by_peer: Counter[str] = Counter()
+        self._pending: dict[str, dict[Slot, None]] = {}
+        """Connections without a login, by peer, oldest first."""
+        self._pending_count = 0
+        self._evictions = Periodic("warning", "connections without a login were closed")
+        self._rejections = Periodic("warning", "connections were refused: there are too many")
+        self._failures = Periodic("error", "connections cannot be accepted")
+
+    @property
+    def open_count(self) -> int:
+        """Connections now."""
+        return len(self._open)
+
+    @property
+    def pending_count(self) -> int:
+        """Connections now on which nobody has logged in."""
+        return self._pending_count
+
+    def admit(self, peer: str, *, answers: bool = False) -> Slot | None:
+        """The slot of a new connection; None: close it. `answers`: some are kept open for an answer that says so."""
+        limits = self.limits
+        if peer != LOCAL and self._by_peer[peer] >= limits.connections_per_peer_max:
+            admitted = self._evict(peer)
+        elif len(self._open) >= limits.connections_max or self._pending_count >= limits.pending_max:
+            admitted = self._evict(max(self._pending, key=lambda each: len(self._pending[each]), default=None))
+        else:
+            admitted = True
+        if not admitted:
+            self.rejected_count += 1
+            self._rejections.note(asyncio.get_running_loop().time(), peer=peer, open=len(self._open))
+            if not answers or len(self._refused) >= REFUSALS_MAX:
+                return None
+            slot = Slot(self, peer, refused=True)
+            self._refused.add(slot)
+            return slot
+        slot = Slot(self, peer)
+        self.accepted_count += 1
+        self._open.add(slot)
+        self._by_peer[peer] += 1
+        self._pending.setdefault(peer, {})[slot] = None
+        self._pending_count += 1
+        slot.expires_after(limits.login_timeout_s)
+        return slot
+
+    def _evict(self, peer: str | None) -> bool:
+        """Close the oldest connection of a peer that has not logged in; False: there is none."""
+        oldest = next(iter(self._pending.get(peer or "", ())), None)
+        if oldest is None:
+            return False
+        self.drop(oldest, "others connected")
+        return True
+
+    def drop(self, slot: Slot, why: str) -> None:
+        """Close a connection on which nobody has logged in."""
+        self.evicted_count += 1
+        self._evictions.note(asyncio.get_running_loop().time(), why=why, peer=slot.peer)
+        slot.release()
+        slot.abort()
+
+    def established(self, slot: Slot) -> None:
+        """Somebody has logged in."""
+        slots = self._pending.get(slot.peer, {})
+        if slot in slots:
+            del slots[slot]
+            self._pending_count -= 1
+            if not slots:
+                del self._pending[slot.peer]
+
+    def released(self, slot: Slot) -> None:
+        """A connection is over."""
+        self._refused.discard(slot)
+        if slot in self._open:
+            self.established(slot)
+            self._open.remove(slot)
+            self._by_peer[slot.peer] -= 1
+            if not self._by_peer[slot.peer]:
+                del self._by_peer[slot.peer]
+
+    def failed(self, error: OSError) -> None:
+        """A connection could not be accepted."""
+        self.failed_count += 1
+        self._failures.note(asyncio.get_running_loop().time(), error=error.strerror or str(error))
+
+
+Factory = Callable[[Slot], asyncio.Protocol]
+"""Makes the protocol of a connection, which calls `release` when the connection is over."""
+
+
+class Acceptor:
+    """Accepts the connections of one listening socket."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        listening: socket.socket,
+        factory: Factory,
+        tls: ssl.SSLContext | None = None,
+        *,
+        answers: bool = False,
+    ) -> None:
+        """Accepting begins at once, in the running loop. `answers`: see `Admission.admit`; not with TLS."""
+        self._admission = admission
+        self._listening = listening
+        self._factory = factory
+        self._tls = tls
+        self._answers = answers and tls is None
+        self._loop = asyncio.get_running_loop()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._go_on()
+
+    def close(self) -> None:
+        """Accept no more, and close what is not connected yet."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._listening.fileno())
+        self._listening.close()
+        for task in self._connecting:
+            task.cancel()
+
+    def _go_on(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._listening.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                connected, address = self._listening.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:  # it is gone already
+                continue
+            except OSError as error:
+                self._admission.failed(error)
+                self._loop.remove_reader(self._listening.fileno())
+                self._retry = self._loop.call_later(RETRY_S, self._go_on)
+                return
+            self._take(connected, address)
+
+    def _take(self, connected: socket.socket, address: Any) -> None:
+        try:
+            slot = self._admission.admit(peer_of(connected, address), answers=self._answers)
+            if slot is None:
+                connected.close()
+                return
+            connected.setblocking(False)
+        except OSError as error:  # it is gone already
+            connected.close()
+            self._admission.failed(error)
+            return
+        task = self._loop.create_task(self._connect(connected, slot))
+        slot.abort = task.cancel
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, connected: socket.socket, slot: Slot) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: self._factory(slot),
+                connected,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else self._admission.limits.login_timeout_s,
+            )
+        except asyncio.CancelledError:
+            slot.release()
+            connected.close()
+            raise
+        except OSError as error:
+            slot.release()
+            connected.close()
+            log.debug("a client did not connect", peer=slot.peer, error=str(error))
+
+
+def raise_descriptor_limit(settings: Settings, group_count: int) -> None:
+    """Have this process and its children open as many files as the settings need. Raises ConfigError."""
+    reserved = DESCRIPTORS_RESERVED + DESCRIPTORS_PER_GROUP * group_count
+    needed = settings.reader_connections_max + reserved
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        most = hard - reserved
+        lower = f", or set reader_connections_max to {most} at most" if most > 0 else ""
+        raise ConfigError(
+            f"reader_connections_max {settings.reader_connections_max} needs {needed} open files; "
+            f"a process may have {hard} here",
+            hint=f"raise the hard limit (ulimit -Hn, LimitNOFILE){lower}",
+            setting="reader_connections_max",
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        log.info("the limit of open files was raised", soft_limit=needed, before=soft)

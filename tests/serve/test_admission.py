@@ -1,0 +1,278 @@
+"""Connections before anybody has logged in: how many there are, how long they last, and what they cost the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from mirror.serve.admission import LOCAL, REFUSALS_MAX, Acceptor, Admission, Slot, peer_of, raise_descriptor_limit
+from mirror.serve.auth import Reader, SourceUser, server_tls
+from mirror.serve.listener import Address, Limits
+from mirror.wire import codec_kv
+from tests.serve.certificates import make_certificate
+from tests.serve.dcp_rig import until
+from tests.serve.kv_rig import Client, Endpoint, Store, serving
+
+LIMITS = Limits(connections_max=40)
+
+
+class NoStrangers(SourceUser):
+    """Users of which everybody has to log in."""
+
+    def __init__(self) -> None:
+        super().__init__("demo", lambda: "demo")
+
+    @property
+    def anonymous(self) -> Reader | None:
+        return None
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path)
+    made.logs()
+    made.put(b"a", b"value", 1)
+    yield made
+    made.close()
+
+
+async def silent(endpoint: Endpoint, count: int) -> list[Client]:
+    return [await endpoint.connect() for _ in range(count)]
+
+
+async def accepted(endpoint: Endpoint, count: int) -> None:
+    await until(lambda: endpoint.server.admission.accepted_count >= count)
+
+
+async def test_clients_that_do_not_log_in_keep_nobody_out(store: Store) -> None:
+    async with serving(store.path, readers=NoStrangers(), limits=LIMITS) as endpoint:
+        first = await endpoint.sdk()
+        others = await silent(endpoint, 100)
+        await accepted(endpoint, 101)
+        admission = endpoint.server.admission
+        assert admission.pending_count == LIMITS.pending_max == 16
+        assert admission.open_count == 17
+        newest = await endpoint.sdk()
+        for client in (first, newest):
+            assert (await client.get(b"\0a", vbid=endpoint.bucket.view.vbid_of(b"a"))).value == b"value"
+        assert await others[0].receive() is None, "the oldest ones were closed"
+        assert await others[-1].alive()
+        assert endpoint.server.status()["kv_dropped"] == admission.evicted_count == 85
+
+
+async def test_connections_of_those_who_are_logged_in_are_not_closed_for_others(store: Store) -> None:
+    async with serving(store.path, limits=Limits(connections_max=3)) as endpoint:
+        inside = [await endpoint.connect() for _ in range(3)]
+        for client in inside:
+            assert await client.alive()
+        for _ in range(3):
+            assert await (await endpoint.connect()).receive() is None
+        assert endpoint.server.admission.rejected_count == 3
+        for client in inside:
+            assert await client.alive()
+
+
+async def test_a_client_that_does_not_log_in_is_disconnected_whatever_it_sends(store: Store) -> None:
+    limits = Limits(login_timeout_s=0.2)
+    async with serving(store.path, readers=NoStrangers(), limits=limits) as endpoint:
+        inside, outside = await endpoint.sdk(), await endpoint.connect()
+        with contextlib.suppress(ConnectionError):
+            while await outside.alive():
+                pass
+        assert endpoint.server.admission.evicted_count == 1
+        assert endpoint.server.admission.open_count == 1
+        assert await inside.alive()
+
+
+async def test_where_no_login_is_needed_a_first_request_counts_as_one(store: Store) -> None:
+    async with serving(store.path, limits=Limits(login_timeout_s=0.2)) as endpoint:
+        asking, mute = await endpoint.connect(), await endpoint.connect()
+        assert await asking.alive()
+        assert await mute.receive() is None
+        assert await asking.alive()
+
+
+async def test_connections_are_counted_before_their_tls_handshake(store: Store, tmp_path: Path) -> None:
+    """A handshake's buffers are 300 KiB: 20,000 silent connections once took 6.2 GB."""
+    cert, key = make_certificate(tmp_path)
+    tls = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
+    limits = Limits(connections_max=40, login_timeout_s=0.5)
+    async with serving(store.path, addresses=(Address(tls=True),), limits=limits, tls=tls) as endpoint:
+        await silent(endpoint, 100)
+        await accepted(endpoint, 100)
+        admission = endpoint.server.admission
+        assert admission.open_count == admission.pending_count == 16
+        assert not endpoint.server.connections
+        trusting = ssl.create_default_context(cafile=cert)
+        trusting.check_hostname = False
+        newest = await endpoint.connect(ssl=trusting)
+        assert await newest.alive()
+        await until(lambda: admission.open_count == 1)
+        assert await newest.alive()
+
+
+async def test_another_machine_has_its_share_and_no_more() -> None:
+    admission = Admission(Limits(connections_max=100, connections_per_peer_max=3))
+    closed: list[str] = []
+
+    def admit(peer: str) -> Slot | None:
+        slot = admission.admit(peer)
+        if slot is not None:
+            slot.abort = lambda: closed.append(peer)
+        return slot
+
+    slots = [slot for _ in range(3) if (slot := admit("10.0.0.1"))]
+    slots[1].establish()
+    for _ in range(5):
+        assert admit("10.0.0.1"), "for its own oldest one without a login"
+    assert closed == ["10.0.0.1"] * 5
+    for slot in list(admission._pending["10.0.0.1"]):
+        slot.establish()
+    with capture_logs() as logged:
+        assert [admit("10.0.0.1") for _ in range(50)] == [None] * 50
+    assert len(logged) == 1, "one line a minute"
+    assert admit("10.0.0.2")
+    assert all(admit(LOCAL) for _ in range(20)), "clients of this machine are not told apart"
+    slots[1].release()
+    slots[1].release()
+    assert admit("10.0.0.1")
+    assert admission.open_count == 3 + 1 + 20
+    while admission._open:
+        next(iter(admission._open)).release()
+    assert not admission._by_peer
+    assert not admission._pending
+
+
+async def test_the_peer_with_most_connections_pays_for_one_more() -> None:
+    admission = Admission(Limits(connections_max=16))
+    closed: list[str] = []
+    for peer in ("10.0.0.1", *["10.0.0.2"] * 15, *["10.0.0.3"] * 3):
+        slot = admission.admit(peer)
+        assert slot is not None
+        slot.abort = lambda peer=peer: closed.append(peer)  # type: ignore[misc]
+    assert closed == ["10.0.0.2"] * 3
+    for slot in list(admission._open):
+        slot.release()
+
+
+async def test_few_are_kept_open_to_be_told_that_there_are_too_many() -> None:
+    admission = Admission(Limits(connections_max=1))
+    slot = admission.admit(LOCAL)
+    assert slot is not None
+    slot.establish()
+    told = [admission.admit(LOCAL, answers=True) for _ in range(REFUSALS_MAX + 5)]
+    assert [each is not None and each.refused for each in told] == [True] * REFUSALS_MAX + [False] * 5
+    assert admission.open_count == 1
+    assert told[0] is not None
+    told[0].release()
+    assert admission.admit(LOCAL, answers=True)
+
+
+def test_peers_are_machines_networks_and_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inet, inet6 = (socket.socket(family) for family in (socket.AF_INET, socket.AF_INET6))
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with inet, inet6, one, other:
+        assert peer_of(inet, ("127.0.0.9", 1)) == peer_of(inet6, ("::1", 1, 0, 0)) == LOCAL
+        assert peer_of(inet, ("10.1.2.3", 1)) == peer_of(inet6, ("::ffff:10.1.2.3", 1, 0, 0)) == "10.1.2.3"
+        assert peer_of(inet6, ("::ffff:127.0.0.1", 1, 0, 0)) == LOCAL
+        assert peer_of(inet6, ("2001:db8::1%eth0", 1, 0, 0)) == peer_of(inet6, ("2001:db8::f:2", 1, 0, 0))
+        assert peer_of(inet6, ("2001:db8::1", 1, 0, 0)) != peer_of(inet6, ("2001:db8:0:1::1", 1, 0, 0))
+        assert peer_of(one, "") == LOCAL
+        monkeypatch.setattr(os, "geteuid", lambda: -1)
+        assert peer_of(one, "") == f"uid {os.getuid()}"
+
+
+class Exhausted:
+    """A listening socket of a process without free descriptors, for some time."""
+
+    def __init__(self, listening: socket.socket, failures: int) -> None:
+        self._listening = listening
+        self.failures = failures
+
+    def accept(self) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listening.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listening, name)
+
+
+class Greeting(asyncio.Protocol):
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"hello")
+        transport.close()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._slot.release()
+
+
+async def test_a_failure_to_accept_is_one_line_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror.serve.admission.RETRY_S", 0.001)
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setblocking(False)
+    exhausted = Exhausted(listening, 20)
+    admission = Admission(Limits())
+    with capture_logs() as logged:
+        acceptor = Acceptor(admission, exhausted, Greeting)  # type: ignore[arg-type]
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        assert await reader.read() == b"hello"
+        writer.close()
+        acceptor.close()
+    assert (exhausted.failures, admission.failed_count) == (0, 20)
+    assert [(each["event"], each["error"]) for each in logged] == [
+        ("connections cannot be accepted", os.strerror(errno.EMFILE))
+    ]
+    assert admission.open_count == 0
+
+
+def test_the_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = (256, 4096)
+
+    def set_limits(_which: int, wanted: tuple[int, int]) -> None:
+        nonlocal limits
+        limits = wanted
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: limits)
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    raise_descriptor_limit(Settings(), 8)
+    assert limits == (1024 + 128 + 24, 4096)
+    raise_descriptor_limit(Settings(reader_connections_max=10), 8)
+    assert limits == (1024 + 128 + 24, 4096), "it is never lowered"
+    limits = (1024, 1024)
+    with pytest.raises(ConfigError, match="needs 1176 open files; a process may have 1024 here") as caught:
+        raise_descriptor_limit(Settings(), 8)
+    assert "reader_connections_max to 872" in caught.value.hint
+    raise_descriptor_limit(Settings(reader_connections_max=872), 8)
+    limits = (1024, resource.RLIM_INFINITY)
+    raise_descriptor_limit(Settings(), 8)
+    assert limits == (1176, resource.RLIM_INFINITY)
+
+
+async def test_a_client_that_is_gone_before_it_is_accepted_harms_nobody(store: Store) -> None:
+    async with serving(store.path) as endpoint:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", endpoint.port)) as line:
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client = await endpoint.connect()
+        assert (await client.ask(codec_kv.noop())).status == 0
+        await accepted(endpoint, 1)
+        await until(lambda: endpoint.server.admission.open_count == 1)
