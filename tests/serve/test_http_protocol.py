@@ -59,14 +59,14 @@ def test_who_does_not_finish_a_request_is_hung_up_on(site: Site, said: bytes) ->
 def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(site: Site) -> None:
     site.server.admission.limits = Limits(login_timeout_s=0.3)
     with site.connect() as probe, site.connect() as reader:
-        reader.sendall(f"GET {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        reader.sendall(f"HEAD {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert b" 404 " in reader.recv(65536)
         with contextlib.suppress(ConnectionError):
             while True:
                 probe.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 if not probe.recv(65536):
                     break
-        reader.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        reader.sendall(b"HEAD /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 200 " in reader.recv(65536)
         assert site.server.admission.evicted_count == 1
 
