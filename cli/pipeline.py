@@ -29,6 +29,7 @@ from mirror.feed.comparison import not_said
 from storage.keys import split_key
 
 if TYPE_CHECKING:
+    from mirror.spark.bodies import Reading
     from mirror.spark.compare import Compared
     from mirror.spark.progress import BatchFigures
     from mirror.spark.runner import Runner
@@ -77,6 +78,33 @@ SourceOption = Annotated[
         "-s",
         metavar="URL",
         help="Read from here instead of --data: couchbase://user@host/bucket, or a mirror's DCP port.",
+        show_default=False,
+    ),
+]
+ModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mode",
+        metavar="failfast|permissive|dropmalformed",
+        help="A document that does not fit --schema: an error (default), null in the fields that do not fit, no row.",
+        show_default=False,
+    ),
+]
+TimeZoneOption = Annotated[
+    str | None,
+    typer.Option(
+        "--time-zone",
+        metavar="ZONE",
+        help="Of times in documents that do not name one; default: UTC.",
+        show_default=False,
+    ),
+]
+EpochOption = Annotated[
+    str | None,
+    typer.Option(
+        "--epoch",
+        metavar="seconds|millis|micros",
+        help="Times in documents are numbers of these since 1970. Default: text, or numbers of seconds.",
         show_default=False,
     ),
 ]
@@ -129,6 +157,16 @@ def check_destination(text: str) -> None:
 def under_spark_submit() -> bool:
     """Whether spark-submit started this process: it says so in the environment of its child."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def reading_from(mode: str | None, permissive: bool, time_zone: str | None, epoch: str | None) -> Reading:
+    """How documents are read. Raises ConfigError."""
+    from mirror.spark.options import reading_of
+
+    if permissive and mode not in (None, "permissive"):
+        raise ConfigError(f"--permissive and --mode {mode} were both given")
+    given = {"mode": "permissive" if permissive else mode, "timeZone": time_zone, "epoch": epoch}
+    return reading_of({name: text for name, text in given.items() if text is not None})
 
 
 def collections_from(text: str | None) -> tuple[str, ...] | None:
@@ -196,11 +234,24 @@ def export(
             show_default=False,
         ),
     ] = None,
-    permissive: Annotated[
-        bool, typer.Option("--permissive", help="With --schema: nulls for a document that does not fit it, no error.")
-    ] = False,
+    mode: ModeOption = None,
+    permissive: Annotated[bool, typer.Option("--permissive", help="The same as --mode permissive.")] = False,
+    max_misfits: Annotated[
+        float,
+        typer.Option(
+            "--max-misfits",
+            min=0,
+            max=1,
+            help="The share of documents that may not fit --schema; above it nothing is exported, exit code 3.",
+        ),
+    ] = 0.01,
+    time_zone: TimeZoneOption = None,
+    epoch: EpochOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an export that is there (Delta: as its next version).")
+    ] = False,
+    overwrite_schema: Annotated[
+        bool, typer.Option("--overwrite-schema", help="With --overwrite: a Delta table may get other columns.")
     ] = False,
     processes: ProcessesOption = None,
     master: MasterOption = None,
@@ -228,8 +279,10 @@ def export(
             collections=collections_from(collection),
             as_of_ms=wanted.ms if wanted is not None else None,
             fields=None if schema is None else fields_of(schema),
-            permissive=permissive,
+            reading=reading_from(mode, permissive, time_zone, epoch),
+            misfits_max=max_misfits,
             overwrite=overwrite,
+            overwrite_schema=overwrite_schema,
             progress=progress,
         )
     if as_json:
@@ -239,6 +292,7 @@ def export(
     typer.echo(
         f"{done.target}: {done.documents:,} documents of {done.vbuckets} vbuckets in {done.files} files "
         f"({render.size(done.bytes)}{version}), {render.duration(done.elapsed_s)}"
+        + (f"; {done.misfits:,} do not fit the schema" if done.misfits else "")
     )
 
 

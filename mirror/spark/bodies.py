@@ -1,114 +1,245 @@
-"""JSON bodies to the columns of a user's schema, by Arrow's own JSON reader, which is some times faster than from_json.
+"""JSON bodies to the columns of a user's schema: Arrow's JSON reader where it can, values.py for what it gives up on.
 
 Knows bodies and Arrow types; never where bodies come from. Fields that a document does not have are null, fields that
-the schema does not name are left out; a body that is not a JSON object has nulls alone. A document that does not fit
-(a text where the schema says int) is an error that names it, or nulls where `permissive`. Invariant: one row of columns
-for each body, in order.
+the schema does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object,
+or has a value that its column's type cannot take; `Reading.mode` says what becomes of it.
+
+Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit: they are
+halved until those that are refused are few, and these are read one by one. Types that Arrow's reader does not have
+(map, variant) are read one by one throughout. Invariants: one row of columns for each body, in order; both ways give
+the same values.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from mirror.errors import ConfigError, MirrorError
+from mirror.errors import ConfigError, ExitCode, MirrorError
+from mirror.spark.times import EPOCH_UNITS, arrow_name, check_zone
+from mirror.spark.values import Misfit, Problems, is_variant, object_of, struct_reader
 
 JSON = 0x01
 """Bit of a datatype: the body is JSON."""
 _ONE_JSON = bytes((JSON,))
 _BLANKS = b" \t\n\r"
 _LINE_END, _BEHIND_ALL = b"\n", 2**31 - 1
+ONE_BY_ONE_MAX = 16
+"""Bodies that Arrow refuses are halved until they are so few: then one by one costs less than asking it again."""
+_LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE]\+?[0-9]"
+"""Digits that Arrow would multiply beyond 256 bits without noticing."""
+_HOUR_WITH_ZONE = "[ T][0-9]{2}[^:]"
+"""What Arrow takes for a time, and Spark does not."""
+
+Mode = Literal["failfast", "permissive", "dropmalformed"]
+MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How documents are read."""
+
+    mode: Mode = "failfast"
+    """What becomes of a misfit: an error that names it; nulls in the fields that do not fit; no row."""
+    corrupt_record: str = "_corrupt_record"
+    """The column, if the schema names it, that has the text of each misfit."""
+    time_zone: str | None = None
+    """Of times that do not name one; None: UTC, or in Spark the session's."""
+    epoch: str | None = None
+    """The unit of times that are numbers. None: they are expected as text; seconds where they are numbers."""
+
+
+AS_DECLARED = Reading()
+"""What is read where nothing is said."""
 
 
 class DocumentDoesNotFit(MirrorError):
     """A body contradicts the schema that the user gave."""
 
+    exit_code = ExitCode.DATA
+
+
+class Parsed(NamedTuple):
+    """Columns of some bodies."""
+
+    columns: list[Any]
+    misfits: list[int]
+    """Rows, in order."""
+
 
 class Bodies:
     """A parser for one schema."""
 
-    def __init__(self, schema: Any, *, permissive: bool = False) -> None:
+    def __init__(self, schema: Any, reading: Reading | None = None) -> None:
         """Raises ConfigError for a type that JSON cannot be read as."""
-        self.schema = schema
-        self._permissive = permissive
-        self._readable = pa.schema([pa.field(each.name, _readable(each.type, each.name)) for each in schema])
-        self._options = pj.ParseOptions(
-            explicit_schema=self._readable, newlines_in_values=True, unexpected_field_behavior="ignore"
-        )
-        for field in schema:
-            try:
-                only = pa.schema([pa.field(field.name, _readable(field.type, field.name))])
-                options = pj.ParseOptions(explicit_schema=only, unexpected_field_behavior="ignore")
-                pj.read_json(pa.BufferReader(b"{}"), parse_options=options).cast(pa.schema([field]))
-            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-                raise ConfigError(f"column {field.name}: JSON cannot be read as {field.type}: {error}") from None
+        self._reading = reading or AS_DECLARED
+        self._zone = self._reading.time_zone or "UTC"
+        check_zone(self._zone)
+        self._corrupt_at = schema.get_field_index(self._reading.corrupt_record)
+        if self._corrupt_at >= 0 and schema.field(self._corrupt_at).type != pa.string():
+            raise ConfigError(f"column {self._reading.corrupt_record}: has the text of a document, so it is a string")
+        self._schema = pa.schema([each for at, each in enumerate(schema) if at != self._corrupt_at])
+        self._read_one = struct_reader(self._schema, self._zone, self._reading.epoch)
+        self._arrow = None
+        if not any(_contains(each.type, _one_by_one) for each in self._schema):
+            self._arrow = _ArrowReader(self._schema, self._zone, self._reading.epoch)
 
-    def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> list[Any]:
+    def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> Parsed:
         """The schema's columns of these documents; bodies and keys are binary arrays. Raises DocumentDoesNotFit."""
-        objects, enclosed = bodies, _enclosed(bodies)
-        if datatypes != _ONE_JSON * len(bodies) or not enclosed:
-            pairs = zip(bodies.to_pylist(), datatypes, strict=True)
-            objects = pa.array([_object_or_none(body, datatype) for body, datatype in pairs], pa.binary())
-            enclosed = _enclosed(objects)
-        if enclosed:
-            try:
-                return self._parse(objects)
-            except pa.ArrowInvalid:
-                pass
-        fitting = [self._fitting(body, key) for body, key in zip(objects.to_pylist(), keys.to_pylist(), strict=True)]
-        return self._parse(pa.array(fitting, pa.binary()))
-
-    def _fitting(self, body: bytes, key: bytes) -> bytes:
-        try:
-            self._parse(pa.array([body], pa.binary()))
-        except pa.ArrowInvalid as error:
-            if self._permissive:
-                return b"{}"
-            why = str(error).removeprefix("JSON parse error: ")
+        problems: dict[int, str] = {}
+        objects = bodies
+        if datatypes != _ONE_JSON * len(bodies) or not _enclosed(bodies):
+            stripped = []
+            for row, (body, datatype) in enumerate(zip(bodies.to_pylist(), datatypes, strict=True)):
+                text = body.strip(_BLANKS)
+                if text and not (datatype & JSON and text[:1] == b"{"):
+                    problems[row] = "the body is not a JSON object"
+                    text = b""
+                stripped.append(text or b"{}")
+            objects = pa.array(stripped, pa.binary())
+        pieces = list(self._pieces(objects, 0, problems))
+        found = [pa.concat_arrays([piece[at] for piece in pieces]) for at in range(len(self._schema))]
+        if not pieces:
+            found = [pa.array([], each.type) for each in self._schema]
+        misfits = sorted(problems)
+        if misfits and self._reading.mode == "failfast":
+            key = keys[misfits[0]].as_py().decode(errors="replace")
             raise DocumentDoesNotFit(
-                f"document {key.decode(errors='replace')!r} does not fit the schema: {why}",
-                hint="give the column another type, or read with mode=permissive to have nulls instead",
-            ) from None
-        return body
+                f"document {key!r} does not fit the schema: {problems[misfits[0]]}",
+                hint="give the column another type, or read with mode=permissive (null in what does not fit) or "
+                "mode=dropmalformed (without such documents)",
+            )
+        if self._corrupt_at >= 0:
+            texts: list[str | None] = [None] * len(bodies)
+            for row in misfits:
+                texts[row] = bodies[row].as_py().decode(errors="replace")
+            found.insert(self._corrupt_at, pa.array(texts, pa.string()))
+        return Parsed(found, misfits)
 
-    def _parse(self, objects: Any) -> list[Any]:
-        """Bodies that are each valid by itself, or `_enclosed`. Then as many values as bodies are one of each, since no
-        damaged body can go on in the next: the line's end between them is an error in a text, and so is `{` behind the
-        end of an object within.
+    def _pieces(self, objects: Any, first: int, problems: dict[int, str]) -> Iterator[list[Any]]:
+        """Columns of the bodies from row `first` on, some rows at a time."""
+        if self._arrow is not None:
+            try:
+                yield self._arrow.parse(objects)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                pass
+            else:
+                return
+            if len(objects) > ONE_BY_ONE_MAX:
+                half = len(objects) // 2
+                yield from self._pieces(objects[:half], first, problems)
+                yield from self._pieces(objects[half:], first + half, problems)
+                return
+        if len(objects):
+            yield self._one_by_one(objects, first, problems)
+
+    def _one_by_one(self, objects: Any, first: int, problems: dict[int, str]) -> list[Any]:
+        rows = []
+        for row, body in enumerate(objects.to_pylist(), first):
+            noted: Problems = []
+            try:
+                rows.append(self._read_one(object_of(body), noted))
+            except Misfit as error:
+                noted.append(str(error))
+                rows.append({})
+            if noted:
+                problems.setdefault(row, "; ".join(noted))
+        return [pa.array([row.get(each.name) for row in rows], each.type) for each in self._schema]
+
+
+class _ArrowReader:
+    """Many bodies at once."""
+
+    def __init__(self, schema: Any, zone: str, epoch: str | None) -> None:
+        self._schema = schema
+        self._zone = arrow_name(zone)
+        self._unit = None if epoch is None else EPOCH_UNITS[epoch]
+        self._has_decimals = any(_contains(each.type, pa.types.is_decimal) for each in schema)
+        self._options = pj.ParseOptions(
+            explicit_schema=pa.schema([pa.field(each.name, self._readable(each.type)) for each in schema]),
+            newlines_in_values=True,
+            unexpected_field_behavior="ignore",
+        )
+
+    def parse(self, objects: Any) -> list[Any]:
+        """The columns. Raises ArrowInvalid, ArrowNotImplementedError.
+
+        As many values as bodies are one of each where all are `_enclosed`, since no damaged body can go on in the next:
+        the line's end between them is an error in a text, and so is `{` behind the end of an object within.
         """
-        text = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END).buffers()[2]
+        if not _enclosed(objects):
+            raise pa.ArrowInvalid("a body that is no JSON object")
+        if self._has_decimals and pc.any(pc.match_substring_regex(objects, _LARGE_NUMBER)).as_py():
+            raise pa.ArrowInvalid("a number that is too large")
+        lines = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END)
+        text = lines.buffers()[2]
         options = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
         table = pj.read_json(pa.BufferReader(text), read_options=options, parse_options=self._options)
         if table.num_rows != len(objects):  # a body with more than one JSON value in it
             raise pa.ArrowInvalid(f"{table.num_rows - len(objects) + 1} JSON values in one body")
-        if self._readable != self.schema:
-            table = table.cast(self.schema)
-        return [column.combine_chunks() for column in table.columns]
+        return [
+            self._converted(column.combine_chunks(), field.type)
+            for column, field in zip(table.columns, self._schema, strict=True)
+        ]
+
+    def _readable(self, kind: Any) -> Any:
+        """What Arrow's JSON reader can make, and `_converted` then turns into `kind`."""
+        if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+            return pa.int64() if self._is_number(kind) else pa.string()
+        if pa.types.is_decimal(kind):
+            return pa.decimal256(76, 38)
+        if pa.types.is_struct(kind):
+            return pa.struct([pa.field(each.name, self._readable(each.type)) for each in kind])
+        if pa.types.is_list(kind):
+            return pa.list_(pa.field(kind.value_field.name, self._readable(kind.value_type)))
+        return kind
+
+    def _is_number(self, kind: Any) -> bool:
+        return self._unit is not None and pa.types.is_timestamp(kind) and kind.tz is not None
+
+    def _converted(self, found: Any, kind: Any) -> Any:
+        if found.type == kind:
+            return found
+        if pa.types.is_struct(kind):
+            fields = [self._converted(found.field(at), each.type) for at, each in enumerate(kind)]
+            return pa.StructArray.from_arrays(fields, fields=list(kind), mask=found.is_null())
+        if pa.types.is_list(kind):
+            values = self._converted(found.values, kind.value_type)
+            return pa.ListArray.from_arrays(found.offsets, values, kind, mask=found.is_null())
+        if pa.types.is_decimal(kind):
+            return pc.round(found, kind.scale, "half_towards_infinity").cast(kind)
+        if found.type == pa.string() and pc.any(pc.match_substring_regex(found, _HOUR_WITH_ZONE)).as_py():
+            raise pa.ArrowInvalid("a zone behind an hour without minutes")
+        if pa.types.is_timestamp(kind) and kind.tz is not None:
+            return self._times(found).cast(kind)
+        return found.cast(kind)
+
+    def _times(self, found: Any) -> Any:
+        if self._unit is not None:
+            return pc.multiply_checked(found, self._unit).cast(pa.timestamp("us", "UTC"))
+        try:
+            return found.cast(pa.timestamp("us", "UTC"))  # each names its zone
+        except pa.ArrowInvalid:  # or none does
+            return pc.assume_timezone(found.cast(pa.timestamp("us")), self._zone, ambiguous="earliest")
+
+
+def _contains(kind: Any, what: Any) -> bool:
+    """True when `what` is true of a type, or of one within it."""
+    if what(kind):
+        return True
+    return any(_contains(kind.field(at).type, what) for at in range(kind.num_fields))
+
+
+def _one_by_one(kind: Any) -> bool:
+    return pa.types.is_map(kind) or is_variant(kind)
 
 
 def _enclosed(bodies: Any) -> bool:
     """True when each begins with `{` and ends with `}`."""
     firsts, lasts = pc.binary_slice(bodies, 0, 1), pc.binary_slice(bodies, -1, None)
     return bool(firsts.buffers()[2] == b"{" * len(bodies) and lasts.buffers()[2] == b"}" * len(bodies))
-
-
-def _object_or_none(body: bytes, datatype: int) -> bytes:
-    """JSON may stand between blanks; what is not an object has no fields."""
-    stripped = body.strip(_BLANKS)
-    return stripped if datatype & JSON and stripped[:1] == b"{" else b"{}"
-
-
-def _readable(kind: Any, name: str) -> Any:
-    """What Arrow's JSON reader can make, and a cast then turns into `kind`: dates and times are read as text."""
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        return pa.string()
-    if pa.types.is_binary(kind):
-        raise ConfigError(f"column {name}: JSON has no binary values", hint="read it as string")
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(each.name, _readable(each.type, name)) for each in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(pa.field(kind.value_field.name, _readable(kind.value_type, name)))
-    return kind

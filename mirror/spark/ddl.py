@@ -28,6 +28,7 @@ WORDS: dict[str, pa.DataType] = {
     "double": pa.float64(),
     "date": pa.date32(),
     "timestamp": pa.timestamp("us", "UTC"),
+    "timestamp_ltz": pa.timestamp("us", "UTC"),
     "timestamp_ntz": pa.timestamp("us"),
 }
 
@@ -79,6 +80,16 @@ class _Reader:
         self.take()
         return token[1:-1].replace("``", "`") if token[0] == "`" else token
 
+    def not_null(self) -> bool:
+        """Whether NOT NULL is here; then on behind it."""
+        if self._token is None or self._token.lower() != "not":
+            return False
+        self.take()
+        if self._token is None or self._token.lower() != "null":
+            raise self.wrong("NULL", self._token)
+        self.take()
+        return True
+
     def number(self) -> int:
         token = self._token
         if token is None or not token.isdigit():
@@ -102,7 +113,8 @@ def _fields(reader: _Reader, end: str | None, depth: int) -> list[pa.Field]:
             reader.take()
         if any(each.name == name for each in found):
             raise reader.wrong("another name: this one is there already", name)
-        found.append(pa.field(name, _type(reader, depth)))
+        kind = _type(reader, depth)
+        found.append(pa.field(name, kind, nullable=not reader.not_null()))
         if reader.here == end:
             return found
         reader.expect(",")
@@ -132,9 +144,16 @@ def _type(reader: _Reader, depth: int) -> pa.DataType:
         element = _type(reader, depth + 1)
         reader.expect(">")
         return pa.list_(element)
+    if word == "map":
+        reader.expect("<")
+        key = _type(reader, depth + 1)
+        reader.expect(",")
+        value = _type(reader, depth + 1)
+        reader.expect(">")
+        return pa.map_(key, value)
     if word == "struct":
         reader.expect("<")
         inner = _fields(reader, ">", depth + 1)
         reader.expect(">")
         return pa.struct(inner)
-    raise reader.wrong(f"a type ({', '.join(sorted(WORDS))}, decimal, array or struct)", token)
+    raise reader.wrong(f"a type ({', '.join(sorted(WORDS))}, decimal, array, map or struct)", token)

@@ -26,13 +26,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+from deltalake import Schema
+from deltalake.schema import PrimitiveType
 
-from mirror.errors import ConfigError, MirrorError
+from mirror.errors import ConfigError, ExitCode, MirrorError
 from mirror.spark import delta
-from mirror.spark.bodies import Bodies
+from mirror.spark.bodies import AS_DECLARED, Bodies, Reading
 from mirror.spark.columns import DOCUMENTS
 from mirror.spark.delta import FolderLock, commit_parts, lock, open_table, remove_orphans, require_absent_or_table
-from mirror.spark.local import Job, Shape, Wanted, hold, plan, read
+from mirror.spark.local import Counts, Job, Shape, Wanted, hold, plan, read
 from mirror.spark.options import Options
 from mirror.spark.parts import Part, PartWriter, run_name, run_of, text_keys
 from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
@@ -45,6 +47,15 @@ TASKS_PER_CORE = 4
 
 SUCCESS_FILE = "_SUCCESS"
 
+MISFITS_MAX = 0.01
+"""The share of documents that may not fit the schema, unless told otherwise."""
+
+
+class TooManyMisfits(MirrorError):
+    """The schema is not that of the documents."""
+
+    exit_code = ExitCode.DATA
+
 
 class Task(NamedTuple):
     """What one task writes."""
@@ -56,6 +67,13 @@ class Task(NamedTuple):
     prefix: str
 
 
+class Written(NamedTuple):
+    """What a task wrote."""
+
+    parts: list[Part]
+    counts: Counts
+
+
 @dataclass(frozen=True)
 class Exported:
     """What an export did."""
@@ -63,6 +81,8 @@ class Exported:
     target: str
     format: str
     documents: int
+    misfits: int
+    """Documents that do not fit the schema (bodies.py): with null in some fields, or left out."""
     files: int
     bytes: int
     vbuckets: int
@@ -72,17 +92,18 @@ class Exported:
     elapsed_s: float
 
 
-def shape_of(fields: pa.Schema | None, *, permissive: bool = False) -> Shape:
+def shape_of(fields: pa.Schema | None, reading: Reading | None = None) -> Shape:
     """The columns of an export. `fields` of the body stand in the place of `value`, after the others, whose names are
     then marked as the data source marks them. Raises ConfigError for a type that JSON cannot be read as.
     """
     if fields is None:
-        return Shape(DOCUMENTS, (False,) * len(DOCUMENTS), permissive)
-    Bodies(fields)
+        return Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
+    reading = reading or AS_DECLARED
+    Bodies(fields, reading)
     own = [field.with_name("_" + field.name) for field in DOCUMENTS if field.name != "value"]
     if taken := {field.name for field in own} & set(fields.names):
         raise ConfigError(f"--schema names {min(taken)!r}, which is a column of every typed export")
-    return Shape(pa.schema([*own, *fields]), (False,) * len(own) + (True,) * len(fields), permissive)
+    return Shape(pa.schema([*own, *fields]), (False,) * len(own) + (True,) * len(fields), reading)
 
 
 def export(
@@ -94,21 +115,26 @@ def export(
     collections: tuple[str, ...] | None = None,
     as_of_ms: int | None = None,
     fields: pa.Schema | None = None,
-    permissive: bool = False,
+    reading: Reading | None = None,
+    misfits_max: float = MISFITS_MAX,
     overwrite: bool = False,
+    overwrite_schema: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
     """Write the documents of the mirror at `data` into `target`: a path or a URL (places.py).
 
-    `fields`: parse JSON documents into these columns, which stand in the place of `value`; `permissive`: nulls where a
-    document does not fit them. Raises MirrorError and the store's errors.
+    `fields`: parse JSON documents into these columns, which stand in the place of `value`; `reading`: how. Where more
+    than a share of `misfits_max` of them does not fit, nothing is exported. `overwrite_schema`: a Delta table may get
+    other columns than it has. Raises MirrorError and the store's errors.
     """
     start_s = time.monotonic()
     data, folder = data.absolute(), folder_at(target)
-    shape = shape_of(fields, permissive=permissive)
+    shape = shape_of(fields, reading)
     with open_view(str(data)) as view:
         identity = view.identity
     with _target(folder, delta_table, overwrite) as place:
+        if not overwrite_schema:
+            place.check_schema(shape.schema)
         count = runner.parallelism * TASKS_PER_CORE
         options = Options(path=str(data), collections=collections, as_of_ms=as_of_ms, partitions=count)
         job, shares = plan(options, Wanted())
@@ -118,21 +144,25 @@ def export(
             tasks = [
                 Task(job, vbids, shape, url, f"part-{place.run}-{number:05d}") for number, vbids in enumerate(shares)
             ]
-            parts = [part for written in runner.run(export_task, tasks, progress) for part in written]
+            written = runner.run(export_task, tasks, progress)
         finally:
             lease.release()
+        parts = [part for each in written for part in each.parts]
         place.check(parts)
+        misfits = sum(each.counts.misfits for each in written)
+        check_misfits(misfits, sum(each.counts.documents for each in written), misfits_max)
         facts = {
             "bucket": identity.bucket_name,
             "bucket_uuid": identity.bucket_uuid,
             "boundaries": " ".join(map(str, job.pins)),
             delta.RUN: place.run,
-        }
+        } | ({} if fields is None else {"misfits": str(misfits)})
         place.finish(parts, shape.schema, facts)
     return Exported(
         target=folder.url,
         format="delta" if delta_table else "parquet",
         documents=sum(part.rows for part in parts),
+        misfits=misfits,
         files=len(parts),
         bytes=sum(part.size for part in parts),
         vbuckets=len(job.pins),
@@ -142,12 +172,24 @@ def export(
     )
 
 
-def export_task(task: Task) -> list[Part]:
+def check_misfits(misfits: int, documents: int, share_max: float) -> None:
+    """Raise TooManyMisfits where more of the documents do not fit than may."""
+    if misfits > documents * share_max:
+        raise TooManyMisfits(
+            f"{misfits:,} of {documents:,} documents do not fit the schema, more than {share_max:.3%} of them: "
+            "nothing was exported",
+            hint="give the columns other types (a column `_corrupt_record string` shows the documents), or allow "
+            "them with --max-misfits",
+        )
+
+
+def export_task(task: Task) -> Written:
     """Write the documents of a task's vbuckets; called wherever a Runner runs it."""
+    counts = Counts()
     with PartWriter(task.folder, task.prefix, task.shape.schema) as parts:
-        for batch in read(task.job, task.vbids, task.shape):
+        for batch in read(task.job, task.vbids, task.shape, counts):
             parts.write(text_keys(batch))
-    return parts.finished
+    return Written(parts.finished, counts)
 
 
 class _Target(ABC):
@@ -172,6 +214,9 @@ class _Target(ABC):
                     )
         except OSError as error:
             raise self.folder.error(error) from error
+
+    def check_schema(self, schema: pa.Schema) -> None:  # noqa: B027 - files have no past
+        """Raise ConfigError where the export would change the columns that readers know."""
 
     def __enter__(self) -> _Target:
         """What can be held is held."""
@@ -229,6 +274,19 @@ class _Delta(_Target):
             self._lock.release()
             raise
 
+    def check_schema(self, schema: pa.Schema) -> None:
+        """New columns may come; the others stay as they are."""
+        if self._table is None:
+            return
+        new = {field.name: field.type for field in Schema.from_arrow(schema).fields}
+        for field in self._table.schema().fields:
+            if new.get(field.name) != field.type:
+                now = f"be {_type_name(new[field.name])}" if field.name in new else "be gone"
+                raise ConfigError(
+                    f"{self.folder}: column {field.name} is {_type_name(field.type)} in the table and would {now}",
+                    hint="--overwrite-schema makes this export's columns the table's",
+                )
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Give the lock up; after an error remove what was written in vain."""
         if kind is not None and isinstance(self.folder, LocalFolder):
@@ -240,6 +298,10 @@ class _Delta(_Target):
         commit_parts(self.folder, self._table, parts, schema, overwrite=True, metadata=facts)
         table = open_table(self.folder)
         self.version = None if table is None else table.version()
+
+
+def _type_name(kind: Any) -> str:
+    return str(kind.type) if isinstance(kind, PrimitiveType) else str(kind.type) + "<...>"
 
 
 class _Folder(_Target):

@@ -16,10 +16,11 @@ from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from mirror.errors import ConfigError
 from mirror.lease import Lease
-from mirror.spark.bodies import Bodies
+from mirror.spark.bodies import AS_DECLARED, Bodies, Parsed, Reading
 from mirror.spark.options import Options
 from mirror.spark.rows import BATCH_BYTES, Documents
 from storage import bulk, keys
@@ -74,7 +75,16 @@ class Shape:
 
     schema: Any
     from_body: tuple[bool, ...]
-    permissive: bool
+    reading: Reading = AS_DECLARED
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a task has read."""
+
+    documents: int = 0
+    misfits: int = 0
+    """Documents that do not fit the schema (bodies.py)."""
 
 
 def opened(path: str) -> View:
@@ -144,10 +154,10 @@ def hold(job: Job) -> Lease:
     return Lease(job.path, positions, name="spark documents", seconds=job.lease_seconds, lease_id=job.lease_id)
 
 
-def read(job: Job, vbids: Sequence[int], shape: Shape) -> Iterator[Any]:
-    """The record batches of a task."""
+def read(job: Job, vbids: Sequence[int], shape: Shape, counts: Counts | None = None) -> Iterator[Any]:
+    """The record batches of a task; what was read is added to `counts`."""
     mine = set(vbids)
-    maker = Maker(shape)
+    maker = Maker(shape, counts)
     lease = hold(job)
     try:
         with opened(job.path) as view:
@@ -177,11 +187,12 @@ def _of_vbucket(view: View, pin: Pin, job: Job, maker: Maker) -> Iterator[Any]:
 class Maker:
     """Makes record batches of the rows of many vbuckets: few large ones, also where vbuckets are small."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, counts: Counts | None = None) -> None:
         """Nothing is held yet."""
         self._shape = shape
+        self._counts = counts or Counts()
         fields = [field for field, of_body in zip(shape.schema, shape.from_body, strict=True) if of_body]
-        self._bodies = Bodies(pa.schema(fields), permissive=shape.permissive) if fields else None
+        self._bodies = Bodies(pa.schema(fields), shape.reading) if fields else None
         self._rows = Documents()
         self._now_ms = 0
 
@@ -204,11 +215,22 @@ class Maker:
             yield self._batch(rows)
 
     def _batch(self, rows: Documents) -> Any:
-        body = iter(self._bodies.columns(rows.values, rows.datatypes, rows.keys) if self._bodies is not None else ())
+        parsed = Parsed([], [])
+        if self._bodies is not None:
+            parsed = self._bodies.columns(rows.values, rows.datatypes, rows.keys)
+        body = iter(parsed.columns)
         columns = [
             next(body) if of_body else rows.column(field.name.removeprefix("_"))
             for field, of_body in zip(self._shape.schema, self._shape.from_body, strict=True)
         ]
         batch = pa.RecordBatch.from_arrays(columns, schema=self._shape.schema)
-        alive = rows.alive(self._now_ms)
-        return batch if alive is None else batch.filter(alive)
+        kept = rows.alive(self._now_ms)
+        misfits = [row for row in parsed.misfits if kept is None or kept[row].as_py()]
+        self._counts.documents += len(rows) if kept is None else kept.true_count
+        self._counts.misfits += len(misfits)
+        if misfits and self._shape.reading.mode == "dropmalformed":
+            fitting = [True] * len(rows)
+            for row in misfits:
+                fitting[row] = False
+            kept = pa.array(fitting) if kept is None else pc.and_(kept, pa.array(fitting))
+        return batch if kept is None else batch.filter(kept)

@@ -14,8 +14,14 @@ that names the option and the remedy.
     columns             of the table's columns these, in this order. Not beside a schema of one's own
     asOf                documents as of a time in ISO 8601: of each vbucket the newest kept boundary not after it.
                         Only with path
-    mode                what to do with a document that does not fit the schema given: failfast (default), or
-                        permissive: its columns are null
+    mode                what to do with a document that does not fit the schema given: failfast (default): an error;
+                        permissive: null in the fields that do not fit; dropmalformed: no row
+    columnNameOfCorruptRecord   a string column of the schema given that has the text of each document that does not
+                        fit it, else null. _corrupt_record unless told
+    timeZone            of times in documents that do not name one: UTC, Europe/Berlin, +01:00. The session's
+                        (spark.sql.session.timeZone) unless told
+    epoch               times in documents are numbers: seconds, millis or micros since 1970. Unless told they are
+                        text, and seconds where they are numbers
     pushdown            true: filters on key, collection and vbid are answered by the source; needs the setting
                         spark.sql.python.filterPushdown.enabled of the session. false unless told
     maxRowsPerBatch     events of a micro-batch, about: whole snapshots only, and one at least. 1000000 unless told
@@ -30,15 +36,17 @@ that names the option and the remedy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from typing import Any
 
 from mirror.errors import ConfigError
+from mirror.spark.bodies import AS_DECLARED, MODES, Reading
 from mirror.spark.columns import TABLES
 from mirror.spark.places import local_path
+from mirror.spark.times import EPOCH_UNITS, zone_of
 
 VBUCKETS_MAX = 65_536
 CATALOG_PROPERTIES = frozenset(
@@ -60,7 +68,7 @@ class Options:
     partitions: int = 1
     columns: tuple[str, ...] | None = None
     as_of_ms: int | None = None
-    permissive: bool = False
+    reading: Reading = AS_DECLARED
     pushdown: bool = False
     max_rows: int = 1_000_000
     max_bytes: int = 1 << 30
@@ -105,14 +113,8 @@ def parse(given: Mapping[str, str]) -> Options:
     unknown = sorted(set(values) - {name.lower() for name in _PARSERS})
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}", hint=f"known: {', '.join(_PARSERS)}")
-    fields: dict[str, Any] = {"partitions": len(os.sched_getaffinity(0))}
-    for name, (field, parser) in _PARSERS.items():
-        if name.lower() in values:
-            try:
-                fields[field] = parser(values[name.lower()])
-            except ValueError as error:
-                raise ConfigError(f"option {name}={values[name.lower()]!r}: {error}") from None
-    options = Options(**fields)
+    fields = {"partitions": len(os.sched_getaffinity(0))} | _fields(values, _PARSERS.keys() - _READING)
+    options = Options(**fields, reading=Reading(**_fields(values, _READING)))
     if (options.path is None) == (options.connection is None):
         both = options.path is not None
         raise ConfigError(
@@ -130,6 +132,22 @@ def parse(given: Mapping[str, str]) -> Options:
     if options.latest and options.table != "changes":
         raise ConfigError("option startingFrom is for table=changes")
     return options
+
+
+def reading_of(given: Mapping[str, str]) -> Reading:
+    """How documents are read, from the options that say so. Raises ConfigError."""
+    return Reading(**_fields({name.lower(): text for name, text in given.items()}, _READING))
+
+
+def _fields(values: Mapping[str, str], names: Set[str]) -> dict[str, Any]:
+    found = {}
+    for name, (field, parser) in _PARSERS.items():
+        if name in names and name.lower() in values:
+            try:
+                found[field] = parser(values[name.lower()])
+            except ValueError as error:
+                raise ConfigError(f"option {name}={values[name.lower()]!r}: {error}") from None
+    return found
 
 
 def _of_catalog(name: str) -> bool:
@@ -203,6 +221,13 @@ def _text(text: str) -> str:
     return text
 
 
+def _zone(text: str) -> str:
+    zone_of(text)
+    return text
+
+
+_READING = frozenset(("mode", "columnNameOfCorruptRecord", "timeZone", "epoch"))
+
 _PARSERS: dict[str, tuple[str, Any]] = {
     "path": ("path", lambda text: str(local_path(_text(text)))),
     "connection": ("connection", _text),
@@ -212,7 +237,10 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "partitions": ("partitions", _count),
     "columns": ("columns", _names),
     "asOf": ("as_of_ms", _time),
-    "mode": ("permissive", _one_of(failfast=False, permissive=True)),
+    "mode": ("mode", _one_of(**{name: name for name in MODES})),
+    "columnNameOfCorruptRecord": ("corrupt_record", _text),
+    "timeZone": ("time_zone", _zone),
+    "epoch": ("epoch", _one_of(**{name: name for name in EPOCH_UNITS})),
     "pushdown": ("pushdown", _one_of(true=True, false=False)),
     "maxRowsPerBatch": ("max_rows", _count),
     "maxBytesPerBatch": ("max_bytes", byte_count),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
@@ -29,6 +30,7 @@ from mirror.spark.filters import accept
 from mirror.spark.local import Shape, Wanted
 from mirror.spark.options import Options, parse
 from mirror.spark.stream import ChangesReader, ChangesStream
+from mirror.spark.times import machine_zone
 
 if TYPE_CHECKING:
     from mirror.spark import remote
@@ -103,7 +105,7 @@ def of_table(fields: Any, options: Options) -> bool:
 def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:
     """What makes each column. Raises ConfigError for a type that a column cannot have."""
     if not own_schema:
-        return Shape(schema, (False,) * len(schema), options.permissive)
+        return Shape(schema, (False,) * len(schema), options.reading)
     if options.columns is not None:
         raise ConfigError("option columns and a schema were both given", hint="name the columns in the schema")
     from_body = []
@@ -113,8 +115,8 @@ def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:
         if ours and field.type != DOCUMENTS.field(name).type:
             raise ConfigError(f"column {field.name} is of type {DOCUMENTS.field(name).type}, not {field.type}")
         from_body.append(not ours)
-    Bodies(pa.schema([field for field, of_body in zip(schema, from_body, strict=True) if of_body]))
-    return Shape(schema, tuple(from_body), options.permissive)
+    Bodies(pa.schema([field for field, of_body in zip(schema, from_body, strict=True) if of_body]), options.reading)
+    return Shape(schema, tuple(from_body), options.reading)
 
 
 @dataclass(repr=False)
@@ -123,6 +125,18 @@ class Share(InputPartition):
 
     job: local.Job | remote.Job
     vbids: list[int]
+
+
+def in_session(shape: Shape) -> Shape:
+    """The same with the session's time zone where the options name none: in a task, which has the session's settings.
+
+    One that was not set is the zone of Java, and so of the machine.
+    """
+    if shape.reading.time_zone is not None:
+        return shape
+    context = TaskContext.get()
+    zone = context.getLocalProperty("spark.sql.session.timeZone") if context is not None else None
+    return replace(shape, reading=replace(shape.reading, time_zone=zone or machine_zone()))
 
 
 class DocumentsReader(DataSourceReader):
@@ -151,11 +165,11 @@ class DocumentsReader(DataSourceReader):
         assert isinstance(partition, Share)
         with clearly():
             if isinstance(partition.job, local.Job):
-                yield from local.read(partition.job, partition.vbids, self._shape)
+                yield from local.read(partition.job, partition.vbids, in_session(self._shape))
             else:
                 from mirror.spark import remote
 
-                yield from remote.read_documents(self._options, partition.job, partition.vbids, self._shape)
+                yield from remote.read_documents(self._options, partition.job, partition.vbids, in_session(self._shape))
 
 
 class PushdownDocumentsReader(DocumentsReader):

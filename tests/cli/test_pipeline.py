@@ -38,6 +38,9 @@ def test_export_writes_parquet_and_says_what(mirrored: Path, tmp_path: Path) -> 
 def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path: Path) -> None:
     arguments = ["--format", "delta", "--schema", "number int, `stra\u00dfe` string", "--processes", "1"]
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
+    assert (done.code, "the body is not a JSON object" in done.complaint) == (3, True)
+    arguments += ["--permissive", "--max-misfits", "0.5"]
+    done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
     assert done.code == 0, done.err
     assert "183 documents of 16 vbuckets" in done.out
     assert "version 0" in done.out
@@ -45,6 +48,17 @@ def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path
     assert {row["number"] for row in rows if row["_key"].startswith("order::")} == {
         number for number in range(200) if number % 10
     }
+
+
+def test_a_schema_that_most_documents_do_not_fit_is_exit_3_and_no_export(mirrored: Path, tmp_path: Path) -> None:
+    arguments = ["--schema", "number boolean", "--permissive", "--processes", "1"]
+    done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
+    assert done.code == 3
+    assert "documents do not fit the schema" in done.complaint
+    assert list(tmp_path.iterdir()) == []
+    done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments, "--max-misfits", "1")
+    assert done.code == 0, done.err
+    assert "do not fit the schema" in done.out
 
 
 def test_compare_is_silent_about_what_is_equal(source: SandboxThread, mirrored: Path) -> None:
@@ -69,6 +83,8 @@ def test_compare_is_silent_about_what_is_equal(source: SandboxThread, mirrored: 
             ["export", "--to", "out", "--processes", "2", "--master", "local[1]"],
             "--processes is for a run without Spark",
         ),
+        (["export", "--to", "out", "--schema", "a int", "--epoch", "days"], "option epoch='days'"),
+        (["export", "--to", "out", "--permissive", "--mode", "failfast"], "were both given"),
         (["compare", "--source", "couchbase://demo@localhost/demo", "--vbuckets", "x"], "--vbuckets 'x'"),
         (["sync", "--to", "out", "--max-bytes", "many"], "maxBytesPerBatch"),
         (["sync", "--to", "out", "--on-lost-history", "cry"], "onLostHistory"),

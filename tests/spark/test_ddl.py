@@ -12,7 +12,7 @@ from mirror.spark.ddl import fields_of
 def test_plain_and_nested_columns() -> None:
     text = (
         "id BIGINT, `the name` string,paid boolean, total decimal(12,2), at timestamp, "
-        "items array<struct<sku:string, n:int>>"
+        "items array<struct<sku:string, n:int>>, local timestamp_ntz, tags map<string, array<int>>, must int not null"
     )
     assert fields_of(text) == pa.schema(
         [
@@ -22,6 +22,9 @@ def test_plain_and_nested_columns() -> None:
             ("total", pa.decimal128(12, 2)),
             ("at", pa.timestamp("us", "UTC")),
             ("items", pa.list_(pa.struct([("sku", pa.string()), ("n", pa.int32())]))),
+            ("local", pa.timestamp("us")),
+            ("tags", pa.map_(pa.string(), pa.list_(pa.int32()))),
+            pa.field("must", pa.int32(), nullable=False),
         ]
     )
 
@@ -32,6 +35,7 @@ def test_plain_and_nested_columns() -> None:
         ("", "expected a name at its end"),
         ("a", "expected a name at its end"),
         ("a int b int", "expected ','"),
+        ("a int not b int", "expected NULL"),
         ("a int,", "expected a name at its end"),
         ("a uuid", r"expected a type \(bigint"),
         ("a array<int", "expected '>'"),

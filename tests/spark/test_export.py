@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
@@ -12,10 +13,12 @@ from deltalake import DeltaTable
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark import export as exports
+from mirror.spark.bodies import Reading
 from mirror.spark.columns import DOCUMENTS
 from mirror.spark.ddl import fields_of
 from mirror.spark.delta import RUN, FolderLock
-from mirror.spark.export import export
+from mirror.spark.export import TooManyMisfits, export
+from mirror.spark.local import Counts
 from mirror.spark.parts import Part
 from mirror.spark.runner import LocalRunner
 from storage.errors import NotAMirror, UnknownCollection
@@ -23,6 +26,7 @@ from storage.view import open_view
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 
 HERE = LocalRunner(1)
+PERMISSIVE = Reading(mode="permissive")
 
 
 @pytest.fixture
@@ -202,7 +206,7 @@ def test_a_file_that_only_an_executor_sees_is_noticed(
     small: SmallMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = LocalRunner(1)
-    elsewhere = [[Part("part-0123456789abcdef-0-x.parquet", 5, 1, "{}", 0)]]
+    elsewhere = [exports.Written([Part("part-0123456789abcdef-0-x.parquet", 5, 1, "{}", 0)], Counts())]
     monkeypatch.setattr(runner, "run", lambda function, tasks, progress=None: elsewhere)
     with pytest.raises(MirrorError, match="all executors share"):
         export(small.path, tmp_path / "out", runner, delta_table=True)
@@ -231,9 +235,47 @@ def test_a_document_that_does_not_fit_is_named_or_has_nulls(small: SmallMirror, 
     with pytest.raises(MirrorError, match="document 'odd' does not fit the schema"):
         export(small.path, tmp_path / "out", HERE, fields=fields)
     assert not (tmp_path / "out").exists()
-    export(small.path, tmp_path / "out", HERE, fields=fields, permissive=True)
+    with pytest.raises(
+        TooManyMisfits, match=r"2 of 202 documents do not fit.*more than 0\.500% of them.*--max-misfits"
+    ):
+        export(small.path, tmp_path / "out", HERE, fields=fields, reading=PERMISSIVE, misfits_max=0.005)
+    assert not (tmp_path / "out").exists()
+    assert export(small.path, tmp_path / "out", HERE, fields=fields, reading=PERMISSIVE).misfits == 2
+    assert json.loads((tmp_path / "out" / "_SUCCESS").read_text())["misfits"] == "2"
     rows = {row["_key"]: row["id"] for row in ds.dataset(tmp_path / "out", format="parquet").to_table().to_pylist()}
     assert (rows["odd"], rows["no json"], rows["order::000007"]) == (None, None, 7)
+
+
+def test_documents_that_do_not_fit_can_be_left_out_and_expired_ones_are_not_counted(
+    small: SmallMirror, tmp_path: Path
+) -> None:
+    small.put({"odd": b'{"id": "text"}'})
+    small.put({"expired": b'{"id": "text"}'}, expiry=1_000_000_000)
+    reading = Reading(mode="dropmalformed")
+    done = export(small.path, tmp_path / "out", HERE, fields=fields_of("id bigint"), reading=reading)
+    assert (done.documents, done.misfits) == (200, 1)
+
+
+def test_a_wrong_schema_neither_replaces_a_table_nor_changes_its_types(small: SmallMirror, tmp_path: Path) -> None:
+    """All values were null, the exit code 0, and the column's type another one."""
+    target = tmp_path / "out"
+    export(small.path, target, HERE, delta_table=True, fields=fields_of("total double, customer string"))
+
+    def again(text: str, **more: Any) -> int | None:
+        fields = fields_of(text)
+        return export(
+            small.path, target, HERE, delta_table=True, overwrite=True, fields=fields, reading=PERMISSIVE, **more
+        ).version
+
+    with pytest.raises(ConfigError, match=r"column total is double in the table and would be date.*--overwrite-schema"):
+        again("total date, customer string")
+    with pytest.raises(ConfigError, match="column customer is string in the table and would be gone"):
+        again("total double")
+    with pytest.raises(TooManyMisfits, match="200 of 200 documents"):
+        again("total date, customer string", overwrite_schema=True)
+    assert DeltaTable(str(target)).version() == 0
+    assert again("total double, customer string, note string") == 1
+    assert again("total float", overwrite_schema=True, misfits_max=1.0) == 2
 
 
 def test_a_schema_that_cannot_be_is_refused_at_once(small: SmallMirror, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.spark.options import parse, ranges
+from mirror.spark.bodies import Reading
+from mirror.spark.options import parse, ranges, reading_of
 
 
 def test_what_is_not_said_has_a_default() -> None:
@@ -28,6 +29,9 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
             "partitions": "5",
             "columns": "key,kind",
             "mode": "PERMISSIVE",
+            "columnNameOfCorruptRecord": "_bad",
+            "timezone": "Europe/Berlin",
+            "epoch": "millis",
             "pushdown": "true",
             "maxrowsperbatch": "10",
             "maxBytesPerBatch": "64m",
@@ -39,7 +43,9 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
     )
     assert options.collections == ("shop.orders", "_default.carts")
     assert options.vbuckets == frozenset({0, 1, 2, 3, 7})
-    assert (options.partitions, options.names, options.permissive, options.pushdown) == (5, ("key", "kind"), True, True)
+    assert (options.partitions, options.names, options.pushdown) == (5, ("key", "kind"), True)
+    assert options.reading == Reading("permissive", "_bad", "Europe/Berlin", "millis")
+    assert reading_of({"mode": "dropmalformed"}) == Reading("dropmalformed")
     assert (options.max_rows, options.max_bytes, options.latest, options.resync) == (10, 64 << 20, True, True)
     assert (options.lease_seconds, options.ca_file) == (30.0, "/ca.pem")
     at = parse({"path": "/d", "asOf": "2026-01-31T12:00:00+00:00"}).as_of_ms
@@ -63,6 +69,8 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
         ({"connection": "couchbase://h/b", "asOf": "2026-01-31"}, "asOf is for documents of a path"),
         ({"path": "/a", "maxBytesPerBatch": "much"}, "expected a number"),
         ({"path": "/a", "startingFrom": "latest"}, "is for table=changes"),
+        ({"path": "/a", "mode": "lax"}, "expected failfast or permissive or dropmalformed"),
+        ({"path": "/a", "timeZone": "Moon"}, "'Moon' is no time zone"),
         ({"path": ""}, "expected something"),
     ],
 )

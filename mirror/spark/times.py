@@ -1,0 +1,119 @@
+"""Dates and times in JSON documents: text and numbers to days and microseconds since 1970.
+
+Reads what Spark's from_json reads without a pattern: a date alone, a time with or without a zone, fractions of a second
+(cut off after microseconds), zones as offsets or names. A text without a zone is in the zone that the caller gives.
+Not read, although Spark does: a time without a date (it means today), and years that do not have four digits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
+from functools import lru_cache
+from zoneinfo import ZoneInfo
+
+from mirror.errors import ConfigError
+
+EPOCH_UNITS = {"seconds": 1_000_000, "millis": 1_000, "micros": 1}
+"""Microseconds in one of each."""
+
+_EPOCH_DAY = date(1970, 1, 1).toordinal()
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_DATE = r"(\d{4})(?:-(\d{1,2})(?:-(\d{1,2})"
+_DAY = re.compile(_DATE + r"(?:[ T].*)?)?)?", re.ASCII | re.DOTALL)
+_TIME = re.compile(
+    _DATE + r"(?:[ T](\d{1,2})(?::(\d{1,2})(?::(\d{1,2})(?:\.(\d*))?)?(.*))?)?)?)?", re.ASCII | re.DOTALL
+)
+_OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])(\d{1,2})(?::?(\d\d)(?::?(\d\d))?)?", re.ASCII)
+OFFSET_MAX = timedelta(hours=18)
+
+
+@lru_cache(maxsize=256)
+def zone_of(name: str) -> tzinfo:
+    """The time zone of that name: `Europe/Berlin`, `Z`, `+01:00`, `UTC+1`. Raises ValueError."""
+    if name in ("Z", "UTC", "GMT", "UT"):
+        return UTC
+    found = _OFFSET.fullmatch(name)
+    if found is not None:
+        sign, hours, minutes, seconds = found.groups()
+        offset = timedelta(hours=int(hours), minutes=int(minutes or 0), seconds=int(seconds or 0))
+        if offset > OFFSET_MAX or int(minutes or 0) > 59 or int(seconds or 0) > 59:
+            raise ValueError(f"{name!r} is no time zone")
+        return timezone(-offset if sign == "-" else offset)
+    try:
+        return ZoneInfo(name)
+    except (OSError, ValueError, LookupError):
+        raise ValueError(f"{name!r} is no time zone") from None
+
+
+def arrow_name(name: str) -> str:
+    """A zone's name as Arrow knows it. Raises ValueError."""
+    zone = zone_of(name)
+    if zone is UTC or not isinstance(zone, timezone):
+        return "UTC" if zone is UTC else name
+    return zone.tzname(None).removeprefix("UTC")
+
+
+def check_zone(name: str) -> None:
+    """Raise ConfigError for a name that is no time zone here."""
+    try:
+        zone_of(name)
+    except ValueError as error:
+        raise ConfigError(str(error), hint="for example UTC, Europe/Berlin or +01:00") from None
+
+
+def machine_zone() -> str:
+    """The name of this machine's time zone: that of TZ, or of the file that /etc/localtime is a link to; else UTC."""
+    name = os.environ.get("TZ", "").removeprefix(":") or os.path.realpath("/etc/localtime").rpartition("/zoneinfo/")[2]
+    try:
+        zone_of(name)
+    except ValueError:
+        return "UTC"
+    return name
+
+
+def day_of(text: str) -> int:
+    """Days since 1970 of a date; what follows it after a blank or T is ignored. Raises ValueError."""
+    found = _DAY.fullmatch(text.strip())
+    if found is None:
+        raise ValueError("no date")
+    year, month, day = found.groups(default="1")
+    return date(int(year), int(month), int(day)).toordinal() - _EPOCH_DAY
+
+
+def micros_of(text: str, zone: tzinfo | None) -> int:
+    """Microseconds since 1970 of a time, or of the beginning of a date, in `zone` unless the text names another.
+
+    None: a local time, counted as if it were in UTC; a text with a zone is refused. Raises ValueError.
+
+    Where clocks are put forward a time that does not exist is moved forward by as much; where they are put back the
+    first of the two is taken.
+    """
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise ValueError("no time")
+    year, month, day, hour, minute, second, fraction, rest = found.groups()
+    named = (rest or "").strip()
+    if zone is None and named:
+        raise ValueError("a local time has no zone")
+    time = datetime(
+        int(year),
+        int(month or 1),
+        int(day or 1),
+        int(hour or 0),
+        int(minute or 0),
+        int(second or 0),
+        int((fraction or "")[:6].ljust(6, "0")),
+        tzinfo=zone_of(named) if named else zone or UTC,
+    )
+    return (time - _EPOCH) // _MICROSECOND
+
+
+def micros_of_number(number: int, unit: int) -> int:
+    """Microseconds since 1970 of a number of units of `unit` microseconds. Raises ValueError."""
+    micros = number * unit
+    if not -(2**63) <= micros < 2**63:
+        raise ValueError("out of range")
+    return micros

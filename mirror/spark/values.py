@@ -1,0 +1,268 @@
+"""One JSON document to values of a user's schema, as Spark's from_json reads it; a step in Python for each value.
+
+This is what bodies.py uses where Arrow's reader gives up, and what its results are defined by. A value that its type
+cannot take is a misfit: it becomes null, with the rest of the document kept; in an array or map the whole of it does,
+unless its elements are structs. Numbers keep the spelling that they have in the document.
+
+Where from_json differs: text behind the document, and numbers of -128 to 255 for a tinyint, are misfits here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from decimal import ROUND_HALF_UP, Context, Decimal, InvalidOperation
+from typing import Any
+
+import pyarrow as pa
+
+from mirror.errors import ConfigError
+from mirror.spark.times import EPOCH_UNITS, day_of, micros_of, micros_of_number, zone_of
+
+Problems = list[str]
+Reader = Callable[[Any, Problems], Any]
+"""A JSON value, not null, to what Arrow takes for a type. Raises Misfit, and notes misfits within."""
+
+SHOWN_LENGTH_MAX = 40
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
+_EXACT = Context(prec=200, Emax=10_000, Emin=-10_000)
+_DOUBLES = {"NaN": "nan", "+INF": "inf", "INF": "inf", "-INF": "-inf"}
+_DOUBLES |= {"Infinity": "inf", "+Infinity": "inf", "-Infinity": "-inf"}
+"""Texts that are numbers, and what Python calls these."""
+
+
+class Misfit(Exception):
+    """A JSON value that its type cannot take; the text says why."""
+
+
+class Spelled(str):
+    """A number that is no integer, as the document spells it."""
+
+
+_DECODER = json.JSONDecoder(parse_float=Spelled, parse_constant=Spelled)
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """The members of a JSON object. Raises Misfit."""
+    try:
+        found = _DECODER.decode(body.decode(errors="replace"))
+    except RecursionError:
+        raise Misfit("nested too deep") from None
+    except ValueError as error:
+        raise Misfit(f"malformed JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Misfit(f"not a JSON object, but {_shown(found)}")
+    return found
+
+
+def text_of(value: Any) -> str:
+    """A JSON value as compact JSON."""
+    if isinstance(value, Spelled):
+        return str(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_quoted(name)}:{text_of(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(text_of, value)) + "]"
+    return _quoted(value)
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _shown(value: Any) -> str:
+    text = text_of(value)
+    return text if len(text) <= SHOWN_LENGTH_MAX else text[: SHOWN_LENGTH_MAX - 3] + "..."
+
+
+def is_variant(kind: pa.DataType) -> bool:
+    """True for the struct that Spark gives for its type variant."""
+    if not pa.types.is_struct(kind) or [each.name for each in kind] != ["value", "metadata"]:
+        return False
+    return (kind.field("metadata").metadata or {}).get(b"variant") == b"true"
+
+
+def struct_reader(fields: Any, zone: str, epoch: str | None, path: str = "") -> Reader:
+    """A reader of these fields of a JSON object; gives a dict with all of them. Raises ConfigError for a type that JSON
+    cannot be read as, and for one that does not take null.
+    """
+    readers = []
+    for field in fields:
+        if not field.nullable:
+            raise ConfigError(
+                f"column {path}{field.name}: NOT NULL cannot be promised, a document may be without it",
+                hint="leave NOT NULL out",
+            )
+        readers.append((field.name, _reader(field.type, f"{path}{field.name}", zone, epoch)))
+
+    def read(value: Any, problems: Problems) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise Misfit(f"{_shown(value)} is no object")
+        found = {}
+        for name, reader in readers:
+            each = value.get(name)
+            if each is not None:
+                try:
+                    each = reader(each, problems)
+                except Misfit as error:
+                    problems.append(f"{path}{name}: {error}")
+                    each = None
+            found[name] = each
+        return found
+
+    return read
+
+
+def _reader(kind: pa.DataType, path: str, zone: str, epoch: str | None) -> Reader:
+    types = pa.types
+    if is_variant(kind):
+        return _variant
+    if types.is_struct(kind):
+        return struct_reader(kind, zone, epoch, f"{path}.")
+    if types.is_list(kind):
+        return _list_reader(_nullable_reader(kind.value_field, f"{path}[]", zone, epoch))
+    if types.is_map(kind):
+        if not types.is_string(kind.key_type):
+            raise ConfigError(f"column {path}: the names in a JSON object are text, not {kind.key_type}")
+        return _map_reader(_nullable_reader(kind.item_field, f"{path}{{}}", zone, epoch))
+    if types.is_integer(kind):
+        return _integer_reader(kind)
+    if types.is_decimal(kind):
+        return _decimal_reader(kind)
+    if types.is_timestamp(kind):
+        return _local_time if kind.tz is None else _time_reader(zone, epoch)
+    for known, reader in (
+        (types.is_string, _text),
+        (types.is_boolean, _boolean),
+        (types.is_floating, _double),
+        (types.is_date32, _date),
+    ):
+        if known(kind):
+            return reader
+    if types.is_binary(kind):
+        raise ConfigError(f"column {path}: JSON has no binary values", hint="read it as string")
+    raise ConfigError(f"column {path}: JSON cannot be read as {kind}", hint="read it as string")
+
+
+def _nullable_reader(field: Any, path: str, zone: str, epoch: str | None) -> Reader:
+    if not field.nullable:
+        raise ConfigError(f"column {path}: NOT NULL cannot be promised", hint="leave NOT NULL out")
+    return _reader(field.type, path, zone, epoch)
+
+
+def _list_reader(element: Reader) -> Reader:
+    def read(value: Any, problems: Problems) -> list[Any]:
+        if type(value) is not list:
+            raise Misfit(f"{_shown(value)} is no array")
+        return [None if each is None else element(each, problems) for each in value]
+
+    return read
+
+
+def _map_reader(item: Reader) -> Reader:
+    def read(value: Any, problems: Problems) -> list[tuple[str, Any]]:
+        if type(value) is not dict:
+            raise Misfit(f"{_shown(value)} is no object")
+        return [(_clean(name), None if each is None else item(each, problems)) for name, each in value.items()]
+
+    return read
+
+
+def _integer_reader(kind: pa.DataType) -> Reader:
+    bound = 1 << (kind.bit_width - 1)
+
+    def read(value: Any, _: Problems) -> int:
+        if type(value) is not int or not -bound <= value < bound:
+            raise Misfit(f"{_shown(value)} is no integer of {kind.bit_width} bits")
+        return value
+
+    return read
+
+
+def _decimal_reader(kind: Any) -> Reader:
+    step, limit = Decimal(1).scaleb(-kind.scale), 10**kind.precision
+
+    def read(value: Any, _: Problems) -> Decimal:
+        text = str(value).replace(",", "") if isinstance(value, str) else str(value)
+        if isinstance(value, bool) or not _DECIMAL.fullmatch(text):
+            raise Misfit(f"{_shown(value)} is no decimal number")
+        try:
+            found = _EXACT.quantize(_EXACT.create_decimal(text), step)
+        except InvalidOperation:
+            raise Misfit(f"{_shown(value)} has too many digits for {kind}") from None
+        if abs(found.scaleb(kind.scale, _EXACT)) >= limit:
+            raise Misfit(f"{_shown(value)} has too many digits for {kind}")
+        return found
+
+    return read
+
+
+_EXACT.rounding = ROUND_HALF_UP
+
+
+def _time_reader(zone_name: str, epoch: str | None) -> Reader:
+    zone, unit = zone_of(zone_name), EPOCH_UNITS[epoch or "seconds"]
+
+    def read(value: Any, _: Problems) -> int:
+        try:
+            if type(value) is int:
+                return micros_of_number(value, unit)
+            if type(value) is str:
+                return micros_of(value, zone)
+        except (ValueError, OverflowError):
+            pass
+        raise Misfit(f"{_shown(value)} is no time")
+
+    return read
+
+
+def _local_time(value: Any, _: Problems) -> int:
+    try:
+        if type(value) is str:
+            return micros_of(value, None)
+    except (ValueError, OverflowError):
+        pass
+    raise Misfit(f"{_shown(value)} is no time without a zone")
+
+
+def _date(value: Any, _: Problems) -> int:
+    try:
+        if type(value) is str:
+            return day_of(value)
+    except (ValueError, OverflowError):
+        pass
+    raise Misfit(f"{_shown(value)} is no date")
+
+
+def _text(value: Any, _: Problems) -> str:
+    return _clean(value) if type(value) is str else _clean(text_of(value))
+
+
+def _clean(text: str) -> str:
+    """Half of a surrogate pair is no character: `?`, as Java writes it."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def _boolean(value: Any, _: Problems) -> bool:
+    if type(value) is not bool:
+        raise Misfit(f"{_shown(value)} is no boolean")
+    return value
+
+
+def _double(value: Any, _: Problems) -> float:
+    if type(value) is int or type(value) is Spelled:
+        return float(str(value))
+    if type(value) is str and value in _DOUBLES:
+        return float(_DOUBLES[value])
+    raise Misfit(f"{_shown(value)} is no number")
+
+
+def _variant(value: Any, _: Problems) -> dict[str, bytes]:
+    from pyspark.sql.variant_utils import VariantUtils
+
+    try:
+        content, names = VariantUtils.parse_json(_clean(text_of(value)))
+    except Exception as error:  # a class of PySpark's for each limit
+        raise Misfit(f"cannot be a variant: {error}") from None
+    return {"value": content, "metadata": names}

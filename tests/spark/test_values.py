@@ -1,0 +1,181 @@
+"""One document's values against what Spark's from_json makes of the same text."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, date, datetime
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.functions import col, from_json
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from mirror.errors import ConfigError
+from mirror.spark.bodies import Bodies, Reading
+from mirror.spark.ddl import fields_of
+from mirror.spark.values import Misfit, is_variant, object_of, struct_reader, text_of
+
+ZONE = "Europe/Berlin"
+VALUES: dict[str, list[str]] = {
+    "tinyint": ["1", "-128", "1.0", "true", '"1"', "300"],
+    "int": ["1", "-2147483648", "2147483648", "1.5", "1e2", '"7"', '""', "null", "[]", "{}"],
+    "bigint": ["9223372036854775807", "9223372036854775808", "false"],
+    "float": ["1", "0.1", "1e39", '"NaN"', '"x"', "true"],
+    "double": ["1", "1.25e-3", "1e999", "NaN", "-Infinity", '"Infinity"', '"+INF"', '"1.5"', '""', "[1]"],
+    "boolean": ["true", "false", "0", '"true"'],
+    "string": ['"x"', '""', "5", "true", "[1, 2]", '{"b": {"c": [null, "\\u00e9"]}, "a": 1}', '"\\u00e9 \\n"', "null"],
+    "decimal(6,2)": ["1", "1.005", "1.015", "-1.005", "9999.994", "9999.995", "12345", "1e3", "1.5E-1", '"1.25"',
+                     '"1,234.5"', '"x"', '""', "true", "12345678901234567890123456789012345678901234"],
+    "decimal(38,18)": ["12345678901234567890.1234567890123456789", "1e60", "123456789012345678901"],
+    "date": ['"2026-01-31"', '"2026-1-5"', '"2026-01-31T23:30:00Z"', '"2026-02-30"', '"31.1.2026"', "20000", '""'],
+    "timestamp": ['"2026-01-31"', '"2026-07-01 12:00"', '"2026-07-01T12:00:00.1234567"', '"2026-07-01T12:00:00Z"',
+                  '"2026-07-01T12:00:00+05:30"', '"2026-03-29 02:30:00"', '"2026-10-25 02:30:00"', '"2026"',
+                  "1700000000", "-1", "1.5", '"noon"', '""', "true", '"2026-07-01 12:00:00 America/New_York"',
+                  '"2026-01-31T"', '"2026-07-01T12"', '"2026-07-01T12Z"', '"2026-07-01T1:2:3"', '"2026-07-01T12:"',
+                  '"2026-07-01T12:00."'],
+    "timestamp_ntz": ['"2026-01-31"', '"2026-07-01 12:00:00.5"', '"2026-07-01T12:00:00Z"', "1700000000", '"x"'],
+    "array<int>": ["[1,null,2]", '[1,"x"]', "5", '{"a":1}', "[]"],
+    "array<struct<a:int,b:string>>": ['[{"a":1},{"a":"x","b":"y"},null]', "[5]", "{}"],
+    "struct<a:int,b:struct<c:double>>": ['{"a":"x","b":{"c":2}}', '{"a":1,"b":{"c":"x"}}', '{"b":5}', "[]", '"x"'],
+    "map<string,int>": ['{"a":1,"b":null}', "{}", '{"a":"x","b":1}', "5", "[]"],
+    "map<string,struct<a:int>>": ['{"x":{"a":1},"y":{"a":"?"}}'],
+}  # fmt: skip
+BODIES = (
+    "",
+    " ",
+    "[]",
+    "5",
+    "x",
+    '{"a":',
+    '{"a":1,}',
+    "{'a':1}",
+    "null",
+    '{"a":01}',
+    '{"a":1 "b":2}',
+    '"{}"',
+    '{"A":1}',
+)
+DIFFERENT = {("int", "{'a':1}")}
+"""Quotes that are not JSON's, which from_json takes."""
+
+
+def read(kind: str, bodies: list[str], reading: Reading) -> list[dict[str, Any]]:
+    """What the data source gives, with the documents each alone."""
+    schema = pa.schema([*fields_of(f"a {kind}"), pa.field("_corrupt_record", pa.string())])
+    parser = Bodies(schema, reading)
+    found = []
+    for body in bodies:
+        columns = parser.columns(pa.array([body.encode()]), b"\1", pa.array([b"key"])).columns
+        found += pa.table(columns, schema=schema).to_pylist()
+    return found
+
+
+def test_values_are_those_of_from_json(spark: SparkSession) -> None:
+    """One job for all: a column for each type, a row for each value."""
+    spark.conf.set("spark.sql.session.timeZone", ZONE)
+    try:
+        cases = [(kind, f'{{"a":{value}}}') for kind, values in VALUES.items() for value in values]
+        cases += [("int", body) for body in BODIES]
+        frame = spark.createDataFrame(list(enumerate(body for _, body in cases)), "n int, body string")
+        kinds = sorted(VALUES)
+        schemas = [from_arrow_schema(fields_of(f"a {kind}, _corrupt_record string")) for kind in kinds]
+        options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": "_corrupt_record"}
+        parsed = [from_json(col("body"), each, options).alias(f"t{at}") for at, each in enumerate(schemas)]
+        table = frame.select("n", *parsed).toArrow().sort_by("n")
+    finally:
+        spark.conf.unset("spark.sql.session.timeZone")
+    reading = Reading(mode="permissive", time_zone=ZONE)
+    different = {}
+    for at, kind in enumerate(kinds):
+        rows = [(number, body) for number, (of, body) in enumerate(cases) if of == kind]
+        expected = [table.column(f"t{at}")[number].as_py() for number, _ in rows]
+        found = read(kind, [body for _, body in rows], reading)
+        for (_, body), ours, theirs in zip(rows, found, expected, strict=True):
+            if repr(comparable(ours)) != repr(comparable(theirs)):
+                different[kind, body] = (comparable(ours), comparable(theirs))
+    assert different.keys() == DIFFERENT, different
+
+
+def comparable(row: dict[str, Any] | None) -> Any:
+    """Times as one moment, however the zone is called; a row of nulls as none."""
+    if row is None:
+        return {"a": None, "_corrupt_record": None}
+    at = row["a"]
+    return row | {"a": at.astimezone(UTC) if isinstance(at, datetime) and at.tzinfo else at}
+
+
+def test_variants_are_those_that_spark_makes(spark: SparkSession) -> None:
+    values = ['{"b":[1,-300,null,true],"a":"\\u00e9"}', "1.25", "1e40", '"x"', "12345678901234567890", "[]"]
+    schema = pa.schema([pa.field("a", variant())])
+    bodies = pa.array([f'{{"a":{value}}}'.encode() for value in values])
+    columns, misfits = Bodies(schema).columns(bodies, b"\1" * len(values), pa.array([b"k"] * len(values)))
+    assert misfits == []
+    frame = spark.createDataFrame([(value,) for value in values], "text string")
+    expected = [row.v for row in frame.selectExpr("parse_json(text) as v").collect()]
+    assert [(each["value"], each["metadata"]) for each in columns[0].to_pylist()] == [
+        (each.value, each.metadata) for each in expected
+    ]
+
+
+def variant() -> pa.DataType:
+    metadata = pa.field("metadata", pa.binary(), nullable=False, metadata={b"variant": b"true"})
+    return pa.struct([pa.field("value", pa.binary(), nullable=False), metadata])
+
+
+def test_a_misfit_is_noted_with_its_place_and_the_rest_is_kept() -> None:
+    schema = fields_of("n int, who struct<name:string, ages:array<int>>, items array<struct<count:int>>")
+    text = '{"n":"' + "x" * 100 + '","who":{"name":"Ada","ages":[1,"2"]},"items":[{"count":1},{"count":1.5}]}'
+    problems: list[str] = []
+    found = struct_reader(schema, "UTC", None)(object_of(text.encode()), problems)
+    assert found == {"n": None, "who": {"name": "Ada", "ages": None}, "items": [{"count": 1}, {"count": None}]}
+    assert problems == [
+        'n: "' + "x" * 36 + "... is no integer of 32 bits",
+        'who.ages: "2" is no integer of 32 bits',
+        "items[].count: 1.5 is no integer of 32 bits",
+    ]
+
+
+def test_what_is_no_object_says_why() -> None:
+    for body, words in (
+        (b"[1]", "not a JSON object"),
+        (b"{", "malformed JSON"),
+        (b"[" * 100_000, "too deep"),
+        (b"9" * 10_000, "malformed JSON"),
+    ):
+        with pytest.raises(Misfit, match=words):
+            object_of(body)
+
+
+def test_any_value_is_a_text_with_its_numbers_as_they_are_spelled() -> None:
+    text = '{"b": [1.10, 1e3, -0, "\\u00e9\\"", NaN], "a": {"x": null, "y": true}}'
+    assert text_of(object_of(text.encode())) == '{"b":[1.10,1e3,0,"é\\"",NaN],"a":{"x":null,"y":true}}'
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ("a int not null", r"column a: NOT NULL cannot be promised.*leave NOT NULL out"),
+        ("a struct<b:int, c:string not null>", r"column a\.c: NOT NULL"),
+        ("a map<int,int>", "column a: the names in a JSON object are text, not int32"),
+    ],
+)
+def test_schemas_that_documents_cannot_keep_are_refused(schema: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        struct_reader(fields_of(schema), "UTC", None)
+
+
+def test_epochs_and_zones_are_by_option() -> None:
+    schema = pa.schema([("a", pa.timestamp("us", "UTC"))])
+    body = pa.array([b'{"a":1700000000123}', b'{"a":"2026-01-31"}'])
+    columns, _ = Bodies(schema, Reading(epoch="millis", time_zone="+01:00")).columns(
+        body, b"\1\1", pa.array([b"k"] * 2)
+    )
+    assert columns[0].to_pylist() == [
+        datetime(2023, 11, 14, 22, 13, 20, 123000, UTC),
+        datetime(2026, 1, 30, 23, tzinfo=UTC),
+    ]
+    assert is_variant(variant())
+    assert not is_variant(pa.struct([("value", pa.binary()), ("metadata", pa.binary())]))
+    assert json.loads(text_of({"day": str(date(2026, 1, 1))})) == {"day": "2026-01-01"}
