@@ -20,7 +20,7 @@ from storage.view import open_view
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders
 
 SEVEN = Wanted(key=b"order::000007", start=b"order::000007", end=b"order::000007\0")
-PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS), False)
+PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_filters_leave_what_they_should(small: SmallMirror) -> None:
 
 def test_bodies_beside_columns_in_the_order_of_the_schema(small: SmallMirror) -> None:
     schema = pa.schema([("total", pa.float64()), ("_key", pa.string()), ("paid", pa.bool_()), ("_seqno", pa.int64())])
-    shape = Shape(schema, (True, False, True, False), False)
+    shape = Shape(schema, (True, False, True), False)
     found = {row["_key"]: row for row in rows(options(small), shape=shape)}
     assert found["order::000005"]["total"] == 1.85
     assert found["order::000006"]["paid"] is True

@@ -20,7 +20,7 @@ from storage.model import Manifest
 from storage.records import encode_deletion, encode_mutation
 
 VBUCKETS = 4
-PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS), False)
+PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
 Row = dict[str, Any]
 
 
