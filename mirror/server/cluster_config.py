@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MGMT_PORT = 8091
-"""The management port of the first node of a host; nothing listens there, but clients require it."""
+MGMT_TLS_PORT = 18091
+"""Management ports of the first node of a host. There is no such service, but JVM clients require a port of it, with or
+without TLS: host and port are a node's identity to them. All clients use the ports of their own kind alone. So the
+other kind is named: what needs the service fails at once, and does not try to connect until its timeout."""
 
 KV_PORT = 11210
 """Named in the list of servers for a node that listens with TLS alone, as clusters do."""
@@ -74,8 +77,8 @@ class ConfigBucket:
 def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: ConfigBucket | None) -> bytes:
     """The configuration; without a bucket the one of the nodes alone. `epoch` None: a server that has none."""
     config: dict[str, object] = {"rev": rev} if epoch is None else {"rev": rev, "revEpoch": epoch}
-    mgmt_ports = _mgmt_ports(nodes)
-    nodes_ext = [_node(node, port) for node, port in zip(nodes, mgmt_ports, strict=True)]
+    numbers = _numbers_on_host(nodes)
+    nodes_ext = [_node(node, number) for node, number in zip(nodes, numbers, strict=True)]
     capabilities: dict[str, object] = {"clusterCapabilitiesVer": [1, 0], "clusterCapabilities": {}}
     if bucket is None:
         return json.dumps(config | {"nodesExt": nodes_ext} | capabilities).encode()
@@ -89,8 +92,8 @@ def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: Con
         **capabilities,
         **({"mirror": True} if bucket.mirror else {}),
         "nodes": [
-            {"hostname": f"{host}:{mgmt_port}", "ports": {"direct": node.kv_port or KV_PORT}}
-            for host, mgmt_port, node in zip(hosts, mgmt_ports, nodes, strict=True)
+            {"hostname": f"{host}:{MGMT_PORT + number}", "ports": {"direct": node.kv_port or KV_PORT}}
+            for host, number, node in zip(hosts, numbers, nodes, strict=True)
         ],
         "nodesExt": nodes_ext,
         "vBucketServerMap": {
@@ -103,17 +106,24 @@ def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: Con
     return json.dumps(config).encode()
 
 
-def _mgmt_ports(nodes: Sequence[ConfigNode]) -> list[int]:
+def _numbers_on_host(nodes: Sequence[ConfigNode]) -> list[int]:
+    """For each node, how many nodes of its host come before it."""
     seen: Counter[str | None] = Counter()
-    ports = []
+    numbers = []
     for node in nodes:
-        ports.append(MGMT_PORT + seen[node.host])
+        numbers.append(seen[node.host])
         seen[node.host] += 1
-    return ports
+    return numbers
 
 
-def _node(node: ConfigNode, mgmt_port: int) -> dict[str, object]:
-    services = {"mgmt": mgmt_port}
+def _node(node: ConfigNode, number: int) -> dict[str, object]:
+    services = {}
+    if node.kv_port is None:
+        services["mgmt"] = MGMT_PORT + number
+    elif node.tls_port is None:
+        services["mgmtSSL"] = MGMT_TLS_PORT + number
+    else:  # clients of either kind: those with TLS are hung up on
+        services["mgmtSSL"] = node.tls_port
     if node.kv_port is not None:
         services["kv"] = node.kv_port
     if node.tls_port is not None:

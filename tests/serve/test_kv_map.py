@@ -20,7 +20,7 @@ def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
     made = ClusterMap(IDENTITY, [own_node(addresses)], 3)
     config = json.loads(made.of_bucket)
     assert (config["rev"], config["name"], config["uuid"]) == (3, "orders", "uuid")
-    assert config["nodesExt"] == [{"services": {"mgmt": 8091, "kv": 5, "kvSSL": 6}, "thisNode": True}]
+    assert config["nodesExt"] == [{"services": {"mgmtSSL": 6, "kv": 5, "kvSSL": 6}, "thisNode": True}]
     assert config["vBucketServerMap"]["serverList"] == ["$HOST:5"]
     assert config["vBucketServerMap"]["vBucketMap"] == [[0]] * 8
     assert {"rangeScan", "subdoc.ReplicaRead"} <= set(config["bucketCapabilities"])

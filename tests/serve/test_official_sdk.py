@@ -21,8 +21,10 @@ from couchbase.exceptions import (
     CouchbaseException,
     DocumentNotFoundException,
     PathNotFoundException,
+    ServiceUnavailableException,
     UnsupportedOperation,
 )
+from couchbase.management.options import GetAllScopesOptions
 from couchbase.options import ClusterOptions, GetOptions, UpsertOptions
 from couchbase.transcoder import RawBinaryTranscoder
 
@@ -164,6 +166,8 @@ def test_what_the_mirror_lacks_is_said_as_such(sdk: Cluster, mirror: MirrorThrea
     bucket = sdk.bucket("orders")
     with pytest.raises(CouchbaseException, match="collection"):
         bucket.scope("inventory").collection("none").get("a", GetOptions(timeout=timedelta(milliseconds=300)))
+    with pytest.raises(ServiceUnavailableException):  # not a timeout: no management service is named that could answer
+        bucket.collections().get_all_scopes(GetAllScopesOptions(timeout=timedelta(seconds=5)))
     with pytest.raises(AuthenticationException):
         connect(mirror.connection_string, "wrong")
     with pytest.raises(BucketNotFoundException):
