@@ -12,7 +12,7 @@ map everything pending is dropped and the states are read again from disk.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
@@ -152,18 +152,26 @@ class Vbucket:
 
 
 def _contained(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let nothing but a StorageError leave: whatever damaged pages make of this code concerns this group alone."""
+    """Let nothing but a StorageError leave: whatever damaged pages make of this code concerns this group alone.
+
+    What they make of LMDB can be a signal, and the end of the process: `at_work` names the group to who looks then.
+    """
 
     @wraps(method)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        writer = args[0]
+        assert isinstance(writer, GroupWriter)
+        at_work = writer.at_work
+        before = at_work[0]
+        at_work[0] = writer.group + 1
         try:
             return method(*args, **kwargs)
         except StorageError:
             raise
         except Exception as error:
-            writer = args[0]
-            assert isinstance(writer, GroupWriter)
             raise storage_error(error, writer.path) from error
+        finally:
+            at_work[0] = before
 
     return call
 
@@ -188,6 +196,8 @@ class GroupWriter:
         """Use `open`."""
         self.path = path
         self.group = group
+        self.at_work: MutableSequence[int] | memoryview[int] = [0]
+        """Holds the group's number and 1 while a method of this object works."""
         self.vbids = [Vbid(vbid) for vbid in vbids]
         self.identity = identity
         self.sync = sync

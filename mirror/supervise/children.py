@@ -22,6 +22,7 @@ from mirror.supervise.channel import REQUEST, Channel, Message
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
 from mirror.supervise.plan import Phase, WorkerFacts
+from mirror.supervise.quarantine import GroupMark
 
 WAITING_BYTES_MAX = 8 * 1024 * 1024
 """Commands queued to a child that takes none: it is stuck, and its heartbeat will say so; queue no more."""
@@ -83,6 +84,8 @@ class Child:
         self.status: dict[str, Any] = {}
         """Its last full report."""
         self.gauge = Gauge(process.pid)
+        self.mark: GroupMark | None = None
+        """The group that it works in; None for a server."""
         self._process = process
         self._channel = channel
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}

@@ -35,6 +35,7 @@ from mirror.supervise.listeners import FIXED, Listeners, check_reloaded, kind_of
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.maps import MapBook
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
+from mirror.supervise.quarantine import GroupMark, Quarantine
 from mirror.supervise.status import CatchUp, Row, Trend, reported_row, summary, totals
 from mirror.supervise.systemd import Notifier
 from storage import directory
@@ -166,6 +167,7 @@ class Supervisor:
         self._desired: dict[int, tuple[int, ...]] = {}
         self._identity: Identity | None = None
         self._rows: dict[int, Row] = {}
+        self._quarantine = Quarantine()
         self._trend = Trend()
         self._catch_up: CatchUp | None = None
         self._state = "starting"
@@ -436,6 +438,10 @@ class Supervisor:
         if expected or self._stopping:
             slot.failures = 0
             return
+        group = child.mark.group if child.mark is not None else None
+        if self._quarantine.note_death(group, event.status, self._now_ms()):
+            assert group is not None, "only deaths in a group are counted"
+            log.error("group quarantined", group=group, reason=self._quarantine.groups[group])
         slot.failures = failures_after(slot.failures, self._now_ms() - child.heartbeat.started_ms)
         delay_ms = restart_delay_ms(slot.failures)
         slot.not_before_ms = self._now_ms() + delay_ms
@@ -552,10 +558,21 @@ class Supervisor:
         slot = self._slots.setdefault(action.slot, Slot())
         deadline_ms = int(self._settings.worker_heartbeat_timeout_s * 1000)
         heartbeat = Heartbeat(self._now_ms(), deadline_ms)
+        fields: dict[str, Any]
         try:
-            command = self._command if kind_of(action.slot) is None else self._server
-            inherited = self._listeners.inherited(action.slot)
-            child = await spawn(action.slot, action.groups, heartbeat, command, inherited)
+            if kind_of(action.slot) is None:
+                descriptor = GroupMark.descriptor()
+                fields = {"group_mark": descriptor, "quarantined": list(self._quarantine.groups.items())}
+                try:
+                    child = await spawn(action.slot, action.groups, heartbeat, self._command, [descriptor])
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                child.mark = GroupMark(descriptor)
+            else:
+                inherited = self._listeners.inherited(action.slot)
+                fields = self._listeners.start_fields(action.slot)
+                child = await spawn(action.slot, action.groups, heartbeat, self._server, inherited)
         except OSError as error:
             slot.failures += 1
             slot.last_error = f"cannot be started: {error.strerror}"
@@ -574,7 +591,7 @@ class Supervisor:
                 "leases": self._lease_orders(action.groups),
                 "map": self._maps.current.to_wire() if self._maps is not None and self._maps.current else None,
                 "map_floor": self._maps.floor if self._maps is not None else None,
-                **(self._listeners.start_fields(action.slot) if kind_of(action.slot) is not None else {}),
+                **fields,
             }
         )
         child.watch(self._events.put_nowait)
@@ -695,8 +712,8 @@ class Supervisor:
 
     def _warnings(self) -> list[str]:
         """What people should know, each once."""
-        found = (text for child in self._alive() for text in child.status.get("warnings") or ())
-        return list(dict.fromkeys(found))
+        found = [text for child in self._alive() for text in child.status.get("warnings") or ()]
+        return list(dict.fromkeys([*self._quarantine.groups.values(), *found]))
 
     def _worker_row(self, number: int, slot: Slot) -> dict[str, Any]:
         child = slot.child

@@ -30,6 +30,7 @@ from mirror.ingest.topology import ClusterMap
 from mirror.supervise import logs
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY, REQUEST, START, STOP, Channel, Message
 from mirror.supervise.heartbeat import INTERVAL_MS
+from mirror.supervise.quarantine import GroupMark, quarantined
 from storage import directory
 from storage.environment import MAP_SIZE, storage_error
 from storage.errors import StorageError
@@ -183,13 +184,18 @@ async def open_stores(start: Message, send: Send) -> Work:
         boundaries=settings.history_boundaries,
         size_bytes=settings.history_bytes,
     )
+    mark = GroupMark(start["group_mark"])
+    left_alone = dict(start["quarantined"])
     for group in start["groups"]:
         vbids = directory.group_vbids(identity, group)
+        path = directory.group_path(data, group)
         try:
+            if group in left_alone:
+                raise quarantined(left_alone[group], path)
             restore_missing(data, identity, group, clock.wall_ms())
-            writers.append(
-                GroupWriter.open(
-                    directory.group_path(data, group),
+            with mark.inside(group):
+                writer = GroupWriter.open(
+                    path,
                     group=group,
                     vbids=vbids,
                     identity=identity,
@@ -200,7 +206,8 @@ async def open_stores(start: Message, send: Send) -> Work:
                     window=window,
                     refill_reads=settings.refill_reads,
                 )
-            )
+            writer.at_work = mark.word
+            writers.append(writer)
         except StorageError as error:
             log.error("a group cannot be opened", group=group, error=str(error))
             failures[group] = (vbids, error)

@@ -1,0 +1,96 @@
+"""Groups in which workers died: which one it was, and when it is left alone.
+
+A damaged page can end in a signal inside LMDB, which no exception handler sees, and the restarted worker would die of
+it again with all its groups. So a worker notes the group that it works in, in memory that outlives it, and the
+supervisor reads that after a death. Invariants: only deaths by `SIGNALS` count, since others say nothing of the data; a group
+is left alone until the service starts again; nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from storage.errors import CorruptedError
+
+SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+"""What damaged pages end in: bad pointers, pages beyond the file's end, LMDB's own assertions."""
+DEATHS = 3
+"""So many in one group within WINDOW_MS: one alone may be a bad memory module or a signal from outside."""
+WINDOW_MS = 3_600_000
+
+_BYTES = 8
+
+
+class GroupMark:
+    """A number that two processes share: the group that a worker works in."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the memory of a descriptor, and close it."""
+        try:
+            self.word = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
+            """The group and 1; 0: none."""
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def descriptor() -> int:
+        """Fresh memory, as a descriptor for the worker to inherit."""
+        descriptor = os.memfd_create("dcp-mirror group")
+        os.ftruncate(descriptor, _BYTES)
+        return descriptor
+
+    @property
+    def group(self) -> int | None:
+        """The group; None while the worker works in none."""
+        return self.word[0] - 1 if self.word[0] else None
+
+    @contextmanager
+    def inside(self, group: int) -> Iterator[None]:
+        """Say that the block works in a group."""
+        before = self.word[0]
+        self.word[0] = group + 1
+        try:
+            yield
+        finally:
+            self.word[0] = before
+
+
+class Quarantine:
+    """The groups that are left alone, over all workers of a service."""
+
+    def __init__(self) -> None:
+        """No worker has died yet."""
+        self._deaths: dict[int, list[tuple[int, str]]] = {}
+        """Of each group: when, and by which signal."""
+
+    def note_death(self, group: int | None, status: int, now_ms: int) -> bool:
+        """Count a worker's death in a group; True: the group is quarantined from now on."""
+        if group is None or -status not in SIGNALS or group in self.groups:
+            return False
+        recent = [each for each in self._deaths.get(group, ()) if now_ms - each[0] < WINDOW_MS]
+        self._deaths[group] = [*recent, (now_ms, signal.Signals(-status).name)]
+        return group in self.groups
+
+    @property
+    def groups(self) -> dict[int, str]:
+        """The quarantined groups, with what happened."""
+        return {
+            group: f"group {group} is quarantined: its worker died in it {len(deaths)} times within an hour "
+            f"({', '.join(sorted({name for _, name in deaths}))})"
+            for group, deaths in self._deaths.items()
+            if len(deaths) >= DEATHS
+        }
+
+
+def quarantined(text: str, path: str) -> CorruptedError:
+    """The error of a group that is not opened."""
+    return CorruptedError(
+        text,
+        path=path,
+        hint="its file is probably damaged: stop the service, run `dcp-mirror check`, set this folder aside and start "
+        "again, which fills this group alone; the other groups are served meanwhile",
+    )
