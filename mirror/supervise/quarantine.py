@@ -2,8 +2,8 @@
 
 A damaged page can end in a signal inside LMDB, which no exception handler sees, and the restarted worker would die of
 it again with all its groups. So a worker notes the group that it works in, in memory that outlives it, and the
-supervisor reads that after a death. Invariants: only deaths by `SIGNALS` count, since others say nothing of the data; a group
-is left alone until the service starts again; nothing is deleted.
+supervisor reads that after a death. Invariants: only deaths by `SIGNALS` count, since others say nothing of the data; a
+group is left alone until the service starts again; nothing is deleted.
 """
 
 from __future__ import annotations
