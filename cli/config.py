@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from cli import options, output, render
-from mirror.config import ENV_PREFIX, Description, describe, nearest
+from mirror.config_reader import ENV_PREFIX, Description, describe, nearest
 from mirror.errors import ConfigError
 from mirror.supervise.listeners import effect_of
 

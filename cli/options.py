@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mirror.config import Loaded, load
+from mirror.config_reader import Loaded, load
 from mirror.errors import ConfigError
 
 DataOption = Annotated[

@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mirror.config import Description
+from mirror.config_reader import Description
 
 DASH = "-"
 GOOD_STATES = {"streaming", "caught up", "running", "mirroring", "up"}

@@ -19,7 +19,7 @@ import typer
 from cli import options, output, render
 from cli.exits import Ended
 from mirror.clock import SystemClock
-from mirror.config import Loaded
+from mirror.config_reader import Loaded
 from mirror.errors import ExitCode
 from mirror.feed.connection_string import parse
 from mirror.supervise import logs

@@ -1,80 +1,45 @@
 """Settings: every limit of the program with its reason, frozen after they are read.
 
-Knows names, bounds and where a value came from; nothing of what is done with it. Order: flags, then environment
-`DCP_MIRROR_*`, then a TOML file, then defaults. A bad value is one `ConfigError` that names the setting and the remedy.
-The password is not a setting: it is read afresh from its place whenever it is needed (`PasswordSource`), so that it
-can be changed without a restart, and it is never printed.
+Knows names, defaults and bounds; `mirror.config_reader` reads and checks them. Nothing here imports pydantic: a worker
+gets settings that were checked, and starts in half the time without it. The password is not a setting: it is read
+afresh from its place whenever it is needed (`PasswordSource`), so that it can be changed without a restart, and it is
+never printed.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
-
-from pydantic import Field, ValidationError, field_validator
-from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mirror.errors import ConfigError
 
-ENV_PREFIX = "DCP_MIRROR_"
-MASK = "********"
+if TYPE_CHECKING:
+    from pydantic import Field
+
 MIB = 1024 * 1024
 
 PASSWORD_BYTES_MAX = 4096
 """A password file larger than this is some other file."""
 
-SECTIONS = {
-    "source": "What is mirrored, and where",
-    "commit_interval_ms": "Committing",
-    "connection_buffer_size": "Flow control, timeouts, retries",
-    "track_prepares": "What is requested from the source",
-    "tls_ca_file": "Security of the connection to the source",
-    "kv": "Listeners for readers",
-    "history_s": "History and publishing",
-    "worker_heartbeat_timeout_s": "Processes and logging",
-}
-"""Sections of the settings: the first setting of each, in the order of the fields -> title."""
 
-UNITS = {"_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_bytes_max": "bytes", "_size": "bytes"}
-"""Units by the ends of names."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings in force. `dataclasses.replace` makes a changed copy.
 
-NOT_SETTINGS = {"DCP_MIRROR_PASSWORD", "DCP_MIRROR_USER"}
-"""Variables with our prefix that are read elsewhere: secrets, the sandbox's user, the tests' data."""
-
-
-class Settings(BaseSettings):
-    """The settings in force. Immutable; `model_copy(update=...)` makes a changed copy.
-
-    The text below a field is what `config explain` and docs/settings.md print.
+    The text below a field is what `config explain` and docs/settings.md print. Bounds are checked by
+    `config_reader.validated`, not here.
     """
-
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        env_prefix=ENV_PREFIX,
-        env_ignore_empty=True,
-        use_attribute_docstrings=True,
-    )
 
     source: str | None = None
     """Connection string of the bucket: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, or
     `couchbases://` for TLS. It must not contain a password."""
     data: Path | None = None
     """The data directory. `run` creates it with mode 0700."""
-    workers: Annotated[int, Field(ge=1, le=64, json_schema_extra={"default": "number of cores, at most 4"})] = Field(
+    workers: Annotated[int, Field(ge=1, le=64, json_schema_extra={"default": "number of cores, at most 4"})] = field(
         default_factory=lambda: min(4, os.cpu_count() or 1)
     )
     """Worker processes. Each has one Python thread; more workers than cores only adds context switches. The number can
@@ -85,7 +50,7 @@ class Settings(BaseSettings):
     vbuckets: str | None = None
     """Hold only these vbuckets (`0-511`), where several mirrors share a bucket. Unset: all of them. `kv_nodes` names
     the mirrors that hold the rest."""
-    collections: Annotated[tuple[str, ...] | None, NoDecode] = None
+    collections: tuple[str, ...] | None = None
     """Mirror only these collections (`scope.collection`, separated by commas). A collection that does not exist yet is
     waited for. Unset, and no `scope`: the selection that the directory was created with, else the whole bucket."""
     scope: str | None = None
@@ -254,28 +219,6 @@ class Settings(BaseSettings):
     log_json: bool = False
     """Write log lines as JSON objects."""
 
-    @field_validator("collections", mode="before")
-    @classmethod
-    def _parted(cls, value: Any) -> Any:
-        """From the environment and flags it is one text."""
-        if isinstance(value, str):
-            value = tuple(name.strip() for name in value.split(",") if name.strip())
-        return value or None
-
-    @field_validator("source", "kv", "http", "dcp", mode="before")
-    @classmethod
-    def _not_blank(cls, value: Any) -> Any:
-        if isinstance(value, str) and not value.strip():
-            raise ValueError("must not be empty")
-        return value
-
-    @field_validator("source")
-    @classmethod
-    def _no_password_in_source(cls, value: str | None) -> str | None:
-        if value is not None and re.match(r"^[a-z]+://[^/@]*:[^/@]*@", value):
-            raise ValueError("must not hold a password: set DCP_MIRROR_PASSWORD or a password file instead")
-        return value
-
 
 def vbucket_range(text: str, setting: str) -> tuple[int, int]:
     """The first and the last of some vbuckets, as `0-511` says them. Raises ConfigError that names the setting."""
@@ -287,140 +230,27 @@ def vbucket_range(text: str, setting: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What there is to know of a setting, in words."""
-
-    name: str
-    section: str
-    meaning: str
-    values: str
-    """The type with its unit and bounds, or the values that it can have."""
-    default: str | None
-    """None: not set."""
-
-
-def describe() -> list[Description]:
-    """Return the description of every setting, in the order of the fields."""
-    section = ""
-    found = []
-    for name, field in Settings.model_fields.items():
-        section = SECTIONS.get(name, section)
-        extra = field.json_schema_extra
-        default = extra.get("default") if isinstance(extra, dict) else field.default
-        meaning = " ".join((field.description or "").split())
-        found.append(Description(name, section, meaning, _values(name, field), _written(default)))
-    return found
-
-
-def _values(name: str, field: FieldInfo) -> str:
-    """What a field takes: `integer, bytes, 4096 to 536870912`."""
-    if get_origin(field.annotation) is Literal:
-        return ", ".join(f"`{each}`" for each in get_args(field.annotation))
-    kind, metadata = field.annotation, list(field.metadata)
-    if type(None) in get_args(kind):  # optional: the type and its bounds stand within
-        kind = next(each for each in get_args(kind) if each is not type(None))
-    if get_origin(kind) is Annotated:
-        kind, inner = get_args(kind)
-        metadata += inner.metadata
-    words = [_TYPE_NAMES[get_origin(kind) or kind]]
-    words += [unit for suffix, unit in UNITS.items() if name.endswith(suffix)][:1]
-    bounds = {sign: getattr(each, sign) for each in metadata for sign in ("ge", "gt", "le") if hasattr(each, sign)}
-    if "ge" in bounds:
-        low = _written(bounds["ge"])
-        words.append(f"{low} to {_written(bounds['le'])}" if "le" in bounds else f"at least {low}")
-    elif "gt" in bounds:
-        words.append(f"above {_written(bounds['gt'])}, at most {_written(bounds['le'])}")
-    return ", ".join(words)
-
-
-def _written(value: Any) -> str | None:
-    """As it is written in a settings file."""
-    if value is None or isinstance(value, str):
-        return value
-    return str(value).lower() if isinstance(value, bool) else f"{value:.12g}"
-
-
-_TYPE_NAMES: dict[Any, str] = {
-    int: "integer",
-    float: "number",
-    bool: "`true` or `false`",
-    str: "text",
-    Path: "path",
-    tuple: "list of texts",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Settings and, per setting, where its value came from: `flag`, `environment`, `file PATH` or `default`."""
-
-    settings: Settings
-    provenance: dict[str, str]
-
-    def rows(self) -> list[tuple[str, Any, str]]:
-        """(name, value, provenance) of each setting, and of the password, which is masked."""
-        values = self.settings.model_dump(mode="json")
-        rows = [(name, values[name], self.provenance[name]) for name in Settings.model_fields]
-        origin = PasswordSource.of(self.settings).origin()
-        rows.append(("password", MASK if origin else None, origin or "not set"))
-        return rows
-
-
-def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = None) -> Loaded:
-    """Read the settings. Flags that are None count as not given. Raises ConfigError."""
-    layers: list[tuple[str, dict[str, Any]]] = [
-        ("flag", {name: value for name, value in (flags or {}).items() if value is not None}),
-        ("environment", _from_environment()),
-    ]
-    if config_file is not None:
-        layers.append((f"file {config_file}", _from_file(config_file)))
-    merged: dict[str, Any] = {}
-    provenance = dict.fromkeys(Settings.model_fields, "default")
-    for origin, values in layers:
-        for name, value in values.items():
-            if name not in Settings.model_fields:
-                raise ConfigError(f"unknown setting {name!r} ({origin})", hint=nearest(name), setting=name)
-            if name not in merged:
-                merged[name] = value
-                provenance[name] = origin
-    try:
-        settings = Settings.model_validate(merged)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else "settings"
-        raise ConfigError(
-            f"setting {name} ({provenance.get(name, 'default')}) is wrong: "
-            f"{first['msg'].removeprefix('Value error, ')}, not {_shown(first['input'])}",
-            hint=f"change it by --set {name}=VALUE, {ENV_PREFIX}{name.upper()}, or in the file given by --config",
-            setting=name,
-        ) from None
-    if settings.vbuckets is not None:
-        vbucket_range(settings.vbuckets, "vbuckets")
-    if settings.retry_delay_min_ms > settings.retry_delay_max_ms:
-        raise ConfigError(
-            f"setting retry_delay_min_ms ({settings.retry_delay_min_ms}) is above retry_delay_max_ms "
-            f"({settings.retry_delay_max_ms})",
-            hint="make the first pause no longer than the longest",
-            setting="retry_delay_min_ms",
-        )
-    if settings.track_prepares and (settings.collections or settings.scope):
-        raise ConfigError(
-            "track_prepares is set for a mirror of single collections",
-            hint="a source sends both halves of sync writes for a whole bucket alone: give up one of the two",
-            setting="track_prepares",
-        )
-    return Loaded(settings, provenance)
-
-
 def from_wire(values: Mapping[str, Any]) -> Settings:
     """Return the settings another process sent as `to_wire(settings)`."""
-    return Settings.model_validate(dict(values))
+    kinds = {each.name: str(each.type) for each in fields(Settings)}
+    given = dict(values)
+    for name, value in given.items():
+        if value is not None and "Path" in kinds[name]:
+            given[name] = Path(value)
+        elif isinstance(value, list):
+            given[name] = tuple(value)
+    return Settings(**given)
 
 
 def to_wire(settings: Settings) -> dict[str, Any]:
     """Return the settings as plain values, for another process."""
-    return settings.model_dump(mode="json")
+    values = {each.name: getattr(settings, each.name) for each in fields(Settings)}
+    for name, value in values.items():
+        if isinstance(value, Path):
+            values[name] = str(value)
+        elif isinstance(value, tuple):
+            values[name] = list(value)
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,41 +311,3 @@ def _read_secret(path: Path, setting: str) -> str:
         raise ConfigError(
             f"the password file {path} is not UTF-8", hint="write the password as UTF-8 text", setting=setting
         ) from None
-
-
-def _from_environment() -> dict[str, Any]:
-    for name in os.environ:
-        if name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
-            setting = name[len(ENV_PREFIX) :].lower()
-            if setting not in Settings.model_fields:
-                raise ConfigError(f"unknown setting {name} (environment)", hint=nearest(setting), setting=setting)
-    return dict(EnvSettingsSource(Settings)())
-
-
-def _from_file(path: Path) -> dict[str, Any]:
-    try:
-        path.open("rb").close()
-        return dict(TomlConfigSettingsSource(Settings, toml_file=path)())
-    except OSError as error:
-        raise ConfigError(
-            f"the settings file {path} cannot be read: {error.strerror}",
-            hint="check the path given by --config",
-            setting="config",
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the settings file {path} is not TOML: {error}", hint="mend that line", setting="config"
-        ) from None
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    if re.match(r"^[a-z]+://[^/@]*:[^/@]*@", text):
-        return MASK
-    return repr(value) if len(text) <= 60 else repr(text[:60]) + "..."
-
-
-def nearest(name: str) -> str:
-    """Return a hint for a name that is not a setting."""
-    near = get_close_matches(name, Settings.model_fields, n=1)
-    return f"did you mean {near[0]}?" if near else "`dcp-mirror config show` lists all settings"

@@ -15,7 +15,7 @@ import asyncio
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from mirror.clock import Clock
@@ -92,7 +92,7 @@ class Access:
                     setting="source",
                 )
         if source.network is not None:
-            settings = settings.model_copy(update={"network": source.network})
+            settings = replace(settings, network=source.network)
         return Access(source, PasswordSource.of(settings), settings)
 
     def address_of(self, node: Node) -> Address | None:

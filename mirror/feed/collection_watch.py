@@ -14,16 +14,15 @@ import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
-import structlog
-
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, NotSupported
 from mirror.feed.bootstrap import fetch_manifest
 from mirror.feed.session import NodeSession
 from mirror.ingest.selection import Resolved, Selection, SourceManifest
+from mirror.log import get_logger
 
-log = structlog.get_logger("feed")
+log = get_logger("feed")
 
 HIDDEN = (
     "the source's own collections (scope _system) are not mirrored: the user may not look them up, so the source "

@@ -25,8 +25,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import structlog
-
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ClusterError, ConfigError, MirrorError, NotSupported, OlderMap
@@ -47,6 +45,7 @@ from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.instructions import BeginRefill, Status
 from mirror.ingest.selection import Resolved, Selection
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
+from mirror.log import get_logger
 from mirror.wire import events as ev
 from mirror.wire.constants import ControlKey
 from mirror.wire.frame import Frame
@@ -55,7 +54,7 @@ from storage.history import History
 from storage.model import Identity, Vbid
 from storage.writer import GroupWriter
 
-log = structlog.get_logger("feed")
+log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
 """Pause between looks for background work when there was none; the store's idle sync is as late as this."""

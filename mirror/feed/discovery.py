@@ -15,16 +15,15 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import structlog
-
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConfigError, ConnectFailed, NotSupported, TlsFailed
 from mirror.feed.bootstrap import Access, enter, fetch_map
 from mirror.feed.connection_string import Address
 from mirror.feed.srv import first_addresses
 from mirror.ingest.topology import ClusterMap, newest_of
+from mirror.log import get_logger
 
-log = structlog.get_logger("feed")
+log = get_logger("feed")
 
 SURVEY_S = 2.0
 """For all other nodes together, once a first map is there: a healthy one logs us in within a few round trips."""

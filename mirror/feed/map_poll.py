@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
-import structlog
-
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed
 from mirror.feed.bootstrap import Access, Handshake, enter, fetch_newer_config, read_map
@@ -28,12 +26,13 @@ from mirror.feed.session import NodeSession
 from mirror.feed.srv import first_addresses
 from mirror.feed.transport import Link
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
+from mirror.log import get_logger
 from mirror.wire.codec_kv import decode_clustermap_notification
 from mirror.wire.constants import ServerOpcode
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 
-log = structlog.get_logger("feed")
+log = get_logger("feed")
 
 ROUND_PAUSE_S = 0.05
 """Between two rounds at least: a thousand vbuckets that ask for a newer map have it looked for once."""

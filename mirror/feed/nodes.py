@@ -12,16 +12,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
-import structlog
-
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import MirrorError
 from mirror.feed.connection_string import Address
 from mirror.feed.session import NodeSession
+from mirror.log import get_logger
 from mirror.wire.errors import ProtocolError
 
-log = structlog.get_logger("feed")
+log = get_logger("feed")
 
 
 class NodeOwner(Protocol):

@@ -21,8 +21,6 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-import structlog
-
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, NotSupported
@@ -30,12 +28,13 @@ from mirror.feed.bootstrap import Access, enter
 from mirror.feed.connection_string import Address
 from mirror.feed.nodes import pause_s
 from mirror.feed.transport import Link
+from mirror.log import get_logger
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status, status_name
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 
-log = structlog.get_logger("feed")
+log = get_logger("feed")
 
 HELD_MAX = 64
 """Ends that wait in one vbucket. More are thinned out: any complete end may be the one that is published."""

@@ -25,7 +25,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mirror.clock import Clock, SystemClock
-from mirror.config import PasswordSource, Settings, load
+from mirror.config import PasswordSource, Settings
+from mirror.config_reader import load
 from mirror.errors import (
     ClusterError,
     ConfigError,
@@ -119,7 +120,7 @@ class SourceReader:
         plain: dict[str, Any] = dict.fromkeys(("track_prepares", "change_streams", "out_of_order_backfill"), False)
         if ca is not None:
             plain["tls_ca_file"] = ca
-        settings = settings.model_copy(update=plain)
+        settings = replace(settings, **plain)
         if not settings.connection_buffer_size:
             raise ConfigError("a reader needs flow control", setting="connection_buffer_size")
         access = replace(Access.of(parse(source), settings), tap=tap)

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import structlog
-
 from mirror.clock import Clock
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTimeout
 from mirror.feed.bootstrap import Access, Handshake, enter, fetch_map, privilege_missing
@@ -32,6 +30,7 @@ from mirror.feed.transport import Link, OnAnswer, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.topology import ClusterMap
+from mirror.log import get_logger
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import decode, encode, to_frame
 from mirror.wire.constants import (
@@ -52,7 +51,7 @@ from mirror.wire.frame import encode as encode_frame
 from mirror.wire.scan import Row, Run, is_data, key_problem, row_of
 from storage.model import FailoverEntry, Seqno, Vbuuid
 
-log = structlog.get_logger("feed")
+log = get_logger("feed")
 
 ACK_INTERVAL_S = 5.0
 """Whatever may be acked is acked this often even below the threshold; the server's own consumer does the same."""

@@ -7,12 +7,11 @@ whatever goes wrong with DNS, the name itself is taken as a host, as SDKs do, si
 
 from __future__ import annotations
 
-import structlog
-
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import Address, ConnectionString
+from mirror.log import get_logger
 
-log = structlog.get_logger("feed")
+log = get_logger("feed")
 
 LOOK_UP_TIMEOUT_S = 2.0
 """A name server that takes longer is taken as one without such records; SDKs wait half a second."""

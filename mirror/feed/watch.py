@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-import structlog
-
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, SourceTimeout
@@ -26,8 +24,9 @@ from mirror.feed.connection_string import Address
 from mirror.feed.nodes import NodeKeeper
 from mirror.feed.vbucket import VbucketActor
 from mirror.ingest import events as happenings
+from mirror.log import get_logger
 
-log = structlog.get_logger("feed")
+log = get_logger("feed")
 
 STREAMS_BEFORE_RECONNECT = 2
 """Streams of a vbucket that may stand still in a row before the connection is blamed."""

@@ -23,10 +23,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import structlog
-
 from mirror.config import Settings
 from mirror.errors import ConfigError
+from mirror.log import get_logger
 from mirror.serve.listener import Limits
 
 ACCEPTS_PER_TURN = 64
@@ -45,7 +44,7 @@ LOCAL = "local"
 
 _CREDENTIALS = struct.Struct("3i")
 
-log = structlog.get_logger("serve")
+log = get_logger("serve")
 
 
 def peer_of(connected: socket.socket, address: Any) -> str:

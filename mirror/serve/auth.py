@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import structlog
-
 from mirror.config import PasswordSource, Settings
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import parse
+from mirror.log import get_logger
 from mirror.wire.sasl import HASHES, ITERATIONS_MAX, ITERATIONS_MIN, ScramVerifier
 
 USERS_FILE_BYTES_MAX = 8 * 1024 * 1024
@@ -34,7 +33,7 @@ USERS_FILE_BYTES_MAX = 8 * 1024 * 1024
 
 EVERYTHING = ("*",)
 
-log = structlog.get_logger("auth")
+log = get_logger("auth")
 
 
 @dataclass(frozen=True, slots=True)

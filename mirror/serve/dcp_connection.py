@@ -11,8 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Protocol
 
-import structlog
-
+from mirror.log import get_logger
 from mirror.serve import kv_connection
 from mirror.serve.admission import Slot
 from mirror.serve.dcp_producer import Counters, DcpProducer
@@ -49,7 +48,7 @@ OPERATIONS: dict[int, Operation[KvSession]] = {**kv_connection.OPERATIONS, **dcp
 
 _RESPONSES = (int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE))
 
-log = structlog.get_logger("dcp")
+log = get_logger("dcp")
 
 
 class DcpHost(Host, Protocol):

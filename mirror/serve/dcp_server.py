@@ -13,9 +13,8 @@ import ssl
 from collections.abc import Sequence
 from typing import Any
 
-import structlog
-
 from mirror.clock import Clock
+from mirror.log import get_logger
 from mirror.serve.auth import Users
 from mirror.serve.dcp_connection import DcpConnection, DcpSession
 from mirror.serve.dcp_producer import Counters
@@ -26,7 +25,7 @@ from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address
 
-log = structlog.get_logger("dcp")
+log = get_logger("dcp")
 
 
 class DcpServer(KvServer):

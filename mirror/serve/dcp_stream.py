@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import structlog
-
+from mirror.log import get_logger
 from mirror.serve.dcp_encoder import MUTATION, RowEncoder
 from mirror.serve.dcp_filter import StreamFilter
 from mirror.server.controls import Controls
@@ -41,7 +40,7 @@ PIECE_BYTES = 256 * 1024
 PIECES_PER_TURN = 4
 """Pieces of which the filter showed nothing, before the others have their turn."""
 
-log = structlog.get_logger("dcp")
+log = get_logger("dcp")
 
 
 class DcpStream:

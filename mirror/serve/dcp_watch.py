@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import structlog
-
+from mirror.log import get_logger
 from storage.errors import StorageError
 from storage.stream import Commits
 from storage.view import View
@@ -19,7 +18,7 @@ from storage.wait import POLL_MIN_S, next_delay_s
 
 FAILED_DELAY_S = 1.0
 
-log = structlog.get_logger("dcp")
+log = get_logger("dcp")
 
 News = Callable[[int], None]
 """Takes the vbucket that serves something new."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
-import structlog
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mirror import __version__
+from mirror.log import get_logger
 from mirror.serve.http_changes import get_changes
 from mirror.serve.http_documents import get_document, get_documents, scan_documents
 from mirror.serve.http_openapi import description
@@ -46,7 +46,7 @@ PAGE_FILES = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 
-log = structlog.get_logger("http")
+log = get_logger("http")
 
 
 def _answer(value: Any, status: int = 200) -> Response:

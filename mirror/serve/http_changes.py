@@ -15,11 +15,11 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from itertools import islice
 
-import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mirror.log import get_logger
 from mirror.serve.auth import Reader
 from mirror.serve.http_documents import collection_id
 from mirror.serve.http_problems import Problem, internal, of_storage
@@ -37,7 +37,7 @@ RETRY_MS = 1_000
 
 Keep = Callable[[Change], bool]
 
-log = structlog.get_logger("http")
+log = get_logger("http")
 
 
 async def get_changes(request: Request) -> Response:

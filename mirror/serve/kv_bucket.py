@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import os
 
-import structlog
-
 from mirror.clock import Clock
+from mirror.log import get_logger
 from mirror.serve.auth import Reader
 from mirror.server.errors import Refused, unknown_collection
 from mirror.wire.constants import Status
@@ -30,7 +29,7 @@ MANIFEST_FRESH_S = 0.5
 MANIFEST_TEXTS_MAX = 16
 """Texts of the newest manifest that are kept, for readers with different rights."""
 
-log = structlog.get_logger("kv")
+log = get_logger("kv")
 
 
 class KvBucket:

@@ -20,8 +20,7 @@ from functools import partial
 from time import perf_counter
 from typing import Protocol, TypeVar
 
-import structlog
-
+from mirror.log import get_logger
 from mirror.serve import kv_documents, kv_scans
 from mirror.serve.admission import Slot
 from mirror.serve.kv_fast import Counters, fast_get
@@ -61,7 +60,7 @@ _QUITQ = int(Opcode.QUITQ)
 
 T = TypeVar("T")
 
-log = structlog.get_logger("kv")
+log = get_logger("kv")
 
 
 class Host(Protocol):

@@ -16,9 +16,8 @@ import ssl
 from collections.abc import Sequence
 from functools import partial
 
-import structlog
-
 from mirror.clock import Clock
+from mirror.log import get_logger
 from mirror.serve.admission import Acceptor, Admission
 from mirror.serve.auth import Users
 from mirror.serve.kv_bucket import KvBucket
@@ -32,7 +31,7 @@ SWEEP_S = 1.0
 REPLACED_CHECK_S = 5.0
 """How often it is looked whether a group was made anew."""
 
-log = structlog.get_logger("kv")
+log = get_logger("kv")
 
 
 class KvServer:

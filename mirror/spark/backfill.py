@@ -16,7 +16,7 @@ import json
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,7 +193,7 @@ def _finish(folder: Path, target: Path, identity: Identity) -> None:
 def backfill_task(task: Task) -> Pulled:
     """Pull a group and hand it over; called wherever a Runner runs it."""
     quiet_logs()
-    settings = from_wire(task.settings).model_copy(update={"seqno_poll_interval_s": SEQNO_POLL_S})
+    settings = replace(from_wire(task.settings), seqno_poll_interval_s=SEQNO_POLL_S)
     clock = SystemClock()
     try:
         scratch = tempfile.TemporaryDirectory(prefix="dcp-mirror-backfill-", dir=task.scratch)

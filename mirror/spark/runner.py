@@ -23,9 +23,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-import structlog
-
 from mirror.errors import MirrorError
+from mirror.log import structlog
 from storage.errors import StorageError
 
 T = TypeVar("T")

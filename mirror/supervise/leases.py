@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from mirror.errors import ConfigError
+from mirror.log import get_logger
 
 BOOK_NAME = "leases.json"
 NAME_LENGTH_MAX = 200
@@ -27,7 +26,7 @@ SECONDS_MIN = 1.0
 Position = tuple[int, int, int]
 """vbid, branch, seqno."""
 
-log = structlog.get_logger("supervisor")
+log = get_logger("supervisor")
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
-import structlog
+from mirror.log import structlog
 
 
 class Patient:

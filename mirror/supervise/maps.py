@@ -7,15 +7,14 @@ at each `retry`, for following a newer map is right in any case; a map older tha
 
 from __future__ import annotations
 
-import structlog
-
 from mirror.errors import OlderMap
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
+from mirror.log import get_logger
 from storage import map_record
 from storage.errors import StorageError
 from storage.map_record import MapRecord
 
-log = structlog.get_logger("supervisor")
+log = get_logger("supervisor")
 
 
 class MapBook:

@@ -6,15 +6,14 @@ is touched; a directory of the same bucket, or an empty one, is left as it is; s
 
 from __future__ import annotations
 
-import structlog
-
 from mirror.config import Settings
 from mirror.errors import ConfigError
+from mirror.log import get_logger
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.supervisor import LookUp
 from storage import directory
 
-log = structlog.get_logger("supervisor")
+log = get_logger("supervisor")
 
 
 async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str | None:

@@ -12,11 +12,10 @@ import socket
 import sys
 from typing import Any
 
-import structlog
-
 from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire
 from mirror.errors import ConfigError
+from mirror.log import get_logger
 from mirror.serve.auth import server_tls, users_of
 from mirror.serve.dcp_server import DcpServer
 from mirror.serve.kv_bucket import KvBucket
@@ -28,7 +27,7 @@ from mirror.supervise.channel import Message
 from mirror.supervise.listeners import SLOTS_PER_KIND
 from mirror.supervise.worker import Send, Work, main
 
-log = structlog.get_logger("kv")
+log = get_logger("kv")
 
 Sockets = list[tuple[Address, socket.socket]]
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from mirror.clock import SystemClock
-from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.sandbox import SandboxCluster
 from mirror.supervise import logs
 from mirror.supervise.bench import SANDBOX_PASSWORD, receive
@@ -114,6 +114,6 @@ def _mirror(connection_string: str, data: str, workers: int) -> None:
     logs.set_up("error", json=False, process="bench")
     os.environ["DCP_MIRROR_PASSWORD"] = SANDBOX_PASSWORD
     wanted: dict[str, Any] = {"source": connection_string, "data": Path(data), "workers": workers, "groups": 8}
-    settings = Settings.model_validate(wanted | {"log_level": "error"})
+    settings = validated(wanted | {"log_level": "error"})
     clock = SystemClock()
     asyncio.run(Supervisor(settings, look_up_with(clock), clock=clock).run())

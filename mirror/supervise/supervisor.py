@@ -13,10 +13,8 @@ import contextlib
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
-
-import structlog
 
 from mirror.clock import Clock
 from mirror.config import Settings, to_wire, vbucket_range
@@ -24,6 +22,7 @@ from mirror.errors import BucketChanged, ClusterError, ConfigError, ExitCode, Mi
 from mirror.feed.consumer import judge_streams
 from mirror.ingest.selection import Selection
 from mirror.ingest.topology import ClusterMap
+from mirror.log import get_logger
 from mirror.supervise.backoff import failures_after, restart_delay_ms
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY, START, STOP
 from mirror.supervise.children import Child, Gone, Heard, Refused, server_command, spawn, worker_command
@@ -55,7 +54,7 @@ SOURCE_RETRY_MAX_S = 10.0
 CATCH_UP_SOURCE_LIMIT_S = 60.0
 """With `--until-caught-up` somebody waits for the end: give up on a source that nobody can reach."""
 
-log = structlog.get_logger("supervisor")
+log = get_logger("supervisor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,8 +492,8 @@ class Supervisor:
         except ConfigError as error:
             log.error("the new settings are not taken; the old ones stay in force", error=str(error))
         else:
-            fresh = fresh.model_copy(update={name: getattr(self._settings, name) for name in FIXED})
-            changed = [name for name in Settings.model_fields if getattr(fresh, name) != getattr(self._settings, name)]
+            fresh = replace(fresh, **{name: getattr(self._settings, name) for name in FIXED})
+            changed = [name for name in to_wire(fresh) if getattr(fresh, name) != getattr(self._settings, name)]
             self._settings = fresh
             log.info("settings read again", changed=changed)
             if self._desired and self._identity is not None:

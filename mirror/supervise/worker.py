@@ -19,14 +19,13 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import structlog
-
 from mirror.clock import SystemClock
 from mirror.config import from_wire
 from mirror.errors import ConfigError, MirrorError
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
 from mirror.ingest.topology import ClusterMap
+from mirror.log import get_logger
 from mirror.supervise import logs
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY, REQUEST, START, STOP, Channel, Message
 from mirror.supervise.heartbeat import INTERVAL_MS
@@ -40,7 +39,7 @@ from storage.writer import GroupWriter
 
 PR_SET_PDEATHSIG = 1
 
-log = structlog.get_logger("worker")
+log = get_logger("worker")
 
 
 class Work(Protocol):

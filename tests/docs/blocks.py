@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mirror.config import load
+from mirror.config_reader import load
 from tests.cli.conftest import environment
 
 ROOT = Path(__file__).parents[2]

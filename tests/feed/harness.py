@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror.clock import SystemClock
-from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
 from mirror.ingest.selection import Selection
@@ -44,7 +44,7 @@ class Mirror:
         secrets.mkdir(exist_ok=True)
         self.password_file = secrets / "password"
         self.password_file.write_text(password)
-        self.settings = Settings.model_validate(
+        self.settings = validated(
             {
                 "secrets_dir": secrets,
                 "commit_interval_ms": 5,

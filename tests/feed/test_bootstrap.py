@@ -6,11 +6,13 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mirror.clock import SystemClock
 from mirror.config import PasswordSource, Settings
+from mirror.config_reader import validated
 from mirror.errors import (
     AuthRejected,
     BucketMissing,
@@ -49,20 +51,20 @@ MAP = {
 SECURE_MAP = MAP | {"nodesExt": [{"services": {"kv": 11210, "kvSSL": 11207}}]}
 
 
-def access_to(node: ScriptedNode, path: Path, *, password: str = PASSWORD, **settings: object) -> Access:
+def access_to(node: ScriptedNode, path: Path, *, password: str = PASSWORD, **settings: Any) -> Access:
     file = path / "password"
     file.write_text(password)
     values = {"password_file": file, "connect_timeout_s": 5, "request_timeout_s": 5, **settings}
     source = parse(f"couchbase://demo@127.0.0.1:{node.port}/b")
-    made = Settings.model_validate(values)
+    made = validated(values)
     return Access(source, PasswordSource.of(made), made)
 
 
 def secure_access_to(
-    node: ScriptedNode, path: Path, authority: Authority, *, user: str = "demo@", **settings: object
+    node: ScriptedNode, path: Path, authority: Authority, *, user: str = "demo@", **settings: Any
 ) -> Access:
     made = access_to(node, path).settings
-    merged = made.model_copy(update={"tls_ca_file": authority.ca_file, **settings})
+    merged = replace(made, **{"tls_ca_file": authority.ca_file, **settings})
     return Access.of(parse(f"couchbases://{user}127.0.0.1:{node.port}/b"), merged)
 
 
@@ -247,7 +249,7 @@ async def test_a_port_that_speaks_tls_is_found_out(tmp_path: Path) -> None:
 def test_certificates_without_tls_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
     for name in ("tls_ca_file", "tls_client_cert_file"):
         with pytest.raises(ConfigError, match=name):
-            Access.of(parse("couchbase://demo@h/b"), Settings.model_validate({name: tmp_path / "some.pem"}))
+            Access.of(parse("couchbase://demo@h/b"), validated({name: tmp_path / "some.pem"}))
 
 
 def test_what_the_string_says_of_the_network_outranks_the_setting() -> None:

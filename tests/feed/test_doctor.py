@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.feed.doctor import Doctor, Finding, Verdict
 from mirror.sandbox.cluster import SandboxCluster
@@ -30,9 +30,7 @@ async def examined(source: str, path: Path, data: Path | None = None, **values: 
     secrets.mkdir(exist_ok=True)
     (secrets / "password").write_text(values.pop("password", "demo"))
     service = values.pop("service", False)
-    settings = Settings.model_validate(
-        {"secrets_dir": secrets, "connect_timeout_s": 5, "request_timeout_s": 5, **values}
-    )
+    settings = validated({"secrets_dir": secrets, "connect_timeout_s": 5, "request_timeout_s": 5, **values})
     told: list[Finding] = []
     doctor = Doctor(settings, source, data, service=service)
     doctor.on_finding = told.append

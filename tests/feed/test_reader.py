@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.errors import (
     AuthRejected,
     BucketMissing,
@@ -38,7 +38,7 @@ def source() -> Iterator[SandboxThread]:
 
 
 def reader_of(source: SandboxThread, **options: Any) -> SourceReader:
-    settings = Settings.model_validate(
+    settings = validated(
         {
             "noop_interval_s": 0.5,
             "connection_buffer_size": 64 * 1024,

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.config import PasswordSource, Settings
+from mirror.config import PasswordSource
+from mirror.config_reader import validated
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, PrivilegeMissing, SourceTimeout
 from mirror.feed.bootstrap import Access
 from mirror.feed.connection_string import parse
@@ -86,7 +87,7 @@ def make(node: ScriptedNode, path: Path, **settings: Any) -> tuple[NodeSession, 
         "connection_buffer_size": 4096,
         **settings,
     }
-    made = Settings.model_validate(values)
+    made = validated(values)
     source = parse(f"couchbase://demo@127.0.0.1:{node.port}/b")
     owner = Owner()
     access = Access(source, PasswordSource.of(made), made)

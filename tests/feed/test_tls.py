@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.errors import ClusterError, ConfigError, ExitCode, TlsFailed
 from mirror.feed.connection_string import Address
 from mirror.feed.tls import Tls, speaks_plain_kv, speaks_tls, tls_context, tls_failure
@@ -30,7 +31,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def settings_for(authority: Authority, **more: object) -> Settings:
-    return Settings.model_validate({"tls_ca_file": authority.ca_file, **more})
+    return validated({"tls_ca_file": authority.ca_file, **more})
 
 
 async def connect(node: ScriptedNode | Gatekeeper, settings: Settings, host: str = "localhost") -> Link:
@@ -187,7 +188,7 @@ def test_files_that_cannot_be_used_are_named_with_their_setting(authority: Autho
     ]
     for files, setting, why in cases:
         with pytest.raises(ConfigError) as caught:
-            tls_context(Settings.model_validate(files))
+            tls_context(validated(files))
         assert caught.value.setting == setting, caught.value
         assert why in caught.value.what
         assert str(files[setting]) in caught.value.what

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mirror.clock import ManualClock
-from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.errors import ClusterError, HandshakeFailed, SourceTimeout
 from mirror.feed.watch import SourceWatch
 from mirror.sandbox.cluster import SandboxCluster
@@ -223,7 +223,7 @@ class Watching:
 def watched() -> tuple[ManualClock, Stand, SourceWatch]:
     clock = ManualClock()
     stand = Stand(clock)
-    settings = Settings.model_validate({"stall_timeout_s": 100})
+    settings = validated({"stall_timeout_s": 100})
     return clock, stand, SourceWatch(Watching(stand), settings, clock, lambda _task: None)  # type: ignore[arg-type]
 
 

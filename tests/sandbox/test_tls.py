@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.errors import AuthRejected, ClusterError, ConfigError, TlsFailed
 from mirror.feed.bootstrap import Access, enter
 from mirror.feed.connection_string import parse
@@ -34,7 +34,7 @@ async def found(url: str, password: str | None = "demo", **settings: Any) -> Clu
     with pytest.MonkeyPatch.context() as patch:
         if password is not None:
             patch.setenv("DCP_MIRROR_PASSWORD", password)
-        return await discover(Access.of(parse(url), Settings.model_validate(settings)), SystemClock())
+        return await discover(Access.of(parse(url), validated(settings)), SystemClock())
 
 
 async def test_both_ports_are_in_the_map_and_both_serve(authority: Authority) -> None:
@@ -117,7 +117,7 @@ async def test_another_certificate_is_shown_to_new_connections_and_old_ones_go_o
     second = Authority(tmp_path / "second")
     async with SandboxCluster(tls=node_tls(authority)) as cluster:
         source = parse(cluster.connection_string)
-        settings = Settings.model_validate({"tls_ca_file": authority.ca_file})
+        settings = validated({"tls_ca_file": authority.ca_file})
         link, _ = await enter(Access.of(source, settings), source.addresses[0], SystemClock())
         assert cluster.tls is not None
         cluster.tls.rotate(*second.sign("127.0.0.1"))

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from mirror.clock import SystemClock
-from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.serve.http_server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.status import totals
@@ -183,7 +183,7 @@ def running(data: Path, source: Source, **settings: Any) -> Iterator[Site]:
     def stored(path: Path) -> dict[str, Any]:
         return site.report or stored_status(path)
 
-    server = HttpServer(Settings(data=data, **settings), listening, stored, SystemClock())
+    server = HttpServer(validated({"data": data, **settings}), listening, stored, SystemClock())
     url = f"http://{held.address.authority}"
 
     async def start() -> asyncio.Task[None]:

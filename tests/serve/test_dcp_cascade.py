@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.errors import SourceTimeout
 from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
 from mirror.feed.verify import verify
@@ -271,7 +271,7 @@ async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_p
         await level(cluster, first, second)
 
         def compared() -> list[bool]:
-            settings = Settings.model_validate(SETTINGS)
+            settings = validated(SETTINGS)
             with (
                 open_view(second.path) as view,
                 SourceReader(endpoint.url, settings=settings, password="demo") as reader,

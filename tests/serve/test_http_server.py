@@ -11,6 +11,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.serve.http_server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
@@ -20,9 +21,7 @@ from tests.supervise.conftest import eventually
 
 
 def server_at(source: Source, *listening: Listening, **settings: object) -> HttpServer:
-    return HttpServer(
-        Settings.model_validate({"data": source.path} | settings), listening, stored_status, SystemClock()
-    )
+    return HttpServer(validated({"data": source.path} | settings), listening, stored_status, SystemClock())
 
 
 async def test_a_stop_finishes_what_is_on_its_way_and_ends_streams(source: Source) -> None:

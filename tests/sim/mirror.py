@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -180,19 +181,17 @@ class Mirror:
             )
         )
         self.window_bytes = rng.choice((0, 600, 5_000, 1 << 20))
-        self.settings = Settings.model_validate({}).model_copy(
-            update={
-                "batch_bytes_max": rng.choice((1, 500, 3_000, 1 << 20)),
-                "commit_interval_ms": rng.choice((0, 5, 25, 200)),
-                "connection_buffer_size": self.window_bytes,
-                "storage_retry_interval_s": 0.2,
-                "stall_timeout_s": 5.0,
-            }
+        self.settings = Settings(
+            batch_bytes_max=rng.choice((1, 500, 3_000, 1 << 20)),
+            commit_interval_ms=rng.choice((0, 5, 25, 200)),
+            connection_buffer_size=self.window_bytes,
+            storage_retry_interval_s=0.2,
+            stall_timeout_s=5.0,
         )
         self.persisted = rng.random() < 0.35
         """`publish=persisted`: what is published is on the disk of every copy."""
         if self.persisted:
-            self.settings = self.settings.model_copy(update={"publish": "persisted"})
+            self.settings = replace(self.settings, publish="persisted")
         self.wall_offset_ms = 0
         self.map_size = rng.choice((64 << 30, 400 << 10, 120 << 10, 90 << 10))
         self.writers: list[SimWriter] = []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
-from mirror.config import Settings, load
+from mirror.config import Settings
+from mirror.config_reader import load
 from mirror.errors import ConfigError, ConnectFailed, MirrorError, SourceTimeout
 from mirror.sandbox.bucket import vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
@@ -159,7 +161,7 @@ def test_the_source_may_write_and_lose_history_meanwhile(
 
 
 def test_a_part_of_the_vbuckets_and_one_collection(source: SandboxThread, settings: Settings, tmp_path: Path) -> None:
-    some = settings.model_copy(update={"vbuckets": "4-11", "collections": ("s.c",)})
+    some = replace(settings, vbuckets="4-11", collections=("s.c",))
     done = backfill(source.connection_string, tmp_path / "data", some, LocalRunner(1), groups=3)
     assert (done.vbuckets, done.groups) == (8, 3)
     assert check(str(tmp_path / "data"), deep=True).problems == []
@@ -172,7 +174,7 @@ def test_a_part_of_the_vbuckets_and_one_collection(source: SandboxThread, settin
         backfill(
             source.connection_string,
             tmp_path / "more",
-            settings.model_copy(update={"vbuckets": "4-99"}),
+            replace(settings, vbuckets="4-99"),
             LocalRunner(1),
         )
 
@@ -204,7 +206,7 @@ def test_the_same_by_sparks_executors(
     done = backfill(
         source.connection_string,
         tmp_path / "data",
-        settings.model_copy(update={"password_file": secret(tmp_path)}),
+        replace(settings, password_file=secret(tmp_path)),
         SparkRunner(spark),
         groups=4,
         scratch=str(tmp_path / "scratch"),

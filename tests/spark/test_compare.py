@@ -8,7 +8,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from mirror.config import Settings, load
+from mirror.config import Settings
+from mirror.config_reader import load
 from mirror.errors import BucketChanged, ConfigError, ConnectFailed
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mirror.config import load
+from mirror.config_reader import load
 from mirror.errors import ConfigError, ConnectFailed, MirrorError
 from mirror.spark import sync as syncs
 from mirror.spark.columns import CHANGES

@@ -16,6 +16,7 @@ from typing import Any
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.errors import AuthRejected
 from mirror.supervise import logs
 from mirror.supervise.channel import Message
@@ -31,7 +32,8 @@ def worker_command(descriptor: int) -> Sequence[str]:
 
 
 def settings_for(data: Path, **values: Any) -> Settings:
-    return Settings(source="couchbase://demo@localhost/demo", data=data, **({"groups": 4, "workers": 2} | values))
+    common = {"source": "couchbase://demo@localhost/demo", "data": data, "groups": 4, "workers": 2}
+    return validated(common | values)
 
 
 class ScriptedWork:

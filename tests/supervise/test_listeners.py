@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import resource
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mirror.config import Settings
+from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.supervise.listeners import Listeners, kind_of, outdated_by
 
@@ -19,7 +21,7 @@ def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
     assert listeners.desired(settings) == {}
     listeners.reserve()
     assert listeners.desired(settings) == {1000: (), 1001: (), 2000: ()}
-    assert listeners.desired(settings.model_copy(update={"kv_processes": 1})) == {1000: (), 2000: ()}
+    assert listeners.desired(replace(settings, kv_processes=1)) == {1000: (), 2000: ()}
     assert [kind_of(slot) for slot in (0, 999, 1000, 1999, 2000, 3000, 4000)] == [
         None, None, "kv", "kv", "http", "dcp", None,
     ]  # fmt: skip
@@ -78,7 +80,7 @@ def test_an_address_that_is_taken_lets_the_others_go() -> None:
 )
 def test_bad_settings_are_found_before_anything_starts(values: dict[str, str], setting: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Listeners(Settings.model_validate(values), 1)
+        Listeners(validated(values), 1)
     assert caught.value.setting == setting
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ async def test_the_same_bucket_and_an_empty_directory_stay(data: Path, tmp_path:
     assert directory.load(str(data)) == OLD
     assert await set_aside_another_bucket(settings_for(tmp_path / "none"), source_of("new-uuid")) is None
     with pytest.raises(ConfigError):
-        await set_aside_another_bucket(settings_for(data).model_copy(update={"data": None}), source_of("x"))
+        await set_aside_another_bucket(replace(settings_for(data), data=None), source_of("x"))
 
 
 async def test_nothing_is_touched_while_a_service_runs_or_the_source_is_silent(data: Path) -> None:

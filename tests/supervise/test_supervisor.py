@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -402,7 +403,8 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) ->
 
 @pytest.mark.parametrize("missing", ["data", "source"])
 def test_what_is_not_said_is_asked_for(tmp_path: Path, missing: str) -> None:
-    settings = settings_for(tmp_path).model_copy(update={missing: None})
+    without: dict[str, Any] = {missing: None}
+    settings = replace(settings_for(tmp_path), **without)
     with pytest.raises(ConfigError, match=missing):
         Supervisor(settings, look_up, clock=SystemClock())
 

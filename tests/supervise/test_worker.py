@@ -36,6 +36,15 @@ async def worker() -> AsyncIterator[Ends]:
     await process.wait()
 
 
+def test_it_starts_without_libraries_that_check_settings_or_draw() -> None:
+    """They would double the time that each worker and server takes to start."""
+    modules = "mirror.supervise.worker", "mirror.supervise.server"
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {*modules, "structlog"} <= {*loaded}
+    assert not {*loaded} & {"pydantic", "rich", "typer", "attr"}
+
+
 async def expect(channel: Channel, op: str) -> Message:
     while (message := await channel.receive()) is not None:
         if message["op"] == op:

@@ -12,7 +12,7 @@ import pytest
 import mirror.errors
 import storage.errors
 from cli.config import markdown_page
-from mirror.config import describe
+from mirror.config_reader import describe
 from mirror.errors import ExitCode
 from mirror.serve.http_problems import TITLES
 from mirror.serve.metrics import STATES

@@ -28,7 +28,7 @@ def test_the_unit_and_the_program_agree_on_how_long_a_stop_may_take() -> None:
     unit.optionxform = str  # type: ignore[assignment, method-assign]
     unit.read_string(UNIT.read_text())
     service = unit["Service"]
-    assert float(service["TimeoutStopSec"]) > Settings.model_fields["stop_timeout_s"].default
+    assert float(service["TimeoutStopSec"]) > Settings().stop_timeout_s
     assert service["Type"] == "notify"
     assert service["KillMode"] == "mixed"
     assert service["LoadCredential"].startswith("password:")

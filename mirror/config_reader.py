@@ -1,0 +1,270 @@
+"""Reading and checking of settings: flags, then environment `DCP_MIRROR_*`, then a TOML file, then defaults.
+
+Knows where a value came from and what is wrong with it; nothing of what is done with it. A bad value is one
+`ConfigError` that names the setting and the remedy.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic.fields import FieldInfo
+
+from mirror import config
+from mirror.config import PasswordSource, Settings, to_wire, vbucket_range
+from mirror.errors import ConfigError
+
+ENV_PREFIX = "DCP_MIRROR_"
+MASK = "********"
+NAMES = tuple(each.name for each in fields(Settings))
+"""Every setting, in the order of the fields."""
+
+SECTIONS = {
+    "source": "What is mirrored, and where",
+    "commit_interval_ms": "Committing",
+    "connection_buffer_size": "Flow control, timeouts, retries",
+    "track_prepares": "What is requested from the source",
+    "tls_ca_file": "Security of the connection to the source",
+    "kv": "Listeners for readers",
+    "history_s": "History and publishing",
+    "worker_heartbeat_timeout_s": "Processes and logging",
+}
+"""Sections of the settings: the first setting of each, in the order of the fields -> title."""
+
+UNITS = {"_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_bytes_max": "bytes", "_size": "bytes"}
+"""Units by the ends of names."""
+
+NOT_SETTINGS = {"DCP_MIRROR_PASSWORD", "DCP_MIRROR_USER"}
+"""Variables with our prefix that are read elsewhere: secrets, the sandbox's user, the tests' data."""
+
+
+class _Checks(BaseModel):
+    """What a type and its bounds do not say."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @field_validator("collections", mode="before", check_fields=False)
+    @classmethod
+    def _parted(cls, value: Any) -> Any:
+        """From the environment and flags it is one text."""
+        if isinstance(value, str):
+            value = tuple(name.strip() for name in value.split(",") if name.strip())
+        return value or None
+
+    @field_validator("source", "kv", "http", "dcp", mode="before", check_fields=False)
+    @classmethod
+    def _not_blank(cls, value: Any) -> Any:
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("must not be empty")
+        return value
+
+    @field_validator("source", check_fields=False)
+    @classmethod
+    def _no_password_in_source(cls, value: str | None) -> str | None:
+        if value is not None and re.match(r"^[a-z]+://[^/@]*:[^/@]*@", value):
+            raise ValueError("must not hold a password: set DCP_MIRROR_PASSWORD or a password file instead")
+        return value
+
+
+_HINTS = get_type_hints(Settings, vars(config) | {"Field": Field}, include_extras=True)
+_DEFAULTS: dict[str, Any] = {
+    each.name: each.default if each.default_factory is MISSING else Field(default_factory=each.default_factory)
+    for each in fields(Settings)
+}
+_FIELDS: dict[str, Any] = {name: (_HINTS[name], _DEFAULTS[name]) for name in NAMES}
+_CheckedSettings = create_model("_CheckedSettings", __base__=_Checks, **_FIELDS)
+
+
+def validated(values: Mapping[str, Any], provenance: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings with these values, which texts may stand for. Raises ConfigError."""
+    try:
+        checked = _CheckedSettings.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "settings"
+        raise ConfigError(
+            f"setting {name} ({(provenance or {}).get(name, 'default')}) is wrong: "
+            f"{first['msg'].removeprefix('Value error, ')}, not {_shown(first['input'])}",
+            hint=f"change it by --set {name}=VALUE, {ENV_PREFIX}{name.upper()}, or in the file given by --config",
+            setting=name,
+        ) from None
+    return Settings(**{name: getattr(checked, name) for name in NAMES})
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What there is to know of a setting, in words."""
+
+    name: str
+    section: str
+    meaning: str
+    values: str
+    """The type with its unit and bounds, or the values that it can have."""
+    default: str | None
+    """None: not set."""
+
+
+def describe() -> list[Description]:
+    """Return the description of every setting, in the order of the fields."""
+    section = ""
+    found = []
+    meanings = _meanings()
+    for name, field in _CheckedSettings.model_fields.items():
+        section = SECTIONS.get(name, section)
+        extra = field.json_schema_extra
+        default = extra.get("default") if isinstance(extra, dict) else field.default
+        found.append(Description(name, section, meanings[name], _values(name, field), _written(default)))
+    return found
+
+
+def _meanings() -> dict[str, str]:
+    """Return the text below each field of `Settings`."""
+    body = cast(ast.ClassDef, ast.parse(inspect.getsource(Settings)).body[0]).body
+    return {
+        statement.target.id: " ".join(str(below.value.value).split())
+        for statement, below in pairwise(body)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }
+
+
+def _values(name: str, field: FieldInfo) -> str:
+    """What a field takes: `integer, bytes, 4096 to 536870912`."""
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(f"`{each}`" for each in get_args(field.annotation))
+    kind, metadata = field.annotation, list(field.metadata)
+    if type(None) in get_args(kind):  # optional: the type and its bounds stand within
+        kind = next(each for each in get_args(kind) if each is not type(None))
+    if get_origin(kind) is Annotated:
+        kind, inner = get_args(kind)
+        metadata += inner.metadata
+    words = [_TYPE_NAMES[get_origin(kind) or kind]]
+    words += [unit for suffix, unit in UNITS.items() if name.endswith(suffix)][:1]
+    bounds = {sign: getattr(each, sign) for each in metadata for sign in ("ge", "gt", "le") if hasattr(each, sign)}
+    if "ge" in bounds:
+        low = _written(bounds["ge"])
+        words.append(f"{low} to {_written(bounds['le'])}" if "le" in bounds else f"at least {low}")
+    elif "gt" in bounds:
+        words.append(f"above {_written(bounds['gt'])}, at most {_written(bounds['le'])}")
+    return ", ".join(words)
+
+
+def _written(value: Any) -> str | None:
+    """As it is written in a settings file."""
+    if value is None or isinstance(value, str):
+        return value
+    return str(value).lower() if isinstance(value, bool) else f"{value:.12g}"
+
+
+_TYPE_NAMES: dict[Any, str] = {
+    int: "integer",
+    float: "number",
+    bool: "`true` or `false`",
+    str: "text",
+    Path: "path",
+    tuple: "list of texts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings and, per setting, where its value came from: `flag`, `environment`, `file PATH` or `default`."""
+
+    settings: Settings
+    provenance: dict[str, str]
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """(name, value, provenance) of each setting, and of the password, which is masked."""
+        values = to_wire(self.settings)
+        rows = [(name, values[name], self.provenance[name]) for name in NAMES]
+        origin = PasswordSource.of(self.settings).origin()
+        rows.append(("password", MASK if origin else None, origin or "not set"))
+        return rows
+
+
+def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = None) -> Loaded:
+    """Read the settings. Flags that are None count as not given. Raises ConfigError."""
+    layers: list[tuple[str, dict[str, Any]]] = [
+        ("flag", {name: value for name, value in (flags or {}).items() if value is not None}),
+        ("environment", _from_environment()),
+    ]
+    if config_file is not None:
+        layers.append((f"file {config_file}", _from_file(config_file)))
+    merged: dict[str, Any] = {}
+    provenance = dict.fromkeys(NAMES, "default")
+    for origin, values in layers:
+        for name, value in values.items():
+            if name not in NAMES:
+                raise ConfigError(f"unknown setting {name!r} ({origin})", hint=nearest(name), setting=name)
+            if name not in merged:
+                merged[name] = value
+                provenance[name] = origin
+    settings = validated(merged, provenance)
+    if settings.vbuckets is not None:
+        vbucket_range(settings.vbuckets, "vbuckets")
+    if settings.retry_delay_min_ms > settings.retry_delay_max_ms:
+        raise ConfigError(
+            f"setting retry_delay_min_ms ({settings.retry_delay_min_ms}) is above retry_delay_max_ms "
+            f"({settings.retry_delay_max_ms})",
+            hint="make the first pause no longer than the longest",
+            setting="retry_delay_min_ms",
+        )
+    if settings.track_prepares and (settings.collections or settings.scope):
+        raise ConfigError(
+            "track_prepares is set for a mirror of single collections",
+            hint="a source sends both halves of sync writes for a whole bucket alone: give up one of the two",
+            setting="track_prepares",
+        )
+    return Loaded(settings, provenance)
+
+
+def _from_environment() -> dict[str, Any]:
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
+            setting = name[len(ENV_PREFIX) :].lower()
+            if setting not in NAMES:
+                raise ConfigError(f"unknown setting {name} (environment)", hint=nearest(setting), setting=setting)
+    given = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}") for name in NAMES}
+    return {name: value for name, value in given.items() if value}
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"the settings file {path} cannot be read: {error.strerror}",
+            hint="check the path given by --config",
+            setting="config",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the settings file {path} is not TOML: {error}", hint="mend that line", setting="config"
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    if re.match(r"^[a-z]+://[^/@]*:[^/@]*@", text):
+        return MASK
+    return repr(value) if len(text) <= 60 else repr(text[:60]) + "..."
+
+
+def nearest(name: str) -> str:
+    """Return a hint for a name that is not a setting."""
+    near = get_close_matches(name, NAMES, n=1)
+    return f"did you mean {near[0]}?" if near else "`dcp-mirror config show` lists all settings"

@@ -1,0 +1,88 @@
+"""Reading settings: order of the layers, provenance, clear errors, secrets that stay secret."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mirror.config_reader import NAMES, load
+from mirror.errors import ConfigError, ExitCode
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("DCP_MIRROR_") or name == "CREDENTIALS_DIRECTORY":
+            monkeypatch.delenv(name)
+
+
+def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mirror.toml"
+    file.write_text('workers = 3\ngroups = 4\nsync = "full"\n')
+    monkeypatch.setenv("DCP_MIRROR_GROUPS", "5")
+    monkeypatch.setenv("DCP_MIRROR_SYNC", "unsafe")
+    loaded = load({"sync": "safe", "data": tmp_path, "kv": None}, config_file=file)
+    settings = loaded.settings
+    assert (settings.workers, settings.groups, settings.sync, settings.commit_interval_ms) == (3, 5, "safe", 25)
+    assert loaded.provenance["workers"] == f"file {file}"
+    assert loaded.provenance["groups"] == "environment"
+    assert loaded.provenance["sync"] == "flag"
+    assert loaded.provenance["commit_interval_ms"] == "default"
+    assert loaded.provenance["kv"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"workers": 0}, "workers"),
+        ({"workers": "many"}, "workers"),
+        ({"groups": 1000}, "groups"),
+        ({"sync": "sometimes"}, "sync"),
+        ({"connection_buffer_size": 1}, "connection_buffer_size"),
+        ({"noop_interval_s": 0}, "noop_interval_s"),
+        ({"source": " "}, "source"),
+        ({"tls_minimum_version": "1.0"}, "tls_minimum_version"),
+        ({"retry_delay_min_ms": 500, "retry_delay_max_ms": 100}, "retry_delay_min_ms"),
+    ],
+)
+def test_bad_value_is_an_error_that_names_the_setting_and_the_remedy(flags: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags)
+    assert caught.value.setting == named
+    assert named in caught.value.what
+    assert caught.value.hint
+    assert caught.value.exit_code is ExitCode.USAGE
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_setting_is_refused_with_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mirror.toml"
+    file.write_text("worker = 3\n")
+    with pytest.raises(ConfigError, match="did you mean workers"):
+        load(config_file=file)
+    monkeypatch.setenv("DCP_MIRROR_GROUP", "3")
+    with pytest.raises(ConfigError, match="did you mean groups"):
+        load()
+
+
+def test_bad_file_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(config_file=tmp_path / "absent.toml")
+    file = tmp_path / "bad.toml"
+    file.write_text("workers = = 3\n")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load(config_file=file)
+
+
+def test_password_in_the_connection_string_is_refused_and_not_printed() -> None:
+    with pytest.raises(ConfigError, match="must not hold a password") as caught:
+        load({"source": "couchbase://demo:hunter2@localhost/demo"})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_every_setting_is_shown_with_where_it_comes_from() -> None:
+    rows = load().rows()
+    assert {name for name, _, _ in rows} == {*NAMES, "password"}
+    assert all(origin for _, _, origin in rows)
