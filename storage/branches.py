@@ -7,6 +7,7 @@ they are hidden by the cut and removed later by the purger. Branch numbers rise 
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -47,6 +48,22 @@ class Counters(NamedTuple):
     row_bytes: int
     """Bytes of all rows of the chain so far."""
 
+
+class PurgeRow(NamedTuple):
+    """A row of `purge`."""
+
+    purged_seqno: int = 0
+    """Up to here the purger has looked."""
+    local_purge_seqno: int = 0
+    """The newest tombstone that it took."""
+    chain_id: int = 0
+    """Drawn at random whenever branches were merged or forgotten: what was known of chains is void."""
+    refills_gone: int = 0
+    """Refills that readers saw and whose branches were forgotten."""
+
+
+Known = dict[int, records.BranchRow]
+"""Every branch of a vbucket by number, rising."""
 
 ManifestKey = tuple[int, int]
 """(branch, seqno) of a manifest row; (0, 0): the initial manifest, for which there is no row."""
@@ -116,7 +133,7 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
         open_snapshot=snapshot,
         failover_log=log,
         source_purge_seqno=Seqno(purge),
-        local_purge_seqno=Seqno(purge_row(environment, txn, vbid)[1]),
+        local_purge_seqno=Seqno(purge_row(environment, txn, vbid).local_purge_seqno),
         manifest=manifest,
         rollback_count=rollbacks,
         last_rollback_ms=last,
@@ -131,14 +148,31 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
     return Loaded(state, indexed, (0, 0) if fresh else manifest_key, above, counters)
 
 
-def purge_row(environment: Environment, txn: Any, vbid: int) -> tuple[int, int]:
-    """(purged seqno, local_purge_seqno); zeros before the first purge."""
+def purge_row(environment: Environment, txn: Any, vbid: int) -> PurgeRow:
+    """How far the purger is; zeros before the first purge."""
     data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PURGE))
     if data is None:
-        return 0, 0
+        return PurgeRow()
     if len(data) != keys.PURGE.size:
         raise CorruptedError("the purge record is damaged", path=environment.path, vbid=vbid)
-    return keys.PURGE.unpack(data)
+    return PurgeRow(*keys.PURGE.unpack(data))
+
+
+def draw_chain_id(environment: Environment, txn: Any, vbid: int) -> None:
+    """Have readers read the vbucket's chains again."""
+    row = purge_row(environment, txn, vbid)
+    put_purge_row(environment, txn, vbid, row._replace(chain_id=secrets.randbits(64) or 1))
+
+
+def purge_state(environment: Environment, txn: Any, vbid: int) -> tuple[int, int]:
+    """What the purger changes of a vbucket's state: the floor, and the newest tombstone that it took."""
+    pub = unpack_pub(txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid)
+    return pub[2], purge_row(environment, txn, vbid).local_purge_seqno
+
+
+def put_purge_row(environment: Environment, txn: Any, vbid: int, row: PurgeRow) -> None:
+    """Write a row of `purge`."""
+    txn.put(keys.VBID_KEY.pack(vbid), keys.PURGE.pack(*row), db=environment.db(keys.DB_PURGE))
 
 
 def newest_moment(environment: Environment, txn: Any, vbid: Vbid) -> Moment:
@@ -154,7 +188,7 @@ def newest_moment(environment: Environment, txn: Any, vbid: Vbid) -> Moment:
     return max(opened, Moment(boundary.time_ms, boundary.history_ms), key=attrgetter("history_ms"))
 
 
-def all_branches(environment: Environment, txn: Any, vbid: int) -> dict[int, records.BranchRow]:
+def all_branches(environment: Environment, txn: Any, vbid: int) -> Known:
     """Every branch of a vbucket by number, rising."""
     found = {}
     cursor = txn.cursor(environment.db(keys.DB_BRANCH))
@@ -177,21 +211,54 @@ def get_branch(environment: Environment, txn: Any, vbid: int, branch: int) -> re
     return records.decode_branch(txn.get(keys.BRANCH_KEY.pack(vbid, branch), db=environment.db(keys.DB_BRANCH)))
 
 
-def forget(environment: Environment, txn: Any, vbid: Vbid, numbers: list[int]) -> None:
-    """Remove what is left of branches without rows: their rows in `branch`, copies of boundaries, manifests, prepares.
+def forget(environment: Environment, txn: Any, vbid: int, numbers: list[int]) -> None:
+    """Remove what is left of branches without rows: their rows in `branch`, copies of boundaries, leaps, manifests,
+    prepares.
 
     Their numbers are not used again: the newest branch is never one of them.
     """
+    refills = 0
     for number in numbers:
-        base_seqno = get_branch(environment, txn, vbid, number).base_seqno
-        txn.delete(keys.ROW.pack(number, base_seqno) + keys.BOUNDARY_SUFFIX, db=environment.db(keys.rows_db(vbid)))
+        row = get_branch(environment, txn, vbid, number)
+        refills += row.reason == BranchReason.REFILL and row.time_ms > 0
+        txn.delete(keys.ROW.pack(number, row.base_seqno) + keys.BOUNDARY_SUFFIX, db=environment.db(keys.rows_db(vbid)))
         txn.delete(keys.BRANCH_KEY.pack(vbid, number), db=environment.db(keys.DB_BRANCH))
         prefix = keys.BRANCH_KEY.pack(vbid, number)
-        cursor = txn.cursor(environment.db(keys.DB_MANIFEST))
-        there = cursor.set_range(prefix)
-        while there and cursor.key()[: len(prefix)] == prefix:
-            there = cursor.delete()
+        for tree in (keys.DB_MANIFEST, keys.DB_SPAN):
+            cursor = txn.cursor(environment.db(tree))
+            there = cursor.set_range(prefix)
+            while there and cursor.key()[: len(prefix)] == prefix:
+                there = cursor.delete()
     prepares.forget_branches(environment, txn, vbid, frozenset(numbers))
+    purged = purge_row(environment, txn, vbid)
+    put_purge_row(environment, txn, vbid, purged._replace(refills_gone=purged.refills_gone + refills))
+    draw_chain_id(environment, txn, vbid)
+
+
+def move_manifests(
+    environment: Environment, txn: Any, vbid: int, branch: int, parent: int, base_seqno: int, to_seqno: int
+) -> None:
+    """Let the manifests of a branch up to `to_seqno` be its parent's (`merge`); those that the parent has above the
+    base of the branch are of a history that was lost.
+    """
+    tree = environment.db(keys.DB_MANIFEST)
+    cursor = txn.cursor(tree)
+    there = cursor.set_range(keys.MANIFEST_KEY.pack(vbid, parent, base_seqno + 1))
+    while there and cursor.key()[:6] == keys.BRANCH_KEY.pack(vbid, parent):
+        there = cursor.delete()
+    moved = []
+    there = cursor.set_range(keys.BRANCH_KEY.pack(vbid, branch))
+    while there and keys.MANIFEST_KEY.pack(vbid, branch, 0) <= cursor.key() <= keys.MANIFEST_KEY.pack(
+        vbid, branch, to_seqno
+    ):
+        moved.append((keys.BRANCH_KEY.pack(vbid, parent) + cursor.key()[6:], cursor.value()))
+        there = cursor.delete()
+    for key, value in moved:
+        txn.put(key, value, db=tree)
+    vbid_key = keys.VBID_KEY.pack(vbid)
+    pub = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
+    if pub[3] == branch and pub[4] <= to_seqno:
+        txn.put(vbid_key, keys.PUB.pack(*pub[:3], parent, *pub[4:]), db=environment.db(keys.DB_PUB))
 
 
 def manifest_at(environment: Environment, txn: Any, vbid: int, key: ManifestKey) -> Manifest:
@@ -236,7 +303,8 @@ def put_published(
         if state.rollback_deferred:
             _put_rollback(environment, txn, state, branch, row.base_seqno, row.vbuuid, now.wall_ms, reached_seqno=seqno)
         else:
-            txn.put(vbid_key, keys.PURGE.pack(0, 0), db=environment.db(keys.DB_PURGE))
+            purged = purge_row(environment, txn, state.vbid)
+            put_purge_row(environment, txn, state.vbid, purged._replace(purged_seqno=0, local_purge_seqno=0))
     floor = state.history_floor_seqno if state.staging_published_seqno else seqno
     pub = keys.PUB.pack(branch, seqno, floor, *manifest_key, 0)
     txn.put(vbid_key, pub, db=environment.db(keys.DB_PUB))
@@ -297,14 +365,28 @@ def _open_branch(
     reason: int,
     now: Moment,
     history_ids: records.HistoryIds = (),
+    first_branch: int = 0,
 ) -> int:
     number = _next_branch(environment, txn, vbid)
     history_ids = (*history_ids, (environment.history_id, base))
     row = records.BranchRow(
-        parent, base, vbuuid, reason, now.wall_ms, history_ms=now.history_ms, history_ids=history_ids
+        parent,
+        base,
+        vbuuid,
+        reason,
+        now.wall_ms,
+        history_ms=now.history_ms,
+        first_branch=first_branch,
+        history_ids=history_ids,
     )
     put_branch(environment, txn, vbid, number, row)
     return number
+
+
+def with_history(history_ids: records.HistoryIds, history_id: int, above_seqno: int) -> records.HistoryIds:
+    """The ids of a branch whose positions above a seqno are of another history from now on."""
+    kept = [*history_ids[:1], *(each for each in history_ids[1:] if each[1] < above_seqno)]
+    return (*kept, (history_id, above_seqno))[-HISTORY_IDS_MAX:]
 
 
 def begin_history(environment: Environment, txn: Any, vbid: int) -> None:
@@ -318,8 +400,7 @@ def begin_history(environment: Environment, txn: Any, vbid: int) -> None:
     branch, published = pub[:2]
     staging = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))[0]
     row = get_branch(environment, txn, vbid, branch)
-    kept = [*row.history_ids[:1], *(each for each in row.history_ids[1:] if each[1] < published)]
-    history_ids = (*kept, (environment.history_id, published))[-HISTORY_IDS_MAX:]
+    history_ids = with_history(row.history_ids, environment.history_id, published)
     put_branch(environment, txn, vbid, branch, row._replace(history_ids=history_ids))
     if staging != branch:  # never published as far as this file knows
         row = get_branch(environment, txn, vbid, staging)
@@ -448,12 +529,15 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
     log = () if other_copy or not base else state.failover_log
     vbuuid = vbuuid_at(log, base)
     parent: int = state.branch
+    first_branch = parent + 1
     history_ids: records.HistoryIds = ()
     left = get_branch(environment, txn, vbid, parent)
     if left.reason == BranchReason.ABANDONED and left.base_seqno == base and left.parent is not None:
         # Nothing was published on the one that is left: the new one takes its place on the chain, and its positions.
-        parent, history_ids = left.parent, left.history_ids[:1]
-    branch = _open_branch(environment, txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now, history_ids)
+        parent, first_branch, history_ids = left.parent, left.first_branch, left.history_ids[:1]
+    branch = _open_branch(
+        environment, txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now, history_ids, first_branch
+    )
     pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)
     txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
     if base:

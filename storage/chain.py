@@ -16,7 +16,7 @@ from typing import Any
 from storage import keys, records
 from storage.environment import Environment
 from storage.errors import CorruptedError
-from storage.model import SEQNO_MAX, Boundary, Branch, BranchReason, Seqno, Vbid, Vbuuid
+from storage.model import SEQNO_MAX, Boundary, Branch, Seqno, Vbid, Vbuuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,7 @@ def load(environment: Environment, txn: Any, vbid: int, branch: int, cut: int) -
             raise CorruptedError(f"branch {current}: {error.message}", path=environment.path, vbid=vbid) from error
         if row.parent is not None and row.parent >= current:
             raise CorruptedError(f"branch {current} has parent {row.parent}", path=environment.path, vbid=vbid)
-        first = row.parent + 1 if row.reason == BranchReason.ABANDONED and row.parent is not None else current
-        links.append(Link(current, row.base_seqno, cut, row.kept_seqno, first, row.history_ids))
+        links.append(Link(current, row.base_seqno, cut, row.kept_seqno, row.first_branch or current, row.history_ids))
         cut = min(cut, row.base_seqno)
         current = row.parent
     return tuple(links)
@@ -74,9 +73,7 @@ def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
     if not cursor.set_range(key) or cursor.key()[:2] != key[:2]:
         return None
     data: bytes = cursor.value()
-    row = records.decode_branch(data)
-    replaced = row.reason == BranchReason.ABANDONED and row.parent is not None and row.parent < branch
-    return data if replaced else None
+    return data if 0 < records.decode_branch(data).first_branch <= branch else None
 
 
 def recut(chain: Chain, cut: int) -> Chain:
@@ -88,6 +85,13 @@ def recut(chain: Chain, cut: int) -> Chain:
 
 def _cut_at(link: Link, cut: int) -> Link:
     return Link(link.branch, link.base_seqno, cut, link.kept_seqno, link.first_branch, link.history_ids)
+
+
+def same(one: Chain, other: Chain) -> bool:
+    """Whether both see the same rows under the same numbers."""
+    return len(one) == len(other) and all(
+        (a.branch, a.base_seqno, a.cut) == (b.branch, b.base_seqno, b.cut) for a, b in zip(one, other, strict=True)
+    )
 
 
 def sees(chain: Chain, branch: int, seqno: int) -> bool:

@@ -43,7 +43,7 @@ def of(environment: Environment, txn: Any, vbid: int) -> History:
     loaded = branches.load(environment, txn, Vbid(vbid))
     rows, references = (txn.stat(environment.db(tree(vbid))) for tree in (keys.rows_db, keys.keys_db))
     all_indexed = loaded.indexed_seqno == loaded.state.staged_seqno
-    purged_seqno, local_purge_seqno = branches.purge_row(environment, txn, vbid)
+    purged_seqno, local_purge_seqno, *_ = branches.purge_row(environment, txn, vbid)
     return History(
         floor_seqno=Seqno(floor),
         floor_ms=boundary.time_ms if boundary is not None else None,

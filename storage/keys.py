@@ -22,8 +22,8 @@ ROLLBACK_KEY = struct.Struct(">HI")
 VBID_KEY = struct.Struct(">H")
 PUB = struct.Struct(">IQQIQB")
 """served branch u32, published_seqno u64, history_floor u64, manifest branch u32, manifest seqno u64, flags u8."""
-PURGE = struct.Struct(">QQ")
-"""purged seqno u64 (rows up to it were looked at), local_purge_seqno u64."""
+PURGE = struct.Struct(">QQQI")
+"""purged seqno u64 (rows up to it were looked at), local_purge_seqno u64, chain id u64, refills that are gone u32."""
 SPAN_KEY = struct.Struct(">HIQ")
 """vbid u16, branch u32, end seqno u64: key of a row of `span`."""
 PREPARE_KEY = struct.Struct(">HIQ")

@@ -42,6 +42,8 @@ class BranchReason(IntEnum):
     ABANDONED = 4
     OSO = 5
     DEFERRED_ROLLBACK = 6
+    MERGING = 7
+    """Whatever it was opened for: it is history, and its rows are being moved to its parent."""
 
 
 @dataclass(frozen=True, slots=True)

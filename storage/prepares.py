@@ -165,6 +165,13 @@ class Prepares:
             raise CorruptedError(f"the prepare {at[0]}:{at[1]} is missing", path=environment.path, vbid=vbid)
         return bytes(value[_SETTLED.size :])
 
+    def moved(self, branch: int, parent: int, to_seqno: int) -> None:
+        """Those of a branch up to a seqno are its parent's now (`move`)."""
+        there = [(key, at) for key, at in self.open.items() if at[0] == branch and at[1] <= to_seqno]
+        self.open |= {key: (parent, at[1]) for key, at in there}
+        for at in [at for at in self._settled if at[0] == branch and at[1] <= to_seqno]:
+            self._settled[parent, at[1]] = self._settled.pop(at)
+
     # -- committing -----------------------------------------------------------------------------------------------
 
     def put(
@@ -234,6 +241,46 @@ def forget_branches(environment: Environment, txn: Any, vbid: int, numbers: froz
         if _SETTLED.unpack_from(value)[0] in numbers:
             cursor.put(cursor.key(), _SETTLED.pack(*_NOT_SETTLED) + value[_SETTLED.size :])
         there = cursor.next()
+
+
+def move(
+    environment: Environment,
+    txn: Any,
+    vbid: int,
+    branch: int,
+    parent: int,
+    base_seqno: int,
+    to_seqno: int,
+    *,
+    done: bool,
+) -> None:
+    """Let the prepares of a branch up to `to_seqno` be its parent's (`merge`). All of it is below the floor: what was
+    settled there is settled for good, and what lies above the base on the parent was lost. `done`: so was the rest.
+    """
+    tree = environment.db(keys.DB_PREPARE)
+    cursor = txn.cursor(tree)
+    moved: list[tuple[bytes, bytes]] = []
+    there = cursor.set_range(keys.VBID_KEY.pack(vbid))
+    while there and cursor.key()[:2] == keys.VBID_KEY.pack(vbid):
+        _, at_branch, seqno = keys.PREPARE_KEY.unpack(cursor.key())
+        if at_branch > branch:
+            break
+        value = cursor.value()
+        by_branch, by_seqno = _SETTLED.unpack_from(value)
+        is_lost = (at_branch == parent and seqno > base_seqno) or (at_branch == branch and seqno > to_seqno and done)
+        if is_lost or (by_branch == branch and by_seqno <= to_seqno):
+            there = cursor.delete()
+            continue
+        if (by_branch == branch and done) or (by_branch == parent and by_seqno > base_seqno):
+            value = _SETTLED.pack(*_NOT_SETTLED) + value[_SETTLED.size :]
+            cursor.put(cursor.key(), value)
+        if at_branch == branch and seqno <= to_seqno:
+            moved.append((keys.PREPARE_KEY.pack(vbid, parent, seqno), value))
+            there = cursor.delete()
+            continue
+        there = cursor.next()
+    for key, value in moved:
+        txn.put(key, value, db=tree)
 
 
 def _forget(environment: Environment, txn: Any, state: VbucketState, publish_seqno: int) -> None:

@@ -11,6 +11,7 @@ visited once, in seqno order, after the floor has passed them. Invariants:
 - rows that a rollback retracted go when the rollback is older than the window or the floor has passed its boundary
   (till then, readers may have yet to be told); rows that were never published go at once;
 - what a lease holds stays until the lease ends (`leases`);
+- a link of the chain goes when the floor has passed it, one of many (`merge`);
 - every step is one write transaction of at most `STEP_ROWS` rows; stopping between any two steps is harmless.
 """
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from storage import branches, chain, keys, records
+from storage import branches, chain, keys, merge, records
 from storage.environment import Environment
 from storage.leases import Leases
 from storage.model import SEQNO_MAX, BranchReason, Vbid
@@ -89,6 +90,9 @@ class Purger:
         self._next_walk: tuple[int, bytes, bytes] | None = None  # the same, once the step is committed
         self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
         self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
+        self._short: dict[int, int] = {}  # served branches whose chains are not worth a look: a chain never gets longer
+        self.moved: merge.Moved | None = None
+        """What the last step moved from one branch to another."""
         self.pace = Pace()
         self.removed_rows = 0
 
@@ -114,13 +118,14 @@ class Purger:
     def step(self, txn: Any, vbid: Vbid, now_ms: int) -> int:
         """Do a bounded part of what a vbucket needs; returns how many rows went. `settle` follows the commit."""
         environment = self.environment
+        self.moved = None
         self._next_walk = self._walk
         if self._removal is None and (dead := next(iter(self._removable(txn, vbid, now_ms)), None)):
             self._removal = Removal(environment, vbid, dead)
         if self._removal is not None:
             self._announce_gap(txn, vbid, self._removal.dead)
             return self._removal.step(txn, self.pace.rows)
-        if numbers := self._forgettable(txn, vbid):
+        if numbers := self._forgettable(txn, vbid, now_ms):
             branches.forget(environment, txn, vbid, numbers[: self.pace.rows])
             # The count that `_forgettable` goes by is the group's: another vbucket may open as many as went here.
             self._forgotten.pop(vbid, None)
@@ -130,9 +135,16 @@ class Purger:
         )
         links = chain.load(environment, txn, vbid, pub[0], pub[1])
         floor = pub[2]
-        purged = branches.purge_row(environment, txn, vbid)[0]
+        purged = branches.purge_row(environment, txn, vbid).purged_seqno
         if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
             return self._purge_versions(txn, vbid, links, purged, floor)
+        if purged == floor and (pair := self._next_pair(txn, vbid, links, floor)) is not None:
+            self.moved = merge.step(environment, txn, vbid, pair, self.pace.rows)
+            self._ranges.pop(vbid, None)  # what was found dead, and empty, may have rows now
+            self._forgotten.pop(vbid, None)
+            return 0
+        for key in merge.old_rollbacks(environment, txn, vbid, floor, self.pace.rows):
+            txn.delete(key, db=environment.db(keys.DB_ROLLBACK))
         target = self._target_floor(txn, vbid, links, floor, now_ms, self.pace.rows)
         if target > floor:
             txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*pub[:2], target, *pub[3:]), db=environment.db(keys.DB_PUB))
@@ -150,15 +162,26 @@ class Purger:
         environment = self.environment
         data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
         branch, published, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
-        if next(iter(self._removable(txn, vbid, now_ms)), None) is not None or self._forgettable(txn, vbid):
+        if next(iter(self._removable(txn, vbid, now_ms)), None) is not None or self._forgettable(txn, vbid, now_ms):
             return True
-        purged = branches.purge_row(environment, txn, vbid)[0]
-        if published == floor == purged:
+        if merge.old_rollbacks(environment, txn, vbid, floor, 1):
+            return True
+        purged = branches.purge_row(environment, txn, vbid).purged_seqno
+        if published == floor == purged and self._short.get(vbid) == branch:
             return False
         links = chain.load(environment, txn, vbid, branch, published)
         if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
             return True
+        if purged == floor and self._next_pair(txn, vbid, links, floor) is not None:
+            return True
         return self._target_floor(txn, vbid, links, floor, now_ms, 1) > floor
+
+    def _next_pair(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int) -> merge.Pair | None:
+        if len(links) <= merge.LINKS_MAX + 1:
+            self._short[vbid] = links[0].branch
+            return None
+        known = branches.all_branches(self.environment, txn, vbid)
+        return merge.next_pair(self.environment, txn, vbid, links, floor, known)
 
     # -- the floor ------------------------------------------------------------------------------------------------
 
@@ -261,8 +284,10 @@ class Purger:
             for seqno in {purged, link.base_seqno}:
                 if purged <= seqno < floor and seqno <= position:
                     txn.delete(keys.ROW.pack(link.branch, seqno) + keys.BOUNDARY_SUFFIX, db=row_tree)
-        local_purge = max(local_purge, branches.purge_row(environment, txn, vbid)[1])
-        txn.put(keys.VBID_KEY.pack(vbid), keys.PURGE.pack(position, local_purge), db=environment.db(keys.DB_PURGE))
+                    txn.delete(keys.SPAN_KEY.pack(vbid, link.branch, seqno), db=environment.db(keys.DB_SPAN))
+        row = branches.purge_row(environment, txn, vbid)
+        row = row._replace(purged_seqno=position, local_purge_seqno=max(local_purge, row.local_purge_seqno))
+        branches.put_purge_row(environment, txn, vbid, row)
         return removed
 
     def _of_dropped_collections(
@@ -338,7 +363,15 @@ class Purger:
             else:
                 ranges.remove(dead)  # nothing is ever written there again
 
-    def _forgettable(self, txn: Any, vbid: Vbid) -> list[int]:
+    def _forgettable(self, txn: Any, vbid: Vbid, now_ms: int) -> list[int]:
+        """`forgettable`, but for what a lease names."""
+        found = self._not_needed(txn, vbid)
+        if found:
+            held = {link.branch for link in self.leases.held_rows(self.environment, txn, vbid, now_ms)}
+            found = [branch for branch in found if branch not in held]
+        return found
+
+    def _not_needed(self, txn: Any, vbid: Vbid) -> list[int]:
         """`forgettable`, looked for again only when branches or their rows have changed."""
         environment = self.environment
         pub = branches.unpack_pub(
@@ -421,9 +454,10 @@ def is_unseen(row: records.BranchRow) -> bool:
     return not row.time_ms and row.reason in NOT_SEEN_AT_FIRST
 
 
-def forgettable(known: dict[int, records.BranchRow], served: int, staging: int, with_rows: set[int]) -> list[int]:
+def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
     """Branches whose rows in `branch` nobody needs: none of their own rows is left (`with_rows`), and either readers
-    never saw them, or nothing was published on them and a later one has taken their place (`branches.abandon`).
+    never saw them, or nothing was published on them and a later one has taken their place (`branches.abandon`), or a
+    refill has.
     """
     found = [
         branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
@@ -437,7 +471,18 @@ def forgettable(known: dict[int, records.BranchRow], served: int, staging: int, 
             and (row.parent, row.base_seqno) == (following.parent, following.base_seqno)
         ):
             found.append(branch)
-    return found
+    return found + [branch for branch in _replaced(known, served, staging, with_rows) if branch not in found]
+
+
+def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
+    """Branches of copies that a refill has taken the place of, once no row of any branch of that copy is left: until
+    then it takes all of them to know what of it is there still (`View._check_left`).
+    """
+    copy_of: dict[int, int] = {}
+    for branch, row in known.items():
+        copy_of[branch] = branch if row.parent is None else copy_of.get(row.parent, row.parent)
+    in_use = {copy_of[branch] for branch in (served, staging, *with_rows) if branch in copy_of}
+    return [branch for branch, copy in copy_of.items() if copy not in in_use]
 
 
 def _forward(

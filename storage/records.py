@@ -258,6 +258,8 @@ class BranchRow(NamedTuple):
     """Rows of this branch above it are dead, and the purger has begun to remove them."""
     history_ms: int = 0
     """The history clock at `time_ms`."""
+    first_branch: int = 0
+    """The lowest number whose place it took: nothing was published on those. 0: its own number is the only one."""
     history_ids: HistoryIds = ()
     """Which history the positions on this branch are of."""
 
@@ -270,7 +272,7 @@ def encode_branch(row: BranchRow) -> bytes:
 @_reads("branch")
 def decode_branch(data: bytes | None) -> BranchRow:
     """A BranchRow from its bytes."""
-    *fields, history_ids = _unpack(data, "branch", 8)
+    *fields, history_ids = _unpack(data, "branch", 9)
     try:
         return BranchRow(*fields)._replace(history_ids=tuple((int(each), int(above)) for each, above in history_ids))
     except (TypeError, ValueError) as error:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from storage import branches, chain, keys, records
+from storage.errors import ViewInvalidated
 from storage.model import FailoverEntry, Manifest, Vbid
 from storage.view import Opened, View
 
@@ -77,7 +78,7 @@ def standing(view: View, vbid: int) -> Standing:
         links = chain.recut(view._whole_chain(environment, txn, vbid, branch), seqno)
         manifest = view._manifest(environment, txn, vbid, (m_branch, m_seqno))
         state = records.decode_state(txn.get(opened.vbid_key, db=environment.db(keys.DB_STATE)))
-        local_purge_seqno = branches.purge_row(environment, txn, vbid)[1]
+        local_purge_seqno = branches.purge_row(environment, txn, vbid).local_purge_seqno
     staging, staged, _, _, open_snapshot, log, source_purge_seqno, *_ = state
     whole = staging == branch and bool(log) and (seqno > 0 or (not staged and open_snapshot is None))
     return Standing(branch, seqno, links, floor, log, source_purge_seqno, local_purge_seqno, manifest, whole)
@@ -183,13 +184,17 @@ def _check(view: View, opened: Opened, txn: Any, vbid: int, pinned: Standing, to
     environment = opened.environment
     data = txn.get(opened.vbid_key, db=opened.pub)
     branch, seqno, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
+    try:
+        view.check_unmoved(environment, txn, vbid, pinned.links)
+    except ViewInvalidated as error:
+        raise Left(error.message, rolled_back=False) from error
     if branch != pinned.branch or seqno < pinned.seqno:
         links = chain.recut(view._whole_chain(environment, txn, vbid, branch), seqno)
         if not chain.sees(links, pinned.branch, pinned.seqno):
             raise Left(f"a rollback or refill passed seqno {pinned.seqno}", rolled_back=True)
     if floor > pinned.seqno:
         raise Left(f"history before seqno {floor} is gone", rolled_back=False)
-    if tombstones_from is not None and tombstones_from < branches.purge_row(environment, txn, vbid)[1]:
+    if tombstones_from is not None and tombstones_from < branches.purge_row(environment, txn, vbid).local_purge_seqno:
         raise Left(f"tombstones above seqno {tombstones_from} are gone", rolled_back=False)
 
 

@@ -161,7 +161,11 @@ class Past:
     floor: Boundary | None
     """The oldest kept boundary; None: nothing was published yet."""
     refills_ms: tuple[int, ...]
-    """When readers first saw a refilled copy, milliseconds since 1970, oldest first."""
+    """When readers first saw a refilled copy, milliseconds since 1970, oldest first: the one that is served, and those
+    whose old copies are not gone yet.
+    """
+    refill_count: int
+    """All of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,22 @@ class Served:
     unavailable: bool = False
     anywhere: bool = False
     """Good for as long as all of it is kept, also when a rollback or refill has left its chain."""
+
+
+KNOWN_MAX = 8
+"""Chains of a vbucket, and manifests, that a view remembers: those that are served, and those of a few positions."""
+
+
+class Known:
+    """What a view remembers of one vbucket, for as long as its chains are called the same (`branches.PurgeRow`)."""
+
+    __slots__ = ("chain_id", "chains", "manifests")
+
+    def __init__(self, chain_id: int) -> None:
+        """Nothing was read yet."""
+        self.chain_id = chain_id
+        self.chains: dict[int, chain.Chain] = {}
+        self.manifests: dict[tuple[int, int], Manifest] = {}
 
 
 class Opened(NamedTuple):
@@ -271,8 +291,7 @@ class View:
         self.identity: Identity = directory.load(path)
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
-        self._chains: dict[tuple[int, int], chain.Chain] = {}
-        self._manifests: dict[tuple[int, int, int], Manifest] = {}
+        self._known: dict[int, Known] = {}
         self._groups = self.identity.group_count
         self._count = self.identity.vbucket_count
         self.vbids = self.identity.vbids
@@ -365,8 +384,7 @@ class View:
                 del self._environments[group]
                 SHARED.release(environment)
         self._opened.clear()
-        self._chains.clear()
-        self._manifests.clear()
+        self._known.clear()
 
     def _open(self, vbid: int) -> Opened:
         opened = self._opened.get(vbid)
@@ -397,17 +415,31 @@ class View:
             )
         return served
 
+    def _known_of(self, environment: Environment, txn: Any, vbid: int) -> Known:
+        """What is remembered of a vbucket and is true in this transaction."""
+        chain_id = branches.purge_row(environment, txn, vbid).chain_id
+        known = self._known.get(vbid)
+        if known is None or known.chain_id != chain_id:
+            known = self._known[vbid] = Known(chain_id)
+        return known
+
     def _whole_chain(self, environment: Environment, txn: Any, vbid: int, branch: int) -> chain.Chain:
-        """A branch's chain never changes, so it is read once."""
-        links = self._chains.get((vbid, branch))
+        """A branch's chain never changes but for its chain id, so it is read once."""
+        chains = self._known_of(environment, txn, vbid).chains
+        links = chains.get(branch)
         if links is None:
-            links = self._chains[vbid, branch] = chain.load(environment, txn, vbid, branch, SEQNO_MAX)
+            if len(chains) >= KNOWN_MAX:
+                chains.clear()
+            links = chains[branch] = chain.load(environment, txn, vbid, branch, SEQNO_MAX)
         return links
 
     def _manifest(self, environment: Environment, txn: Any, vbid: int, key: tuple[int, int]) -> Manifest:
-        manifest = self._manifests.get((vbid, *key))
+        manifests = self._known_of(environment, txn, vbid).manifests
+        manifest = manifests.get(key)
         if manifest is None:
-            manifest = self._manifests[vbid, *key] = branches.manifest_at(environment, txn, vbid, key)
+            if len(manifests) >= KNOWN_MAX:
+                manifests.clear()
+            manifest = manifests[key] = branches.manifest_at(environment, txn, vbid, key)
         return manifest
 
     def _as_of(self, environment: Environment, txn: Any, vbid: int, as_of: AsOf) -> tuple[Served, Boundary | None]:
@@ -874,6 +906,7 @@ class View:
         """Raise ViewInvalidated unless everything that `pinned` sees is still on the served chain and kept."""
         data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
         branch, seqno, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
+        self.check_unmoved(environment, txn, vbid, pinned.links)
         if pinned.anywhere:
             return self._check_kept(environment, txn, vbid, pinned, branch, seqno, floor)
         tip = pinned.links[0]
@@ -886,6 +919,17 @@ class View:
         if floor > pinned.seqno:
             raise ViewInvalidated(f"history before seqno {floor} is gone", vbid=vbid, hint="start the read again")
         return None
+
+    def check_unmoved(self, environment: Environment, txn: Any, vbid: int, links: chain.Chain) -> None:
+        """Raise ViewInvalidated where branches of a chain were merged or removed since it was read."""
+        try:
+            whole = self._whole_chain(environment, txn, vbid, links[0].branch)
+        except CorruptedError:
+            whole = ()
+        if not chain.same(links, chain.recut(whole, links[0].cut)):
+            raise ViewInvalidated(
+                "the branches that it reads were merged or removed meanwhile", vbid=vbid, hint="start the read again"
+            )
 
     def _check_kept(
         self, environment: Environment, txn: Any, vbid: int, pinned: Served, branch: int, seqno: int, floor: int
@@ -956,7 +1000,7 @@ class View:
             whole = self._whole_chain(environment, txn, vbid, branch)
         except CorruptedError as error:
             raise ViewInvalidated(
-                f"this mirror knows no branch {branch}", vbid=vbid, hint="start the read again"
+                f"this mirror knows no branch {branch} (any more)", vbid=vbid, hint="start the read again"
             ) from error
         if whole[0].history_id(seqno) != history_id:
             raise ViewInvalidated(
@@ -1087,7 +1131,8 @@ class View:
                     row = records.decode_branch(value)
                     if row.reason == BranchReason.REFILL and row.time_ms:
                         refills.append(row.time_ms)
-        return Past(floor, tuple(refills))
+            gone = branches.purge_row(environment, txn, vbid).refills_gone
+        return Past(floor, tuple(refills), gone + len(refills))
 
     def history(self, vbid: int) -> History:
         """How far back a vbucket's history reaches and what it takes."""
@@ -1209,7 +1254,7 @@ class View:
                         raise ViewInvalidated(
                             "the token is ahead of what is published", vbid=vbid, hint="read it from the beginning"
                         )
-                purged = branches.purge_row(opened.environment, txn, vbid)[1]
+                purged = branches.purge_row(opened.environment, txn, vbid).local_purge_seqno
                 gap = any(link.kept_seqno < link.cut and after < link.cut for link in lost)
                 if gap or (after < purged and token.seqno > 0):
                     what = "what was rolled back is" if gap else f"tombstones up to seqno {purged} are"

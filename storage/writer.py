@@ -906,10 +906,14 @@ class GroupWriter:
         removed_rows = self._write(lambda txn: purger.step(txn, vbid, now_ms))
         purger.settle(removed_rows, self._clock.now_ms() - now_ms)
         with self.environment.read() as txn:
-            state = branches.load(self.environment, txn, vbid).state
-        self._vbuckets[vbid].change(
-            history_floor_seqno=state.history_floor_seqno, local_purge_seqno=state.local_purge_seqno
-        )
+            floor_seqno, local_purge_seqno = branches.purge_state(self.environment, txn, vbid)
+        vbucket = self._vbuckets[vbid]
+        vbucket.change(history_floor_seqno=Seqno(floor_seqno), local_purge_seqno=Seqno(local_purge_seqno))
+        if purger.moved is not None:
+            branch, parent, to_seqno = purger.moved
+            vbucket.prepares.moved(branch, parent, to_seqno)
+            if vbucket.manifest_key[0] == branch and vbucket.manifest_key[1] <= to_seqno:
+                vbucket.manifest_key = (parent, vbucket.manifest_key[1])
 
     def _sync(self) -> None:
         try:

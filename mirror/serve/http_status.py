@@ -154,6 +154,7 @@ class Status:
         disk = {"mirror_bytes": self._mirror.file_bytes(), "free_bytes": usage.free, "total_bytes": usage.total}
         floors: dict[int, int] = {}
         reaches_back_ms: list[int] = []
+        refill_count = 0
         refills: list[Report] = []
         rollbacks: list[Report] = []
         for row in report["vbuckets"]:
@@ -167,6 +168,7 @@ class Status:
                 floors[vbid] = past.floor.seqno
                 reaches_back_ms.append(past.floor.time_ms)
             refills += [{"vbid": vbid, "time_ms": moment} for moment in past.refills_ms]
+            refill_count += past.refill_count
             rollbacks += [
                 {"vbid": vbid, "from_seqno": each.from_seqno, "to_seqno": each.to_seqno, "time_ms": each.time_ms}
                 for each in found
@@ -179,7 +181,7 @@ class Status:
                 "floor_seqnos": floors,
                 "floor_oldest_ms": min(reaches_back_ms, default=None),
                 "floor_newest_ms": max(reaches_back_ms, default=None),
-                "refill_count": len(refills),
+                "refill_count": refill_count,
                 "refills": refills[:ROLLBACKS_SHOWN],
                 "rollbacks": rollbacks[:ROLLBACKS_SHOWN],
             },

@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         _BRANCHES,
-        "txn.put(vbid_key, keys.PURGE.pack(0, 0), db=environment.db(keys.DB_PURGE))",
+        "put_purge_row(environment, txn, state.vbid, purged._replace(purged_seqno=0, local_purge_seqno=0))",
         "pass",
         f"{_OF_PURGE} -k purge_record_of_its_own",
     ),

@@ -74,6 +74,8 @@ class Watched:
     refills: int = 0
     dead_removed: list[tuple[int, int]] = field(default_factory=list)
     """(branch, from which seqno) of retracted rows that the purger took."""
+    merges: int = 0
+    """Steps in which rows were moved to another branch."""
     rolling_back_to: int | None = None
     made_anew: bool = False
     """The source deleted the vbucket since the last publish: what every copy had persisted may be lost."""
@@ -88,6 +90,10 @@ class Follower:
     copy: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
     refills: int = 0
     removed: int = 0
+    merges: int = 0
+
+    def catches_up_with(self, watched: Watched) -> None:
+        self.refills, self.removed, self.merges = watched.refills, len(watched.dead_removed), watched.merges
 
     def apply(self, change: Change, rollbacks: list[Rollback], counts: Counter[str]) -> None:
         document = change.document
@@ -130,6 +136,7 @@ class Checker:
         fate.rolling_back = self.on_rolling_back
         fate.rolled_back = self.on_rolled_back
         fate.purged_rows = self.on_purged_rows
+        fate.merged = self.on_merged
         fate.before_failure = mirror.drop_view
 
     # --- what the mirror does
@@ -149,6 +156,9 @@ class Checker:
     def on_purged_rows(self, vbid: int, dead: Dead) -> None:
         if dead.since_ms is not None:
             self.watched[vbid].dead_removed.append((dead.branch, dead.after_seqno))
+
+    def on_merged(self, vbid: int) -> None:
+        self.watched[vbid].merges += 1
 
     def on_commit(self, writer: GroupWriter) -> None:
         """Every commit, before anything else happens."""
@@ -392,14 +402,14 @@ class Checker:
                 follower.apply(change, view.rollbacks(vbid), self.counts)
                 if stop_after is not None and count >= stop_after:
                     self.counts["followers stopped in the middle"] += 1
-                    follower.refills, follower.removed = watched.refills, len(watched.dead_removed)
+                    follower.catches_up_with(watched)
                     return
         except ViewInvalidated as error:
             self._check_refusal(follower, watched, error)
             follower.token, follower.copy = None, {}
             self.follow(follower)
             return
-        follower.refills, follower.removed = watched.refills, len(watched.dead_removed)
+        follower.catches_up_with(watched)
         self._compare_copy(follower, view)
         for document in retracted:  # nothing that is there has been retracted
             assert follower.copy.get(wire_key(document)) != (document.seqno, document.value), f"false: {document}"
@@ -411,6 +421,9 @@ class Checker:
         assert follower.token is not None, f"reading from the beginning was refused: {error}"
         if watched.refills > follower.refills:
             self.counts["followers refused after a refill"] += 1
+            return
+        if watched.merges > follower.merges and ("no branch" in str(error) or "of a history" in str(error)):
+            self.counts["followers refused after branches were merged"] += 1
             return
         local_purge = self.mirror.view.state(follower.vbid).local_purge_seqno
         if "rolled back" in str(error):

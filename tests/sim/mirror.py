@@ -59,6 +59,7 @@ class Fate:
         self.rolling_back: Callable[[int, int], None] = lambda _vbid, _seqno: None
         self.rolled_back: Callable[[int, int, RollbackResult], None] = lambda _vbid, _seqno, _result: None
         self.purged_rows: Callable[[int, Dead], None] = lambda _vbid, _dead: None
+        self.merged: Callable[[int], None] = lambda _vbid: None
 
     def dies(self, *, after: bool) -> bool:
         if not self.die_in or self.die_after != after:
@@ -68,12 +69,15 @@ class Fate:
 
 
 class SimPurger(Purger):
-    """Tells which dead rows it removes."""
+    """Tells which dead rows it removes, and where it merges branches."""
 
     fate: Fate
 
     def step(self, txn: Any, vbid: Any, now_ms: int) -> int:
         removed = super().step(txn, vbid, now_ms)
+        if self.moved is not None:
+            self.fate.counts["links merged"] += 1
+            self.fate.merged(vbid)
         if self._removal is None:
             self.fate.counts["versions purged"] += removed
         else:

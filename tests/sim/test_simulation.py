@@ -77,7 +77,9 @@ MUST_HAPPEN = (
     "versions purged",
 )
 MUST_HAPPEN_IN_LONG_RUNS = (
+    "followers refused after branches were merged",
     "followers refused after retracted rows were purged",
+    "links merged",
     "mid-snapshot resumes below the purge seqno",
     "open prepares compared after a rollback",
 )

@@ -115,7 +115,7 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
     ),
     "a vbucket of another group": (put(keys.DB_PUB, b"\0\1", keys.PUB.pack(1, 0, 0, 0, 0, 0)), "row of vbucket 1"),
     "a vbucket's purge in another group": (
-        put(keys.DB_PURGE, b"\0\1", keys.PURGE.pack(5, 5)),
+        put(keys.DB_PURGE, b"\0\1", keys.PURGE.pack(5, 5, 0, 0)),
         "tree purge has a row of vbucket 1",
     ),
     "a prepare beyond what is staged": (

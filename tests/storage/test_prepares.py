@@ -150,7 +150,9 @@ class StoreWithPrepares(Store):
 LIMITS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def test_open_prepares_follow_every_commit_rollback_and_crash() -> None:
+@pytest.mark.parametrize("links_max", [0, 16], ids=["merged", "few"])
+def test_open_prepares_follow_every_commit_rollback_and_crash(links_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.merge.LINKS_MAX", links_max)
     run_state_machine_as_test(StoreWithPrepares, settings=LIMITS)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from storage import stream
+from storage.branches import PurgeRow
 from storage.errors import StorageError
 from storage.model import Collection, Seqno
 from storage.stream import Commits, Left
@@ -166,7 +167,7 @@ def test_a_missing_tombstone_is_told_to_those_who_need_it(
 ) -> None:
     store.put(b"a", b"v", 1)
     store.put(b"b", b"v", 2)
-    monkeypatch.setattr("storage.branches.purge_row", lambda *_: (2, 2))
+    monkeypatch.setattr("storage.branches.purge_row", lambda *_: PurgeRow(2, 2))
     pinned = stream.standing(view, 0)
     assert pinned.purge_seqno == 2
     with pytest.raises(Left) as caught:

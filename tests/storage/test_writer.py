@@ -338,8 +338,9 @@ class Store(RuleBasedStateMachine):
     def purged(self, vbid: int) -> bool:
         """True when the vbucket's history does not reach back to its beginning any more."""
         with self.writer.environment.read() as txn:
-            rows = all_branches(self.writer.environment, txn, vbid).values()
-            return purge_row(self.writer.environment, txn, vbid)[0] > 0 or any(r.kept_seqno < SEQNO_MAX for r in rows)
+            known = all_branches(self.writer.environment, txn, vbid)
+            is_purged = purge_row(self.writer.environment, txn, vbid).purged_seqno > 0
+            return is_purged or 1 not in known or any(row.kept_seqno < SEQNO_MAX for row in known.values())
 
     @invariant()
     def views_show_the_model(self) -> None:
@@ -390,13 +391,17 @@ class Store(RuleBasedStateMachine):
 LIMITS = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def test_every_view_equals_the_model_after_every_step() -> None:
+@pytest.mark.parametrize("links_max", [0, 16], ids=["merged", "few"])
+def test_every_view_equals_the_model_after_every_step(links_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.merge.LINKS_MAX", links_max)
     run_state_machine_as_test(Store, settings=LIMITS)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_every_view_equals_the_model_after_every_step_of_many() -> None:
+@pytest.mark.parametrize("links_max", [0, 16], ids=["merged", "few"])
+def test_every_view_equals_the_model_after_every_step_of_many(links_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.merge.LINKS_MAX", links_max)
     run_state_machine_as_test(Store, settings=settings(LIMITS, max_examples=4000, stateful_step_count=60))
 
 

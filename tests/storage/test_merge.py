@@ -1,0 +1,273 @@
+"""What a failover leaves behind is history one day: then reads cost what they did before it, and its records go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import storage.merge
+from storage import keys, purge, records, stream
+from storage.check import check
+from storage.errors import ViewInvalidated
+from storage.model import Collection, Seqno
+from storage.purge import Window
+from storage.view import Token, View
+from storage.writer import GroupWriter
+from tests.storage.model import keys_of, span
+from tests.storage.test_prepares import prepare_frame
+from tests.storage.test_purge import HOUR_MS
+from tests.storage.test_purge import purge as purge_all
+from tests.storage.test_view import DEFAULT, SCOPES, commit, put, system_event
+from tests.storage.test_writer import Clock, publish
+
+NAMES = keys_of(0, 1_000)
+WINDOW = Window(boundaries=1)
+
+
+def fail_over(writer: GroupWriter, number: int, *, lost: bool = True) -> None:
+    """Progress of one document, progress that is lost, and the rollback that loses it."""
+    seqno = writer.state(0).published_seqno
+    publish(writer, 0, [(NAMES[number], b"%d" % number, seqno + 1)])
+    if lost:
+        publish(writer, 0, [(NAMES[number], b"lost", seqno + 2), (NAMES[-1], b"lost", seqno + 3)])
+        assert writer.rollback(0, seqno + 1).boundary_seqno == seqno + 1
+    else:
+        publish(writer, 0, [(NAMES[0], b"again", seqno + 2)])
+        assert writer.rollback(0, seqno + 2).boundary_seqno == seqno + 2
+
+
+def stored(writer: GroupWriter) -> dict[str, int]:
+    """Rows of the trees that speak of branches, and of the row tree."""
+    names = (keys.DB_BRANCH, keys.DB_ROLLBACK, keys.DB_SPAN, b"v0", b"k0")
+    with writer.environment.read() as txn:
+        return {name.decode(): txn.stat(writer.environment.db(name))["entries"] for name in names}
+
+
+@pytest.fixture
+def visits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many branch rows were read, and how many rows."""
+    counted = [0]
+    original = records.decode_branch
+
+    def counting(data: bytes | None) -> records.BranchRow:
+        counted[0] += 1
+        return original(data)
+
+    monkeypatch.setattr(records, "decode_branch", counting)
+    return counted
+
+
+def test_reads_cost_the_same_after_many_failovers(writer: GroupWriter, path: str, visits: list[int]) -> None:
+    def cost() -> list[int]:
+        found = []
+        with View(path) as view:
+            for read in (
+                lambda: view.get(NAMES[0]),
+                lambda: list(view.scan(0)),
+                lambda: list(view.changes(0)),
+                lambda: writer.histories(),
+            ):
+                view._known.clear()
+                visits[0] = 0
+                read()
+                found.append(visits[0])
+            found.append(len(stream.standing(view, 0).links))
+        return found
+
+    costs = []
+    sizes = []
+    for number in range(150):
+        fail_over(writer, number)
+        purge_all(writer, WINDOW)
+        if number in (60, 149):
+            costs.append(cost())
+            sizes.append(stored(writer))
+    assert costs[0] == costs[1]
+    assert max(costs[1][:3]) <= storage.merge.LINKS_MAX + 2
+    assert sizes[1]["branch"] == sizes[0]["branch"]
+    assert sizes[1]["rollback"] == sizes[0]["rollback"] == storage.merge.ROLLBACKS_KEPT
+    assert sizes[1]["span"] == 0
+    assert sizes[1]["k0"] - sizes[0]["k0"] == sizes[1]["v0"] - sizes[0]["v0"] == 149 - 60
+    with View(path) as view:
+        assert {each.key: each.value for each in view.scan(0)} == {NAMES[n]: b"%d" % n for n in range(150)}
+        assert all(view.get(NAMES[n]) is not None for n in range(150))
+        assert [each.document.key for each in view.changes(0) if each.document] == NAMES[:150]
+        assert len(view.rollbacks(0)) == storage.merge.ROLLBACKS_KEPT
+
+
+def shown(view: View) -> dict[bytes, bytes]:
+    return {each.key: each.value for each in view.scan(0)}
+
+
+def test_every_position_ever_given_is_followed_rightly_or_refused(
+    writer: GroupWriter, view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One writer gives all branches the same history id: yet lost rows and moved ones are told apart."""
+    monkeypatch.setattr("storage.merge.LINKS_MAX", 1)
+    seen: list[tuple[Token, dict[bytes, bytes]]] = []
+    original = writer.rollback
+
+    def remember(*_: Any) -> None:
+        seen.append((view.token(0), shown(view)))
+
+    def noting(vbid: int, to_seqno: int) -> Any:
+        remember()
+        return original(vbid, to_seqno)
+
+    monkeypatch.setattr(writer, "rollback", noting)
+    outcomes: dict[str, int] = {"followed": 0, "refused": 0}
+    for number in range(12):
+        fail_over(writer, number)
+        remember()
+        clock.now += HOUR_MS
+        purge_all(writer, Window(boundaries=2, time_ms=3 * HOUR_MS))
+        for token, contents in seen:
+            copy = dict(contents)
+            try:
+                changes = list(view.changes(0, since=token))
+            except ViewInvalidated as error:
+                outcomes["refused"] += bool(error.hint)
+                continue
+            outcomes["followed"] += 1
+            for change in changes:
+                if change.document is not None and change.kind == "retraction":
+                    copy.pop(change.document.key, None)
+                elif change.document is not None:
+                    copy[change.document.key] = change.document.value
+            assert copy == shown(view), token
+    assert outcomes["followed"] > 20
+    assert outcomes["refused"] > 20
+    assert len(stream.standing(view, 0).links) < 6
+
+
+def test_a_merge_can_be_cut_off_between_any_two_steps(
+    writer: GroupWriter, path: str, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads meanwhile sees all of it, or hears that it must begin again."""
+    fail_over(writer, 0)
+    monkeypatch.setattr(storage.purge, "STEP_ROWS", 2)
+    for number in range(1, 4):
+        seqno = writer.state(0).published_seqno
+        publish(writer, 0, [(NAMES[100 * number + each], b"x", seqno + 1 + each) for each in range(7)])
+        writer.rollback(0, seqno + 7)
+    publish(writer, 0, [(NAMES[0], b"newest", 100)])
+    purge_all(writer, WINDOW)
+    expected = shown(view)
+    pins = [view.pin(0)]
+    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    steps = 0
+    writer._purger = purge.Purger(writer.environment, writer.vbids, WINDOW)
+    while (vbid := writer._purger.plan(writer.clock_ms())) is not None:
+        half_read = view.scan(0)
+        started = [next(half_read)]
+        writer._purge(vbid, writer.clock_ms())
+        steps += 1
+        assert shown(view) == expected
+        assert all(view.get(key) is not None for key in expected)
+        assert [each.document.seqno for each in view.changes(0) if each.document] == sorted(
+            each.seqno for each in view.scan(0)
+        )
+        assert check(path).problems == []
+        assert {each.key: each.value for each in started + list(half_read)} == expected
+        pins.append(view.pin(0))
+        for pin in pins:
+            assert {each.key: each.value for each in view.scan_page(pin)[0]} == expected
+        writer._purger = purge.Purger(writer.environment, writer.vbids, WINDOW)  # another process goes on
+    assert steps > 9
+    assert [(link.branch, link.base_seqno) for link in stream.standing(view, 0).links[1:]] == [(1, 0)]
+
+
+def test_a_scan_in_whose_middle_rows_are_moved_must_begin_again(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        fail_over(writer, number)
+    publish(writer, 0, [(NAMES[0], b"newest", 100)])
+    purge_all(writer, WINDOW)
+    monkeypatch.setattr("storage.view.CHUNK_ROWS", 1)
+    half_read = view.scan(0)
+    pinned = stream.standing(view, 0)
+    next(half_read)
+    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    assert purge_all(writer, WINDOW)
+    with pytest.raises(ViewInvalidated, match="merged"):
+        list(half_read)
+    with pytest.raises(stream.Left, match="merged"):
+        stream.rows(view, 0, pinned, 0, bytes_max=1000)
+
+
+def prepare(writer: GroupWriter, key: bytes, seqno: int) -> None:
+    writer.prepare(0, seqno, prepare_frame(key, seqno), span(seqno, seqno))
+
+
+def test_manifests_and_open_prepares_go_where_the_rows_go(
+    writer: GroupWriter, path: str, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the history that was lost, at the same seqnos, do not come back with them."""
+    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    publish(writer, 0, [(NAMES[0], b"1", 1)])
+    system_event(writer, 2, DEFAULT, Collection(9, 8, "lost", Seqno(2)), scopes=SCOPES)
+    put(writer, NAMES[1], 3, cid=9)
+    prepare(writer, NAMES[2], 4)
+    put(writer, NAMES[5], 5)
+    commit(writer, 5)
+    assert sorted(view.manifest(0).collections) == [0, 9]
+    writer.rollback(0, 1)
+    system_event(writer, 2, DEFAULT, Collection(8, 8, "orders", Seqno(2)), scopes=SCOPES)
+    put(writer, NAMES[1], 3, cid=8)
+    prepare(writer, NAMES[3], 4)
+    prepare(writer, NAMES[4], 5)
+    put(writer, NAMES[5], 6)
+    commit(writer, 6)
+    assert writer.commit_prepare(0, 7, b"\0" + NAMES[4], span(7, 7))
+    commit(writer, 7)
+    assert sorted(view.manifest(0).collections) == [0, 8]
+    writer.rollback(0, 7)
+    put(writer, NAMES[6], 8)
+    commit(writer, 8)
+    purge_all(writer, WINDOW)
+    assert [link.branch for link in stream.standing(view, 0).links] == [3, 1]
+    for each in (view, View(path)):
+        assert sorted(each.manifest(0).collections) == [0, 8]
+        assert each.get(NAMES[1], "shop.orders") is not None
+    assert writer.open_prepares(0) == {b"\0" + NAMES[3]: 4}
+    assert check(path).problems == []
+    assert writer.commit_prepare(0, 9, b"\0" + NAMES[3], span(9, 9))
+    system_event(writer, 10, DEFAULT, scopes=SCOPES)
+    commit(writer, 10)
+    assert view.get(NAMES[3]) is not None
+    writer.rollback(0, 8)
+    assert writer.open_prepares(0) == ({} if writer.state(0).published_seqno == 10 else {b"\0" + NAMES[3]: 4})
+    assert check(path).problems == []
+
+
+def test_branches_of_a_copy_that_a_refill_replaced_go_with_its_last_row(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    for number in range(5):
+        fail_over(writer, number)
+    held = view.token(0)
+    clock.now += HOUR_MS
+    writer.lease("job", {0: (int(held.branch), int(held.seqno))}, clock.now + 10 * HOUR_MS)
+    writer.begin_refill(0)
+    publish(writer, 0, [(NAMES[0], b"new", 1)])
+    purger = purge.Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.leases)
+    for expected in (7, 1):
+        writer._purger = purger
+        while (vbid := purger.plan(clock.now)) is not None:
+            writer._purge(vbid, clock.now)
+        assert stored(writer)["branch"] - 1 == expected, "and one of the other vbucket"
+        if expected == 7:
+            assert shown(view) == {NAMES[0]: b"new"}
+        writer.leases.release("job")
+        clock.now += 2 * HOUR_MS
+    with pytest.raises(ViewInvalidated, match="no branch"):
+        list(view.changes(0, since=held))
+    writer.begin_refill(0)
+    publish(writer, 0, [(NAMES[0], b"newer", 1)])
+    clock.now += 2 * HOUR_MS
+    purge_all(writer, Window(time_ms=HOUR_MS))
+    assert (len(view.past(0).refills_ms), view.past(0).refill_count) == (1, 2)
+    publish(writer, 0, [(NAMES[1], b"new", 2)])
+    assert writer.state(0).branch == 8
