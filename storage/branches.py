@@ -8,6 +8,7 @@ they are hidden by the cut and removed later by the purger. Branch numbers rise 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from storage.model import (
     BranchReason,
     FailoverEntry,
     Manifest,
+    ManifestChange,
     Seqno,
     Vbid,
     VbucketState,
@@ -76,8 +78,10 @@ class Loaded:
     state: VbucketState
     indexed_seqno: int
     manifest_key: ManifestKey
-    manifests: list[tuple[int, int, Manifest]]
-    """(branch, seqno, manifest) of the staging branch above what is published, rising."""
+    manifest_keys: list[ManifestKey]
+    """Of the manifests of the staging branch above what is published, rising."""
+    manifest_depth: int
+    """How many rows the manifest of the state is made of."""
     counters: Counters
     """Of the newest published boundary of the staging branch."""
 
@@ -89,8 +93,10 @@ def unpack_pub(data: bytes | None, path: str, vbid: int) -> tuple[int, int, int,
     return keys.PUB.unpack(data)
 
 
-def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
-    """Read the state of a vbucket; CorruptedError names what contradicts what."""
+def load(environment: Environment, txn: Any, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | None = None) -> Loaded:
+    """Read the state of a vbucket; CorruptedError names what contradicts what. `known`: manifests that the caller
+    remembers.
+    """
     vbid_key = keys.VBID_KEY.pack(vbid)
     pub = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
     branch, published, floor, manifest_branch, manifest_seqno, _ = pub
@@ -109,19 +115,24 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
     if staging != branch and staging_published:  # a deferred rollback: what holds where it went back to
         links = chain.load(environment, txn, vbid, staging, staging_published)
         manifest_key = manifest_key_on(environment, txn, vbid, links)
-    manifest = manifest_at(environment, txn, vbid, manifest_key)
+    fresh = staging != branch and not staging_published
+    if fresh:
+        manifest_key = (0, 0)
+    manifest, depth = read_manifest(environment, txn, vbid, manifest_key, known)
     above = []
+    changes = []
     cursor = txn.cursor(environment.db(keys.DB_MANIFEST))
     if cursor.set_range(keys.MANIFEST_KEY.pack(vbid, staging, staging_published + 1)):
         for key, value in cursor.iternext():
             row_vbid, row_branch, row_seqno = keys.MANIFEST_KEY.unpack(key)
             if (row_vbid, row_branch) != (vbid, staging) or row_seqno > staged:
                 break
-            manifest = records.decode_manifest(value)
-            above.append((row_branch, row_seqno, manifest))
-    fresh = staging != branch and not staging_published
-    if fresh and not above:
-        manifest = Manifest.initial()
+            change = records.decode_manifest(value)
+            above.append((row_branch, row_seqno))
+            changes.append(change)
+            depth = 1 if change.whole else depth + 1
+    if changes:
+        manifest = manifest.changed(*changes)
     state = VbucketState(
         vbid=vbid,
         branch=Branch(branch),
@@ -145,7 +156,7 @@ def load(environment: Environment, txn: Any, vbid: Vbid) -> Loaded:
         boundary = chain.newest_boundary(environment, txn, vbid, links, staging_published)
         if boundary is not None:
             counters = Counters(boundary.ordinal, boundary.row_bytes)
-    return Loaded(state, indexed, (0, 0) if fresh else manifest_key, above, counters)
+    return Loaded(state, indexed, manifest_key, above, depth, counters)
 
 
 def purge_row(environment: Environment, txn: Any, vbid: int) -> PurgeRow:
@@ -261,23 +272,76 @@ def move_manifests(
         txn.put(vbid_key, keys.PUB.pack(*pub[:3], parent, *pub[4:]), db=environment.db(keys.DB_PUB))
 
 
-def manifest_at(environment: Environment, txn: Any, vbid: int, key: ManifestKey) -> Manifest:
-    """The manifest of a row key."""
+def read_manifest(
+    environment: Environment,
+    txn: Any,
+    vbid: int,
+    key: ManifestKey,
+    known: Mapping[ManifestKey, Manifest] | None = None,
+) -> tuple[Manifest, int]:
+    """The manifest from a row on, and of how many rows it is made: that one and those before it on its chain, down to a
+    whole one, or to one that the caller remembers.
+    """
     if key == (0, 0):
-        return Manifest.initial()
-    return records.decode_manifest(txn.get(keys.MANIFEST_KEY.pack(vbid, *key), db=environment.db(keys.DB_MANIFEST)))
+        return Manifest.initial(), 0
+    known = {} if known is None else known
+    if (remembered := known.get(key)) is not None:
+        return remembered, 0
+    base = Manifest.initial()
+    changes: list[ManifestChange] = []
+    for at, value in manifest_rows(environment, txn, vbid, chain.load(environment, txn, vbid, *key)):
+        if not changes and at != key:
+            break
+        if (remembered := known.get(at)) is not None:
+            base = remembered
+            break
+        changes.append(records.decode_manifest(value))
+        if changes[-1].whole:
+            break
+    if not changes:
+        raise CorruptedError(
+            f"the manifest record {key[0]}:{key[1]} is missing",
+            path=environment.path,
+            vbid=vbid,
+            hint="run `dcp-mirror check`",
+        )
+    changes.reverse()
+    return base.changed(*changes), len(changes)
 
 
-def manifest_key_on(environment: Environment, txn: Any, vbid: int, links: chain.Chain) -> ManifestKey:
-    """The newest manifest row that a chain sees."""
+def manifest_rows(
+    environment: Environment, txn: Any, vbid: int, links: chain.Chain
+) -> Iterator[tuple[ManifestKey, bytes]]:
+    """Generate the manifest rows that a chain sees, newest first."""
     cursor = txn.cursor(environment.db(keys.DB_MANIFEST))
     for link in links:
         limit = keys.MANIFEST_KEY.pack(vbid, link.branch, link.cut)
         found = cursor.prev() if cursor.set_range(limit + b"\x00") else cursor.last()
-        if found and cursor.key()[:6] == limit[:6]:
+        while found and cursor.key()[:6] == limit[:6]:
             _, branch, seqno = keys.MANIFEST_KEY.unpack(cursor.key())
-            return branch, seqno
-    return 0, 0
+            yield (branch, seqno), cursor.value()
+            found = cursor.prev()
+
+
+def forget_manifests_before(
+    environment: Environment, txn: Any, vbid: int, links: chain.Chain, key: ManifestKey
+) -> bool:
+    """Where a row is a whole manifest, remove those before it on the chain: what is read from here on needs none of
+    them. False where it is not whole.
+    """
+    tree = environment.db(keys.DB_MANIFEST)
+    data = txn.get(keys.MANIFEST_KEY.pack(vbid, *key), db=tree)
+    if data is None or not records.decode_manifest(data).whole:
+        return False
+    older = [at for at, _ in manifest_rows(environment, txn, vbid, chain.recut(links, key[1] - 1))]
+    for at in older:
+        txn.delete(keys.MANIFEST_KEY.pack(vbid, *at), db=tree)
+    return bool(older)
+
+
+def manifest_key_on(environment: Environment, txn: Any, vbid: int, links: chain.Chain) -> ManifestKey:
+    """The newest manifest row that a chain sees."""
+    return next((key for key, _ in manifest_rows(environment, txn, vbid, links)), (0, 0))
 
 
 def put_published(

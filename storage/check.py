@@ -377,12 +377,12 @@ class _Walk:
                 vbid, branch, seqno = keys.MANIFEST_KEY.unpack(key)
                 if vbid != self.vbid:
                     break
-                manifest = records.decode_manifest(value)
+                change = records.decode_manifest(value)
                 if branch not in self.bases:
                     self._add(f"manifest at {branch}:{seqno} is of an unknown branch")
-                for entry in manifest.collections.values():
+                for entry in change.collections.values():
                     # Its scope may be unknown: a stream that is filtered to a collection brings no scope's events.
-                    if not 0 <= entry.begin_seqno <= SEQNO_MAX:
+                    if entry is not None and not 0 <= entry.begin_seqno <= SEQNO_MAX:
                         self._add(f"manifest at {branch}:{seqno} contradicts itself in collection {entry.name!r}")
 
 

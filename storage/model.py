@@ -7,7 +7,8 @@ program; `ingest` sees this module and nothing else of `storage`. Identifiers ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple, NewType
 
@@ -87,6 +88,78 @@ class Manifest:
         """The manifest of a bucket nobody has touched: `_default._default` alone, from seqno 0."""
         default = Collection(DEFAULT_COLLECTION, 0, "_default", Seqno(0))
         return Manifest(ManifestUid(0), {0: "_default"}, {DEFAULT_COLLECTION: default})
+
+    def changed(self, *changes: ManifestChange) -> Manifest:
+        """The manifest after some changes, oldest first."""
+        uid, scopes, collections = self.uid, dict(self.scopes), dict(self.collections)
+        for change in changes:
+            if change.whole:
+                scopes, collections = {}, {}
+            uid = change.uid
+            for scope_id, name in change.scopes.items():
+                if name is None:
+                    scopes.pop(scope_id, None)
+                else:
+                    scopes[scope_id] = name
+            for collection_id, collection in change.collections.items():
+                if collection is None:
+                    collections.pop(collection_id, None)
+                else:
+                    collections[collection_id] = collection
+        return Manifest(uid, scopes, collections)
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestChange:
+    """What makes one manifest out of another; what is None there is no more."""
+
+    uid: ManifestUid
+    scopes: dict[int, str | None]
+    collections: dict[int, Collection | None]
+    emptied: tuple[int, ...] = ()
+    """Collections that were there before and lost their documents: they ended or were flushed."""
+    whole: bool = False
+    """All of the manifest, so that what came before need not be known."""
+
+    @staticmethod
+    def between(
+        before: Manifest,
+        after: Manifest,
+        scope_ids: Iterable[int] | None = None,
+        collection_ids: Iterable[int] | None = None,
+    ) -> ManifestChange:
+        """How they differ: in these scopes and collections, and in no others; None: wherever they do."""
+        old, new = before.collections, after.collections
+        scope_ids = [*before.scopes, *after.scopes] if scope_ids is None else scope_ids
+        collection_ids = [*old, *new] if collection_ids is None else collection_ids
+        scopes = {sid: after.scopes.get(sid) for sid in scope_ids if before.scopes.get(sid) != after.scopes.get(sid)}
+        collections = {cid: new.get(cid) for cid in collection_ids if old.get(cid) != new.get(cid)}
+        emptied = tuple(
+            cid for cid, entry in collections.items() if cid in old and _begin(entry) > old[cid].begin_seqno
+        )
+        return ManifestChange(after.uid, scopes, collections, emptied)
+
+    def as_whole(self, after: Manifest) -> ManifestChange:
+        """The same change, with all that the manifest holds after it."""
+        return replace(self, scopes=dict(after.scopes), collections=dict(after.collections), whole=True)
+
+    def then(self, later: ManifestChange) -> ManifestChange:
+        """Both in one."""
+        emptied = tuple(dict.fromkeys((*self.emptied, *later.emptied)))
+        if later.whole:
+            return replace(later, emptied=emptied)
+        return ManifestChange(
+            later.uid, self.scopes | later.scopes, self.collections | later.collections, emptied, self.whole
+        )
+
+    @property
+    def byte_count(self) -> int:
+        """Roughly what it takes in memory."""
+        return 256 * (1 + len(self.scopes) + len(self.collections))
+
+
+def _begin(collection: Collection | None) -> int:
+    return SEQNO_MAX if collection is None else collection.begin_seqno
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,9 +78,13 @@ def boundaries_between(view: View, vbid: int, branch: int, after_seqno: int, seq
 
 
 def manifest_at(view: View, vbid: int, branch: int, seqno: int) -> Manifest:
-    """Scopes and collections as of a position."""
+    """Scopes and collections as of a position; of one below what was purged, those that rows down there can be of."""
     opened = view._open(vbid)
     with opened.environment.read() as txn:
+        served = view._served(opened.environment, txn, vbid)
+        if chain.sees(served.links, branch, seqno):
+            seqno = max(seqno, branches.purge_row(opened.environment, txn, vbid).local_purge_seqno)
+            branch = served.branch
         links = chain.recut(view._whole_chain(opened.environment, txn, vbid, branch), seqno)
         key = branches.manifest_key_on(opened.environment, txn, vbid, links)
         return view._manifest(opened.environment, txn, vbid, key)

@@ -261,6 +261,8 @@ class Purger:
                     self._next_walk = (vbid, key[:12], following)
                     position = seqno - 1
                     break
+                if branches.forget_manifests_before(environment, txn, vbid, links, keys.ROW.unpack(key)):
+                    local_purge = seqno
                 continue
             ((wire_key, dup),) = records.key_rows([(key, frame)])
             older = chain.recut(links, seqno - 1)
@@ -301,13 +303,13 @@ class Purger:
         environment = self.environment
         event = keys.ROW.pack(next(link.branch for link in links if link.base_seqno < seqno), seqno)
         start = self._walk[2] if self._walk is not None and self._walk[:2] == (vbid, event) else b""
-        before = branches.manifest_key_on(environment, txn, vbid, chain.recut(links, seqno - 1))
-        after = branches.manifest_key_on(environment, txn, vbid, chain.recut(links, seqno))
-        old = branches.manifest_at(environment, txn, vbid, before).collections
-        new = branches.manifest_at(environment, txn, vbid, after).collections
+        data = txn.get(keys.VBID_KEY.pack(vbid) + event, db=environment.db(keys.DB_MANIFEST))
+        if data is None:  # an event of an OSO snapshot: nothing was there before that
+            return [], b""
+        change = records.decode_manifest(data)
         found: list[tuple[bytes, bytes]] = []
         cuts = {link.branch: min(link.cut, seqno) for link in links}
-        ended = [each for each in old if each not in new or new[each].begin_seqno >= seqno]
+        ended = change.emptied
         cursor = txn.cursor(environment.db(keys.keys_db(vbid)))
         looked = 0
         current = b""
@@ -403,20 +405,21 @@ class Purger:
         return known[1]
 
     def _announce_gap(self, txn: Any, vbid: Vbid, dead: Dead) -> None:
-        """Before the first row goes, let readers know that there is a gap; the leaps over what goes, go with it."""
+        """Before the first row goes, let readers know that there is a gap; leaps and manifests in it go with it."""
         row = branches.get_branch(self.environment, txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
             kept = row._replace(kept_seqno=dead.after_seqno)
             branches.put_branch(self.environment, txn, vbid, dead.branch, kept)
+        if dead.after_seqno == SEQNO_MAX:
+            return
         last = keys.SPAN_KEY.pack(vbid, dead.branch, dead.to_seqno)
-        cursor = txn.cursor(self.environment.db(keys.DB_SPAN))
-        there = dead.after_seqno < SEQNO_MAX and cursor.set_range(
-            keys.SPAN_KEY.pack(vbid, dead.branch, dead.after_seqno + 1)
-        )
-        for _ in range(self.pace.rows):
-            if not there or cursor.key() > last:
-                break
-            there = cursor.delete()
+        for tree in (keys.DB_SPAN, keys.DB_MANIFEST):  # their keys are of the same form
+            cursor = txn.cursor(self.environment.db(tree))
+            there = cursor.set_range(keys.SPAN_KEY.pack(vbid, dead.branch, dead.after_seqno + 1))
+            for _ in range(self.pace.rows):
+                if not there or not cursor.key() or cursor.key() > last:
+                    break
+                there = cursor.delete()
 
 
 def dead_ranges(environment: Environment, txn: Any, vbid: Vbid) -> list[Dead]:

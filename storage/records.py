@@ -24,7 +24,7 @@ from storage.model import (
     Document,
     FailoverEntry,
     Kind,
-    Manifest,
+    ManifestChange,
     ManifestUid,
     Seqno,
     SnapshotRange,
@@ -325,22 +325,25 @@ def decode_state(data: bytes | None) -> StateFields:
     )
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(change: ManifestChange) -> bytes:
     """A row of `manifest`."""
     collections = [
-        (c.collection_id, c.scope_id, c.name, c.begin_seqno, c.max_ttl) for c in manifest.collections.values()
+        (cid,) if entry is None else (cid, entry.scope_id, entry.name, entry.begin_seqno, entry.max_ttl)
+        for cid, entry in change.collections.items()
     ]
-    return _pack(manifest.uid, list(manifest.scopes.items()), collections)
+    return _pack(change.uid, list(change.scopes.items()), collections, change.emptied, change.whole)
 
 
 @_reads("manifest")
-def decode_manifest(data: bytes | None) -> Manifest:
-    """A Manifest from its row."""
-    uid, scopes, collections = _unpack(data, "manifest", 3)
-    return Manifest(
+def decode_manifest(data: bytes | None) -> ManifestChange:
+    """A ManifestChange from its row."""
+    uid, scopes, collections, emptied, whole = _unpack(data, "manifest", 5)
+    return ManifestChange(
         ManifestUid(uid),
         dict(scopes),
-        {c[0]: Collection(c[0], c[1], c[2], Seqno(c[3]), c[4]) for c in collections},
+        {c[0]: Collection(c[0], c[1], c[2], Seqno(c[3]), c[4]) if len(c) > 1 else None for c in collections},
+        tuple(emptied),
+        bool(whole),
     )
 
 

@@ -216,8 +216,10 @@ class Served:
     """Good for as long as all of it is kept, also when a rollback or refill has left its chain."""
 
 
-KNOWN_MAX = 8
-"""Chains of a vbucket, and manifests, that a view remembers: those that are served, and those of a few positions."""
+CHAINS_MAX = 8
+"""Chains of a vbucket that a view remembers: the one that is served, and those of a few positions."""
+MANIFESTS_MAX = 2
+"""The same of manifests, which hold every collection."""
 
 
 class Known:
@@ -428,7 +430,7 @@ class View:
         chains = self._known_of(environment, txn, vbid).chains
         links = chains.get(branch)
         if links is None:
-            if len(chains) >= KNOWN_MAX:
+            if len(chains) >= CHAINS_MAX:
                 chains.clear()
             links = chains[branch] = chain.load(environment, txn, vbid, branch, SEQNO_MAX)
         return links
@@ -437,9 +439,10 @@ class View:
         manifests = self._known_of(environment, txn, vbid).manifests
         manifest = manifests.get(key)
         if manifest is None:
-            if len(manifests) >= KNOWN_MAX:
+            manifest = branches.read_manifest(environment, txn, vbid, key, manifests)[0]
+            if len(manifests) >= MANIFESTS_MAX:
                 manifests.clear()
-            manifest = manifests[key] = branches.manifest_at(environment, txn, vbid, key)
+            manifests[key] = manifest
         return manifest
 
     def _as_of(self, environment: Environment, txn: Any, vbid: int, as_of: AsOf) -> tuple[Served, Boundary | None]:
@@ -1068,7 +1071,10 @@ class View:
         """The stored state of one vbucket."""
         environment = self._environment(vbid)
         with environment.read() as txn:
-            return branches.load(environment, txn, Vbid(vbid)).state
+            served = self._served(environment, txn, vbid)
+            self._manifest(environment, txn, vbid, served.manifest_key)  # to be remembered
+            known = self._known_of(environment, txn, vbid).manifests
+            return branches.load(environment, txn, Vbid(vbid), known).state
 
     def states(self) -> list[VbucketState]:
         """The stored states of all vbuckets, in rising vbid."""

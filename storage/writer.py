@@ -33,6 +33,7 @@ from storage.model import (
     FailoverEntry,
     Identity,
     Manifest,
+    ManifestChange,
     Seqno,
     SnapshotRange,
     Vbid,
@@ -43,6 +44,8 @@ from storage.purge import Purger, Window
 
 INLINE_INDEX_ROWS = 20_000
 """Deferred rows up to this count get their key rows in the publishing transaction itself; more go to an IndexJob."""
+MANIFEST_DEPTH_MIN = 16
+"""A manifest is never written whole before it is made of more rows than this, and than twice its collections."""
 GROW_TRIES_MAX = 16
 """Doublings of the map for one commit; 16 of them are 65,536 times the size."""
 PURGE_INTERVAL_MS = 1_000
@@ -82,6 +85,7 @@ class Plan(NamedTuple):
     staged_seqno: int
     time_ms: int
     counters: branches.Counters
+    manifest_count: int
 
 
 class Vbucket:
@@ -104,8 +108,10 @@ class Vbucket:
         "indexed_seqno",
         "job",
         "known_empty",
+        "manifest_changes",
+        "manifest_depth",
         "manifest_key",
-        "manifests",
+        "manifest_keys",
         "open_snapshot",
         "pending_bytes",
         "prefix",
@@ -135,7 +141,9 @@ class Vbucket:
         self.counters = loaded.counters  # of the newest published boundary
         self.unindexed_count: int | None = 0 if self.indexed_seqno >= self.flushed_seqno else None  # None: not counted
         self.manifest_key = loaded.manifest_key  # of the newest manifest row at or below what is published
-        self.manifests = loaded.manifests  # (branch, seqno, manifest) above it, rising
+        self.manifest_keys = loaded.manifest_keys  # of those above it that are on the disk, rising
+        self.manifest_changes: list[tuple[int, ManifestChange]] = []  # (seqno, change), rising, that are not yet
+        self.manifest_depth = loaded.manifest_depth
         self.job: index.IndexJob | None = None
         self.dirty = False
         self.unordered = False
@@ -149,6 +157,29 @@ class Vbucket:
     def change(self, **fields: Any) -> None:
         """Replace fields of the state that change rarely."""
         self.base = replace(self.base, **fields)
+
+    def change_manifest(self, seqno: int, manifest: Manifest, change: ManifestChange, *, unordered: bool) -> int:
+        """Take a manifest in that holds from `seqno` on; returns the bytes that it costs until it is written.
+
+        A row holds what has changed, and now and then all: so that reading a manifest takes no more rows than it has
+        collections, times a constant.
+        """
+        whole = self.manifest_depth > MANIFEST_DEPTH_MIN + 2 * len(manifest.collections)
+        if unordered:
+            written = self.manifest_keys[-1][1] if self.manifest_keys else 0
+            seqno = max([seqno, written, *(at for at, _ in self.manifest_changes[-1:])])
+            whole = whole or seqno == written  # it takes the place of that row
+        if whole:
+            change = change.as_whole(manifest)
+        counted = 0
+        if self.manifest_changes and self.manifest_changes[-1][0] == seqno:
+            before = self.manifest_changes.pop()[1]
+            counted = before.byte_count
+            change = before.then(change)
+        self.manifest_changes.append((seqno, change))
+        self.manifest_depth = 1 if change.whole else self.manifest_depth + 1
+        self.change(manifest=manifest)
+        return change.byte_count - counted
 
 
 def _contained(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -512,18 +543,19 @@ class GroupWriter:
         manifest: Manifest,
         open_snapshot: SnapshotRange,
         unordered: bool = False,
+        change: ManifestChange | None = None,
     ) -> None:
-        """Accept a system event: its row, and the manifest that holds from its seqno on.
+        """Accept a system event: its row, and the manifest that holds from its seqno on. `change` is what it makes of
+        the one before, where the caller knows; otherwise the two are compared.
 
         Inside an OSO snapshot (`unordered`) each manifest holds from the largest seqno so far: no boundary lies within.
         """
         vbucket = self._vbuckets[vbid]
         branch = vbucket.base.staging_branch
         self.stage(vbid, [(keys.ROW.pack(branch, seqno), row_value)], len(row_value), open_snapshot, unordered)
-        if unordered and vbucket.manifests:
-            seqno = max(seqno, vbucket.manifests[-1][1])
-        vbucket.manifests.append((branch, seqno, manifest))
-        vbucket.change(manifest=manifest)
+        if change is None:
+            change = ManifestChange.between(vbucket.base.manifest, manifest)
+        self.pending_bytes += vbucket.change_manifest(seqno, manifest, change, unordered=unordered)
         vbucket.prepares.settled_by_manifest(manifest, (branch, seqno))
 
     @_contained
@@ -706,15 +738,17 @@ class GroupWriter:
                 publish = True
                 counters = branches.Counters(counters.ordinal, counters.row_bytes + row_bytes)
         now = self._moment()
-        for branch, seqno, manifest in vbucket.manifests:
-            if branch == state.staging_branch and (flush_open or seqno <= (vbucket.complete_seqno or 0)):
-                key = keys.MANIFEST_KEY.pack(vbid, branch, seqno)
-                txn.put(key, records.encode_manifest(manifest), db=environment.db(keys.DB_MANIFEST))
+        manifest_count = 0
+        for seqno, change in vbucket.manifest_changes:
+            if flush_open or seqno <= (vbucket.complete_seqno or 0):
+                manifest_count += 1
+                key = keys.MANIFEST_KEY.pack(vbid, state.staging_branch, seqno)
+                txn.put(key, records.encode_manifest(change), db=environment.db(keys.DB_MANIFEST))
         if publish:
             counters = self._put_publish(txn, vbucket, now, counters)
         staged_seqno = self._put_state(txn, vbucket, rows, publish, now.wall_ms)
         vbucket.prepares.put(environment, txn, state, staged_seqno, vbucket.complete_seqno if publish else None)
-        return Plan(len(rows), publish, staged_seqno, now.wall_ms, counters)
+        return Plan(len(rows), publish, staged_seqno, now.wall_ms, counters, manifest_count)
 
     def _put_publish(
         self, txn: Any, vbucket: Vbucket, now: branches.Moment, counters: branches.Counters
@@ -736,8 +770,10 @@ class GroupWriter:
 
     @staticmethod
     def _manifest_key_at(vbucket: Vbucket, seqno: int) -> tuple[int, int]:
-        keys_below = [(branch, at) for branch, at, _ in vbucket.manifests if at <= seqno]
-        return keys_below[-1] if keys_below else vbucket.manifest_key
+        branch = vbucket.base.staging_branch
+        staged = [at for _, at in vbucket.manifest_keys] + [at for at, _ in vbucket.manifest_changes]
+        below = [at for at in staged if at <= seqno]
+        return (branch, below[-1]) if below else vbucket.manifest_key
 
     def _put_state(
         self, txn: Any, vbucket: Vbucket, rows: list[tuple[bytes, bytes]], publish: bool, now_ms: int
@@ -783,8 +819,16 @@ class GroupWriter:
 
     def _settle(self, vbucket: Vbucket, plan: Plan) -> bool:
         """Bring memory up to date after the commit. True when the vbucket was published."""
-        count, published, staged_seqno, now_ms, vbucket.counters = plan
+        count, published, staged_seqno, now_ms, vbucket.counters, manifest_count = plan
         self.pending_bytes -= vbucket.prepares.written(staged_seqno)
+        written = vbucket.manifest_changes[:manifest_count]
+        del vbucket.manifest_changes[:manifest_count]
+        self.pending_bytes -= sum(change.byte_count for _, change in written)
+        vbucket.manifest_keys += [
+            (vbucket.base.staging_branch, seqno)
+            for seqno, _ in written
+            if (vbucket.base.staging_branch, seqno) not in vbucket.manifest_keys[-1:]
+        ]
         if count == len(vbucket.rows):
             flushed = vbucket.staged_seqno
             dropped = vbucket.pending_bytes
@@ -805,7 +849,7 @@ class GroupWriter:
             if base.rollback_deferred:
                 vbucket.change(rollback_count=base.rollback_count + 1, last_rollback_ms=now_ms)
             vbucket.manifest_key = self._manifest_key_at(vbucket, seqno)
-            vbucket.manifests = [entry for entry in vbucket.manifests if entry[1] > seqno]
+            vbucket.manifest_keys = [key for key in vbucket.manifest_keys if key[1] > seqno]
             vbucket.change(
                 branch=base.staging_branch,
                 published_seqno=seqno,
@@ -1069,14 +1113,17 @@ class GroupWriter:
         self.begin_refill(vbid, BranchReason.OSO)
 
     def _forget_manifests(self, vbucket: Vbucket, above_seqno: int) -> None:
-        vbucket.manifests = [entry for entry in vbucket.manifests if entry[1] <= above_seqno]
-        if vbucket.manifests:
-            vbucket.change(manifest=vbucket.manifests[-1][2])
+        kept = [(seqno, change) for seqno, change in vbucket.manifest_changes if seqno <= above_seqno]
+        if len(kept) == len(vbucket.manifest_changes) and all(at <= above_seqno for _, at in vbucket.manifest_keys):
             return
+        self.pending_bytes -= sum(change.byte_count for _, change in vbucket.manifest_changes[len(kept) :])
+        vbucket.manifest_changes = kept
+        vbucket.manifest_keys = [key for key in vbucket.manifest_keys if key[1] <= above_seqno]
+        newest = vbucket.manifest_keys[-1] if vbucket.manifest_keys else vbucket.manifest_key
         with self.environment.read() as txn:
-            vbucket.change(
-                manifest=branches.manifest_at(self.environment, txn, vbucket.base.vbid, vbucket.manifest_key)
-            )
+            manifest, depth = branches.read_manifest(self.environment, txn, vbucket.base.vbid, newest)
+        vbucket.manifest_depth = depth + len(kept)
+        vbucket.change(manifest=manifest.changed(*(change for _, change in kept)))
 
     def _read_prepares(self, vbucket: Vbucket) -> None:
         with self.environment.read() as txn:
@@ -1096,6 +1143,7 @@ class GroupWriter:
         vbucket.complete_count = 0
 
     def _reread(self, vbid: int) -> None:
+        self.pending_bytes -= sum(change.byte_count for _, change in self._vbuckets[vbid].manifest_changes)
         with self.environment.read() as txn:
             self._vbuckets[vbid] = self._read_vbucket(txn, Vbid(vbid))
 

@@ -168,7 +168,7 @@ def _stage_system_event(actor: Actor, asked: Any) -> Any:
     writer = actor.writer
     try:
         writer.system_event(
-            actor.vbid, asked.seqno, asked.row_value, asked.manifest, asked.open_snapshot, asked.unordered
+            actor.vbid, asked.seqno, asked.row_value, asked.manifest, asked.open_snapshot, asked.unordered, asked.change
         )
     except SeqnoOrder as error:
         return happenings.StagingRefused(writer.state(actor.vbid), str(error))

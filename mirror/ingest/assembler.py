@@ -234,11 +234,16 @@ class Assembler:
             self._check_next(event.seqno)
         self._check_bound(event.seqno)
         seqno = Seqno(event.seqno)
-        self.manifest = collections.apply(self._manifest_before(), content, seqno, self._scope_names)
+        before = self._manifest_before()
+        after = collections.apply(before, content, seqno, self._scope_names)
+        change = collections.change_by(content, before, after) if before is self.manifest else None
+        self.manifest = after
         within = self.open_snapshot or OSO_RANGE
         row_value = encode(replace(event, stream_id=None), opaque=0)
         out.append(
-            StageSystemEvent(self._vbid, "system event", seqno, row_value, self.manifest, within, unordered=self.oso)
+            StageSystemEvent(
+                self._vbid, "system event", seqno, row_value, after, within, unordered=self.oso, change=change
+            )
         )
         if self.oso:
             self._oso_high_seqno = max(self._oso_high_seqno, seqno)

@@ -22,7 +22,7 @@ from mirror.wire.events import (
     ScopeDropped,
     SystemEventContent,
 )
-from storage.model import DEFAULT_COLLECTION, Collection, Manifest, ManifestUid, Seqno
+from storage.model import DEFAULT_COLLECTION, Collection, Manifest, ManifestChange, ManifestUid, Seqno
 
 DEFAULT_SCOPE = 0
 
@@ -40,6 +40,12 @@ def apply(
         if scope_id not in changed.scopes and scope_id in scope_names:
             changed = replace(changed, scopes=changed.scopes | {scope_id: scope_names[scope_id]})
     return replace(changed, uid=ManifestUid(max(manifest.uid, content.manifest_uid)))
+
+
+def change_by(content: SystemEventContent, before: Manifest, after: Manifest) -> ManifestChange:
+    """What an event made of a manifest, found without a look at what it does not name."""
+    named = () if isinstance(content, (ScopeCreated, ScopeDropped)) else (content.collection_id,)
+    return ManifestChange.between(before, after, (content.scope_id,), named)
 
 
 def without_default(manifest: Manifest) -> Manifest:

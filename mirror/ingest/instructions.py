@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from mirror.ingest.events import Row
 from mirror.ingest.offset import StreamOffset
-from storage.model import FailoverEntry, Manifest, Seqno, SnapshotRange, Vbid
+from storage.model import FailoverEntry, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid
 
 
 class Status(StrEnum):
@@ -143,6 +143,8 @@ class StageSystemEvent(Instruction):
     open_snapshot: SnapshotRange
     unordered: bool = False
     """Inside an OSO snapshot, as for rows."""
+    change: ManifestChange | None = None
+    """What it makes of the manifest before; None: not known."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,18 @@ from mirror.wire import codec_dcp, codec_kv, xattr
 from mirror.wire import events as ev
 from mirror.wire.frame import encode, request
 from storage import keys, records
-from storage.model import SEQNO_MAX, Branch, FailoverEntry, Manifest, Seqno, SnapshotRange, Vbid, Vbuuid
+from storage.model import (
+    SEQNO_MAX,
+    Branch,
+    FailoverEntry,
+    Manifest,
+    ManifestChange,
+    ManifestUid,
+    Seqno,
+    SnapshotRange,
+    Vbid,
+    Vbuuid,
+)
 from storage.view import Pin, Token
 
 FOLDER = Path(__file__).parent / "corpus"
@@ -63,7 +74,7 @@ SAMPLES: dict[str, list[bytes]] = {
         records.encode_deletion(b"key", 2),
         records.encode_branch(records.BranchRow(1, 2, 3, 4, 5)),
         records.encode_state(1, 2, 1, 1, SnapshotRange(Seqno(1), Seqno(9)), _LOG, 0, 0, None, "collections 8"),
-        records.encode_manifest(Manifest.initial()),
+        records.encode_manifest(ManifestChange.between(Manifest(ManifestUid(1)), Manifest.initial())),
         records.encode_rollback(1, 2, 3, 4, 5, 6, 7, 8),
         keys.PUB.pack(1, 2, 0, 0, 0, 0),
         _WIRE[6],

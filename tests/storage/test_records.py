@@ -17,6 +17,7 @@ from storage.model import (
     FailoverEntry,
     Kind,
     Manifest,
+    ManifestChange,
     ManifestUid,
     Seqno,
     SnapshotRange,
@@ -118,7 +119,12 @@ def test_a_manifest_is_read_as_it_was_written(
         scopes,
         {cid: Collection(cid, 8, f"c{cid}", Seqno(4), ttl) for cid, ttl in collections.items()},
     )
-    assert records.decode_manifest(records.encode_manifest(manifest)) == manifest
+    for change in (
+        ManifestChange.between(Manifest.initial(), manifest),
+        ManifestChange.between(manifest, Manifest.initial()),
+        ManifestChange.between(Manifest.initial(), manifest).as_whole(manifest),
+    ):
+        assert records.decode_manifest(records.encode_manifest(change)) == change
 
 
 def test_branches_and_rollbacks_are_read_as_they_were_written() -> None:

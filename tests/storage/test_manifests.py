@@ -1,0 +1,206 @@
+"""A bucket of many collections: what its manifests take, on the disk and in memory, is proportional to their number."""
+
+from __future__ import annotations
+
+import gc
+import struct
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from mirror.ingest.assembler import Assembler
+from mirror.wire.events import SnapshotMarker, SystemEvent
+from storage import bulk, directory, keys, positions
+from storage.check import check
+from storage.errors import ViewInvalidated
+from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, ManifestUid, Seqno, Vbid
+from storage.purge import Window
+from storage.view import View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import keys_of, log, row, span
+from tests.storage.test_purge import purge
+from tests.storage.test_view import DEFAULT, SCOPES, commit, put, system_event
+from tests.storage.test_writer import Clock, system_event_frame
+
+A, B = keys_of(0, 2)
+
+
+def entries_in_memory() -> int:
+    """Collections that some manifest or change holds, each as often as it is held."""
+    gc.collect()
+    held = [each for each in gc.get_objects() if isinstance(each, (Manifest, ManifestChange))]
+    return sum(len(each.collections) for each in held)
+
+
+def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[int, int]:
+    """As a first backfill brings them: each in each vbucket, before the documents. How many entries that held in memory
+    before anything was published, and how many bytes of it were counted.
+    """
+    assemblers = [Assembler(Vbid(vbid)) for vbid in vbids]
+    for vbid, assembler in zip(vbids, assemblers, strict=True):
+        assembler.load(writer.state(vbid))
+        assembler.begin_stream(inside_snapshot=False, collections_granted=True)
+        writer.save_failover_log(vbid, log())
+        assembler.marker(SnapshotMarker(vbid, 0, count + 1, 2, opaque=1), [])
+    before = entries_in_memory()
+    rows = 0
+    for number in range(count):
+        content = struct.pack(">QII", number + 1, 8 + number // 100, 8 + number)
+        for vbid, assembler in zip(vbids, assemblers, strict=True):
+            event = SystemEvent(vbid, number + 1, 0, 0, b"collection_%04d" % number, content, opaque=1)
+            out: list[Any] = []
+            assembler.system_event(event, out)
+            for asked in out:
+                writer.system_event(
+                    asked.vbid, asked.seqno, asked.row_value, asked.manifest, asked.open_snapshot, change=asked.change
+                )
+                rows += len(asked.row_value)
+    found = entries_in_memory() - before, writer.pending_bytes - rows
+    for vbid in vbids:
+        writer.stage(vbid, [row(writer.row_prefix(vbid), b"k%d" % vbid, b"v", count + 1)], 0, span(0, count + 1))
+        writer.publish(vbid, count + 1, 0)
+    writer.commit()
+    return found
+
+
+def manifest_bytes(writer: GroupWriter) -> int:
+    with writer.environment.read() as txn:
+        stat = txn.stat(writer.environment.db(keys.DB_MANIFEST))
+    return int(stat["psize"] * (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]))
+
+
+def fill(path: Path, vbuckets: int, count: int) -> dict[str, int]:
+    identity = Identity("cluster", "bucket", "uuid", vbuckets, 1)
+    directory.create(str(path), identity)
+    writer = GroupWriter.open(
+        directory.group_path(str(path), 0),
+        group=0,
+        vbids=range(vbuckets),
+        identity=identity,
+        clock_ms=Clock(),
+        sync="unsafe",
+    )
+    entries, counted = create_collections(writer, range(vbuckets), count)
+    found = {"staged": entries, "counted bytes": counted, "on the disk": manifest_bytes(writer)}
+    with open_view(str(path)) as view:
+        before = entries_in_memory()
+        for vbid in range(vbuckets):
+            assert len(view.manifest(vbid).collections) == count + 1
+            assert len(view.state(vbid).manifest.collections) == count + 1
+        found["read"] = entries_in_memory() - before
+    assert writer.pending_bytes == 0
+    writer.close()
+    return found
+
+
+@pytest.mark.parametrize("vbuckets", [64, pytest.param(1_024, marks=[pytest.mark.long, pytest.mark.timeout(3_600)])])
+def test_a_thousand_collections_take_a_thousand_times_one(tmp_path: Path, vbuckets: int) -> None:
+    few, many = (fill(tmp_path / str(count), vbuckets, count) for count in (100, 1_000))
+    assert all(found < 11 * few[what] for what, found in many.items()), (few, many)
+    assert many["staged"] < 3 * 1_001 * vbuckets, "the manifest as it stands, and each change"
+    assert many["read"] < 3 * 1_001 * vbuckets
+    assert many["on the disk"] < 200 * 1_000 * vbuckets
+    assert many["counted bytes"] > 100 * 1_000 * vbuckets
+
+
+def rows_stored(writer: GroupWriter) -> int:
+    with writer.environment.read() as txn:
+        return int(txn.stat(writer.environment.db(keys.DB_MANIFEST))["entries"])
+
+
+def change_one(rng: Random, manifest: Manifest, seqno: int) -> Manifest:
+    """Create, flush or drop a collection."""
+    cid = 8 + rng.randrange(4)
+    known = dict(manifest.collections)
+    if cid in known and rng.random() < 0.5:
+        del known[cid]
+    else:
+        known[cid] = Collection(cid, 8, f"c{cid}", Seqno(seqno))
+    return Manifest(ManifestUid(seqno), SCOPES, known)
+
+
+def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupWriter, path: str, view: View) -> None:
+    """Whatever happens in between: a rollback, an abandoned snapshot, a restart of readers, the purger."""
+    rng = Random(13)
+    expected: dict[int, Manifest] = {0: Manifest.initial()}
+    stored = []
+    for _ in range(600):
+        seqno = writer.state(0).published_seqno
+        for at in range(seqno + 1, seqno + rng.choice((2, 3))):
+            manifest = change_one(rng, writer.state(0).manifest, at)
+            system_event(writer, at, *manifest.collections.values(), scopes=manifest.scopes)
+            if rng.random() < 0.3:
+                writer.commit(flush_open=True)
+            if rng.random() < 0.1:
+                writer.abandon(0)
+                assert writer.state(0).manifest == expected[seqno]
+                break
+        else:
+            assert writer.pending_bytes >= 0
+            commit(writer, at)
+            expected[at] = manifest
+        assert writer.pending_bytes == 0
+        if rng.random() < 0.05 and len(kept := [each.seqno for each in view.boundaries(0)]) > 1:
+            writer.rollback(0, kept[1])
+            expected = {at: each for at, each in expected.items() if at <= kept[1]}
+        if rng.random() < 0.2:
+            purge(writer, Window(boundaries=20))
+            stored.append(rows_stored(writer))
+        assert writer.state(0).manifest == expected[writer.state(0).published_seqno]
+        assert view.manifest(0) == view.state(0).manifest == writer.state(0).manifest
+        if rng.random() < 0.1:
+            with open_view(path) as fresh:
+                for boundary in fresh.boundaries(0):
+                    found = positions.manifest_at(fresh, 0, boundary.branch, boundary.seqno)
+                    assert found == expected[boundary.seqno]
+                    pin = fresh.pin(0, boundary.seqno)
+                    assert sorted(bulk.collection_names(fresh, pin)) == sorted(expected[boundary.seqno].collections)
+    assert check(path).problems == []
+    assert max(stored) < 100, "some more than the boundaries that are kept, and not one for each change"
+
+
+def test_who_follows_from_before_manifests_that_are_gone_begins_again(writer: GroupWriter, view: View) -> None:
+    """Nothing else says that a collection was dropped."""
+    put(writer, A, 1)
+    commit(writer, 1)
+    token = view.token(0)
+    for seqno in range(2, 62, 2):
+        orders = Collection(9, 8, "orders", Seqno(seqno))
+        system_event(writer, seqno, DEFAULT, orders, scopes=SCOPES)
+        system_event(writer, seqno + 1, DEFAULT, scopes=SCOPES)
+    commit(writer, 61)
+    system_event(writer, 62, DEFAULT, Collection(10, 8, "kept", Seqno(62)), scopes=SCOPES)
+    put(writer, B, 63, cid=10)
+    commit(writer, 63)
+    assert len(list(view.changes(0, since=token))) == 62
+    before = rows_stored(writer)
+    purge(writer, Window(boundaries=1))
+    assert rows_stored(writer) < before
+    with pytest.raises(ViewInvalidated, match="gone from history"):
+        list(view.changes(0, since=token))
+    for change in view.changes(0):  # from the beginning nothing is missing
+        document = change.document
+        assert document is not None
+        names = positions.manifest_at(view, 0, document.branch, document.seqno).collections
+        assert document.kind is Kind.SYSTEM_EVENT or document.collection_id in names
+
+
+def test_events_of_an_out_of_order_snapshot_are_one_manifest(writer: GroupWriter, view: View) -> None:
+    manifest = Manifest.initial()
+    writer.begin_oso(0)
+    for number, seqno in enumerate((5, 3, 4, 9, 2)):
+        collection = Collection(8 + number, 8, f"c{number}", Seqno(seqno))
+        known = {**manifest.collections, collection.collection_id: collection}
+        manifest = Manifest(ManifestUid(number + 1), SCOPES, known)
+        frame = system_event_frame(seqno)
+        writer.system_event(0, seqno, frame, manifest, span(0, 0), unordered=True)
+        if number in (1, 3):
+            writer.commit(flush_open=True)
+    writer.publish(0, 9, 0)
+    while not writer.commit().published:
+        writer.step()
+    assert view.manifest(0) == manifest
+    assert sorted(view.state(0).manifest.collections) == [0, 8, 9, 10, 11, 12]
+    assert writer.pending_bytes == 0
