@@ -89,8 +89,10 @@ def shared_seqno(view: View, vbid: int, pinned: Standing, seqno: int) -> int:
 
     What it was sent after the boundary that the mirror itself went back to came in snapshots that left out versions
     which the lost ones replaced. Where the mirror did not go back it is the newest kept boundary up to `seqno`; 0 where
-    there is none.
+    there is none, and below the floor: where it went back to down there is not known any more (`merge`).
     """
+    if seqno < pinned.floor_seqno:
+        return 0
     for link in pinned.links:
         if 0 < link.base_seqno <= seqno:
             return link.base_seqno
