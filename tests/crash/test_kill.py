@@ -204,7 +204,8 @@ def campaign(tmp_path: Path, seed: int) -> Iterator[Campaign]:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(10, marks=pytest.mark.timeout(900)),
+        3,  # each kind once
+        pytest.param(10, marks=[pytest.mark.ci, pytest.mark.timeout(900)]),
         pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
     ],
 )

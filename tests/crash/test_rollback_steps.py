@@ -1,7 +1,8 @@
 """SIGKILL at every internal step of a rollback, and of all that clears up after one; then started again.
 
 A child runs the operation and kills itself at its n-th put, delete or commit; then what a restarted mirror would do is
-done, and every keyspace must hold what the uninterrupted run left there, byte for byte. n rises until the child lives.
+done, and every keyspace must hold what the uninterrupted run left there, byte for byte. n rises until the child lives:
+by three in the default suite, by one in `.ci/run`.
 After each kill a reader must find the documents of one of the published ends, whole, and the integrity walk nothing.
 
 What a restarted mirror does is told by what is stored alone, as in the service, with a source that answers the
@@ -355,9 +356,10 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removal, "BATCH_ROWS", 3)
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("name", CASES)
 def test_an_operation_that_is_killed_at_any_step_and_started_again_ends_the_same(
-    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    name: str, every: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     case = CASES[name]
     before = tmp_path / "before"
@@ -372,7 +374,7 @@ def test_an_operation_that_is_killed_at_any_step_and_started_again_ends_the_same
     data = tmp_path / "data"
     kills = 0
     views = set()
-    for step in range(1, STEPS_MAX):
+    for step in range(every, STEPS_MAX, every):
         shutil.copytree(before, data)
 
         def interrupted(step: int = step) -> None:
@@ -396,10 +398,11 @@ def test_an_operation_that_is_killed_at_any_step_and_started_again_ends_the_same
         shutil.rmtree(data)
     else:
         raise AssertionError(f"still killed at step {STEPS_MAX}")
-    record_property("kills", f"killed at each of {kills} steps")
+    record_property("kills", f"killed at {kills} steps, every {every}")
     record_property("seed", "none needed")
-    assert kills >= case.steps_min, f"only {kills} steps"
-    assert len(views) == len(case.published), f"readers saw {len(views)} states, expected one for {case.published}"
+    assert kills >= case.steps_min // every, f"only {kills} steps"
+    if every == 1:  # else a state that lasts for a step or two may be passed over
+        assert len(views) == len(case.published), f"readers saw {len(views)} states, expected {case.published}"
 
 
 def _difference(found: list[tuple[bytes, bytes, bytes]], expected: list[tuple[bytes, bytes, bytes]]) -> str:

@@ -2,7 +2,7 @@
 
 A mirror follows a live load from two nodes. One of them sends garbage, breaks off inside of a frame, falls silent in
 mid-snapshot, or takes the password no more. The other node's vbuckets go on; what was published stays as it was; when
-the trouble is over everything is level again, key by key.
+the trouble is over everything is level again, key by key. One service meets all of that in turn.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -32,8 +33,12 @@ VBUCKETS = 8
 FLAGS = ("--groups", "3", "--workers", "2", "--set", "noop_interval_s=0.3", "--set", "retry_delay_max_ms=500")
 
 
-@pytest.fixture
-def source() -> Iterator[SandboxThread]:
+pytestmark = pytest.mark.xdist_group("bad source")  # they share a service
+
+
+@contextmanager
+def loaded_source() -> Iterator[SandboxThread]:
+    """A source of two nodes with a live load."""
     cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=7)
     load = Load(cluster, 7, rate=150, keys=400)
     with SandboxThread(cluster) as thread:
@@ -45,13 +50,41 @@ def source() -> Iterator[SandboxThread]:
         thread.call(writing.cancel)
 
 
-@pytest.fixture
-def service(source: SandboxThread, tmp_path: Path) -> Iterator[Service]:
-    with Service(source.connection_string, tmp_path / "data", *FLAGS) as running:
+@contextmanager
+def following(source: SandboxThread, folder: Path) -> Iterator[Service]:
+    """A mirror that follows the source."""
+    with Service(source.connection_string, folder / "data", *FLAGS) as running:
         running.start()
         running.wait_workers(2)
         wait_progress(running, range(VBUCKETS), "the mirror to follow")
         yield running
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[SandboxThread]:
+    with loaded_source() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared_service(source: SandboxThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with following(source, tmp_path_factory.mktemp("bad source")) as running:
+        yield running
+        assert running.terminate() == 0
+        judge(source.cluster, running.data, live=False)
+
+
+@pytest.fixture
+def service(source: SandboxThread, shared_service: Service) -> Iterator[Service]:
+    """The service, with what it has met before; after each test it is level again, and no worker was restarted."""
+    yield shared_service
+    source.call(source.cluster.faults.clear)
+    wait_progress(shared_service, range(VBUCKETS), "every vbucket to go on")
+    judge(source.cluster, shared_service.data, live=True)
+    workers = shared_service.wait_workers(2)
+    assert not any(row["restarts"] for row in workers.values()), "a worker died of it"
+    assert not any(row["counters"]["requested_again_bytes"] for row in workers.values())
+    assert not shared_service.tracebacks()
 
 
 def published(data: Path) -> list[int]:
@@ -73,17 +106,6 @@ def vbids_at(source: SandboxThread, node: int) -> list[int]:
 def complaints(service: Service) -> list[str]:
     """Lines of the log above information."""
     return [line for line in service.log.read_text().splitlines() if "[error" in line or "[warning" in line]
-
-
-def all_is_well_again(source: SandboxThread, service: Service) -> None:
-    wait_progress(service, range(VBUCKETS), "every vbucket to go on")
-    judge(source.cluster, service.data, live=True)
-    workers = service.wait_workers(2)
-    assert not any(row["restarts"] for row in workers.values()), "a worker died of it"
-    assert not any(row["counters"]["requested_again_bytes"] for row in workers.values())
-    assert service.terminate() == 0
-    judge(source.cluster, service.data, live=False)
-    assert not service.tracebacks()
 
 
 def header(opcode: int, *, body: int, key: int = 0, extras: int = 0, magic: int = 0x80) -> bytes:
@@ -114,7 +136,6 @@ def test_garbage_ends_its_connection_and_nothing_else(source: SandboxThread, ser
     wait_progress(service, vbids_at(source, 1), "the other node's vbuckets to go on")
     node = source.cluster.nodes[0].port
     assert any(str(node) in line for line in complaints(service)[before:]), complaints(service)
-    all_is_well_again(source, service)
 
 
 def test_a_message_that_nobody_knows_is_passed_over(source: SandboxThread, service: Service) -> None:
@@ -124,7 +145,6 @@ def test_a_message_that_nobody_knows_is_passed_over(source: SandboxThread, servi
         source.call(connection.link.send, header(0xEE, body=3) + b"abc")
     wait_progress(service, vbids_at(source, 0), "the vbuckets of the node to go on")
     assert source.call(source.cluster.faults.connections, node=0) == before
-    all_is_well_again(source, service)
 
 
 def test_frames_that_break_off(source: SandboxThread, service: Service) -> None:
@@ -132,7 +152,6 @@ def test_frames_that_break_off(source: SandboxThread, service: Service) -> None:
         hit = source.call(source.cluster.faults.connections, node=0)
         source.call(source.cluster.faults.truncate, node=0)
         until("the connections to be made anew", partial(replaced, source, hit))
-    all_is_well_again(source, service)
 
 
 def replaced(source: SandboxThread, old: list[NodeConnection]) -> bool:
@@ -164,7 +183,6 @@ def test_a_server_that_stops_talking_inside_of_a_snapshot(source: SandboxThread,
     source.call(cluster.faults.clear)
     source.call(cluster.faults.cut, node=0)
     until("the whole group to be published", lambda: published(service.data)[vbid] >= last)
-    all_is_well_again(source, service)
 
 
 def test_a_password_that_is_changed_while_it_runs(source: SandboxThread, service: Service) -> None:
@@ -179,11 +197,15 @@ def test_a_password_that_is_changed_while_it_runs(source: SandboxThread, service
     until("the status to say that the password is wrong", told)
     wait_progress(service, vbids_at(source, 1), "the other node's vbuckets to go on")
     source.call(source.cluster.add_user, "demo", "demo")
-    all_is_well_again(source, service)
 
 
-def test_a_bucket_that_is_made_anew_while_it_runs(source: SandboxThread, service: Service) -> None:
+def test_a_bucket_that_is_made_anew_while_it_runs(tmp_path: Path) -> None:
     """Another bucket of the same name is another bucket: the copy of the old one stays, whatever the new one says."""
+    with loaded_source() as source, following(source, tmp_path) as service:
+        the_copy_of_the_old_bucket_stays(source, service)
+
+
+def the_copy_of_the_old_bucket_stays(source: SandboxThread, service: Service) -> None:
     cluster = source.cluster
     load: Load = source.load  # type: ignore[attr-defined]
     source.call(setattr, load, "rate", 0)  # the new bucket stays empty, so that the old one's record can be put back

@@ -23,7 +23,7 @@ VBUCKETS = 8
 FLAGS = ("--groups", "2", "--workers", "2", "--set", "map_poll_interval_s=0.2")
 
 
-@pytest.fixture(params=["6.6", "8.0"])
+@pytest.fixture(params=["6.6", pytest.param("8.0", marks=pytest.mark.ci)])
 def source(request: pytest.FixtureRequest) -> Iterator[SandboxThread]:
     """A server that does not announce maps, and one that does."""
     with SandboxThread(SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=5, profile=request.param)) as running:
