@@ -18,6 +18,9 @@ from tests.spark.conftest import FAST
 
 HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")
 FOLDER, PORT = "/tmp/shop", "11310"
+
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
+
 JAVA = {"JDK_JAVA_OPTIONS": FAST["spark.driver.extraJavaOptions"]}
 
 
@@ -28,7 +31,6 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     made.end()
 
 
-@pytest.mark.timeout(600)
 def test_every_line_of_the_handbook_holds(spark: SparkSession, shell: Shell, tmp_path: Path) -> None:
     text = HANDBOOK.read_text().replace(FOLDER, str(tmp_path / "shop")).replace(PORT, str(free_port()))
     blocks = [(found["language"], found["text"]) for found in BLOCK.finditer(text)]
@@ -43,7 +45,6 @@ def test_every_line_of_the_handbook_holds(spark: SparkSession, shell: Shell, tmp
     assert names["spark"] is spark
 
 
-@pytest.mark.timeout(600)
 def test_every_block_of_the_page_on_spark_holds(spark: SparkSession, tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     with site(tmp_path, JAVA) as quick_start:

