@@ -26,7 +26,7 @@ from rich.text import Text
 from mirror.config_reader import Description
 
 DASH = "-"
-GOOD_STATES = {"streaming", "caught up", "running", "mirroring", "up"}
+GOOD_STATES = {"streaming", "caught up", "running", "catching up", "up"}
 BUSY_STATES = {"backfilling", "requesting", "starting", "stopping", "stored", "waiting", "refilling", "rolling-back"}
 PLAIN_INTERVAL_S = 2.0
 VBUCKET_ROWS_MAX = 8
@@ -55,9 +55,9 @@ def size(value: float | None) -> str:
 
 
 def lag_text(sums: Mapping[str, Any]) -> str:
-    """How far the mirror is behind in total, or a dash while that is unknown of some vbucket."""
+    """How far the mirror is behind in total; while that is unknown, how long ago it was known of every vbucket."""
     if sums["lag_seqnos"] is None:
-        return DASH
+        return DASH if sums.get("lag_s") is None else f"unknown, last contact {duration(sums['lag_s'])} ago"
     return f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}"
 
 
@@ -143,6 +143,8 @@ def summary(document: Mapping[str, Any]) -> Table:
     sums = document["totals"]
     service = document["service"]
     state: Text = state_text(document["state"])
+    if document.get("since_ms") is not None and document["state"] not in GOOD_STATES:
+        state = Text.assemble(state, f" since {moment(document['since_ms'])}")
     if document.get("message"):
         state = Text.assemble(state, Text(f"  {document['message']}", style="dim"))
     lag = lag_text(sums)
@@ -309,7 +311,7 @@ def status_line(document: Mapping[str, Any]) -> str:
     ]
     if sums["rollback_count"]:
         parts.append(f"rollbacks {sums['rollback_count']}")
-    if document["state"] not in ("caught up", "mirroring") and document.get("message"):
+    if document["state"] not in GOOD_STATES and document.get("message"):
         parts.append(document["message"])
     return " | ".join(parts)
 

@@ -26,7 +26,6 @@ from mirror.serve.http_openapi import description
 from mirror.serve.http_problems import Problem, internal, of_http, of_storage
 from mirror.serve.http_requests import Parameters, vbucket
 from mirror.serve.http_service import Service, refuse_websites
-from mirror.serve.http_status import why_not_ready
 from mirror.serve.metrics import CONTENT_TYPE, exposition
 from mirror.serve.objects import dumps, rollback_object
 from storage.errors import StorageError
@@ -140,8 +139,7 @@ async def get_metrics(request: Request) -> Response:
         report = await service.status.whole()
     except StorageError:
         report = None
-    ready = report is not None and not why_not_ready(report, service.status.lag_limit_s)
-    return Response(exposition(report, ready, service.requests), 200, FRESH | {"Content-Type": CONTENT_TYPE})
+    return Response(exposition(report, service.requests), 200, FRESH | {"Content-Type": CONTENT_TYPE})
 
 
 async def get_livez(request: Request) -> Response:
@@ -155,7 +153,7 @@ async def get_readyz(request: Request) -> Response:
     service: Service = request.state.service
     Parameters(request, ())
     try:
-        reasons = why_not_ready(await service.status.report(), service.status.lag_limit_s)
+        reasons = (await service.status.report())["reasons"]
     except StorageError as error:
         reasons = [of_storage(error).detail]
     if service.stopping.is_set():

@@ -2,8 +2,8 @@
 
 Knows the control socket's manners and the shape that `cli/JSON.md` promises; never how either is drawn. The report
 comes from the service when it runs, and from the store otherwise. Invariants: however many readers ask, the service
-is asked once a second at most; what is kept of the past is bounded; ready means that every vbucket is published and
-that the lag is known and below its limit.
+is asked once a second at most; what is kept of the past is bounded. Whether the mirror is ready is the report's own
+judgement (`reasons`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,11 @@ SAMPLE_INTERVAL_S = 5.0
 SAMPLES_MAX = 180
 """A quarter of an hour."""
 ROLLBACKS_SHOWN = 50
-REASONS_SHOWN = 10
 
 READ_COUNTERS = ("http_documents", "kv_hits", "dcp_documents")
 """What server processes call the documents that they gave to readers."""
 
 Report = dict[str, Any]
-
-DEAD_STATES = frozenset({"damaged", "refused", "no-active-node", "finished"})
 
 
 async def ask_service(data: Path) -> Report | None:
@@ -56,33 +53,6 @@ async def ask_service(data: Path) -> Report | None:
         return None
     found = answer.get("status") if isinstance(answer, dict) and answer.get("ok") else None
     return found if isinstance(found, dict) else None
-
-
-def why_not_ready(report: Report, lag_limit_s: float) -> list[str]:
-    """What keeps the mirror from being ready, in words; nothing when it is."""
-    rows = report["vbuckets"]
-    count = report["vbuckets_held"]
-    if not count or len(rows) < count:
-        return [f"{len(rows)} of {count or 'unknown'} vbuckets reported"]
-    unpublished = [row["vbid"] for row in rows if not (row["published_seqno"] or row["lag_seqnos"] == 0)]
-    unknown = [row["vbid"] for row in rows if row["lag_s"] is None]
-    late = [row["vbid"] for row in rows if row["lag_s"] is not None and row["lag_s"] > lag_limit_s]
-    dead = [row["vbid"] for row in rows if row["state"] in DEAD_STATES]
-    stalled = [row["vbid"] for row in rows if row["state"] == "stalled"]
-    failing = [row["vbid"] for row in rows if row["state"] == "failing"]
-    found = []
-    for what, vbids in (
-        ("not published", unpublished),
-        (f"more than {lag_limit_s:g} s behind", late),
-        ("of unknown lag", unknown),
-        ("not served by the source", dead),
-        ("stalled: the source is ahead and sends nothing", stalled),
-        ("failing: the source breaks the protocol in them", failing),
-    ):
-        if vbids:
-            shown = ", ".join(map(str, vbids[:REASONS_SHOWN])) + (", ..." if len(vbids) > REASONS_SHOWN else "")
-            found.append(f"{len(vbids)} of {count} vbuckets {what}: {shown}")
-    return found
 
 
 def reads_of(report: Report) -> dict[str, int]:

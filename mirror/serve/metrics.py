@@ -14,6 +14,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mirror import health
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 STATES = (
@@ -116,18 +118,20 @@ def _counter(name: str, text: str, rows: Iterable[tuple[list[str], Any]], labels
     return family
 
 
-def families(report: Report, ready: bool) -> Iterator[Metric]:
+def families(report: Report) -> Iterator[Metric]:
     """The metric families of a status document."""
     rows, workers, sums = report["vbuckets"], report["workers"], report["totals"]
     yield _gauge("up", "1 while the service runs, 0 when only its store was read.", [([], report["service"] == "up")])
-    yield _gauge("ready", "1 when /readyz says so.", [([], ready)])
+    yield _gauge("ready", "1 when /readyz says so.", [([], not report["reasons"])])
+    judged = [([state], report["state"] == state) for state in health.STATES]
+    yield _gauge("state", "1 for the state of the mirror, else 0.", judged, ("state",))
     yield _gauge("uptime_seconds", "Age of the service.", [([], report["uptime_s"])])
     yield _gauge("vbuckets", "Vbuckets of the bucket.", [([], report["vbucket_count"])])
     yield _gauge("vbuckets_held", "Vbuckets that this mirror holds.", [([], report["vbuckets_held"])])
     states = dict.fromkeys(STATES, 0) | sums["states"]
     yield _gauge("vbucket_states", "Vbuckets by state.", [([s], n) for s, n in states.items()], ("state",))
     yield _gauge("lag_seqnos", "Seqnos of the source not published yet, summed.", [([], sums["lag_seqnos"])])
-    yield _gauge("lag_seconds", "Age of the oldest seqno that is not published.", [([], sums["lag_s"])])
+    yield _gauge("lag_seconds", "Age of the oldest unpublished seqno, or of the last contact.", [([], sums["lag_s"])])
     yield _gauge("ingest_documents_per_second", "Documents received lately.", [([], sums["documents_per_s"])])
     yield _gauge("ingest_bytes_per_second", "Bytes received lately.", [([], sums["bytes_per_s"])])
     yield _counter("rollbacks", "Rollbacks that readers went through.", [([], sums["rollback_count"])])
@@ -195,9 +199,9 @@ class _Given:
         return self._found
 
 
-def exposition(report: Report | None, ready: bool, requests: Requests) -> bytes:
+def exposition(report: Report | None, requests: Requests) -> bytes:
     """The text that a scrape gets; without a report (no mirror yet) what this process counted."""
     registry = CollectorRegistry(auto_describe=False)
     if report is not None:
-        registry.register(_Given(families(report, ready)))
+        registry.register(_Given(families(report)))
     return generate_latest(registry) + generate_latest(requests.registry)

@@ -121,24 +121,6 @@ def summed(values: Iterable[int | float | None]) -> int | float | None:
     return sum(known) if known else None
 
 
-def summary(rows: Sequence[Row], held_count: int) -> tuple[str, str]:
-    """The state of the whole while its workers report, and a message."""
-    sums = totals(rows)
-    lag = sums["lag_seqnos"]
-    if len(rows) < held_count:
-        return "starting", f"{len(rows)} of {held_count} vbuckets reported"
-    failing = [row for row in rows if row["state"] == "failing"]
-    if failing:
-        more = f" (and {len(failing) - 1} more vbuckets)" if len(failing) > 1 else ""
-        return "failing", f"{failing[0]['detail']}{more}"
-    if lag is None:
-        unknown = sum(row["source_high_seqno"] is None for row in rows)
-        return "waiting for the source", f"its position is unknown for {unknown} of {held_count} vbuckets"
-    if lag == 0:
-        return "caught up", f"{sums['published_seqnos']:,} seqnos published"
-    return "mirroring", f"{lag:,} seqnos behind"
-
-
 def totals(rows: Sequence[Row]) -> dict[str, Any]:
     """The sums over all vbuckets."""
     states: dict[str, int] = {}
@@ -176,6 +158,8 @@ class Trend:
         """Nothing seen yet."""
         self._reports: deque[tuple[int, dict[int, int], dict[str, int]]] = deque(maxlen=TREND_REPORTS_MAX)
         self._behind_since_ms: dict[int, deque[tuple[int, int]]] = {}
+        self._contact_ms: dict[int, int] = {}
+        """When the source's position was last known, by vbucket."""
 
     def observe(self, rows: Sequence[Row], counters: Mapping[str, int], now_ms: int) -> None:
         """Take in a report: rows as of now, and counters that only rise while the workers live."""
@@ -193,6 +177,7 @@ class Trend:
             waits.popleft()
         if high is None:
             return
+        self._contact_ms[row["vbid"]] = now_ms
         if waits and high < waits[-1][1]:
             waits.clear()  # the source itself went back: a failover lost the seqnos that were waited for
         if high > row["published_seqno"] and (not waits or high > waits[-1][1]):
@@ -201,11 +186,14 @@ class Trend:
             waits.append((now_ms, high))
 
     def fill(self, rows: Sequence[Row], now_ms: int) -> None:
-        """Write lag in seconds and rates into the rows."""
+        """Write lag in seconds, from the last contact where the source is away, and rates into the rows."""
         for row in rows:
             waits = self._behind_since_ms.get(row["vbid"])
-            if row["source_high_seqno"] is not None:
-                row["lag_s"] = round((now_ms - waits[0][0]) / 1000, 1) if waits else 0.0
+            since_ms = waits[0][0] if waits else now_ms
+            if row["source_high_seqno"] is None:
+                since_ms = min(since_ms, self._contact_ms.get(row["vbid"], now_ms))
+            if row["vbid"] in self._contact_ms:
+                row["lag_s"] = round((now_ms - since_ms) / 1000, 1)
             row["seqnos_per_s"] = self._rate(row["vbid"])
 
     def _rate(self, vbid: int) -> float | None:

@@ -27,6 +27,8 @@ def stored_status(data: Path) -> dict[str, Any]:
         "service": "down",
         "state": "stored",
         "message": "",
+        "reasons": ["no service runs: nothing follows the source"],
+        "since_ms": None,
         "pid": None,
         "uptime_s": None,
         "time_ms": time.time_ns() // 1_000_000,

@@ -20,6 +20,7 @@ from mirror.clock import Clock
 from mirror.config import Settings, to_wire, vbucket_range
 from mirror.errors import BucketChanged, ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.feed.consumer import judge_streams
+from mirror.health import CATCHING_UP, STARTING, assess
 from mirror.ingest.selection import Selection
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
@@ -35,7 +36,7 @@ from mirror.supervise.lock import ServiceLock
 from mirror.supervise.maps import MapBook
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
 from mirror.supervise.quarantine import GroupMark, Quarantine
-from mirror.supervise.status import CatchUp, Row, Trend, reported_row, summary, totals
+from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
 from mirror.supervise.systemd import Notifier
 from storage import directory
 from storage.model import Identity
@@ -169,8 +170,10 @@ class Supervisor:
         self._quarantine = Quarantine()
         self._trend = Trend()
         self._catch_up: CatchUp | None = None
-        self._state = "starting"
+        self._state = STARTING
         self._message = ""
+        self._reasons: tuple[str, ...] = ("no vbucket reported",)
+        self._since_ms = clock.wall_ms()
         self._source_error: str | None = None
         self._stopping = False
         self._interrupts = 0
@@ -250,11 +253,14 @@ class Supervisor:
             self._failure = failure
         if not self._stopping:
             self._stopping = True
-            self._set_state("stopping", "")
+            self._set_state("stopping", "", ("the service stops",))
             self._notifier.stopping()
             log.info("stopping", workers=len(self._alive()))
 
-    def _set_state(self, state: str, message: str) -> None:
+    def _set_state(self, state: str, message: str, reasons: tuple[str, ...]) -> None:
+        if state != self._state:
+            self._since_ms = self._clock.wall_ms()
+        self._reasons = reasons
         if (state, message) != (self._state, self._message):
             self._state, self._message = state, message
             self._notifier.status(f"{state}: {message}" if message else state)
@@ -298,7 +304,7 @@ class Supervisor:
                 if self._source_error != str(error):
                     log.warning("the source cannot be reached, trying on", error=str(error))
                 self._source_error = str(error)
-                self._set_state("waiting for the source", str(error))
+                self._judge([])
                 if self._identity is not None:
                     self._begin_work()  # readers have what is there; workers try on by themselves
             else:
@@ -432,6 +438,7 @@ class Supervisor:
         slot.last_error = str(words["message"]) if words.get("message") else None
         for row in self._rows.values():
             if row["group"] in child.groups:  # nobody asks the source now
+                row |= {"state": "starting", "node": None}
                 row["source_high_seqno"] = row["lag_seqnos"] = row["lag_s"] = None
         expected = child.phase is Phase.STOPPING and event.status == 0
         if expected or self._stopping:
@@ -640,8 +647,7 @@ class Supervisor:
             self._rows[row["vbid"]] = row
 
     def _judge(self, rows: list[Row]) -> None:
-        """Say in one word how it stands, and end when that was the order."""
-        assert self._identity is not None, "reports exist only when the directory is known"
+        """Judge how the mirror stands, and end when that was the order."""
         if self._stopping:
             return
         running = sum(child.phase is Phase.RUNNING for child in self._alive())
@@ -649,9 +655,16 @@ class Supervisor:
             self._was_ready = True
             self._notifier.ready()
             log.info("all workers run", workers=running)
+        held_count = None if self._identity is None else len(self._identity.vbids)
+        limit_s = self._settings.ready_lag_limit_s
+        health = assess(rows, held_count, lag_limit_s=limit_s, source_error=self._source_error)
+        sums = totals(rows)
+        figures = f"{sums['published_seqnos']:,} seqnos published"
+        if health.state == CATCHING_UP and sums["lag_seqnos"] is not None:
+            figures = f"{sums['lag_seqnos']:,} seqnos behind"
+        self._set_state(health.state, "; ".join(health.reasons) or figures, health.reasons)
         if self._source_error is not None:
             return
-        self._set_state(*summary(rows, len(self._identity.vbids)))
         if self._catch_up is not None:
             failed = [group for child in self._alive() for group in child.status.get("failed_groups") or ()]
             if failed:
@@ -669,6 +682,8 @@ class Supervisor:
             "service": "up",
             "state": self._state,
             "message": self._message,
+            "reasons": list(self._reasons),
+            "since_ms": self._since_ms,
             "pid": os.getpid(),
             "uptime_s": round(self._clock.monotonic() - self._started, 1),
             "time_ms": self._clock.wall_ms(),

@@ -42,7 +42,7 @@ def document(**more: Any) -> dict[str, Any]:
     }
     found: dict[str, Any] = {
         "service": "up",
-        "state": "mirroring",
+        "state": "catching up",
         "message": "45 seqnos behind",
         "pid": 1,
         "uptime_s": 10.0,
@@ -64,7 +64,7 @@ def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
     text = drawn(render.status_view(document()))
     assert max(map(len, text.splitlines())) <= 80
     assert text.rindex("refused") < text.rindex("1 min 30 s")
-    for shown in ("mirroring", "45 seqnos behind", "1,234,572 seqnos", "1,500 docs/s", "4711", "31.0 MiB", "SIGKILL"):
+    for shown in ("catching up", "45 seqnos behind", "1,234,572 seqnos", "1,500 docs/s", "4711", "31.0 MiB", "SIGKILL"):
         assert shown in text
 
 
@@ -115,9 +115,9 @@ def test_a_status_with_the_service_down_has_dashes() -> None:
 
 def test_the_one_line_says_the_same() -> None:
     line = render.status_line(document())
-    assert line.startswith("mirroring | documents - | published 1,234,572 | rate 1,500/s | lag - | ")
+    assert line.startswith("catching up | documents - | published 1,234,572 | rate 1,500/s | lag - | ")
     assert "workers 1/1" in line
-    waiting = document(state="waiting for the source", message="nobody there")
+    waiting = document(state="source unreachable", message="nobody there")
     assert render.status_line(waiting).endswith("nobody there")
 
 
@@ -126,7 +126,7 @@ def test_progress_shows_share_rate_and_time_left() -> None:
     line = render.progress_line(document(catch_up=catch_up), elapsed_s=10)
     assert line == "25.0% done | 250 of 1,000 seqnos | 1 of 4 vbuckets | 1,500/s | 30 s left"
     assert "25.0%" in drawn(render.progress_view(document(catch_up=catch_up), 10))
-    assert render.progress_line(document(), 1) == "mirroring: 45 seqnos behind"
+    assert render.progress_line(document(), 1) == "catching up: 45 seqnos behind"
 
 
 def test_the_demo_fits_eighty_columns() -> None:

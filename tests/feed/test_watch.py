@@ -16,8 +16,8 @@ from mirror.clock import ManualClock
 from mirror.config_reader import validated
 from mirror.errors import ClusterError, HandshakeFailed, SourceTimeout
 from mirror.feed.watch import SourceWatch
+from mirror.health import assess
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.serve.http_status import why_not_ready
 from mirror.supervise.status import reported_row
 from tests.feed.harness import Mirror
 
@@ -66,8 +66,9 @@ async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_c
     row = mirror.row(2)
     assert "the source is at 2" in row["text"]
     assert row["stalls"] >= 1
-    report = {"vbucket_count": 1, "vbuckets_held": 1, "vbuckets": [reported_row(row, 0) | {"lag_s": 0.0}]}
-    assert why_not_ready(report, 30.0) == ["1 of 1 vbuckets stalled: the source is ahead and sends nothing: 2"]
+    health = assess([reported_row(row, 0) | {"lag_s": 0.0}], 1, lag_limit_s=30)
+    assert health.state == "degraded"
+    assert health.reasons[0].startswith("1 of 1 vbuckets stalled: the source is ahead and sends nothing: 2")
     await mirror.until(lambda: len(cluster.sent(2).stream_requests) > asked, "asked for anew")
     await mirror.until(lambda: consumer.status()["nodes"][0]["reconnects"] >= 1, "another connection")
     await mirror.until(lambda: consumer.status()["counters"]["stalls"] >= 2, "twice")

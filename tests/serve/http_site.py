@@ -16,6 +16,7 @@ import httpx
 
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
+from mirror.health import assess
 from mirror.serve.http_server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.status import totals
@@ -165,9 +166,16 @@ def service_report(data: Path, **more: Any) -> dict[str, Any]:
     found = stored_status(data)
     for row in found["vbuckets"]:
         row |= {"state": "streaming", "source_high_seqno": row["published_seqno"], "lag_seqnos": 0, "lag_s": 0.0}
-    found |= {"service": "up", "state": "caught up"}
+        row["node"] = "db1.example:11210"
+    found |= {"service": "up"}
     found["totals"] |= totals(found["vbuckets"])
-    return found | more
+    return judged(found | more)
+
+
+def judged(report: dict[str, Any]) -> dict[str, Any]:
+    """A report of a service with the judgement that its rows deserve."""
+    found = assess(report["vbuckets"], report["vbuckets_held"], lag_limit_s=30)
+    return report | {"state": found.state, "reasons": list(found.reasons)}
 
 
 @contextmanager

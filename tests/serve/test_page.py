@@ -58,7 +58,8 @@ def report(vbuckets: int = 64) -> dict[str, Any]:
         for slot, kind in ((1000, "kv"), (2000, "http"), (3000, "dcp"))
     ]
     return {
-        "service": "up", "state": "mirroring", "message": "997 seqnos behind", "pid": 1, "uptime_s": 4000.0,
+        "service": "up", "state": "degraded", "message": "1 of 64 vbuckets refused: 7",
+        "since_ms": now - 60_000, "pid": 1, "uptime_s": 4000.0,
         "time_ms": now, "data": "/data", "source": "couchbase://db1.example/demo", "source_error": None,
         "bucket": "demo", "bucket_uuid": "u", "cluster_uuid": "c", "vbucket_count": vbuckets, "vbuckets_held": vbuckets,
         "group_count": 8,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirror.supervise.status import TREND_REPORTS_MAX, CatchUp, Row, Trend, reported_row, stored_row, summary, totals
+from mirror.supervise.status import TREND_REPORTS_MAX, CatchUp, Row, Trend, reported_row, stored_row, totals
 from storage.model import Branch, FailoverEntry, Manifest, Seqno, Vbid, VbucketState, Vbuuid
 
 
@@ -142,11 +142,19 @@ def test_a_source_that_lost_its_tail_lowers_the_mark() -> None:
     assert catch_up.done
 
 
-def test_a_vbucket_that_fails_is_named_in_the_summary() -> None:
-    """One vbucket got nothing any more, and the service said that it was mirroring."""
-    good, bad = row(0, 5, 5), row(1, 3, 9, text="vb 1: the key b'xx'... has 600 bytes") | {"state": "failing"}
-    assert summary([good, bad], 2) == ("failing", "vb 1: the key b'xx'... has 600 bytes")
-    assert summary([good, bad, bad], 3)[1].endswith("(and 1 more vbuckets)")
-    assert summary([good, bad], 3) == ("starting", "2 of 3 vbuckets reported")
-    assert summary([good], 1) == ("caught up", "5 seqnos published")
-    assert summary([good, row(1, 3, 9)], 2) == ("mirroring", "6 seqnos behind")
+def test_without_contact_the_lag_counts_from_the_last_one() -> None:
+    trend = Trend()
+
+    def seconds(now_ms: int, published: int, high: int | None) -> float | None:
+        rows = [row(0, published, high)]
+        trend.observe(rows, {}, now_ms)
+        trend.fill(rows, now_ms)
+        lag: float | None = rows[0]["lag_s"]
+        return lag
+
+    assert seconds(0, 5, None) is None, "there was none yet"
+    assert seconds(1_000, 5, 5) == 0.0
+    assert seconds(21_000, 5, None) == 20.0
+    assert seconds(22_000, 5, 8) == 0.0
+    assert seconds(24_000, 5, 8) == 2.0
+    assert seconds(30_000, 5, None) == 8.0, "what was missing then is still missing"

@@ -297,7 +297,7 @@ async def test_known_data_is_worked_on_while_the_source_is_away(tmp_path: Path) 
 
     async with serving(supervisor(tmp_path, look_up=away)) as service:
         await eventually(running(service))
-        assert service.status_document()["state"] == "waiting for the source"
+        assert service.status_document()["state"] == "source unreachable"
 
 
 async def test_somebody_waiting_for_the_end_is_not_kept_for_ever(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_the_children_of_a_killed_supervisor_are_gone(tmp_path: Path, stopped: b
         eventually_now(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
     again = subprocess.Popen([sys.executable, SCRIPTED, "service", tmp_path], stderr=subprocess.DEVNULL)
     with again:
-        eventually_now(lambda: ask_now(tmp_path).get("state") == "mirroring" or ask_now(tmp_path).get("workers"))
+        eventually_now(lambda: ask_now(tmp_path).get("state") == "catching up" or ask_now(tmp_path).get("workers"))
         again.terminate()
         assert again.wait() == 0
 

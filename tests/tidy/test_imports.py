@@ -38,6 +38,7 @@ def test_a_wall_that_is_broken_is_noticed(tmp_path: Path) -> None:
         "mirror/config_reader.py",
         "mirror/clock.py",
         "mirror/errors.py",
+        "mirror/health.py",
         "mirror/lease.py",
         "mirror/log.py",
         "storage/__init__.py",

@@ -12,13 +12,15 @@ const KINDS = {
   stalled: { sign: "=", word: "stalled", text: "its source is ahead and sends nothing, or its worker says nothing" },
   lagging: { sign: "▲", word: "lagging", text: "too far behind its source" },
   behind: { sign: "▵", word: "a little behind", text: "more than a tenth of the limit behind its source" },
+  waiting: { sign: "…", word: "waiting", text: "no contact with its node at the source, or a retry is due" },
   filling: { sign: "◐", word: "filling", text: "on its way to its first or next state" },
   idle: { sign: "–", word: "stored", text: "no service runs; this is what is stored" },
   ok: { sign: "·", word: "up to date", text: "published and near its source" },
 };
 const BAD = ["dead", "rolled", "stalled", "lagging"];
 const DEAD = new Set(["damaged", "refused", "no-active-node", "finished"]);
-const FILLING = new Set(["starting", "waiting", "requesting", "backfilling", "rolling-back", "refilling"]);
+const FILLING = new Set(["starting", "requesting", "backfilling", "rolling-back", "refilling"]);
+const WELL = new Set(["starting", "catching up", "caught up", "stopping"]);
 
 const $ = (id) => document.getElementById(id);
 const make = (tag, text, name) => {
@@ -57,6 +59,7 @@ function kindOf(row, report, workers) {
   const worker = workers.get(row.group);
   if (worker && worker.phase !== "running" && worker.phase !== "starting" && worker.phase !== "stopping") return "dead";
   if (row.state === "stalled" || silent(worker)) return "stalled";
+  if (row.state === "waiting") return "waiting";
   if (known(row.last_rollback_ms) && report.time_ms - row.last_rollback_ms < ROLLED_BACK_MS) return "rolled";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s) return "lagging";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s / 10 && !FILLING.has(row.state)) return "behind";
@@ -150,11 +153,11 @@ function drawHeadline(report, counts) {
   $("bucket").textContent = report.bucket ? `of ${report.bucket}${part}` : "";
   const bad = BAD.filter((kind) => counts[kind]).map((kind) => `${number(counts[kind])} ${KINDS[kind].word}`);
   let text = report.service === "down" ? "No service runs: this is what is stored." : report.state;
+  if (!WELL.has(report.state) && known(report.since_ms)) text += ` since ${moment(report.since_ms)}`;
   if (report.message) text += `: ${report.message}`;
-  if (report.source_error) text += `. The source cannot be reached: ${report.source_error}`;
   if (bad.length) text += `. ${bad.join(", ")}.`;
   $("headline").textContent = text;
-  $("headline").classList.toggle("bad", Boolean(bad.length || report.source_error || report.service === "down"));
+  $("headline").classList.toggle("bad", Boolean(bad.length || !WELL.has(report.state)));
   drawLines("warnings", report.warnings || []);
   $("asked").textContent = `as of ${new Date(report.time_ms).toLocaleTimeString()}`;
   document.title = (counts.dead ? "✕ " : counts.lagging || counts.stalled ? "▲ " : "") + `dcp-mirror ${report.bucket || ""}`;
@@ -168,7 +171,7 @@ function drawLines(id, texts) {
 function drawFigures(report) {
   const sums = report.totals;
   const pairs = [
-    ["behind the source", known(sums.lag_seqnos) ? seqnos(sums.lag_seqnos) : "–"],
+    ["behind the source", known(sums.lag_seqnos) ? seqnos(sums.lag_seqnos) : "unknown"],
     ["longest lag", span(sums.lag_s)],
     ["ingest, documents", known(sums.documents_per_s) ? `${number(sums.documents_per_s)}/s` : "–"],
     ["ingest, bytes", known(sums.bytes_per_s) ? `${bytes(sums.bytes_per_s)}/s` : "–"],

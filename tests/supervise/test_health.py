@@ -1,0 +1,82 @@
+"""One judgement for every channel; each situation of the table in docs/operations.md is a row here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mirror.health import BROKEN, STATES, assess
+
+Row = dict[str, Any]
+
+
+def row(vbid: int, published: int = 5, high: int | None = 5, lag_s: float | None = 0.0, **more: Any) -> Row:
+    lag = None if high is None else max(0, high - published)
+    return {
+        "vbid": vbid, "state": "streaming", "node": "db1:11210", "detail": None, "last_error": None,
+        "published_seqno": published, "source_high_seqno": high, "lag_seqnos": lag, "lag_s": lag_s,
+    } | more  # fmt: skip
+
+
+def away(vbid: int, lag_s: float | None = 20.0, **more: Any) -> Row:
+    return row(vbid, 5, None, lag_s, state="waiting", node=None, **more)
+
+
+GOOD = row(0)
+NOBODY = "cannot connect to db1:11210"
+SITUATIONS: dict[str, tuple[list[Row], str, list[str]]] = {
+    "all published": ([GOOD, row(1)], "caught up", []),
+    "some seqnos on their way": ([GOOD, row(1, 5, 8, 0.5)], "catching up", []),
+    "an empty vbucket": ([GOOD, row(1, 0, 0)], "caught up", []),
+    "first fill": ([GOOD, row(1, 0, 8, 3.0)], "catching up", ["1 of 2 vbuckets not published: 1"]),
+    "far behind": ([GOOD, row(1, 5, 9, 31.0)], "catching up", ["1 of 2 vbuckets more than 30 s behind: 1"]),
+    "a report is missing": ([GOOD], "starting", ["1 of 2 vbuckets reported"]),
+    "before the first contact": ([away(0, None), away(1, None)], "starting", ["no contact with the source yet"]),
+    "the source was killed": (
+        [away(0, last_error=NOBODY), away(1)], "source unreachable", [f"no contact with the source: {NOBODY}"],
+    ),
+    "the source falls silent": ([away(0), away(1)], "source unreachable", ["no contact with the source"]),
+    "never reached": (
+        [away(0, None, last_error=NOBODY), away(1, None)], "source unreachable",
+        [f"no contact with the source: {NOBODY}"],
+    ),
+    "one of two nodes is away": ([GOOD, away(1)], "degraded", ["1 of 2 vbuckets without contact to the source: 1"]),
+    "a damaged group, and the source is away": (
+        [row(0, state="damaged", detail="page 7"), away(1)], "source unreachable", ["no contact with the source"],
+    ),
+    "the disk is full": (
+        [GOOD, row(1, 5, 9, 2.0, state="waiting", last_error="the disk is full")], "degraded",
+        ["1 of 2 vbuckets waiting after an error: 1 (the disk is full)"],
+    ),
+    "a retry is due": ([GOOD, row(1, 5, 9, 0.2, state="waiting", last_error="busy")], "catching up", []),
+    "a position is not known yet": ([GOOD, row(1, 5, None)], "catching up", ["1 of 2 vbuckets of unknown lag: 1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_each_situation_has_its_state_and_its_reasons(name: str) -> None:
+    rows, state, reasons = SITUATIONS[name]
+    found = assess(rows, 2, lag_limit_s=30)
+    assert (found.state, list(found.reasons)) == (state, reasons)
+    assert found.ready == (reasons == [])
+    assert found.state in STATES
+
+
+@pytest.mark.parametrize("state", BROKEN)
+def test_a_broken_vbucket_degrades_the_mirror_and_is_named(state: str) -> None:
+    """One vbucket got nothing any more, and the service said that it was mirroring."""
+    found = assess([GOOD, row(1, state=state, detail="vb 1: the key has 600 bytes")], 2, lag_limit_s=30)
+    assert found.state == "degraded"
+    assert found.reasons == (f"1 of 2 vbuckets {BROKEN[state]}: 1 (vb 1: the key has 600 bytes)",)
+
+
+def test_a_source_that_cannot_be_asked_is_the_first_thing_said() -> None:
+    found = assess([], None, lag_limit_s=30, source_error="nobody there")
+    assert (found.state, found.reasons) == ("source unreachable", ("the source cannot be reached: nobody there",))
+    assert assess([], None, lag_limit_s=30).reasons == ("0 of unknown vbuckets reported",)
+
+
+def test_many_vbuckets_are_counted_and_some_are_named() -> None:
+    found = assess([row(vbid, 5, 9, 99.0) for vbid in range(64)], 64, lag_limit_s=30)
+    assert found.reasons == ("64 of 64 vbuckets more than 30 s behind: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",)

@@ -1,0 +1,63 @@
+"""The source is killed: every channel says so, and since when; what is published is served all the same."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+from mirror.sandbox import SandboxCluster, SandboxThread
+from tests.cli.conftest import call
+from tests.crash.service import Service, until
+
+VBUCKETS = 8
+
+
+def asked(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return int(answer.status), answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+    except urllib.error.URLError:  # nobody listens yet
+        return 0, ""
+
+
+def test_a_source_that_was_killed_is_called_unreachable_everywhere(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with ExitStack() as alive, ExitStack() as stack:
+        source = alive.enter_context(SandboxThread(SandboxCluster(nodes=1, vbuckets=VBUCKETS)))
+        source.call(source.cluster.set, "key", b"1")
+        flags = ("--workers", "1", "--http", "0")
+        service = stack.enter_context(Service(source.connection_string, data, *flags))
+        service.start()
+        until("all to be published", lambda: (service.status() or {}).get("state") == "caught up")
+        status = service.status()
+        assert status is not None
+        assert status["reasons"] == []
+        url = status["listeners"]["http"][0]
+        until("readiness", lambda: asked(f"{url}/readyz")[0] == 200)
+        alive.close()
+        until("it to be noticed", lambda: (service.status() or {}).get("state") == "source unreachable")
+        until("HTTP readers to be told", lambda: asked(f"{url}/readyz")[0] == 503)
+        status = service.status()
+        assert status is not None
+        assert status["since_ms"] <= status["time_ms"]
+        assert (status["totals"]["lag_seqnos"], status["totals"]["source_high_seqnos"]) == (None, None)
+        until("the lag to count from the last contact", lambda: (service.status() or status)["totals"]["lag_s"] > 0)
+        reasons = json.loads(asked(f"{url}/readyz")[1])["reasons"]
+        assert len(reasons) == 1
+        assert reasons[0].startswith("no contact with the source")
+        metrics = asked(f"{url}/metrics")[1].splitlines()
+        assert "dcp_mirror_ready 0.0" in metrics
+        assert 'dcp_mirror_state{state="source unreachable"} 1.0' in metrics
+        assert 'dcp_mirror_state{state="caught up"} 0.0' in metrics
+        assert not [line for line in metrics if line.startswith("dcp_mirror_lag_seqnos ")]
+        shown = call("status", "--data", data).out
+        assert "source unreachable since 20" in shown
+        assert "unknown, last contact" in shown
+        assert call("get", "key", "--data", data).out.strip() == "1"
+        assert service.terminate() == 0
