@@ -2,10 +2,11 @@
 
 Knows names, verifiers and patterns of collections; must never know a protocol, and keeps no password of the file's
 users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {MECHANISM: {...}}}}, "anonymous":
-{"read": [PATTERN...]}}`; a pattern is `*`, `scope.*` or `scope.collection`. It is read again when it changes; one that
-has become unreadable leaves the users of before. Invariants: without a file the mirror's own user at the source may
-read everything, and so may everybody on this machine; with one, those who do not log in read only what `anonymous`
-says, and only on this machine.
+{"read": [PATTERN...]}, "secret": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. It is read again when it
+changes; one that has become unreadable leaves the users of before. Invariants: without a file the mirror's own user at
+the source may read everything, and so may everybody on this machine; with one, those who do not log in read only what
+`anonymous` says, and only on this machine; a user who does not exist cannot be told from one who does, by salt,
+iterations or work (`nobody`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import secrets
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +27,9 @@ from mirror.config import PasswordSource, Settings
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import parse
 from mirror.log import get_logger
-from mirror.wire.sasl import HASHES, ITERATIONS_MAX, ITERATIONS_MIN, ScramVerifier
+from mirror.wire.sasl import HASHES, ITERATIONS_MAX, ITERATIONS_MIN, ScramVerifier, salt_of
 
+SECRET_BYTES_MIN = 16
 USERS_FILE_BYTES_MAX = 8 * 1024 * 1024
 """Some ten thousand users."""
 
@@ -42,6 +44,8 @@ class Reader:
 
     name: str
     patterns: tuple[str, ...] = EVERYTHING
+    credential: bytes = field(default=b"", compare=False, repr=False)
+    """Changes with the user's password, where that is known."""
 
     @property
     def reads_all(self) -> bool:
@@ -59,8 +63,14 @@ class Users(Protocol):
     def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]:
         """The lookup that a SCRAM exchange of a mechanism needs."""
 
+    def nobody(self, mechanism: str) -> Callable[[str], ScramVerifier]:
+        """The lookup of the verifier that an unknown user is challenged by."""
+
     def reader(self, name: str) -> Reader | None:
         """The user of a name."""
+
+    def proven(self, name: str, password: str) -> Reader | None:
+        """The user of a name and a password that is known to be right without work; None: `check` it."""
 
     def check(self, name: str, password: str) -> Reader | None:
         """The user of a name and a password; None where either is wrong."""
@@ -70,13 +80,20 @@ class Users(Protocol):
         """Who somebody on this machine is that did not log in; None: nobody."""
 
 
+def current(users: Users, reader: Reader) -> Reader | None:
+    """What a reader who is logged in may read now; None: has to log in again, as removed or with another password."""
+    now = users.reader(reader.name) if reader.name else users.anonymous
+    return now if now is not None and now.credential == reader.credential else None
+
+
 class SourceUser:
     """The one user of a mirror without a users file: the one that the mirror itself is at the source."""
 
-    def __init__(self, name: str, password: Callable[[], str | None]) -> None:
-        """`password` is read anew at each login."""
+    def __init__(self, name: str, password: Callable[[], str | None], secret: bytes | None = None) -> None:
+        """`password` is read at each login. `secret` makes salts; the processes of a service share one."""
         self._name = name
         self._password = password
+        self._secret = secret or secrets.token_bytes(16)
         self._kept: dict[str, tuple[str, ScramVerifier]] = {}
 
     @property
@@ -92,34 +109,49 @@ class SourceUser:
         """The verifier of the password as it stands now."""
 
         def verifier_of(name: str) -> ScramVerifier | None:
-            password = self._password() if self.reader(name) else None
+            password = self._password()
             if password is None:
                 return None
             kept = self._kept.get(mechanism)
             if kept is None or kept[0] != password:
-                kept = self._kept[mechanism] = (password, ScramVerifier.of(mechanism, password))
-            return kept[1]
+                salt = salt_of(mechanism, self._name, self._secret)
+                kept = self._kept[mechanism] = (password, ScramVerifier.of(mechanism, password, salt=salt))
+            return kept[1] if self.reader(name) else None
 
         return verifier_of
 
-    def check(self, name: str, password: str) -> Reader | None:
+    def nobody(self, mechanism: str) -> Callable[[str], ScramVerifier]:
+        """A verifier with a salt that is made like the user's."""
+        return lambda name: ScramVerifier.of_nobody(mechanism, name, self._secret)
+
+    def proven(self, name: str, password: str) -> Reader | None:
         """The source's user, if this is its password."""
-        wanted = self._password() if self.reader(name) else None
-        if wanted is None or not hmac.compare_digest(wanted.encode(), password.encode()):
-            return None
-        return self.reader(name)
+        return self.check(name, password)
+
+    def check(self, name: str, password: str) -> Reader | None:
+        """The source's user, if this is its password. Digests are compared, so that neither length nor name shows."""
+        wanted = self._password()
+        right = hmac.compare_digest(
+            hmac.digest(self._secret, (wanted or "").encode(), "sha256"),
+            hmac.digest(self._secret, password.encode(), "sha256"),
+        )
+        return self.reader(name) if right and wanted is not None else None
 
 
 class FileUsers:
     """The users of a file."""
 
-    def __init__(self, path: Path) -> None:
-        """Read it. Raises ConfigError for a file that cannot be read or makes no sense."""
+    def __init__(self, path: Path, secret: bytes | None = None) -> None:
+        """Read it. `secret` makes salts where the file has none. Nothing of a user's will do instead: salts are public,
+        and a password could be guessed by them. Raises ConfigError for a file that cannot be read or makes no sense.
+        """
         self._path = path
         self._stamp = self._stamp_now()
         self._readers: dict[str, Reader] = {}
         self._verifiers: dict[str, dict[str, ScramVerifier]] = {}
         self._anonymous: Reader | None = None
+        self._other_secret = secret or secrets.token_bytes(16)
+        self._secret = self._other_secret
         self._proven: dict[str, tuple[ScramVerifier, bytes]] = {}
         self._salt = secrets.token_bytes(16)
         self._take(read_users(path))
@@ -134,6 +166,7 @@ class FileUsers:
     def _take(self, document: Mapping[str, Any]) -> None:
         readers, verifiers, anonymous = parse_users(document, self._path)
         self._readers, self._verifiers, self._anonymous = readers, verifiers, anonymous
+        self._secret = _secret(document, self._path) or self._other_secret
 
     def _refresh(self) -> None:
         stamp = self._stamp_now()
@@ -163,28 +196,54 @@ class FileUsers:
         self._refresh()
         return lambda name: self._verifiers.get(name, {}).get(mechanism)
 
-    def check(self, name: str, password: str) -> Reader | None:
-        """A user of the file, if this is the password. A password that was proven once is cheap to check again."""
+    def nobody(self, mechanism: str) -> Callable[[str], ScramVerifier]:
+        """A verifier like that of some user of the file, always the same one for a name."""
         self._refresh()
-        kept = self._verifiers.get(name)
-        if not kept:
+        verifiers, secret = self._verifiers, self._secret
+
+        def verifier_of(name: str) -> ScramVerifier:
+            models = [kept[mechanism] for kept in verifiers.values() if mechanism in kept]
+            if not models:
+                return ScramVerifier.of_nobody(mechanism, name, secret)
+            model = models[int.from_bytes(salt_of(mechanism, name, secret + b"model", 8)) % len(models)]
+            return ScramVerifier.of_nobody(
+                mechanism, name, secret, iterations=model.iterations, salt_bytes=len(model.salt)
+            )
+
+        return verifier_of
+
+    def proven(self, name: str, password: str) -> Reader | None:
+        """A user of the file, if this password was proven to this process before."""
+        self._refresh()
+        digest = self._digest(password)
+        verifier, proven = self._proven.get(name, (None, b""))
+        right = hmac.compare_digest(proven, digest)
+        return self._readers.get(name) if right and verifier is self._verifier(name) else None
+
+    def check(self, name: str, password: str) -> Reader | None:
+        """A user of the file, if this is the password: the same work for a user who does not exist."""
+        self._refresh()
+        verifier = self._verifier(name)
+        mechanism = next(iter(self._verifiers.get(name, HASHES)))
+        if not (verifier or self.nobody(mechanism)(name)).proves(mechanism, password) or verifier is None:
             return None
-        mechanism, verifier = next(iter(kept.items()))
-        digest = hmac.digest(self._salt, password.encode(), "sha256")
-        proven = self._proven.get(name)
-        if proven is None or proven[0] is not verifier or not hmac.compare_digest(proven[1], digest):
-            if not verifier.proves(mechanism, password):
-                return None
-            self._proven[name] = (verifier, digest)
+        self._proven[name] = (verifier, self._digest(password))
         return self._readers.get(name)
 
+    def _verifier(self, name: str) -> ScramVerifier | None:
+        """The one that passwords are checked against."""
+        return next(iter(self._verifiers.get(name, {}).values()), None)
 
-def users_of(settings: Settings) -> Users:
-    """The users that the settings name."""
+    def _digest(self, password: str) -> bytes:
+        return hmac.digest(self._salt, password.encode(), "sha256")
+
+
+def users_of(settings: Settings, secret: bytes | None = None) -> Users:
+    """The users that the settings name. `secret` is the service's, for salts of users that no file has."""
     if settings.users_file is not None:
-        return FileUsers(settings.users_file)
+        return FileUsers(settings.users_file, secret)
     name = parse(settings.source).user if settings.source is not None else None
-    return SourceUser(name or "", PasswordSource.of(settings).read)
+    return SourceUser(name or "", PasswordSource.of(settings).read, secret)
 
 
 # The file.
@@ -202,6 +261,11 @@ def entry_of(password: str, patterns: tuple[str, ...] = EVERYTHING) -> dict[str,
             "server_key": _base64(verifier.server_key),
         }
     return {"read": list(patterns), "verifiers": verifiers}
+
+
+def new_secret() -> str:
+    """The file's member `secret`: makes the salts of users that do not exist."""
+    return _base64(secrets.token_bytes(16))
 
 
 def read_users(path: Path) -> dict[str, Any]:
@@ -223,18 +287,19 @@ def parse_users(
     document: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, Reader], dict[str, dict[str, ScramVerifier]], Reader | None]:
     """Readers, their verifiers by mechanism, and the anonymous reader. Raises ConfigError."""
-    unknown = set(document) - {"users", "anonymous"}
+    unknown = set(document) - {"users", "anonymous", "secret"}
     if unknown:
         raise _bad(path, f"has the unknown member {min(unknown)!r}")
     users = document.get("users", {})
     if not isinstance(users, dict):
         raise _bad(path, "`users` is not an object")
+    _secret(document, path)
     readers: dict[str, Reader] = {}
     verifiers: dict[str, dict[str, ScramVerifier]] = {}
     for name, entry in users.items():
         if not name or not isinstance(entry, dict):
             raise _bad(path, f"user {name!r} is not an object with a name")
-        readers[name] = Reader(name, _patterns(entry.get("read"), path, f"user {name!r}"))
+        patterns = _patterns(entry.get("read"), path, f"user {name!r}")
         kept = entry.get("verifiers")
         if not isinstance(kept, dict) or not kept or set(kept) - set(HASHES):
             raise _bad(path, f"user {name!r} needs `verifiers` of {', '.join(HASHES)}")
@@ -242,11 +307,25 @@ def parse_users(
             verifiers[name] = {mechanism: _verifier(kept[mechanism]) for mechanism in HASHES if mechanism in kept}
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise _bad(path, f"a verifier of user {name!r} makes no sense: {error!r}") from None
+        readers[name] = Reader(name, patterns, next(iter(verifiers[name].values())).stored_key)
     anonymous = None
     if document.get("anonymous") is not None:
         entry = document["anonymous"]
         anonymous = Reader("", _patterns(entry.get("read") if isinstance(entry, dict) else None, path, "`anonymous`"))
     return readers, verifiers, anonymous
+
+
+def _secret(document: Mapping[str, Any], path: Path) -> bytes | None:
+    text = document.get("secret")
+    if text is None:
+        return None
+    try:
+        found = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError):
+        found = b""
+    if len(found) < SECRET_BYTES_MIN:
+        raise _bad(path, f"`secret` is not base64 of {SECRET_BYTES_MIN} bytes or more")
+    return found
 
 
 def _verifier(kept: Mapping[str, Any]) -> ScramVerifier:

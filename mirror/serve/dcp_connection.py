@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from mirror.log import get_logger
 from mirror.serve import kv_connection
 from mirror.serve.admission import Slot
+from mirror.serve.auth import Reader
 from mirror.serve.dcp_producer import Counters, DcpProducer
 from mirror.serve.dcp_watch import Watch
 from mirror.serve.kv_bucket import KvBucket
@@ -105,6 +106,13 @@ class DcpConnection(KvConnection):
 
     def _new_session(self, host: Host) -> KvSession:
         return self._dcp_host.new_dcp_session(self)
+
+    def rights_changed(self, reader: Reader | None) -> None:
+        """End the streams that show more than the client may read from now on."""
+        if self.producer is None:
+            super().rights_changed(reader)
+        else:
+            self.producer.permit(reader)
 
     @property
     def silence_s(self) -> float:

@@ -69,8 +69,8 @@ class DcpServer(KvServer):
 
     def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
         """The session of a client."""
-        options = self._login_options(connection.address)
-        return DcpSession(connection, self.bucket, self._users, self._map, self._secret, **options)
+        options = self._login_options(connection.address, connection.slot.peer)
+        return DcpSession(connection, self.bucket, self._users, self._map, self._logins, **options)
 
     def named(self, connection: DcpConnection, name: str) -> None:
         """The connection took a name; another one that has it is hung up on."""
@@ -90,20 +90,13 @@ class DcpServer(KvServer):
     # -- the sweep
 
     def sweep(self) -> None:
-        """Hang up on the idle and on those who take nothing. Who has streams and asked for no noops may listen; who may
-        no longer read what a stream shows does not get more of it.
-        """
+        """As for KV. Who has streams and asked for no noops may listen without a word."""
         for connection in self.connections:
             producer = connection.producer if isinstance(connection, DcpConnection) else None
-            if producer is None or not producer.streams:
+            if producer is None:
                 continue
-            if not producer.controls.noop_enabled:
+            if producer.streams and not producer.controls.noop_enabled:
                 connection.heard_s = self.now_s
-            session = connection.session
-            reader = session.reader
-            if reader is not None:
-                reader = self._users.reader(reader.name) if reader.name else self._users.anonymous
-            if reader is None or reader != session.reader:
-                session.reader = reader
-                producer.permit(reader)
+            if producer.reader != connection.session.reader:  # it logged in again, or failed to
+                producer.permit(connection.session.reader)
         super().sweep()

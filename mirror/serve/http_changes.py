@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mirror.log import get_logger
-from mirror.serve.auth import Reader
+from mirror.serve.auth import Reader, current
 from mirror.serve.http_documents import collection_id
 from mirror.serve.http_problems import Problem, internal, of_storage
 from mirror.serve.http_requests import Parameters, collection_name, parse_position, position_text, vbucket
@@ -32,6 +32,8 @@ from storage.view import Change, Published, Token
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 256 * 1024
+RIGHTS_CHECK_S = 1.0
+"""How often it is looked whether the reader may still read what it may."""
 RETRY_MS = 1_000
 """How long a browser waits before it connects again."""
 
@@ -69,25 +71,43 @@ async def get_changes(request: Request) -> Response:
         raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not asked for")
     for vbid, token in position.items():
         _try(service, vbid, token)
+    owner = f"user {reader.name}" if reader.name else f"peer {request.state.slot.peer}"
     if service.requests.stream_count >= service.streams_max:
         raise Problem("too-busy", f"this process has {service.streams_max} streams already")
+    if service.streams[owner] >= service.streams_per_reader_max:
+        raise Problem("too-busy", f"{owner} has {service.streams_per_reader_max} streams already")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
     if request.method == "HEAD":
         return Response(None, 200, headers, "text/event-stream")
-    return EventStream(Stream(service, vbids, position, keep).run(follow=follow), headers)
+    return EventStream(Stream(service, vbids, position, keep, reader).run(follow=follow), headers, service, owner)
 
 
 class EventStream(Response):
     """An answer without an end of its own: it ends with its reader, or with its texts."""
 
-    def __init__(self, texts: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
-        """`texts` is closed whatever happens."""
+    def __init__(
+        self, texts: AsyncGenerator[bytes, None], headers: dict[str, str], service: Service, owner: str
+    ) -> None:
+        """`texts` is closed whatever happens. The stream counts as its owner's from now until it was sent."""
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self._texts = texts
+        self._service, self._owner = service, owner
+        service.streams[owner] += 1
+        service.requests.stream_began()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the texts until they or the reader are gone."""
+        try:
+            await self._send(receive, send)
+        finally:
+            streams = self._service.streams
+            streams[self._owner] -= 1
+            if not streams[self._owner]:
+                del streams[self._owner]
+            self._service.requests.stream_ended()
+
+    async def _send(self, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         pump = asyncio.create_task(self._pump(send))
         gone = asyncio.create_task(_wait_gone(receive))
@@ -153,9 +173,13 @@ def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
 class Stream:
     """One reader's stream."""
 
-    def __init__(self, service: Service, vbids: list[int], position: dict[int, Token], keep: Keep | None) -> None:
+    def __init__(
+        self, service: Service, vbids: list[int], position: dict[int, Token], keep: Keep | None, reader: Reader
+    ) -> None:
         """Begin after `position`; vbuckets that it does not name begin at their beginning."""
         self._service = service
+        self._reader = reader
+        self._checked_s = float("-inf")
         self._vbids = vbids
         self._position = dict(position)
         self._keep = keep
@@ -164,7 +188,6 @@ class Stream:
     async def run(self, *, follow: bool) -> AsyncGenerator[bytes, None]:
         """Generate the text of the stream."""
         service = self._service
-        service.requests.stream_began()
         service.watch.enter()
         try:
             yield b"retry: %d\n\n" % RETRY_MS
@@ -175,14 +198,20 @@ class Stream:
                 if not follow:
                     yield self._event("end", dumps({"position": self._text()}), self._text())
                     return
+                beat_s = service.clock.monotonic() + service.heartbeat_s
                 while not moved.is_set():
+                    self._check_rights()
+                    left_s = beat_s - service.clock.monotonic()
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(service.heartbeat_s):
+                        async with asyncio.timeout(min(max(left_s, 0), RIGHTS_CHECK_S)):
                             await moved.wait()
-                    if not moved.is_set():
+                    if not moved.is_set() and left_s <= RIGHTS_CHECK_S:
+                        beat_s += service.heartbeat_s
                         yield b": heartbeat\n\n"
         except _Reset as reset:
             yield reset.text
+        except Problem as refused:
+            yield _event("problem", dumps(refused.object()))
         except StorageError as error:
             problem = of_storage(error)
             log.error("a stream of changes ends", problem=problem.name, error=str(error))
@@ -191,8 +220,15 @@ class Stream:
             log.exception("internal error", route="get_changes")
             yield _event("problem", dumps(internal().object()))
         finally:
-            service.requests.stream_ended()
             service.watch.leave()
+
+    def _check_rights(self) -> None:
+        """Raise Problem once the reader's rights are not those that the stream began with. Looks once a second."""
+        now_s = self._service.clock.monotonic()
+        if now_s - self._checked_s >= RIGHTS_CHECK_S:
+            self._checked_s = now_s
+            if current(self._service.users, self._reader) != self._reader:
+                raise Problem("forbidden", "what this user may read was changed", hint="log in again")
 
     async def _catch_up(self) -> AsyncGenerator[bytes, None]:
         view = self._service.view
@@ -214,6 +250,7 @@ class Stream:
                 changes = self._service.view.changes(vbid, since=started_at)
                 while True:
                     events, text = await asyncio.to_thread(self._batch, changes)
+                    self._check_rights()
                     if text:
                         yield text
                     if not events:

@@ -28,12 +28,15 @@ from mirror.serve.http_service import Service, Watch
 from mirror.serve.http_status import Report, Status
 from mirror.serve.http_view import Mirror
 from mirror.serve.listener import Limits
+from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
 
 DRAIN_S = 5.0
 """For answers that are on their way when the process is asked to stop."""
 STREAMS_SHARE = 8
 """Of its connections, a process has one in so many for streams of changes."""
+STREAMS_PER_READER_SHARE = 2
+"""Of these, one user has one in so many; so has one peer where nobody is logged in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +67,22 @@ class HttpServer:
         limits = Limits.of(settings)
         requests = Requests(name)
         mirror = Mirror(settings.data)
+        users = users_of(settings) if users is None else users
+        streams_max = max(1, limits.connections_max // STREAMS_SHARE)
         self.service = Service(
             mirror=mirror,
             status=Status(
                 mirror, stored, lambda: requests.document_total, clock, lag_limit_s=settings.ready_lag_limit_s
             ),
-            users=users_of(settings) if users is None else users,
+            users=users,
+            logins=Logins(users, clock),
             requests=requests,
             budget=Budget(limits.unsent_bytes_max),
             watch=Watch(mirror, clock),
             clock=clock,
             stale_reads=settings.refill_reads == "stale",
-            streams_max=max(1, limits.connections_max // STREAMS_SHARE),
+            streams_max=streams_max,
+            streams_per_reader_max=max(1, streams_max // STREAMS_PER_READER_SHARE),
         )
         self.gate = Gate(limits.idle_timeout_s, limits.send_timeout_s, changed=requests.open_connections.set)
         self.admission = Admission(limits)
@@ -129,6 +136,7 @@ class HttpServer:
             connection.transport.abort()
         await asyncio.sleep(0)
         self._acceptors.clear()
+        self.service.logins.close()
         self.service.mirror.close()
 
     async def _dates(self) -> None:

@@ -13,6 +13,7 @@ import base64
 import binascii
 import contextlib
 import ipaddress
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,18 +23,22 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mirror.clock import Clock
+from mirror.serve.admission import Slot
 from mirror.serve.auth import Reader, Users
 from mirror.serve.http_problems import Problem
 from mirror.serve.http_protocol import Budget
 from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters
 from mirror.serve.http_status import Status
 from mirror.serve.http_view import Mirror
+from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
 from storage.errors import StorageError
 from storage.view import AsOf, Pin, Published, View
 from storage.wait import POLL_MIN_S, MutationToken, Standing, next_delay_s, standing
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
+CREDENTIALS_LENGTH_MAX = 4096
+"""Characters of user and password in base64."""
 BUDGETED_BYTES = 64 * 1024
 """Smaller answers fit into a socket's buffers and are not counted."""
 WATCH_INTERVAL_S = 0.05
@@ -122,12 +127,16 @@ class Service:
     mirror: Mirror
     status: Status
     users: Users
+    logins: Logins
     requests: Requests
     budget: Budget
     watch: Watch
     clock: Clock
     stale_reads: bool = False
     streams_max: int = 128
+    streams_per_reader_max: int = 64
+    streams: Counter[str] = field(default_factory=Counter)
+    """Streams of changes, by user, or by peer where nobody is logged in."""
     heartbeat_s: float = 10.0
     description: bytes = b""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -152,13 +161,16 @@ class Service:
         if scheme.lower() != "basic":
             raise Problem("not-authenticated", "only Basic authentication is known here")
         try:
-            name, separator, password = base64.b64decode(text.strip(), validate=True).decode().partition(":")
+            name, separator, password = (
+                base64.b64decode(text.strip()[:CREDENTIALS_LENGTH_MAX], validate=True).decode().partition(":")
+            )
         except (binascii.Error, ValueError):
             name = separator = password = ""
-        found = await asyncio.to_thread(self.users.check, name, password) if separator else None
+        slot: Slot = request.state.slot
+        found = await self.logins.check(name, password, slot.peer) if separator else None
         if found is None:
             raise Problem("not-authenticated", "no such user, or another password")
-        request.state.slot.establish()
+        slot.establish()
         return found
 
     def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:

@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar
 from mirror.log import get_logger
 from mirror.serve import kv_documents, kv_scans
 from mirror.serve.admission import Slot
+from mirror.serve.auth import Reader
 from mirror.serve.kv_fast import Counters, fast_get
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
@@ -75,7 +76,7 @@ class Host(Protocol):
     def opened(self, connection: KvConnection) -> None:
         """A client connected."""
 
-    def new_session(self, address: Address) -> KvSession:
+    def new_session(self, address: Address, peer: str) -> KvSession:
         """The session of a client of a listener."""
 
     def closed(self, connection: KvConnection) -> None:
@@ -121,7 +122,7 @@ class KvConnection(asyncio.Protocol):
         self._ended = False
 
     def _new_session(self, host: Host) -> KvSession:
-        return host.new_session(self.address)
+        return host.new_session(self.address, self.slot.peer)
 
     # -- asyncio
 
@@ -176,6 +177,16 @@ class KvConnection(asyncio.Protocol):
     def unsent_bytes(self) -> int:
         """Answers that the client has not taken."""
         return self.transport.get_write_buffer_size()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more is read or answered."""
+        return self._ended
+
+    def rights_changed(self, reader: Reader | None) -> None:
+        """The client may read something else from now on; None: nothing."""
+        if reader is None:
+            self.hang_up()
 
     def hang_up(self) -> None:
         """Send what is written, then close."""
@@ -342,7 +353,7 @@ class KvConnection(asyncio.Protocol):
         reply = self._guarded(frame, later.step)
         if reply is not None:
             return self._count(frame, reply, began)
-        self._held = not self.session.unordered
+        self._held = later.barrier or not self.session.unordered
         task = self._loop.create_task(self._go_on(frame, later, began))
         self._later.add(task)
         task.add_done_callback(self._later_done)
@@ -358,6 +369,8 @@ class KvConnection(asyncio.Protocol):
             self._flush([self._count(frame, reply, began)])
             if self.session.logged_in:
                 self.slot.establish()
+            if self._goodbye:
+                self.hang_up()
 
     def _later_done(self, task: asyncio.Task[None]) -> None:
         self._later.discard(task)

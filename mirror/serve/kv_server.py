@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import socket
 import ssl
 from collections.abc import Sequence
@@ -19,13 +18,14 @@ from functools import partial
 from mirror.clock import Clock
 from mirror.log import get_logger
 from mirror.serve.admission import Acceptor, Admission
-from mirror.serve.auth import Users
+from mirror.serve.auth import Users, current
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_connection import KvConnection
 from mirror.serve.kv_fast import Counters
 from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_session import KvSession, LoginOptions
 from mirror.serve.listener import Address, Limits
+from mirror.serve.logins import Logins
 
 SWEEP_S = 1.0
 REPLACED_CHECK_S = 5.0
@@ -65,7 +65,7 @@ class KvServer:
         self._clock = clock
         self._limits = limits or Limits()
         self.admission = Admission(self._limits)
-        self._secret = secrets.token_bytes(16)
+        self._logins = Logins(users, clock)
         self._acceptors: list[Acceptor] = []
         self._sweeper: asyncio.Task[None] | None = None
         self._empty = asyncio.Event()
@@ -95,6 +95,7 @@ class KvServer:
                 await asyncio.wait_for(self._empty.wait(), grace_s)
         for connection in list(self.connections):
             connection.abort()
+        self._logins.close()
 
     def status(self) -> dict[str, int]:
         """Numbers that only rise, but for the connections that are open now."""
@@ -109,6 +110,7 @@ class KvServer:
             "kv_misses": counters.misses,
             "kv_refused": counters.refused,
             "kv_errors": counters.errors,
+            "kv_failed_logins": self._logins.failed_count,
             "kv_sent_bytes": counters.bytes_sent,
         }
 
@@ -129,14 +131,16 @@ class KvServer:
         """A client connected."""
         self.connections.add(connection)
 
-    def new_session(self, address: Address) -> KvSession:
+    def new_session(self, address: Address, peer: str) -> KvSession:
         """The session of a client of a listener."""
-        return KvSession(self._bucket, self._users, self._map, self._secret, **self._login_options(address))
+        options = self._login_options(address, peer)
+        return KvSession(self._bucket, self._users, self._map, self._logins, **options)
 
-    def _login_options(self, address: Address) -> LoginOptions:
+    def _login_options(self, address: Address, peer: str) -> LoginOptions:
         return {
             "plain_allowed": address.local or address.tls,
             "reader": self._users.anonymous if address.local else None,
+            "peer": peer,
         }
 
     def closed(self, connection: KvConnection) -> None:
@@ -168,8 +172,10 @@ class KvServer:
                 self._bucket.reopen_if_replaced()
 
     def sweep(self) -> None:
-        """Hang up on the idle and on those who take nothing."""
+        """Hang up on the idle, on those who take nothing, and on those who may not be here any more."""
         for connection in list(self.connections):
+            if not connection.ended:
+                self._check_rights(connection)
             if connection.paused_s is None:
                 if self.now_s - connection.heard_s > self._limits.idle_timeout_s:
                     self._drop(connection, "silent for too long")
@@ -179,6 +185,16 @@ class KvServer:
                 connection.paused_s, connection.unsent_seen = self.now_s, unsent
             elif self.now_s - connection.paused_s > self._limits.send_timeout_s:
                 self._drop(connection, "takes nothing of its answers")
+
+    def _check_rights(self, connection: KvConnection) -> None:
+        """Have a client read only what its user may read now; one whose user was removed has one sweep to go."""
+        session = connection.session
+        if session.revoked:
+            self._drop(connection, "the user may not log in any more")
+        elif session.reader is not None and (now := current(self._users, session.reader)) != session.reader:
+            session.revoked = now is None
+            session.reader = now
+            connection.rights_changed(now)
 
     def _drop(self, connection: KvConnection, why: str) -> None:
         self.dropped_count += 1

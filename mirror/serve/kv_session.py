@@ -8,13 +8,15 @@ know sockets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 from mirror.document.lookup import About, Content
+from mirror.serve.admission import LOCAL
 from mirror.serve.auth import Reader, Users
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_scan_request import Scan
+from mirror.serve.logins import Logins
 from mirror.server.document_requests import ACCESS_DELETED, REPLICA_READ, DocumentSession, FoundDocument
 from mirror.server.errors import Refused
 from mirror.server.session import Handler, Later, Reply, Revision, VbucketHistory, failover_statistics
@@ -24,6 +26,8 @@ from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
 from storage.model import Document
 from storage.model import VbucketState as StoredState
+
+T = TypeVar("T")
 
 READ_ONLY = "this is a read-only mirror: write to the cluster it mirrors"
 
@@ -71,6 +75,7 @@ class LoginOptions(TypedDict):
 
     plain_allowed: bool
     reader: Reader | None
+    peer: str
 
 
 class KvSession(DocumentSession):
@@ -86,13 +91,14 @@ class KvSession(DocumentSession):
         bucket: KvBucket,
         users: Users,
         cluster_map: ClusterMap,
-        secret: bytes,
+        logins: Logins,
         *,
         plain_allowed: bool,
         reader: Reader | None = None,
+        peer: str = LOCAL,
     ) -> None:
-        """`secret` is the process's: it makes the salt of an unknown user constant. `plain_allowed`: nobody else can
-        read what the client sends. `reader`: who the client is without a login.
+        """`plain_allowed`: nobody else can read what the client sends. `reader`: who the client is without a login.
+        `peer`: where it is.
         """
         super().__init__()
         self.bucket = bucket
@@ -101,9 +107,12 @@ class KvSession(DocumentSession):
         self.plain_allowed = plain_allowed
         self.reader = reader
         self.failed_logins = 0
+        self.revoked = False
+        """The user was removed, or has another password: the client is hung up on."""
         self.scans: dict[bytes, Scan] = {}
         """Range scans that are open, by their id."""
-        self._secret = secret
+        self._logins = logins
+        self._peer = peer
 
     # -- login
 
@@ -124,7 +133,12 @@ class KvSession(DocumentSession):
 
     def scram_server(self, mechanism: str) -> ScramServer:
         """The server's side of a SCRAM login."""
-        return ScramServer(mechanism, verifier_of=self.users.verifiers(mechanism), secret=self._secret)
+        users = self.users
+        return ScramServer(mechanism, verifier_of=users.verifiers(mechanism), nobody=users.nobody(mechanism))
+
+    def login_attempt(self, username: str, check: Callable[[], T | None]) -> Callable[[], tuple[T | None] | None]:
+        """Checked in a thread, and later after others failed."""
+        return self._logins.begin(username, self._peer, check).poll
 
     def log_in(self, username: str) -> None:
         """The client has proven to be this user."""

@@ -6,6 +6,10 @@ server has them, in ascending order. Only HELLO, login and what says nothing of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 from mirror.server.errors import Refused, unknown_collection
 from mirror.server.privileges import META_READ
 from mirror.server.session import JSON, Handler, Later, Operation, Reply, Session
@@ -16,6 +20,8 @@ from mirror.wire.frame import Frame
 from mirror.wire.sasl import HASHES, SaslError, plain_decode
 
 AGENT_BYTES_MAX = 200
+LOGIN_POLL_S = 0.002
+"""How often it is looked whether a login was checked."""
 DEFAULT_COLLECTION = 0
 DEFAULT_NAME = "_default"
 """Stands for an empty name of a scope or collection."""
@@ -25,6 +31,8 @@ _NOTIFICATIONS = frozenset(
 )
 _ERROR_MAP_VERSION_MAX = 2
 _VBID_DIGITS_MAX = 5
+
+T = TypeVar("T")
 
 
 def _hello(session: Session, frame: Frame) -> Reply:
@@ -46,7 +54,7 @@ def _list_mechanisms(session: Session, _frame: Frame) -> Reply:
     return Reply(value=" ".join(session.mechanisms).encode())
 
 
-def _auth(session: Session, frame: Frame) -> Reply:
+def _auth(session: Session, frame: Frame) -> Reply | Later:
     mechanism, data = codec_kv.decode_sasl(frame)
     if not session.mechanisms:
         raise Refused(Status.NOT_SUPPORTED)
@@ -58,10 +66,7 @@ def _auth(session: Session, frame: Frame) -> Reply:
             raise SaslError("no such mechanism")
         if name not in HASHES:
             username, password = plain_decode(data)
-            if not session.check_password(username, password):
-                raise SaslError("wrong user or password")
-            session.log_in(username)
-            return Reply()
+            return _later(session, username, lambda: session.check_password(username, password) or None, lambda _: b"")
         server = session.scram_server(name)
         session.scram = (name, server)
         return Reply(Status.AUTH_CONTINUE, value=server.challenge(data))
@@ -69,17 +74,33 @@ def _auth(session: Session, frame: Frame) -> Reply:
         return _login_failed(session)
 
 
-def _step(session: Session, frame: Frame) -> Reply:
+def _step(session: Session, frame: Frame) -> Reply | Later:
     mechanism, data = codec_kv.decode_sasl(frame)
     exchange, session.scram = session.scram, None
-    try:
-        if exchange is None or exchange[0].encode() != mechanism:
-            raise SaslError("no exchange is under way")
-        outcome = exchange[1].outcome(data)
-    except SaslError:
+    if exchange is None or exchange[0].encode() != mechanism:
         return _login_failed(session)
-    session.log_in(exchange[1].username)
-    return Reply(value=outcome)
+    username = exchange[1].username
+    return _later(session, username, partial(exchange[1].outcome, data), bytes)
+
+
+def _later(session: Session, username: str, check: Callable[[], T | None], answered: Callable[[T], bytes]) -> Later:
+    """The answer to the last message of a login, once the server has checked it."""
+    poll = session.login_attempt(username, check)
+
+    def step() -> Reply | None:
+        try:
+            done = poll()
+            if done is None:
+                return None
+            (found,) = done
+            if found is None:
+                raise SaslError("wrong user or password")
+        except SaslError:
+            return _login_failed(session)
+        session.log_in(username)
+        return Reply(value=answered(found))
+
+    return Later(step, LOGIN_POLL_S, barrier=True)
 
 
 def _login_failed(session: Session) -> Reply:

@@ -25,6 +25,8 @@ from mirror.wire.sasl import HASHES, MECHANISMS, ScramServer
 
 JSON = int(Datatype.JSON)
 
+T = TypeVar("T")
+
 Revision = tuple[int, int]
 """(epoch, revision) of a cluster map."""
 
@@ -56,6 +58,8 @@ class Later:
     """The answer, or None: not yet. Raises Refused."""
     pause_s: float = 0.0
     """Between steps."""
+    barrier: bool = False
+    """Later requests of the client wait for this answer, whatever it negotiated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,12 @@ class Session(ABC):
     @abstractmethod
     def scram_server(self, mechanism: str) -> ScramServer:
         """The server's side of a SCRAM login."""
+
+    def login_attempt(self, username: str, check: Callable[[], T | None]) -> Callable[[], tuple[T | None] | None]:
+        """What is polled for the outcome of a login: None while it is not known, then what `check` returned, in a
+        tuple. `check` returns None or raises SaslError where the login is refused. A server for tests checks at once.
+        """
+        return lambda: (check(),)
 
     @abstractmethod
     def log_in(self, username: str) -> None:

@@ -8,6 +8,7 @@ of processes may; a setting that concerns readers alone restarts no worker, and 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection
 from typing import Any
 
@@ -46,6 +47,8 @@ class Listeners:
         self._held: dict[str, list[Reserved]] = {}
         self._ready: set[str] = set()
         self._revision = revision
+        self._login_secret = secrets.token_bytes(16)
+        """Makes salts: of an unknown user the same ones in all processes."""
         for kind in KINDS:
             text = getattr(settings, kind)
             if text is None:
@@ -99,6 +102,7 @@ class Listeners:
         return {
             "kind": kind,
             "revision": self._revision,
+            "login_secret": self._login_secret.hex(),
             "listeners": [[str(each.address), each.inherited] for each in held],
         }
 

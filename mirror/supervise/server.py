@@ -37,11 +37,11 @@ class KvServing:
 
     server_type: type[KvServer] = KvServer
 
-    def __init__(self, settings: Settings, sockets: Sockets, revision: int) -> None:
+    def __init__(self, settings: Settings, sockets: Sockets, revision: int, login_secret: bytes) -> None:
         """Open the mirror. Raises StorageError, ConfigError."""
         clock = SystemClock()
         self._tls = server_tls(settings)
-        self._users = users_of(settings)
+        self._users = users_of(settings, login_secret)
         self._bucket = KvBucket(str(settings.data), clock, stale_allowed=settings.refill_reads == "stale")
         self._addresses = [address for address, _ in sockets]
         self._server = self.server_type(
@@ -127,7 +127,9 @@ async def open_server(start: Message, _send: Send) -> Work:
         http = HttpServer(settings, listening, stored_status, SystemClock(), name=f"http-{number}")
         await http.start()
         return http
-    serving = (DcpServing if kind == "dcp" else KvServing)(settings, sockets, start["revision"])
+    serving = (DcpServing if kind == "dcp" else KvServing)(
+        settings, sockets, start["revision"], bytes.fromhex(start["login_secret"])
+    )
     await serving.start()
     return serving
 

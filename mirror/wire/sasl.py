@@ -27,11 +27,11 @@ HASHES = {"SCRAM-SHA512": "sha512", "SCRAM-SHA256": "sha256", "SCRAM-SHA1": "sha
 MECHANISMS = (*HASHES, "PLAIN")
 """What both of our sides speak, the best first."""
 
-ITERATIONS_MAX = 10_000_000
-"""More would let a hostile server keep the processor busy; servers use 4,000 to 15,000."""
+ITERATIONS_MAX = 1_000_000
+"""More would let a hostile server keep a processor busy: this is half a second. Servers use 4,000 to 15,000."""
 
-ITERATIONS_MIN = 1_000
-"""Fewer would give a hostile server an easy hash to crack."""
+ITERATIONS_MIN = 4_000
+"""Fewer would give a hostile server an easy hash to crack; this is the least that clusters were ever set up with."""
 
 ITERATIONS_DEFAULT = 4096
 MESSAGE_BYTES_MAX = 4096
@@ -136,17 +136,23 @@ class ScramVerifier:
         return ScramVerifier(salt, iterations, stored_key, _hmac(name, salted, b"Server Key"))
 
     @staticmethod
-    def of_nobody(mechanism: str, username: str, secret: bytes) -> ScramVerifier:
-        """The verifier of a user who does not exist: the same salt each time, as for one who does."""
-        name = _hash_of(mechanism)
-        salt = _hmac(name, secret, username.encode())[:16]
-        size = hashlib.new(name).digest_size
-        return ScramVerifier(salt, ITERATIONS_DEFAULT, secrets.token_bytes(size), secrets.token_bytes(size))
+    def of_nobody(
+        mechanism: str, username: str, secret: bytes, *, iterations: int = ITERATIONS_DEFAULT, salt_bytes: int = 16
+    ) -> ScramVerifier:
+        """The verifier of a user who does not exist: looks like one who does, and proves no password."""
+        size = hashlib.new(_hash_of(mechanism)).digest_size
+        salt = salt_of(mechanism, username, secret, salt_bytes)
+        return ScramVerifier(salt, iterations, secrets.token_bytes(size), secrets.token_bytes(size))
 
     def proves(self, mechanism: str, password: str) -> bool:
         """Whether this is the password."""
         other = ScramVerifier.of(mechanism, password, salt=self.salt, iterations=self.iterations)
         return hmac.compare_digest(other.stored_key, self.stored_key)
+
+
+def salt_of(mechanism: str, username: str, secret: bytes, size: int = 16) -> bytes:
+    """A user's salt where none is stored: the same each time, for as long as the secret lives."""
+    return hashlib.shake_256(_hmac("sha512", secret, f"{mechanism} {username}".encode())).digest(size)
 
 
 class ScramServer:
@@ -161,11 +167,11 @@ class ScramServer:
         iterations: int = ITERATIONS_DEFAULT,
         salt: bytes | None = None,
         nonce: str | None = None,
-        secret: bytes | None = None,
+        nobody: Callable[[str], ScramVerifier] | None = None,
     ) -> None:
         """One of `password_of` and `verifier_of` knows the users, None for an unknown one (refused only at the end).
 
-        `secret`, kept for the life of the service, makes an unknown user's salt look like a known one's.
+        `nobody` gives the verifier that an unknown user is challenged by, which must look like a known user's.
         """
         assert (password_of is None) != (verifier_of is None), "either passwords or verifiers"
         self._mechanism = mechanism
@@ -174,7 +180,8 @@ class ScramServer:
         self._verifier_of = verifier_of
         self._iterations = iterations
         self._salt = salt
-        self._secret = secret or secrets.token_bytes(16)
+        secret = secrets.token_bytes(16)
+        self._nobody = nobody or (lambda username: ScramVerifier.of_nobody(mechanism, username, secret))
         self._own_nonce = nonce or secrets.token_hex(16)
         self._nonce = ""
         self._exchange = ""
@@ -203,7 +210,7 @@ class ScramServer:
         self.username = _unescape(fields["n"])
         found = self._find(self.username)
         self._known = found is not None
-        self._verifier = found or ScramVerifier.of_nobody(self._mechanism, self.username, self._secret)
+        self._verifier = found or self._nobody(self.username)
         self._nonce = fields["r"] + self._own_nonce
         reply = f"r={self._nonce},s={_base64(self._verifier.salt)},i={self._verifier.iterations}"
         self._exchange = f"{bare},{reply}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import ssl
@@ -12,7 +13,17 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from mirror.serve.auth import FileUsers, Reader, SourceUser, Users, entry_of, server_tls, users_of
+from mirror.serve.auth import (
+    FileUsers,
+    Reader,
+    SourceUser,
+    Users,
+    current,
+    entry_of,
+    new_secret,
+    server_tls,
+    users_of,
+)
 from mirror.wire.sasl import HASHES, SaslError, ScramClient, ScramServer
 from tests.serve.certificates import make_certificate
 
@@ -25,7 +36,7 @@ def written(path: Path, document: Any) -> Path:
 def scram(users: Users, mechanism: str, name: str, password: str) -> None:
     client, server = (
         ScramClient(mechanism, name, password),
-        ScramServer(mechanism, verifier_of=users.verifiers(mechanism)),
+        ScramServer(mechanism, verifier_of=users.verifiers(mechanism), nobody=users.nobody(mechanism)),
     )
     client.verify(server.outcome(client.final(server.challenge(client.first()))))
 
@@ -129,6 +140,8 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(file: Pat
             "makes no sense",
         ),
         ({"anonymous": 1}, "`anonymous`"),
+        ({"secret": 1}, "`secret`"),
+        ({"secret": "AAAA"}, "`secret`"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_one_clear_error(tmp_path: Path, document: Any, said: str) -> None:
@@ -157,6 +170,80 @@ def test_without_a_file_the_sources_user_reads_and_so_does_this_machine() -> Non
     with pytest.raises(SaslError):
         scram(users, "SCRAM-SHA256", "ann", "changed")
     assert SourceUser("", lambda: "secret").check("", "secret") is None
+
+
+def challenge(users: Users, name: str, mechanism: str = "SCRAM-SHA256") -> tuple[bytes, bytes]:
+    """Salt and iterations that a client is sent."""
+    server = ScramServer(mechanism, verifier_of=users.verifiers(mechanism), nobody=users.nobody(mechanism))
+    _, salt, iterations = server.challenge(f"n,,n={name},r=abc".encode()).split(b",")
+    return salt, iterations
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+def test_an_unknown_user_cannot_be_told_from_a_known_one(tmp_path: Path, mechanism: str) -> None:
+    """By salt or iterations, in several processes and after a restart, with users of different ages."""
+    ann = entry_of("one")
+    for kept in ann["verifiers"].values():
+        kept |= {"iterations": 15_000, "salt": "c2FsdCBvZiAyNCBieXRlcy4uLi4uLi4="}
+    document = {"users": {"ann": ann, "bob": entry_of("two")}, "secret": new_secret()}
+    file = written(tmp_path / "users.json", document)
+    names = ["ann", "bob", *(f"nobody{number}" for number in range(40))]
+    first, second = FileUsers(file), FileUsers(file)
+    found = {name: challenge(first, name, mechanism) for name in names}
+    assert found == {name: challenge(second, name, mechanism) for name in names}
+    kinds = {(len(salt), iterations) for salt, iterations in found.values()}
+    assert kinds == {(len(salt), iterations) for salt, iterations in (found["ann"], found["bob"])}
+    assert len({salt for salt, _ in found.values()}) == len(names)
+    secret = b"of the service"
+    one, other = (SourceUser("ann", lambda: "one", secret) for _ in range(2))
+    for name in ("ann", "x"):
+        assert challenge(one, name, mechanism) == challenge(other, name, mechanism)
+
+
+def test_an_unknown_user_costs_as_much_work_as_a_known_one(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    derive = hashlib.pbkdf2_hmac
+
+    def counted(name: str, password: bytes, salt: bytes, iterations: int) -> bytes:
+        rounds.append(iterations)
+        return derive(name, password, salt, iterations)
+
+    users = FileUsers(file)
+    monkeypatch.setattr(hashlib, "pbkdf2_hmac", counted)
+    for name in ("ann", "bob", "nobody", ""):
+        rounds.clear()
+        assert users.check(name, "wrong") is None
+        assert rounds == [4096], name
+        assert users.proven(name, "wrong") is None
+        assert rounds == [4096], name
+
+
+def test_a_password_is_checked_once_and_then_known(file: Path) -> None:
+    users = FileUsers(file)
+    assert users.proven("ann", "one") is None
+    assert users.check("ann", "one") == users.proven("ann", "one") == Reader("ann")
+    assert users.proven("ann", "two") is None
+    assert users.proven("bob", "one") is None
+    written(file, {"users": {"ann": entry_of("one")}})
+    os.utime(file, ns=(3, 3))
+    assert users.proven("ann", "one") is None, "another salt: perhaps another password"
+
+
+def test_a_reader_stays_who_it_is_until_its_entry_changes(file: Path) -> None:
+    users = FileUsers(file)
+    ann, document = users.reader("ann"), json.loads(file.read_text())
+    assert ann is not None
+    assert current(users, ann) == ann
+    document["users"]["ann"]["read"] = ["shop.items"]
+    os.utime(written(file, document), ns=(1, 1))
+    assert current(users, ann) == Reader("ann", ("shop.items",))
+    document["users"]["ann"]["verifiers"] = entry_of("another")["verifiers"]
+    os.utime(written(file, document), ns=(2, 2))
+    assert current(users, ann) is None
+    assert current(users, Reader("")) is None
+    source = SourceUser("eve", lambda: "x")
+    assert current(source, Reader("")) == Reader("")
+    assert current(source, Reader("eve")) == Reader("eve")
 
 
 def test_the_settings_choose_the_users(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

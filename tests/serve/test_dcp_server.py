@@ -47,10 +47,10 @@ async def test_over_tls_with_a_user_of_the_file_who_may_read_one_collection(tmp_
 
 async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(tmp_path: Path) -> None:
     users_file = tmp_path / "users.json"
+    ann, bob = entry_of("pw"), entry_of("pw")
 
     def allow(*patterns: str) -> None:
-        entry = {"read": list(patterns), "verifiers": entry_of("pw")["verifiers"]}
-        users_file.write_text(json.dumps({"users": {"ann": entry, "bob": entry_of("pw")}}))
+        users_file.write_text(json.dumps({"users": {"ann": ann | {"read": patterns}, "bob": bob}}))
 
     allow("*")
     store = Store(tmp_path, vbuckets=1)
@@ -72,12 +72,30 @@ async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(tmp_path
         store.put(b"c", b"cart", 2, cid=9)
         await clients[1].until_end(2)
         await clients[2].until_end(2)
-        users_file.write_text(json.dumps({"users": {"bob": entry_of("pw")}}))
+        users_file.write_text(json.dumps({"users": {"bob": bob}}))
         assert await clients[1].event() == ev.StreamEnd(0, 8, opaque=0x77)
         assert (await clients[1].stream(0)).status == Status.EACCESS
         assert await clients[2].login("bob", "wrong") != 0
         assert await clients[2].event() == ev.StreamEnd(0, 8, opaque=0x77), "who failed to log in again is nobody"
         assert (await clients[2].stream(0)).status == Status.EACCESS
+    store.close()
+
+
+async def test_a_removed_user_opens_no_stream_on_a_connection_that_was_open(tmp_path: Path) -> None:
+    users_file = tmp_path / "users.json"
+    users_file.write_text(json.dumps({"users": {"ann": entry_of("pw")}}))
+    store = Store(tmp_path, vbuckets=1)
+    store.logs()
+    async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
+        client = await endpoint.connect()
+        assert await client.login("ann", "pw") == 0
+        await client.open("orders", login=False)
+        users_file.write_text(json.dumps({"users": {}}))
+        endpoint.server.sweep()
+        assert (await client.stream(0)).status == Status.EACCESS
+        endpoint.server.sweep()
+        assert await client.receive() is None
+        assert endpoint.server.dropped_count == 1
     store.close()
 
 

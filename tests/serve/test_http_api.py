@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from mirror.serve.auth import entry_of
 from mirror.serve.http_requests import Page
 from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, Source, events, judged, running, service_report
+from tests.supervise.conftest import eventually_now
 
 
 @pytest.fixture
@@ -61,6 +63,44 @@ def test_changes_of_other_collections_are_not_told(guarded: Site) -> None:
     everything = guarded.get("/v1/changes", params={"follow": "false"}, auth=("all", "secret")).text
     assert len([event for event in events(everything) if "data" in event]) == VBUCKETS + 3
     guarded.get("/v1/changes", 403, params={"collection": "_default"}, auth=("shop", "secret"))
+
+
+def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.serve.http_changes.RIGHTS_CHECK_S", 0.01)
+    file = tmp_path / "users.json"
+    users = {name: entry_of("x") for name in ("ann", "bob")}
+    file.write_text(json.dumps({"users": users}))
+    source.put("a", b"1")
+    with running(tmp_path / "data", source, users_file=file) as site:
+        for name, change in (("ann", lambda: users.pop("ann")), ("bob", lambda: users["bob"].update(read=["s.*"]))):
+            with site.client.stream("GET", "/v1/changes", auth=(name, "x")) as stream:
+                lines = stream.iter_lines()
+                assert "retry" in next(lines)
+                change()
+                file.write_text(json.dumps({"users": users}))
+                text = "\n".join(lines)
+            assert events(text)[-1]["event"] == "problem"
+            assert "was changed" in text
+        eventually_now(lambda: not site.server.service.streams)
+
+
+def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) -> None:
+    file = tmp_path / "users.json"
+    file.write_text(json.dumps({"users": {name: entry_of("x") for name in ("ann", "bob")}}))
+    with running(tmp_path / "data", source, users_file=file, reader_connections_max=64) as site:
+        assert site.server.service.streams_max == 8
+        with contextlib.ExitStack() as stack:
+
+            def opened(name: str) -> int:
+                stream = site.client.stream("GET", "/v1/changes", auth=(name, "x"))
+                return stack.enter_context(stream).status_code
+
+            assert [opened("ann") for _ in range(6)] == [200] * 4 + [503] * 2
+            assert [opened("bob") for _ in range(5)] == [200] * 4 + [503]
+            assert site.server.service.streams == {"user ann": 4, "user bob": 4}
+        eventually_now(lambda: not site.server.service.streams)
 
 
 def test_a_website_cannot_read_this_machine_by_a_name_of_its_own(site: Site) -> None:

@@ -16,6 +16,7 @@ from mirror.serve.kv_fast import Counters, fast_get
 from mirror.serve.kv_map import ClusterMap, own_node
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
+from mirror.serve.logins import Logins
 from mirror.server import dispatch, document_requests
 from mirror.server.session import Reply
 from mirror.wire import frame as fr
@@ -93,9 +94,10 @@ def test_the_short_way_says_what_the_long_one_says_or_nothing(
 ) -> None:
     cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
     answered = 0
+    logins = Logins(users(), SystemClock())
     for count in range(len(FEATURES) + 1):
         for granted in combinations(FEATURES, count):
-            session = KvSession(bucket, users(), cluster_map, b"secret", plain_allowed=True, reader=reader)
+            session = KvSession(bucket, users(), cluster_map, logins, plain_allowed=True, reader=reader)
             session.grant(frozenset(map(int, granted)))
             session.bucket_selected = selected
             counters = Counters()

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mirror.serve.auth import FileUsers, entry_of
 from mirror.serve.kv_map import ClusterMap, named_nodes
 from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.constants import Feature, Magic, Opcode
+from mirror.wire.constants import Feature, Magic, Opcode, Status
 from tests.serve.kv_rig import ALL_FEATURES, Client, Endpoint, Store, serving
 
 HUGE = 2_000_000
@@ -131,6 +132,29 @@ async def test_a_changed_map_is_pushed_to_those_who_asked_for_it(store: Store) -
             answer = await client.ask(codec_kv.get_cluster_config())
             assert json.loads(answer.value)["rev"] == 9
         assert greedy_one
+    store.close()
+
+
+async def test_a_removed_user_is_hung_up_on_and_a_changed_one_reads_what_it_may(store: Store, tmp_path: Path) -> None:
+    """Within a sweep, which comes every second; connections that ask for nothing included."""
+    file = tmp_path / "users.json"
+    users = {name: entry_of("pw") for name in ("ann", "bob", "eve", "dan")}
+    file.write_text(json.dumps({"users": users}))
+    async with serving(store.path, readers=FileUsers(file)) as endpoint:
+        clients = {}
+        for name in users:
+            client = clients[name] = await endpoint.connect()
+            assert await client.login(name, "pw") == 0
+            assert len((await client.get(b"huge")).value) == HUGE
+        users["eve"] = entry_of("another")
+        users["bob"]["read"] = ["shop.*"]
+        del users["ann"]
+        file.write_text(json.dumps({"users": users}))
+        endpoint.server.sweep()
+        assert await clients["ann"].receive() is None
+        assert await clients["eve"].receive() is None, "its password was changed"
+        assert (await clients["bob"].get(b"huge")).status == Status.EACCESS
+        assert len((await clients["dan"].get(b"huge")).value) == HUGE
     store.close()
 
 

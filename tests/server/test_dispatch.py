@@ -18,6 +18,7 @@ from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_map import ClusterMap, own_node
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
+from mirror.serve.logins import Logins
 from mirror.server import dispatch
 from mirror.server.session import Reply
 from mirror.wire import codec_kv
@@ -46,7 +47,8 @@ def mirror_session(tmp_path: Path) -> Iterator[KvSession]:
     store = Store(tmp_path, vbuckets=1)
     bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
     cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
-    yield KvSession(bucket, users(), cluster_map, b"secret", plain_allowed=True, reader=Reader("all"))
+    logins = Logins(users(), SystemClock())
+    yield KvSession(bucket, users(), cluster_map, logins, plain_allowed=True, reader=Reader("all"))
     bucket.close()
     store.close()
 

@@ -224,7 +224,7 @@ async def test_dcp_processes_serve_streams_and_say_what_they_sent(data: Path) ->
 
 
 async def test_a_server_without_data_or_with_a_taken_address_says_so(tmp_path: Path, data: Path) -> None:
-    start = {"slot": 1000, "kind": "kv", "revision": 1, "listeners": []}
+    start = {"slot": 1000, "kind": "kv", "revision": 1, "listeners": [], "login_secret": "00"}
     settings = to_wire(settings_for(data))
     with pytest.raises(ConfigError, match="without data"):
         await open_server({**start, "settings": settings | {"data": None}}, lambda _message: None)

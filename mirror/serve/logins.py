@@ -1,0 +1,160 @@
+"""Checking who a client says that it is: outside of the event loop, and later the more often it was wrong.
+
+Knows users, peers and how often each failed lately; never a protocol or a socket. One home for all ports. Invariants:
+- what costs time (PBKDF2) runs in threads of its own, never in the event loop: those who are logged in notice nothing;
+- after some failures of a user, or from a peer, each further attempt waits before it is checked, twice as long as the
+  last one, up to `DELAY_MAX_S`; so does one with the right password, unless it was proven to this process before;
+- an attempt of a connection that was closed is not checked; failures are events in the log, one line a minute at most;
+- an unknown user costs as much work as a known one (`Users.check`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Generic, TypeVar
+
+from mirror.clock import Clock
+from mirror.serve.admission import Periodic
+from mirror.serve.auth import Reader, Users
+from mirror.wire.sasl import SaslError
+
+WORKERS = 2
+"""Threads that check passwords: a check is some milliseconds of one core."""
+POLL_S = 0.002
+"""How often the caller of an attempt asks whether it is done."""
+USER_FAILURES_FREE = 3
+"""Failures of a user that cost nothing: people mistype."""
+PEER_FAILURES_FREE = 20
+"""Failures from a peer that cost nothing: many users may share one."""
+DELAY_MIN_S = 0.1
+DELAY_MAX_S = 4.0
+"""Short enough that somebody with the right password still gets in within `reader_login_timeout_s`."""
+FORGET_S = 5.0
+"""One failure is forgotten in this time."""
+REMEMBERED_MAX = 4096
+"""Users and peers whose failures are remembered; those that failed longest ago are forgotten first."""
+NAME_LENGTH_MAX = 64
+
+T = TypeVar("T")
+
+
+class Failures:
+    """How often users, or peers, failed lately."""
+
+    def __init__(self, free: int) -> None:
+        """`free` failures cost nothing."""
+        self._free = free
+        self._found: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Name -> failures, and when the last one was; the latest last."""
+
+    def add(self, name: str, now_s: float) -> None:
+        """It failed."""
+        self._found[name] = (self._count(name, now_s) + 1, now_s)
+        self._found.move_to_end(name)
+        if len(self._found) > REMEMBERED_MAX:
+            self._found.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """It succeeded."""
+        self._found.pop(name, None)
+
+    def delay_s(self, name: str, now_s: float) -> float:
+        """How long its next attempt waits."""
+        excess = int(self._count(name, now_s)) - self._free
+        return 0.0 if excess < 0 else min(DELAY_MIN_S * 2 ** min(excess, 20), DELAY_MAX_S)
+
+    def _count(self, name: str, now_s: float) -> float:
+        count, last_s = self._found.get(name, (0.0, now_s))
+        return max(0.0, count - (now_s - last_s) / FORGET_S)
+
+
+class Attempt(Generic[T]):
+    """One attempt to log in. `poll` it until it is done, or let go of it."""
+
+    def __init__(self, logins: Logins, user: str, peer: str, check: Callable[[], T | None]) -> None:
+        """`Logins.begin` makes it."""
+        self._logins = logins
+        self._user, self._peer = user, peer
+        self._check = check
+        self._starts_s = logins.starts_s(user, peer)
+        self._future: Future[T | None] | None = None
+
+    def poll(self) -> tuple[T | None] | None:
+        """None: not yet. Else what the check returned (None: refused). Raises what the check raised."""
+        if self._future is None:
+            if self._logins.clock.monotonic() < self._starts_s:
+                return None
+            self._future = self._logins.submit(self._check)
+        if not self._future.done():
+            return None
+        try:
+            found = self._future.result()
+        except SaslError:
+            self._logins.failed(self._user, self._peer)
+            raise
+        if found is None:
+            self._logins.failed(self._user, self._peer)
+        else:
+            self._logins.succeeded(self._user)
+        return (found,)
+
+
+class Logins:
+    """The attempts to log in to one process."""
+
+    def __init__(self, users: Users, clock: Clock) -> None:
+        """Nobody tried yet."""
+        self.clock = clock
+        self.failed_count = 0
+        self._users = users
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="login")
+        self._by_user, self._by_peer = Failures(USER_FAILURES_FREE), Failures(PEER_FAILURES_FREE)
+        self._events = Periodic("warning", "logins failed")
+
+    def close(self) -> None:
+        """Check nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, user: str, peer: str, check: Callable[[], T | None]) -> Attempt[T]:
+        """An attempt; `check` runs in a thread, and returns None or raises SaslError where it is refused."""
+        return Attempt(self, user, peer, check)
+
+    def by_password(self, name: str, password: str, peer: str) -> Attempt[Reader]:
+        """An attempt by user and password."""
+        return self.begin(name, peer, partial(self._users.check, name, password))
+
+    async def check(self, name: str, password: str, peer: str) -> Reader | None:
+        """The user of a name and a password; None where either is wrong."""
+        proven = self._users.proven(name, password)
+        if proven is not None:
+            return proven
+        attempt = self.by_password(name, password, peer)
+        while (done := attempt.poll()) is None:
+            await self.clock.sleep(POLL_S)
+        return done[0]
+
+    # -- what attempts ask
+
+    def starts_s(self, user: str, peer: str) -> float:
+        """When an attempt that comes now is checked."""
+        now_s = self.clock.monotonic()
+        return now_s + max(self._by_user.delay_s(user, now_s), self._by_peer.delay_s(peer, now_s))
+
+    def submit(self, check: Callable[[], T]) -> Future[T]:
+        """Check in a thread."""
+        return self._pool.submit(check)
+
+    def failed(self, user: str, peer: str) -> None:
+        """An attempt was refused."""
+        now_s = self.clock.monotonic()
+        self.failed_count += 1
+        self._by_user.add(user, now_s)
+        self._by_peer.add(peer, now_s)
+        self._events.note(now_s, user=user[:NAME_LENGTH_MAX], peer=peer)
+
+    def succeeded(self, user: str) -> None:
+        """An attempt was accepted."""
+        self._by_user.forget(user)
