@@ -54,7 +54,7 @@ class _Checks(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    @field_validator("collections", mode="before", check_fields=False)
+    @field_validator("collections", "source_hosts", mode="before", check_fields=False)
     @classmethod
     def _parted(cls, value: Any) -> Any:
         """From the environment and flags it is one text."""

@@ -40,6 +40,8 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
         os.makedirs(path, mode=0o700, exist_ok=True)
         for group in range(identity.group_count):
             folder = group_path(path, group)
+            if os.path.islink(folder):
+                raise StorageError("is a symbolic link", path=folder, hint="remove it")
             os.makedirs(folder, mode=0o700, exist_ok=True)
             if os.path.exists(os.path.join(folder, DATA_FILE)):  # left by a creation that did not reach mirror.json
                 os.unlink(os.path.join(folder, DATA_FILE))
@@ -243,7 +245,10 @@ class GroupLock:
     def __init__(self, path: str) -> None:
         """Take the lock of the group folder `path`, or raise Locked at once."""
         try:
-            self._descriptor = os.open(os.path.join(path, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if os.path.islink(path):
+                raise StorageError("is a symbolic link", path=path, hint="move the group's folder here in its place")
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._descriptor = os.open(os.path.join(path, LOCK_FILE), flags, 0o600)
         except OSError as error:
             raise storage_error(error, path) from error
         try:

@@ -143,6 +143,7 @@ class Environment:
                 sync=sync != "unsafe",
                 readahead=False,
                 meminit=False,
+                mode=0o600,
             )
         except lmdb.Error as error:
             raise storage_error(error, path) from error

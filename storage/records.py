@@ -70,8 +70,9 @@ def _split_key(wire_key: bytes, vbid: Vbid) -> tuple[int, bytes]:
         raise CorruptedError(str(error), vbid=vbid, hint="run `dcp-mirror check`") from error
 
 
-def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False) -> Document:
-    """A stored row as a Document; `raw` leaves the value compressed and with its xattrs.
+def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False, lenient: bool = False) -> Document:
+    """A stored row as a Document; `raw` leaves the value compressed and with its xattrs. With `lenient` a value that
+    cannot be taken apart stays as it is stored as well, and `datatype` says so.
 
     Raises CorruptedError when the bytes contradict the format.
     """
@@ -86,17 +87,17 @@ def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False) -
         if collection_id >= 0x80:
             collection_id, key = _split_key(frame[55:value_start], vbid)
         if datatype & 6 and not raw:
-            value, datatype = body_of(value, datatype)
+            value, datatype = _body_or_all(value, datatype) if lenient else body_of(value, datatype)
         # Not Document(...): the same tuple without the Python-level __new__ of a named tuple, which costs as much as
         # finding the row.
         return _new_tuple(
             Document,
             (vbid, collection_id, key, seqno, rev_seqno, cas, flags, expiry, datatype, value, _MUTATION_KIND, branch),
         )
-    return _decode_other(vbid, branch, frame, raw)
+    return _decode_other(vbid, branch, frame, raw, lenient)
 
 
-def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool) -> Document:
+def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool, lenient: bool) -> Document:
     """Tombstones and system events; system events carry their name as key and collection id 0."""
     try:
         _, opcode, key_length, extras_length, datatype, _, body_length, _, cas = HEADER.unpack_from(frame)
@@ -121,7 +122,7 @@ def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool) -> Docume
     except (struct.error, IndexError, ValueError) as error:
         raise CorruptedError(f"a row cannot be read: {error}", vbid=vbid) from error
     if datatype & 6 and not raw:
-        value, datatype = body_of(value, datatype)
+        value, datatype = _body_or_all(value, datatype) if lenient else body_of(value, datatype)
     return Document(
         vbid, collection_id, key, Seqno(seqno), rev_seqno, cas, 0, delete_time, datatype, value, kind, branch
     )
@@ -140,6 +141,23 @@ def body_of(value: bytes, datatype: int) -> tuple[bytes, int]:
         value = value[end:]
         datatype &= ~DATATYPE_XATTR
     return value, datatype
+
+
+def _body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
+    try:
+        return body_of(value, datatype)
+    except CorruptedError:
+        return value, datatype
+
+
+def value_problem(document: Document) -> str | None:
+    """Why the value of a document stayed as it is stored where its body was asked for; None: it can be taken apart."""
+    if document.datatype & (DATATYPE_SNAPPY | DATATYPE_XATTR):
+        try:
+            body_of(document.value, document.datatype)
+        except CorruptedError as error:
+            return error.message
+    return None
 
 
 def decompress(value: bytes) -> bytes:

@@ -575,8 +575,9 @@ class View:
     ) -> dict[bytes, Document]:
         """Return those of the documents that exist, by key. Arguments and errors are those of `get`.
 
-        Documents of one group of vbuckets are read in one transaction. Raises AnswerTooLarge as soon as the values
-        together are more than `bytes_max`.
+        Documents of one group of vbuckets are read in one transaction. A value that cannot be decompressed, or would be
+        larger than 32 MiB, is returned as it is stored: its `datatype` then has bit 2 or 4. Raises AnswerTooLarge as
+        soon as the values together are more than `bytes_max`.
         """
         byte_count = 0
         by_group: dict[int, list[tuple[int, bytes]]] = {}
@@ -588,7 +589,7 @@ class View:
         for wanted in by_group.values():
             with self._open(wanted[0][0]).environment.read() as txn:
                 for vbid, key in wanted:
-                    document = self._get(txn, self._open(vbid), vbid, key, collection, as_of, now, raw)
+                    document = self._get(txn, self._open(vbid), vbid, key, collection, as_of, now, raw, lenient=True)
                     if document is not None:
                         found[key] = document
                         byte_count += len(document.value)
@@ -656,6 +657,7 @@ class View:
         as_of: AsOf,
         now: float | None,
         raw: bool,
+        lenient: bool = False,
     ) -> Document | None:
         links: chain.Chain | None = None
         if as_of is None:
@@ -689,18 +691,19 @@ class View:
             dup_branch, dup_seqno, kind = keys.DUP.unpack(dup)
         if kind != 0x57 or (manifest is not None and not self._alive(manifest, collection_id, dup_seqno)):
             return None
-        document = self._row(txn, opened, vbid, dup or b"", raw)
+        document = self._row(txn, opened, vbid, dup or b"", raw, lenient)
         if document.expiry and document.expiry <= (time.time() if now is None else now):
             return None
         return document
 
-    def _row(self, txn: Any, opened: Opened, vbid: int, dup: bytes, raw: bool) -> Document:
+    def _row(self, txn: Any, opened: Opened, vbid: int, dup: bytes, raw: bool, lenient: bool = False) -> Document:
         frame = txn.get(dup[:12], db=opened.rows)
         if frame is None:
             raise CorruptedError("a key points to a row that is missing", path=opened.environment.path, vbid=vbid)
         if self._verify_reads and crc32c(frame) != seal.RESIDUE:  # written out here too: a scan does it for each row
             seal.frame_of(frame, dup[:12], vbid, opened.environment.path)
-        return records.decode_row(Vbid(vbid), Branch(int.from_bytes(dup[:4], "big")), frame[:-4], raw=raw)
+        branch = Branch(int.from_bytes(dup[:4], "big"))
+        return records.decode_row(Vbid(vbid), branch, frame[:-4], raw=raw, lenient=lenient)
 
     def _frame(self, environment: Environment, vbid: int, row_key: bytes, stored: bytes) -> bytes:
         """The message of a stored row, verified."""
@@ -732,8 +735,8 @@ class View:
 
         Without `vbid` it covers all vbuckets, without `collection` all collections; `start` <= key < `end`. Each
         vbucket is seen at one boundary. `deletions` adds tombstones and expired documents. The other arguments and
-        errors are those of `get`. Raises ViewInvalidated on the way when a rollback or the purger has passed the
-        boundary: scan again.
+        errors are those of `get`; a value that cannot be decompressed is as in `get_many`. Raises ViewInvalidated on
+        the way when a rollback or the purger has passed the boundary: scan again.
         """
         prefix, start = (text.encode() if isinstance(text, str) else text for text in (prefix, start))
         stop = end.encode() if isinstance(end, str) else end
@@ -898,7 +901,7 @@ class View:
             documents: list[Document] = []
             byte_count = 0
             for key, dup in found:
-                document = self._row(txn, opened, vbid, dup, raw)
+                document = self._row(txn, opened, vbid, dup, raw, lenient=True)
                 byte_count += len(document.value)
                 if documents and byte_count > bytes_max:
                     return documents, key
@@ -1038,7 +1041,7 @@ class View:
                     )
                 for row_key, stored in rows:
                     frame = self._frame(opened.environment, vbid, row_key, stored)
-                    yield records.decode_row(Vbid(vbid), Branch(link.branch), frame, raw=raw)
+                    yield records.decode_row(Vbid(vbid), Branch(link.branch), frame, raw=raw, lenient=True)
                 if not rows:
                     break
                 position = int.from_bytes(rows[-1][0][4:], "big")
@@ -1323,7 +1326,7 @@ class View:
         if frame is None:
             return False
         frame = self._frame(opened.environment, document.vbid, keys.ROW.pack(link.branch, document.seqno), frame)
-        known = records.decode_row(document.vbid, Branch(link.branch), frame, raw=raw)
+        known = records.decode_row(document.vbid, Branch(link.branch), frame, raw=raw, lenient=True)
         return known._replace(branch=document.branch) == document
 
     def undone_by(

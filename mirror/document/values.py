@@ -12,8 +12,10 @@ import json
 import cramjam
 
 from mirror.wire import xattr
-from mirror.wire.constants import BODY_LENGTH_MAX, Datatype
+from mirror.wire.constants import Datatype
 from mirror.wire.errors import RemoteProtocolError
+from storage import records
+from storage.errors import CorruptedError
 
 JSON = int(Datatype.JSON)
 SNAPPY = int(Datatype.SNAPPY)
@@ -27,11 +29,9 @@ def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
     if not datatype & SNAPPY:
         return value, datatype
     try:
-        if (size := cramjam.snappy.decompress_raw_len(value)) > BODY_LENGTH_MAX:
-            raise ValueError(f"not snappy: it claims {size} bytes; at most {BODY_LENGTH_MAX} are possible")
-        return bytes(cramjam.snappy.decompress_raw(value)), datatype & ~SNAPPY
-    except cramjam.DecompressionError as error:
-        raise ValueError(f"not snappy: {error}") from None
+        return records.decompress(value), datatype & ~SNAPPY  # the bound of all readers is there
+    except CorruptedError as error:
+        raise ValueError(f"not snappy: {error.message}") from None
 
 
 def deflate(value: bytes, datatype: int) -> tuple[bytes, int]:

@@ -12,10 +12,12 @@ with a remedy. Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import NoReturn
 
 from mirror.clock import Clock
@@ -180,9 +182,34 @@ def read_map(config: bytes, address: Address, settings: Settings, *, network: st
         chosen = network or settings.network
         if chosen == "auto":
             chosen = network_of(config, address.host, address.port)
-        return parse_cluster_map(config, address.host, network=chosen)
+        found = parse_cluster_map(config, address.host, network=chosen)
     except MalformedClusterMap as error:
         raise HandshakeFailed(f"{address} sent a cluster map that makes no sense: {error}", node=str(address)) from None
+    if settings.source_hosts is not None:
+        for node in found.nodes:
+            if node.host != address.host and not host_allowed(node.host, settings.source_hosts):
+                raise HandshakeFailed(
+                    f"the cluster map of {address} names the host {node.host}, which source_hosts does not allow",
+                    hint="add it to source_hosts if it is a node of the cluster",
+                    node=str(address),
+                )
+    return found
+
+
+def host_allowed(host: str, allowed: Sequence[str]) -> bool:
+    """Whether a host is one of these: names, `*.example.com`, addresses, or networks."""
+    name = host.lower().rstrip(".")
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return any(fnmatchcase(name, each.lower()) for each in allowed)
+    for each in allowed:
+        try:
+            if address in ipaddress.ip_network(each):
+                return True
+        except ValueError:  # a name
+            continue
+    return False
 
 
 async def fetch_high_seqnos(
@@ -344,9 +371,8 @@ async def _scram(link: Link, settings: Settings, mechanism: str, user: str, pass
     answer = await link.request(Opcode.SASL_AUTH, key=name, value=client.first(), timeout_s=settings.connect_timeout_s)
     if answer.status != Status.AUTH_CONTINUE:
         _refuse_login(link, user, answer)
-    answer = await link.request(
-        Opcode.SASL_STEP, key=name, value=client.final(answer.value), timeout_s=settings.connect_timeout_s
-    )
+    final = await asyncio.to_thread(client.final, answer.value)  # the server chose how many iterations
+    answer = await link.request(Opcode.SASL_STEP, key=name, value=final, timeout_s=settings.connect_timeout_s)
     if answer.status != Status.SUCCESS:
         _refuse_login(link, user, answer)
     client.verify(answer.value)

@@ -2,14 +2,17 @@
 
 Knows the shape of rows (`storage/FORMAT.md`) and which negotiated feature alters what (docs/protocol.md 2.2, 2.3, 2.11;
 the recordings 72_h* and 605_h*); must never know streams, windows or seqnos. Invariants: where nothing has to be
-altered the row itself is the message; vbucket and opaque are set by whoever sends; a row that cannot be taken apart is
-a ValueError or a ProtocolError, never a message that says something else.
+altered the row itself is the message; vbucket and opaque are set by whoever sends; a value that cannot be taken apart
+is sent as it is stored, with its datatype, and named in the log; any other row that cannot be is a ValueError or a
+ProtocolError, never a message that says something else.
 """
 
 from __future__ import annotations
 
 import struct
+from time import monotonic
 
+from mirror.serve.admission import Periodic
 from mirror.serve.dcp_filter import StreamFilter, is_replaced
 from mirror.server.controls import Controls
 from mirror.server.shape import TIME_UNKNOWN, DocumentShape
@@ -23,6 +26,8 @@ from storage.model import Manifest
 
 MUTATION = int(Opcode.DCP_MUTATION)
 SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
+
+_AS_STORED = Periodic("error", "a value that cannot be taken apart is sent as it is stored")
 
 _FLAT = 2
 """Version of a system event whose value is FlatBuffers."""
@@ -85,7 +90,10 @@ class RowEncoder:
                 time = TIME_UNKNOWN
             opcode, extras = self._shape.tombstone(opcode, extras[:16], time)
             tombstone = True
-        value, datatype = self._shape.value(value, datatype, tombstone=tombstone)
+        try:
+            value, datatype = self._shape.value(value, datatype, tombstone=tombstone)
+        except ValueError as error:
+            _AS_STORED.note(monotonic(), vbid=vbid, key=key, error=str(error))
         key = self._shape.key(key)
         body_length = len(extras) + len(key) + len(value)
         head = HEADER.pack(int(Magic.REQUEST), opcode, len(key), len(extras), datatype, vbid, body_length, opaque, cas)

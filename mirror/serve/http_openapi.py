@@ -51,13 +51,14 @@ SCHEMAS: dict[str, Schema] = {
     },
     "Document": {
         "description": "`key_b64` stands for `key` where the key is not UTF-8, `value_b64` for `value` where the value "
-        "is not JSON. A JSON value stands as it was stored.",
+        "is not JSON. A JSON value stands as it was stored. `problem` says why `value_b64` is the value as it is "
+        "stored, compressed or with its xattrs.",
         **_object(
             {
                 "vbid": INT, "collection_id": INT, "seqno": INT, "rev_seqno": INT, "cas": INT, "flags": INT,
                 "expiry": INT, "datatype": INT, "deleted": {"type": "boolean"},
             },
-            KEY | {"value": {}, "value_b64": {"type": "string", "format": "byte"}},
+            KEY | {"value": {}, "value_b64": {"type": "string", "format": "byte"}, "problem": TEXT},
         ),
     },
     "Documents": _object(

@@ -12,9 +12,12 @@ import json
 from typing import Any, NoReturn
 
 from storage.model import Document, Kind
+from storage.records import value_problem
 from storage.view import Change, Rollback
 
 DATATYPE_JSON = 1
+_ALL_BITS = 7
+"""JSON, Snappy, xattrs: a value that still has the other two is no JSON text."""
 
 
 def dumps(value: Any) -> bytes:
@@ -34,12 +37,14 @@ def value_fields(document: Document) -> dict[str, Any]:
     """`value` where the datatype says JSON and the bytes are, else `value_b64`; a tombstone has a null `value`."""
     if document.deleted and not document.value:
         return {"value": None}
-    if document.datatype & DATATYPE_JSON:
+    if document.datatype & _ALL_BITS == DATATYPE_JSON:
         try:
             return {"value": json.loads(document.value)}
         except ValueError:
             pass
-    return {"value_b64": base64.b64encode(document.value).decode()}
+    found = {"value_b64": base64.b64encode(document.value).decode()}
+    problem = value_problem(document)
+    return found if problem is None else found | {"problem": problem}
 
 
 def _head(document: Document) -> dict[str, Any]:
@@ -73,14 +78,16 @@ def value_json(document: Document) -> bytes:
     """`"value":...` or `"value_b64":...`; a JSON value byte for byte, but for line ends between its tokens."""
     if document.deleted and not document.value:
         return b'"value":null'
-    if document.datatype & DATATYPE_JSON:
+    if document.datatype & _ALL_BITS == DATATYPE_JSON:
         try:
             json.loads(document.value.decode(), parse_constant=_no_number, parse_float=str, parse_int=str)
         except (ValueError, RecursionError):
             pass
         else:
             return b'"value":' + document.value.replace(b"\n", b" ").replace(b"\r", b" ")
-    return b'"value_b64":"' + base64.b64encode(document.value) + b'"'
+    problem = value_problem(document)
+    named = b"" if problem is None else b',"problem":' + dumps(problem)
+    return b'"value_b64":"' + base64.b64encode(document.value) + b'"' + named
 
 
 def document_json(document: Document) -> bytes:

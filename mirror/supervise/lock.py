@@ -7,8 +7,10 @@ by itself: only the lock on it counts, and the process id in it is for people.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 from mirror.errors import ConfigError, SupervisionError
@@ -30,12 +32,17 @@ class ServiceLock:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_foreign(directory)
-            descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(directory / LOCK_NAME, flags, 0o600)
         except FileExistsError:
             raise ConfigError(
                 f"{directory} is not a directory", hint="give --data a directory", setting="data"
             ) from None
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ConfigError(
+                    f"{directory / LOCK_NAME} is a symbolic link", hint="remove it", setting="data"
+                ) from None
             raise ConfigError(
                 f"{directory} cannot be written: {error.strerror}",
                 hint="give --data a directory that this user may write to",
@@ -63,7 +70,13 @@ class ServiceLock:
 
 
 def refuse_foreign(data: Path) -> None:
-    """Raise ConfigError when `data` is no mirror and holds somebody's files."""
+    """Raise ConfigError when `data` is no mirror and holds somebody's files, or when anybody could put files there."""
+    if data.stat().st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{data} can be written by every user of this machine",
+            hint=f"chmod o-w {data}, and look whose files are in it",
+            setting="data",
+        )
     names = sorted(entry.name for entry in data.iterdir())
     if "mirror.json" in names:
         return

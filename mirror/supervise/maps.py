@@ -46,8 +46,11 @@ class MapBook:
     def take(self, found: ClusterMap) -> bool:
         """Record a map if it is newer; true: it is to be followed now."""
         before = self._maps.floor
+        known = hosts_of(self._maps.current)
         if not self._maps.take(found):
             return False
+        if new := sorted(hosts_of(found) - known):
+            log.info("the cluster map names new hosts", hosts=", ".join(new), rev_epoch=found.rev_epoch, rev=found.rev)
         if self._maps.floor != before:
             self._unsaved = True
             self.retry()
@@ -63,3 +66,8 @@ class MapBook:
             log.error("the cluster map's revision cannot be recorded", error=str(error))
         else:
             self._unsaved = False
+
+
+def hosts_of(cluster_map: ClusterMap | None) -> set[str]:
+    """The hosts that a map names."""
+    return set() if cluster_map is None else {node.host for node in cluster_map.nodes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,15 @@ from mirror.feed.bootstrap import (
     fetch_high_seqnos,
     fetch_map,
     fetch_newer_config,
+    host_allowed,
     read_map,
 )
 from mirror.feed.connection_string import Address, parse
 from mirror.ingest.topology import parse_cluster_map
+from mirror.sandbox import SandboxCluster
 from mirror.wire.codec_dcp import encode_all_vb_seqnos
 from mirror.wire.constants import Feature, Opcode, Status
+from mirror.wire.sasl import ScramClient
 from tests.feed.authority import Authority
 from tests.feed.scripted_node import PASSWORD, Answer, ScriptedNode, refuse, silent
 
@@ -269,3 +273,44 @@ async def test_high_seqnos_are_read_or_refused(tmp_path: Path) -> None:
             with pytest.raises(HandshakeFailed):
                 await fetch_high_seqnos(link, access.settings)
         link.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("db1", True), ("DB1.", True), ("n7.cluster.example", True), ("10.1.2.3", True), ("::1", False),
+        ("10.2.0.1", False), ("cluster.example", False), ("n7.cluster.example.evil", False), ("db11", False),
+    ],
+)  # fmt: skip
+def test_a_map_names_only_hosts_that_it_may(host: str, allowed: bool) -> None:
+    """Whoever sends a map decides which hosts our name and proof go to."""
+    assert host_allowed(host, ("db1", "*.cluster.example", "10.1.0.0/16")) is allowed
+    settings = Settings(source_hosts="db1,*.cluster.example, 10.1.0.0/16")  # type: ignore[arg-type]
+    config = json.dumps({"rev": 1, "nodesExt": [{"services": {"kv": 1}}, {"hostname": host, "services": {"kv": 2}}]})
+    here = Address("first.example", 11210)
+    if allowed:
+        assert len(read_map(config.encode(), here, settings).nodes) == 2
+    else:
+        with pytest.raises(HandshakeFailed, match="which source_hosts does not allow"):
+            read_map(config.encode(), here, settings)
+    assert len(read_map(config.encode(), here, Settings()).nodes) == 2
+
+
+async def test_the_password_is_derived_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server chooses how much work that is."""
+    threads: list[threading.Thread] = []
+    final = ScramClient.final
+
+    def noted(self: ScramClient, challenge: bytes) -> bytes:
+        threads.append(threading.current_thread())
+        return final(self, challenge)
+
+    monkeypatch.setattr(ScramClient, "final", noted)
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "demo")
+    async with SandboxCluster(vbuckets=1) as cluster:
+        settings = Settings()
+        access = Access.of(parse(cluster.connection_string), settings)
+        link, _ = await enter(access, Address("127.0.0.1", cluster.nodes[0].port or 0), SystemClock())
+        link.close()
+    assert threads
+    assert threading.main_thread() not in threads

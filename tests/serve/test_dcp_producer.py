@@ -20,6 +20,9 @@ from tests.serve.kv_rig import DEFAULT, Store
 UUID = 77
 DISK, MEMORY = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT), int(SnapshotFlag.MEMORY | SnapshotFlag.CHECKPOINT)
 
+BOMB = b"\xff\xff\xff\xff\x0f"
+"""Snappy that claims to be 4 GiB."""
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
@@ -384,8 +387,25 @@ async def test_what_is_live_comes_between_the_pieces_of_a_backfill(tmp_path: Pat
     store.close()
 
 
-async def test_a_row_that_cannot_be_read_ends_its_stream_and_no_other(store: Store, endpoint: DcpEndpoint) -> None:
-    store.put(b"a", b"not snappy at all", 1, datatype=2)
+async def test_a_value_that_cannot_be_taken_apart_is_sent_as_it_is_and_the_stream_goes_on(
+    store: Store, endpoint: DcpEndpoint
+) -> None:
+    store.put(b"a", BOMB, 1, datatype=2)
+    store.put(b"b", b"fine", 2)
+    client = await endpoint.client(features=(0x06, 0x07, 0x08, 0x0B, 0x12))
+    assert (await client.stream(0)).status == 0
+    found = [each for each in await client.until_end(2) if isinstance(each, ev.Mutation)]
+    assert [(each.value, each.datatype) for each in found] == [(BOMB, 2), (b"fine", 0)]
+
+
+async def test_a_row_that_cannot_be_read_ends_its_stream_and_no_other(
+    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: object) -> bytes:
+        raise ValueError("metadata of 9 bytes in 1 byte of value")
+
+    monkeypatch.setattr("mirror.serve.dcp_encoder.RowEncoder._document", damaged)
+    store.put(b"a", BOMB, 1, datatype=2)
     client = await endpoint.client(features=(0x06, 0x07, 0x08, 0x0B, 0x12))
     assert (await client.stream(0)).status == 0
     _, end = await client.events(2)

@@ -86,6 +86,32 @@ def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
         eventually_now(lambda: not site.server.service.streams)
 
 
+def test_a_document_that_cannot_be_decompressed_is_an_error_of_its_own(site: Site) -> None:
+    """A value of 19.7 MB once grew to a gigabyte; changes and multi-get broke off at it."""
+    bomb = b"\xff\xff\xff\xff\x0f"
+    keys = [site.source.key_of(3, number).decode() for number in range(3)]
+    site.source.snapshot(3, *((key.encode(), b"1") for key in keys[:2]), datatype=1)
+    site.source.snapshot(3, (keys[2].encode(), bomb), datatype=3)
+    site.source.snapshot(3, (keys[1].encode(), b"2"), datatype=1)
+    assert site.get(site.document(keys[2]), 500).json()["type"] == "urn:dcp-mirror:damaged"
+    many = site.client.post("/v1/collections/_default/multi-get", json={"keys": keys}).json()["documents"]
+    scan = site.get("/v1/collections/_default/documents", params={"vbid": "3"}).json()["documents"]
+    changes = [
+        each["data"]["document"]
+        for each in events(site.get("/v1/changes", params={"vbid": "3", "follow": "false"}).text)
+        if each.get("event") == "mutation"
+    ]
+    for found in (many, scan, changes):
+        values = {each["key"]: each.get("value", each.get("problem")) for each in found}
+        assert values == {
+            keys[0]: 1,
+            keys[1]: 2,
+            keys[2]: "a compressed value claims 4294967295 bytes; at most 33554432 are possible",
+        }
+        (stored,) = [each for each in found if "problem" in each]
+        assert (stored["value_b64"], stored["datatype"]) == ("/////w8=", 3)
+
+
 def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) -> None:
     file = tmp_path / "users.json"
     file.write_text(json.dumps({"users": {name: entry_of("x") for name in ("ann", "bob")}}))

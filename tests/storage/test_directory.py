@@ -119,3 +119,30 @@ def test_the_description_holds_what_the_format_says(tmp_path: Path) -> None:
         "vbucket_count": 4,
         "group_count": 2,
     }
+
+
+def test_a_group_folder_that_is_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path = tmp_path / "data"
+    path.mkdir()
+    (path / "group-0000").symlink_to(elsewhere)
+    with pytest.raises(StorageError, match="is a symbolic link"):
+        directory.create(str(path), IDENTITY)
+    with pytest.raises(StorageError, match="is a symbolic link"):
+        directory.GroupLock(str(path / "group-0000"))
+    assert list(elsewhere.iterdir()) == []
+    (elsewhere / directory.LOCK_FILE).symlink_to(tmp_path / "victim")
+    with pytest.raises(StorageError):
+        directory.GroupLock(str(elsewhere))
+    assert not (tmp_path / "victim").exists()
+
+
+def test_the_files_of_a_mirror_are_its_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        directory.create(str(tmp_path / "data"), IDENTITY)
+    finally:
+        os.umask(before)
+    for file in (tmp_path / "data").glob("group-*/*"):
+        assert file.stat().st_mode & 0o077 == 0, file

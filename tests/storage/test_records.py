@@ -85,6 +85,16 @@ def test_a_value_that_cannot_be_is_named(value: bytes, datatype: int, message: s
         records.decode_row(VB, BR, records.encode_mutation(b"k", value, 1, datatype=datatype))
 
 
+@pytest.mark.parametrize(("value", "datatype"), [(b"\xff\xff\xff\xff\x0f", 2), (b"\0\0\0\x09abc", 5)])
+def test_a_value_that_cannot_be_taken_apart_can_stay_as_it_is_stored(value: bytes, datatype: int) -> None:
+    frame = records.encode_mutation(b"k", value, 1, datatype=datatype)
+    found = records.decode_row(VB, BR, frame, lenient=True)
+    assert (found.value, found.datatype) == (value, datatype)
+    assert records.value_problem(found)
+    fine = records.decode_row(VB, BR, records.encode_mutation(b"k", b"x", 1), lenient=True)
+    assert records.value_problem(fine) is None
+
+
 @given(st.binary(max_size=80), st.integers(0, 70), st.integers(0, 255))
 def test_damaged_rows_raise_corrupted_and_nothing_else(garbage: bytes, position: int, byte: int) -> None:
     whole = bytearray(records.encode_mutation(b"key", b"some value", 9, datatype=1))

@@ -61,3 +61,26 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named() -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         ServiceLock(Path("/proc/no-such-place"))
+
+
+def test_a_lock_that_is_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    """It would write this process's id into a file of whoever made the link."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    data = tmp_path / "data"
+    data.mkdir(mode=0o700)
+    (data / LOCK_NAME).symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"service\.lock is a symbolic link"):
+        ServiceLock(data)
+    assert victim.read_text() == "precious"
+
+
+def test_a_directory_that_anybody_may_write_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    data.chmod(0o1777)
+    with pytest.raises(ConfigError, match="every user of this machine") as caught:
+        ServiceLock(data)
+    assert f"chmod o-w {data}" in caught.value.hint
+    data.chmod(0o770)
+    ServiceLock(data).release()

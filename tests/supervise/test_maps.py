@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from mirror.errors import OlderMap
 from mirror.ingest.topology import ClusterMap, Node
@@ -35,6 +36,16 @@ def test_a_newer_map_is_recorded_and_an_older_one_refused_also_after_a_restart(t
         opened.check(replace(MAP, rev=9))
         opened.check(replace(MAP, rev_epoch=2, rev=1))
     assert recorded(tmp_path) == (1, 9)
+
+
+def test_hosts_that_are_new_in_a_map_are_an_event(tmp_path: Path) -> None:
+    book = MapBook(str(tmp_path), "b1")
+    with capture_logs() as logged:
+        book.take(MAP)
+        book.take(replace(MAP, rev=8))
+        book.take(replace(MAP, rev=9, nodes=(Node("h", 11210), Node("evil.example", 11210))))
+        book.take(MAP)
+    assert [(each["hosts"], each["rev"]) for each in logged] == [("h", 7), ("evil.example", 9)]
 
 
 def test_the_map_of_before_a_restart_is_followed_again(tmp_path: Path) -> None:
