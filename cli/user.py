@@ -19,7 +19,7 @@ import typer
 from cli import options, output
 from cli.exits import Absent
 from mirror.errors import ConfigError
-from mirror.serve.auth import EVERYTHING, entry_of, new_secret, parse_users, read_users
+from mirror.serve.auth import EVERYTHING, entry_of, new_salt_key, parse_users, read_users
 
 app = typer.Typer(
     name="user",
@@ -43,7 +43,7 @@ def add(
 ) -> None:
     """Add a user, or give one a new password. The password is asked for, or read from stdin."""
     document = _load(file)
-    document.setdefault("secret", new_secret())
+    document.setdefault("salt_key", new_salt_key())
     document.setdefault("users", {})[name] = entry_of(_password(name), tuple(read or EVERYTHING))
     _save(file, document)
 

@@ -28,8 +28,8 @@ from mirror.errors import ConfigError
 from mirror.log import get_logger
 from mirror.serve.listener import Limits
 
-ACCEPTS_PER_TURN = 64
-"""Connections accepted before those that are open have their turn."""
+ACCEPTS_PER_TURN = 4
+"""Connections accepted before those that are open have their turn: with TLS each takes half a millisecond."""
 RETRY_S = 1.0
 """Pause after a failure to accept, as asyncio's own servers have it."""
 LOG_INTERVAL_S = 60.0
@@ -110,6 +110,7 @@ class Slot:
     def release(self) -> None:
         """The connection is over. Harmless when repeated."""
         self._cancel()
+        self.abort = bool  # it refers to what refers to this: a handshake's buffers would stay until garbage collection
         self._admission.released(self)
 
     def _cancel(self) -> None:
@@ -189,8 +190,9 @@ class Admission:
         """Close a connection on which nobody has logged in."""
         self.evicted_count += 1
         self._evictions.note(asyncio.get_running_loop().time(), why=why, peer=slot.peer)
+        abort = slot.abort
         slot.release()
-        slot.abort()
+        abort()
 
     def established(self, slot: Slot) -> None:
         """Somebody has logged in."""

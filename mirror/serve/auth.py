@@ -2,8 +2,8 @@
 
 Knows names, verifiers and patterns of collections; must never know a protocol, and keeps no password of the file's
 users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {MECHANISM: {...}}}}, "anonymous":
-{"read": [PATTERN...]}, "secret": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. It is read again when it
-changes; one that has become unreadable leaves the users of before. Invariants: without a file the mirror's own user at
+{"read": [PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. It is read again when
+it changes; one that has become unreadable leaves the users of before. Invariants: without a file the mirror's own user at
 the source may read everything, and so may everybody on this machine; with one, those who do not log in read only what
 `anonymous` says, and only on this machine; a user who does not exist cannot be told from one who does, by salt,
 iterations or work (`nobody`).
@@ -263,8 +263,8 @@ def entry_of(password: str, patterns: tuple[str, ...] = EVERYTHING) -> dict[str,
     return {"read": list(patterns), "verifiers": verifiers}
 
 
-def new_secret() -> str:
-    """The file's member `secret`: makes the salts of users that do not exist."""
+def new_salt_key() -> str:
+    """The file's member `salt_key`: makes the salts of users that do not exist."""
     return _base64(secrets.token_bytes(16))
 
 
@@ -287,7 +287,7 @@ def parse_users(
     document: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, Reader], dict[str, dict[str, ScramVerifier]], Reader | None]:
     """Readers, their verifiers by mechanism, and the anonymous reader. Raises ConfigError."""
-    unknown = set(document) - {"users", "anonymous", "secret"}
+    unknown = set(document) - {"users", "anonymous", "salt_key"}
     if unknown:
         raise _bad(path, f"has the unknown member {min(unknown)!r}")
     users = document.get("users", {})
@@ -316,7 +316,7 @@ def parse_users(
 
 
 def _secret(document: Mapping[str, Any], path: Path) -> bytes | None:
-    text = document.get("secret")
+    text = document.get("salt_key")
     if text is None:
         return None
     try:
@@ -324,7 +324,7 @@ def _secret(document: Mapping[str, Any], path: Path) -> bytes | None:
     except (TypeError, ValueError):
         found = b""
     if len(found) < SECRET_BYTES_MIN:
-        raise _bad(path, f"`secret` is not base64 of {SECRET_BYTES_MIN} bytes or more")
+        raise _bad(path, f"`salt_key` is not base64 of {SECRET_BYTES_MIN} bytes or more")
     return found
 
 

@@ -44,7 +44,7 @@ OPERATIONS: dict[int, Operation[KvSession]] = {
 HIGH_WATER_BYTES = 256 * 1024
 """Unsent bytes at which a client's further requests wait."""
 
-TURN_S = 0.005
+TURN_S = 0.001
 """A client's turn ends with the request that reaches this, or with `requests_per_turn`: other clients wait no longer
 than one turn of each, and one request."""
 
@@ -362,7 +362,7 @@ class KvConnection(asyncio.Protocol):
     async def _go_on(self, frame: Frame, later: Later, began: float) -> None:
         reply = None
         while reply is None:
-            await asyncio.sleep(later.pause_s)
+            await (asyncio.sleep(later.pause_s) if later.wait is None else later.wait())
             await self._writable.wait()
             reply = self._guarded(frame, later.step)
         if not self._ended:

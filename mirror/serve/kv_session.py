@@ -16,7 +16,7 @@ from mirror.serve.auth import Reader, Users
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_scan_request import Scan
-from mirror.serve.logins import Logins
+from mirror.serve.logins import Attempt, Logins
 from mirror.server.document_requests import ACCESS_DELETED, REPLICA_READ, DocumentSession, FoundDocument
 from mirror.server.errors import Refused
 from mirror.server.session import Handler, Later, Reply, Revision, VbucketHistory, failover_statistics
@@ -136,9 +136,9 @@ class KvSession(DocumentSession):
         users = self.users
         return ScramServer(mechanism, verifier_of=users.verifiers(mechanism), nobody=users.nobody(mechanism))
 
-    def login_attempt(self, username: str, check: Callable[[], T | None]) -> Callable[[], tuple[T | None] | None]:
+    def login_attempt(self, username: str, check: Callable[[], T | None]) -> Attempt[T]:
         """Checked in a thread, and later after others failed."""
-        return self._logins.begin(username, self._peer, check).poll
+        return self._logins.begin(username, self._peer, check)
 
     def log_in(self, username: str) -> None:
         """The client has proven to be this user."""

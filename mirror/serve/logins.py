@@ -10,6 +10,7 @@ Knows users, peers and how often each failed lately; never a protocol or a socke
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +24,6 @@ from mirror.wire.sasl import SaslError
 
 WORKERS = 2
 """Threads that check passwords: a check is some milliseconds of one core."""
-POLL_S = 0.002
-"""How often the caller of an attempt asks whether it is done."""
 USER_FAILURES_FREE = 3
 """Failures of a user that cost nothing: people mistype."""
 PEER_FAILURES_FREE = 20
@@ -72,7 +71,7 @@ class Failures:
 
 
 class Attempt(Generic[T]):
-    """One attempt to log in. `poll` it until it is done, or let go of it."""
+    """One attempt to log in. `poll` and `wait` until it is done, or let go of it."""
 
     def __init__(self, logins: Logins, user: str, peer: str, check: Callable[[], T | None]) -> None:
         """`Logins.begin` makes it."""
@@ -84,14 +83,11 @@ class Attempt(Generic[T]):
 
     def poll(self) -> tuple[T | None] | None:
         """None: not yet. Else what the check returned (None: refused). Raises what the check raised."""
-        if self._future is None:
-            if self._logins.clock.monotonic() < self._starts_s:
-                return None
-            self._future = self._logins.submit(self._check)
-        if not self._future.done():
+        future = self._begun()
+        if future is None or not future.done():
             return None
         try:
-            found = self._future.result()
+            found = future.result()
         except SaslError:
             self._logins.failed(self._user, self._peer)
             raise
@@ -100,6 +96,18 @@ class Attempt(Generic[T]):
         else:
             self._logins.succeeded(self._user)
         return (found,)
+
+    async def wait(self) -> None:
+        """Return when the check is done. Nothing is polled: a thousand attempts that wait cost nobody anything."""
+        while (future := self._begun()) is None:
+            await self._logins.clock.sleep(self._starts_s - self._logins.clock.monotonic())
+        await asyncio.wait([asyncio.wrap_future(future)])
+
+    def _begun(self) -> Future[T | None] | None:
+        """The check, once its time has come."""
+        if self._future is None and self._logins.clock.monotonic() >= self._starts_s:
+            self._future = self._logins.submit(self._check)
+        return self._future
 
 
 class Logins:
@@ -133,7 +141,7 @@ class Logins:
             return proven
         attempt = self.by_password(name, password, peer)
         while (done := attempt.poll()) is None:
-            await self.clock.sleep(POLL_S)
+            await attempt.wait()
         return done[0]
 
     # -- what attempts ask

@@ -20,8 +20,6 @@ from mirror.wire.frame import Frame
 from mirror.wire.sasl import HASHES, SaslError, plain_decode
 
 AGENT_BYTES_MAX = 200
-LOGIN_POLL_S = 0.002
-"""How often it is looked whether a login was checked."""
 DEFAULT_COLLECTION = 0
 DEFAULT_NAME = "_default"
 """Stands for an empty name of a scope or collection."""
@@ -85,11 +83,11 @@ def _step(session: Session, frame: Frame) -> Reply | Later:
 
 def _later(session: Session, username: str, check: Callable[[], T | None], answered: Callable[[T], bytes]) -> Later:
     """The answer to the last message of a login, once the server has checked it."""
-    poll = session.login_attempt(username, check)
+    attempt = session.login_attempt(username, check)
 
     def step() -> Reply | None:
         try:
-            done = poll()
+            done = attempt.poll()
             if done is None:
                 return None
             (found,) = done
@@ -100,7 +98,7 @@ def _later(session: Session, username: str, check: Callable[[], T | None], answe
         session.log_in(username)
         return Reply(value=answered(found))
 
-    return Later(step, LOGIN_POLL_S, barrier=True)
+    return Later(step, wait=attempt.wait, barrier=True)
 
 
 def _login_failed(session: Session) -> Reply:

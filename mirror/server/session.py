@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from mirror.server.errors import Refused
 from mirror.server.producer import Producer
@@ -26,6 +26,7 @@ from mirror.wire.sasl import HASHES, MECHANISMS, ScramServer
 JSON = int(Datatype.JSON)
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 Revision = tuple[int, int]
 """(epoch, revision) of a cluster map."""
@@ -58,8 +59,35 @@ class Later:
     """The answer, or None: not yet. Raises Refused."""
     pause_s: float = 0.0
     """Between steps."""
+    wait: Callable[[], Awaitable[None]] | None = None
+    """Returns when the next step has something to do; instead of a pause."""
     barrier: bool = False
     """Later requests of the client wait for this answer, whatever it negotiated."""
+
+
+class LoginAttempt(Protocol[T_co]):
+    """A login whose outcome may take time."""
+
+    def poll(self) -> tuple[T_co | None] | None:
+        """None while the outcome is not known; then what was found out, None where it is refused. Raises SaslError."""
+
+    async def wait(self) -> None:
+        """Return when the outcome is known."""
+
+
+class CheckedAtOnce(Generic[T]):
+    """A login that is checked when it is asked for."""
+
+    def __init__(self, check: Callable[[], T | None]) -> None:
+        """`check` is called by `poll`."""
+        self._check = check
+
+    def poll(self) -> tuple[T | None] | None:
+        """What the check returns."""
+        return (self._check(),)
+
+    async def wait(self) -> None:
+        """Return at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +248,9 @@ class Session(ABC):
     def scram_server(self, mechanism: str) -> ScramServer:
         """The server's side of a SCRAM login."""
 
-    def login_attempt(self, username: str, check: Callable[[], T | None]) -> Callable[[], tuple[T | None] | None]:
-        """What is polled for the outcome of a login: None while it is not known, then what `check` returned, in a
-        tuple. `check` returns None or raises SaslError where the login is refused. A server for tests checks at once.
-        """
-        return lambda: (check(),)
+    def login_attempt(self, username: str, check: Callable[[], T | None]) -> LoginAttempt[T]:
+        """A login. `check` returns None or raises SaslError where it is refused. A server for tests checks at once."""
+        return CheckedAtOnce(check)
 
     @abstractmethod
     def log_in(self, username: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import resource
 import socket
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,21 @@ async def test_connections_are_counted_before_their_tls_handshake(store: Store, 
         assert await newest.alive()
         await until(lambda: admission.open_count == 1)
         assert await newest.alive()
+
+
+async def test_a_handshake_that_was_cut_off_leaves_nothing_behind(store: Store, tmp_path: Path) -> None:
+    """Without garbage collection, which comes too late: half a gigabyte of buffers was waiting for it."""
+    cert, key = make_certificate(tmp_path)
+    tls = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
+    async with serving(store.path, addresses=(Address(tls=True),), limits=LIMITS, tls=tls) as endpoint:
+        gc.collect()
+        gc.disable()
+        try:
+            await silent(endpoint, 100)
+            await accepted(endpoint, 100)
+            await until(lambda: sum(isinstance(each, SSLProtocol) for each in gc.get_objects()) <= 16)
+        finally:
+            gc.enable()
 
 
 async def test_another_machine_has_its_share_and_no_more() -> None:

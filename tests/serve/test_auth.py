@@ -20,7 +20,7 @@ from mirror.serve.auth import (
     Users,
     current,
     entry_of,
-    new_secret,
+    new_salt_key,
     server_tls,
     users_of,
 )
@@ -140,8 +140,8 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(file: Pat
             "makes no sense",
         ),
         ({"anonymous": 1}, "`anonymous`"),
-        ({"secret": 1}, "`secret`"),
-        ({"secret": "AAAA"}, "`secret`"),
+        ({"salt_key": 1}, "`salt_key`"),
+        ({"salt_key": "AAAA"}, "`salt_key`"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_one_clear_error(tmp_path: Path, document: Any, said: str) -> None:
@@ -185,7 +185,7 @@ def test_an_unknown_user_cannot_be_told_from_a_known_one(tmp_path: Path, mechani
     ann = entry_of("one")
     for kept in ann["verifiers"].values():
         kept |= {"iterations": 15_000, "salt": "c2FsdCBvZiAyNCBieXRlcy4uLi4uLi4="}
-    document = {"users": {"ann": ann, "bob": entry_of("two")}, "secret": new_secret()}
+    document = {"users": {"ann": ann, "bob": entry_of("two")}, "salt_key": new_salt_key()}
     file = written(tmp_path / "users.json", document)
     names = ["ann", "bob", *(f"nobody{number}" for number in range(40))]
     first, second = FileUsers(file), FileUsers(file)

@@ -104,4 +104,5 @@ def test_a_page_of_what_the_description_promises(busy: Site) -> None:
     """The examples that a person would try first, by hand."""
     with httpx.Client(base_url=busy.url) as client:
         page = client.get("/v1/collections/_default/documents", params={"limit": 2}).json()
-        assert page["documents"][0].keys() == SCHEMAS["Document"]["properties"].keys() - {"key_b64", "value_b64"}
+        seldom = {"key_b64", "value_b64", "problem"}
+        assert page["documents"][0].keys() == SCHEMAS["Document"]["properties"].keys() - seldom

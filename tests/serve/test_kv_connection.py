@@ -17,6 +17,7 @@ from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Magic, Opcode, Status
 from mirror.wire.frame import Frame
+from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import Client, Endpoint, Store, serving
 
 MUTATED_FRAMES = 10_000
@@ -233,6 +234,7 @@ async def test_a_reader_who_takes_nothing_is_not_read_on_and_holds_little(store:
         slow.writer.write(b"".join(fr.encode(get(b"huge", opaque=number)) for number in range(200)))
         await slow.writer.drain()
         await other.ask(get())
+        await until(lambda: any(each.paused_s is not None for each in endpoint.server.connections))
         (connection,) = [each for each in endpoint.server.connections if each.paused_s is not None]
         assert connection.unsent_bytes < HIGH_WATER_BYTES + 2_000_000
         served = endpoint.server.counters.requests
