@@ -1,7 +1,7 @@
 """Checking who a client says that it is: outside of the event loop, and later the more often it was wrong.
 
 Knows users, peers and how often each failed lately; never a protocol or a socket. One home for all ports. Invariants:
-- what costs time (PBKDF2) runs in threads of its own, never in the event loop: those who are logged in notice nothing;
+- what costs time (PBKDF2) runs in a thread of its own, never in the event loop: those who are logged in notice nothing;
 - after some failures of a user, or from a peer, each further attempt waits before it is checked, twice as long as the
   last one, up to `DELAY_MAX_S`; so does one with the right password, unless it was proven to this process before;
 - an attempt of a connection that was closed is not checked; failures are events in the log, one line a minute at most;
@@ -11,6 +11,9 @@ Knows users, peers and how often each failed lately; never a protocol or a socke
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +25,9 @@ from mirror.serve.admission import Periodic
 from mirror.serve.auth import Reader, Users
 from mirror.wire.sasl import SaslError
 
-WORKERS = 2
-"""Threads that check passwords: a check is some milliseconds of one core."""
+NICENESS = 10
+"""Of the thread that checks passwords, one after the other: those who are logged in come first. A check is some
+milliseconds of one core."""
 USER_FAILURES_FREE = 3
 """Failures of a user that cost nothing: people mistype."""
 PEER_FAILURES_FREE = 20
@@ -68,6 +72,12 @@ class Failures:
     def _count(self, name: str, now_s: float) -> float:
         count, last_s = self._found.get(name, (0.0, now_s))
         return max(0.0, count - (now_s - last_s) / FORGET_S)
+
+
+def _step_back() -> None:
+    """Lower the priority of this thread; Linux has one for each."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class Attempt(Generic[T]):
@@ -118,7 +128,7 @@ class Logins:
         self.clock = clock
         self.failed_count = 0
         self._users = users
-        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="login")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="login", initializer=_step_back)
         self._by_user, self._by_peer = Failures(USER_FAILURES_FREE), Failures(PEER_FAILURES_FREE)
         self._events = Periodic("warning", "logins failed")
 

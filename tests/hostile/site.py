@@ -1,0 +1,182 @@
+"""A service with all its listeners over a store that a test filled; its source is away. And its second client."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mirror.serve.auth import entry_of, new_salt_key
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.buffer import FrameBuffer
+from mirror.wire.constants import Opcode
+from mirror.wire.frame import Frame
+from tests.crash.service import LIMIT_S, Service, until
+from tests.serve.certificates import make_certificate
+from tests.serve.kv_rig import Store
+
+USER, PASSWORD = "ann", "a good password"
+VALUE = b'{"small": true}'
+LARGE_BYTES = 20 * 1024 * 1024
+MIDDLE_BYTES = 300 * 1000
+SAMPLES = 60
+MIB = 1024 * 1024
+
+
+class Kv:
+    """A KV client that waits for each answer."""
+
+    def __init__(self, port: int, *, login: bool = True, timeout_s: float = LIMIT_S) -> None:
+        self.line = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
+        self._buffer = FrameBuffer()
+        if login:
+            answer = self.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{USER}\0{PASSWORD}".encode()))
+            assert answer.status == 0, answer
+
+    def send(self, *frames: Frame) -> None:
+        self.line.sendall(b"".join(map(fr.encode, frames)))
+
+    def receive(self) -> Frame:
+        while (frame := self._buffer.next_frame()) is None:
+            data = self.line.recv(1 << 20)
+            if not data:
+                raise ConnectionError("the server hung up")
+            self._buffer.feed(data)
+        return frame
+
+    def ask(self, frame: Frame) -> Frame:
+        self.send(frame)
+        return self.receive()
+
+    def read(self) -> None:
+        """Read the small document."""
+        assert self.ask(fr.request(Opcode.GET, key=b"small")).value == VALUE
+
+    def close(self) -> None:
+        self.line.close()
+
+
+class Http:
+    """An HTTP client that keeps its connection."""
+
+    def __init__(self, port: int, *, login: bool = True) -> None:
+        self.line = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+        token = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+        self.head = "Host: localhost\r\n" + (f"Authorization: Basic {token}\r\n" if login else "")
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of one GET."""
+        self.line.sendall(f"GET {path} HTTP/1.1\r\n{self.head}\r\n".encode())
+        data = b""
+        while b"\r\n\r\n" not in data:
+            data += self._more()
+        head, _, body = data.partition(b"\r\n\r\n")
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        while len(body) < int(fields[b"content-length"]):
+            body += self._more()
+        return int(head.split(b" ", 2)[1]), body
+
+    def _more(self) -> bytes:
+        data = self.line.recv(1 << 20)
+        if not data:
+            raise ConnectionError("the server hung up")
+        return data
+
+    def read(self) -> None:
+        """Read the small document."""
+        assert self.get("/v1/collections/_default/documents/small") == (200, VALUE)
+
+    def close(self) -> None:
+        self.line.close()
+
+
+@dataclass
+class Site:
+    """The service, by its ports."""
+
+    service: Service
+    kv: int
+    kv_tls: int
+    http: int
+    http_tls: int
+    dcp: int
+    closing: ExitStack = field(default_factory=ExitStack)
+
+    def servers(self) -> dict[str, psutil.Process]:
+        """The processes of the listeners, by kind."""
+        status = self.service.status()
+        rows = status["servers"] if status else []
+        return {row["kind"]: psutil.Process(row["pid"]) for row in rows}
+
+    def rss_bytes(self, kind: str) -> int:
+        """Memory of the process of a kind."""
+        return int(self.servers()[kind].memory_info().rss)
+
+
+def median_s(read: Callable[[], object], count: int = SAMPLES) -> float:
+    """The middle one of the times that a client waits for a document."""
+    waits = []
+    for _ in range(count):
+        began = time.perf_counter()
+        read()
+        waits.append(time.perf_counter() - began)
+    return statistics.median(waits)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [line.getsockname()[1] for line in lines]
+
+
+@contextmanager
+def attacked(folder: Path, *settings: str, **more: Any) -> Iterator[Site]:
+    """A service over three documents, with one user."""
+    store = Store(folder, vbuckets=16)
+    store.logs()
+    seqnos: dict[int, int] = {}
+    filler = b"x" * 1000
+    documents = {b"small": VALUE}
+    for name, size in ((b"middle", MIDDLE_BYTES), (b"large", LARGE_BYTES)):
+        documents[name] = b'{"a":[%b]}' % b",".join([b'"%b"' % filler] * (size // len(filler)))
+    for number, (key, value) in enumerate(documents.items(), 1):
+        vbid = store.put(key, value, number, datatype=1)
+        seqnos[vbid] = number
+    store.close()
+    users = folder / "users.json"
+    users.write_text(json.dumps({"users": {USER: entry_of(PASSWORD)}, "salt_key": new_salt_key()}))
+    cert, key_file = make_certificate(folder)
+    kv, kv_tls, http, http_tls, dcp = free_ports(5)
+    flags = [
+        "--kv", f"{kv},tls://127.0.0.1:{kv_tls}", "--http", f"{http},tls://127.0.0.1:{http_tls}", "--dcp", str(dcp),
+        "--workers", "1", "--set", f"users_file={users}", "--set", f"listen_tls_cert_file={cert}",
+        "--set", f"listen_tls_key_file={key_file}", *(part for each in settings for part in ("--set", each)),
+    ]  # fmt: skip
+    with Service("couchbase://demo@127.0.0.1:1/orders", Path(store.path), *flags, **more) as service:
+        service.start()
+        site = Site(service, kv, kv_tls, http, http_tls, dcp)
+        until("all listeners to run", lambda: len(site.servers()) == 3 and connected(site))
+        with site.closing:
+            yield site
+        service.terminate()
+        assert "Traceback" not in service.log.read_text(errors="replace")
+
+
+def connected(site: Site) -> bool:
+    """Whether every port is listened at."""
+    for port in (site.kv, site.kv_tls, site.http, site.http_tls, site.dcp):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            return False
+    return True
