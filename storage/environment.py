@@ -31,6 +31,9 @@ READERS_MAX = 1024
 DATA_FILE = "data.mdb"
 LOOK_INTERVAL_S = 1.0
 """Between two looks whether the file that is open is still the one at its path: a few microseconds each."""
+REMAP_WAIT_S = 10.0
+"""A map is taken over in a new size when no transaction of the process is open: each is some milliseconds of work."""
+REMAP_POLL_S = 0.0005
 SPACE_MIN = 1 << 20
 """With less space than this an input/output error of LMDB is a write that was cut short, bytes."""
 
@@ -125,6 +128,13 @@ class Environment:
         self.writable = writable
         self._pid = os.getpid()
         self._map_lock = threading.Lock()
+        self._remap_count = 0
+        self.remapping = False
+        """No read may begin: the map is taken over in a new size."""
+        self.running: list[None] = []
+        """An entry for each read transaction of this process that is open, or about to be. A thread puts one there
+        before it looks at `remapping`, and takes one away when it is done.
+        """
         self._handles: dict[bytes, Any] = {}
         self.history_id = secrets.randbits(64) or 1
         """Of the branches and positions that this writer makes, and of no other's."""
@@ -261,25 +271,42 @@ class Environment:
         return self.env.open_db(name, dupsort=dups, dupfixed=dups, **options)
 
     def begin(self, *, write: bool = False) -> Any:
-        """A transaction on the newest commit. A map grown by the writer is taken over here."""
+        """A transaction on the newest commit. A map grown by the writer is taken over here. A read is counted in
+        `running`: `end` follows.
+        """
         if os.getpid() != self._pid:
             raise Closed("opened before fork; open it again in the child", path=self.path)
         if not self.writable and self.look():
             raise ViewInvalidated(
                 "the group's file was moved, removed or replaced", path=self.path, hint="start the read again"
             )
-        try:
-            return self.env.begin(write=write)
-        except lmdb.MapResizedError:
-            with self._map_lock:
-                self.env.set_mapsize(0)
-            return self.begin(write=write)
-        except lmdb.ReadersFullError as error:
-            if self.env.reader_check():
-                return self.begin(write=write)
-            raise storage_error(error, self.path) from error
-        except lmdb.Error as error:
-            raise storage_error(error, self.path) from error
+        while True:
+            count = self._remap_count
+            if not write:
+                self.running.append(None)
+            try:
+                if write or not self.remapping:
+                    return self.env.begin(write=write)
+            except lmdb.MapResizedError:
+                pass
+            except lmdb.ReadersFullError as error:
+                if not self.env.reader_check():
+                    self._forget_read(write)
+                    raise storage_error(error, self.path) from error
+            except lmdb.Error as error:
+                self._forget_read(write)
+                raise storage_error(error, self.path) from error
+            self._forget_read(write)
+            self._remap(0, count)
+
+    def _forget_read(self, write: bool) -> None:
+        if not write:
+            self.running.pop()
+
+    def end(self, txn: Any) -> None:
+        """The end of a read."""
+        txn.abort()
+        self.running.pop()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Any]:
@@ -290,12 +317,37 @@ class Environment:
         except lmdb.Error as error:
             raise storage_error(error, self.path) from error
         finally:
-            txn.abort()
+            self.end(txn)
+
+    def _remap(self, size: int, seen_count: int) -> None:
+        """Map the file in another size (0: as large as it has become), unless another thread has since `seen_count`.
+
+        LMDB moves the map, under the transactions of other threads too: so they are waited for, and those that would
+        begin wait.
+        """
+        with self._map_lock:
+            if self._remap_count != seen_count:
+                return
+            self.remapping = True
+            try:
+                deadline = time.monotonic() + REMAP_WAIT_S
+                while self.running:
+                    if time.monotonic() > deadline:
+                        raise StorageError(
+                            "a read of this process stays open, and keeps the file from being mapped in its new size",
+                            path=self.path,
+                            hint="end it, or open a view of its own in another process",
+                        )
+                    time.sleep(REMAP_POLL_S)
+                self.env.set_mapsize(size)
+                self._remap_count += 1
+            finally:
+                self.remapping = False
 
     def grow(self) -> int:
-        """Double the map (no transaction may be open in this process); the new size in bytes."""
+        """Double the map, once no read of this process is open; the new size in bytes."""
         size = int(self.env.info()["map_size"]) * 2
-        self.env.set_mapsize(size)
+        self._remap(size, self._remap_count)
         return size
 
     def file_bytes(self) -> int:

@@ -244,6 +244,21 @@ class Opened(NamedTuple):
     vbid_key: bytes
     begin: Any
     """LMDB's own begin, without `Environment.begin` around it: for the read that happens a million times."""
+    running: list[None]
+    """Of the environment."""
+
+
+def _begin(opened: Opened) -> Any:
+    """A read transaction, at the least cost; `Environment.end` or the like follows."""
+    running = opened.running
+    running.append(None)
+    try:
+        if not opened.environment.remapping:
+            return opened.begin()
+    except lmdb.Error:
+        pass  # `Environment.begin` knows what to do about it
+    running.pop()
+    return opened.environment.begin()
 
 
 def open_view(
@@ -395,7 +410,7 @@ class View:
             trees = (keys.DB_PUB, keys.keys_db(vbid), keys.rows_db(vbid))
             pub, key_tree, row_tree = (environment.db(tree) for tree in trees)
             vbid_key = keys.VBID_KEY.pack(vbid)
-            opened = Opened(environment, pub, key_tree, row_tree, vbid_key, environment.env.begin)
+            opened = Opened(environment, pub, key_tree, row_tree, vbid_key, environment.env.begin, environment.running)
             self._opened[vbid] = opened
         return opened
 
@@ -532,11 +547,8 @@ class View:
             key = key.encode()
         vbid = ((crc32(key) >> 16) & 0x7FFF) % self._count
         opened = self._open(vbid)
-        environment, pub, key_tree, row_tree, vbid_key, begin = opened
-        try:
-            txn = begin()
-        except lmdb.Error:
-            txn = environment.begin()  # knows what to do about it
+        environment, pub, key_tree, row_tree, vbid_key, _, running = opened
+        txn = _begin(opened)
         try:
             # The common case, written out: newest version of a key of the default collection, on the served branch.
             if as_of is None and collection is None:
@@ -562,6 +574,7 @@ class View:
             raise self._damaged(error, opened, vbid) from error
         finally:
             txn.abort()
+            running.pop()
 
     def get_many(
         self,
@@ -613,10 +626,7 @@ class View:
         vbid = ((crc32(key) >> 16) & 0x7FFF) % self._count
         opened = self._open(vbid)
         environment = opened.environment
-        try:
-            txn = opened.begin()
-        except lmdb.Error:
-            txn = environment.begin()
+        txn = _begin(opened)
         try:
             branch, seqno, _, m_branch, m_seqno, flags = unpack_pub(txn.get(opened.vbid_key, b"", opened.pub))
             manifest = self._manifest(environment, txn, vbid, (m_branch, m_seqno))
@@ -633,7 +643,7 @@ class View:
         except (struct.error, lmdb.Error) as error:
             raise self._damaged(error, opened, vbid) from error
         finally:
-            txn.abort()
+            environment.end(txn)
 
     def _newest(self, txn: Any, opened: Opened, vbid: int, wire_key: bytes, branch: int, seqno: int) -> bytes | None:
         """The newest version of a key that a view at (branch, seqno) sees."""

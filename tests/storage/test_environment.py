@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import lmdb
@@ -214,6 +215,73 @@ def test_a_writer_does_not_go_on_in_a_file_that_is_gone(path: str, monkeypatch: 
     with pytest.raises(CorruptedError, match="moved, removed or replaced while the service runs"):
         writer.step()
     writer.give_up()
+
+
+GROWING = """
+import os, sys
+from tests.storage.test_writer import open_writer, publish
+from tests.storage.model import keys_of
+writer = open_writer(sys.argv[1], map_size=1 << 20)
+publish(writer, 0, [(keys_of(0, 1)[0], os.urandom(100_000), seqno) for seqno in range(2, 102)])
+writer.close()
+"""
+
+
+@pytest.mark.parametrize("grown_by", ["the writer of another process", "the writer of this process"])
+def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_size(path: str, grown_by: str) -> None:
+    """LMDB moved the map under it: hundreds of errors in a few milliseconds, in whatever threads were reading."""
+    key = keys_of(0, 1)[0]
+    writer = open_writer(path, map_size=1 << 20)
+    publish(writer, 0, [(key, b"old", 1)])
+    if "another" in grown_by:
+        writer.close()
+    begun, grown = threading.Event(), threading.Event()
+    seen: list[object] = []
+    with open_view(path, map_size=1 << 20) as view:
+        environment = view._environment(0)
+
+        def read_slowly() -> None:
+            try:
+                with environment.read() as txn:
+                    before = txn.get(b"\0\0", db=environment.db(keys.DB_PUB))
+                    begun.set()
+                    grown.wait(5 if "another" in grown_by else 0.5)  # who meets the new size waits for this read
+                    seen.append(before == txn.get(b"\0\0", db=environment.db(keys.DB_PUB)))
+            except Exception as error:
+                seen.append(error)
+
+        if "another" in grown_by:
+            begin = threading.Thread(target=read_slowly)
+            begin.start()
+            begun.wait()
+            subprocess.run([sys.executable, "-c", GROWING, path], check=True)
+            found = view.get(key)  # meets the new size
+        else:
+            begin = threading.Thread(target=read_slowly)
+            begin.start()
+            begun.wait()
+            publish(writer, 0, [(key, os.urandom(100_000), seqno) for seqno in range(2, 102)])
+            found = view.get(key)
+        grown.set()
+        begin.join()
+        assert seen == [True]
+        assert found is not None
+        assert found.seqno == 101
+        assert environment.running == []
+    if "this" in grown_by:
+        assert writer.figures()["map_bytes"] > 1 << 20
+        writer.close()
+
+
+def test_a_read_that_stays_open_keeps_the_map_and_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.environment.REMAP_WAIT_S", 0.01)
+    with open_view(path) as view:
+        environment = view._environment(0)
+        with environment.read() as txn:
+            with pytest.raises(StorageError, match="stays open"):
+                environment.grow()
+            assert txn.get(b"\0\0", db=environment.db(b"pub")) is not None
+        assert environment.grow() > 0
 
 
 def test_a_reader_that_was_killed_is_noticed_by_the_writer(path: str) -> None:
