@@ -66,7 +66,7 @@ class HttpServer:
             raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
         limits = Limits.of(settings)
         requests = Requests(name)
-        mirror = Mirror(settings.data)
+        mirror = Mirror(settings.data, verify_reads=settings.verify_reads)
         users = users_of(settings) if users is None else users
         streams_max = max(1, limits.connections_max // STREAMS_SHARE)
         self.service = Service(

@@ -20,9 +20,10 @@ Stamp = tuple[tuple[int, int], ...]
 class Mirror:
     """The view, and what is asked of it as a whole."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, *, verify_reads: bool = True) -> None:
         """Open nothing yet."""
         self.data = data
+        self._verify_reads = verify_reads
         self._view: View | None = None
         self._stamp: Stamp = ()
 
@@ -30,7 +31,7 @@ class Mirror:
     def view(self) -> View:
         """The view. Raises NotAMirror while there is none, and what opening it raises."""
         if self._view is None:
-            opened = open_view(str(self.data))
+            opened = open_view(str(self.data), verify_reads=self._verify_reads)
             self._stamp = self._stamp_of(opened)
             self._view = opened
         return self._view

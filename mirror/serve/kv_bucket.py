@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 
 from mirror.clock import Clock
 from mirror.log import get_logger
@@ -35,12 +36,13 @@ log = get_logger("kv")
 class KvBucket:
     """The bucket, as readers see it."""
 
-    def __init__(self, data: str, clock: Clock, *, stale_allowed: bool) -> None:
+    def __init__(self, data: str, clock: Clock, *, stale_allowed: bool, verify_reads: bool = True) -> None:
         """Open the mirror at `data`. Raises StorageError."""
         self._data = data
         self.clock = clock
         self._stale_allowed = stale_allowed
-        self.view: View = open_view(data, stale_reads=stale_allowed)
+        self._open = partial(open_view, data, stale_reads=stale_allowed, verify_reads=verify_reads)
+        self.view: View = self._open()
         self._files = self._file_numbers()
         identity = self.view.identity
         self.name = identity.bucket_name
@@ -245,7 +247,7 @@ class KvBucket:
             return False
         log.warning("a group was made anew; opening the mirror again")
         try:
-            fresh = open_view(self._data, stale_reads=self._stale_allowed)
+            fresh = self._open()
         except StorageError as error:
             log.error("the mirror cannot be opened again", error=str(error))
             return False

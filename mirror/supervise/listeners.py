@@ -24,7 +24,7 @@ SLOTS_PER_KIND = 1000
 """Slots 0 to 999 are workers, 1000 to 1999 KV processes, and so on."""
 
 _BOTH = {"log_level", "log_json", "refill_reads"}
-_PREFIXES = ("kv", "http", "dcp", "reader_", "users_", "listen_", "ready_")
+_PREFIXES = ("kv", "http", "dcp", "reader_", "users_", "listen_", "ready_", "verify_reads")
 _LIVE = {
     "workers", "kv_nodes", "lease_max_s", "lease_age_max_s", "stop_timeout_s",
     *(f"{kind}_processes" for kind in KINDS),

@@ -42,7 +42,12 @@ class KvServing:
         clock = SystemClock()
         self._tls = server_tls(settings)
         self._users = users_of(settings, login_secret)
-        self._bucket = KvBucket(str(settings.data), clock, stale_allowed=settings.refill_reads == "stale")
+        self._bucket = KvBucket(
+            str(settings.data),
+            clock,
+            stale_allowed=settings.refill_reads == "stale",
+            verify_reads=settings.verify_reads,
+        )
         self._addresses = [address for address, _ in sockets]
         self._server = self.server_type(
             self._bucket,

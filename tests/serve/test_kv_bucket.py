@@ -15,7 +15,7 @@ from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import MANIFEST_FRESH_S, KvBucket
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
-from storage import directory
+from storage import directory, keys
 from storage.errors import CorruptedError
 from storage.model import Collection, Seqno
 from tests.serve.kv_rig import DEFAULT, Store
@@ -55,6 +55,27 @@ def test_a_read_that_fails_is_a_temporary_failure(bucket: KvBucket, monkeypatch:
         with pytest.raises(Refused) as caught:
             read()
         assert caught.value.status == Status.ETMPFAIL
+
+
+def test_a_damaged_document_is_served_only_where_reads_are_not_verified(
+    bucket: KvBucket, store: Store, clock: ManualClock
+) -> None:
+    vbid = bucket.view.vbid_of(b"a")
+    environment = store.writer.environment
+    with environment.begin(write=True) as txn:
+        tree = environment.db(keys.rows_db(vbid))
+        row_key = keys.ROW.pack(1, 1)
+        stored = bytearray(txn.get(row_key, db=tree))
+        stored[-5] ^= 1
+        txn.put(row_key, bytes(stored), db=tree)
+    with pytest.raises(Refused) as refused:
+        bucket.find(b"\0a", vbid, READER)
+    assert refused.value.status == Status.ETMPFAIL
+    careless = KvBucket(store.path, clock, stale_allowed=False, verify_reads=False)
+    found = careless.find(b"\0a", vbid, READER)
+    assert found is not None
+    assert found.value == b"0"
+    careless.close()
 
 
 def test_a_group_that_was_made_anew_is_opened_again(bucket: KvBucket, store: Store, tmp_path: Path) -> None:
