@@ -290,7 +290,8 @@ def export(
         return
     version = "" if done.version is None else f", version {done.version}"
     typer.echo(
-        f"{done.target}: {done.documents:,} documents of {done.vbuckets} vbuckets in {done.files} files "
+        f"{done.target}: {render.counted(done.documents, 'document')} of {render.counted(done.vbuckets, 'vbucket')} in "
+        f"{render.counted(done.files, 'file')} "
         f"({render.size(done.bytes)}{version}), {render.duration(done.elapsed_s)}"
         + (f"; {done.misfits:,} do not fit the schema" if done.misfits else "")
     )
@@ -376,7 +377,7 @@ def sync(
         output.print_json(asdict(done))
     else:
         typer.echo(
-            f"{to}: {done.events:,} events in {done.batches} batches, "
+            f"{to}: {render.counted(done.events, 'event')} in {render.counted(done.batches, 'batch', 'batches')}, "
             f"{done.inserted:,} inserted, {done.updated:,} updated, {done.deleted:,} deleted"
         )
 
@@ -394,7 +395,7 @@ def batch_line(figures: BatchFigures) -> str:
     )
     lag = "" if figures.lag_seqnos is None else f" | {figures.lag_seqnos:,} seqnos behind"
     rate = f"{render.number(figures.events_per_s)}/s, {render.duration(figures.duration_ms / 1000)}"
-    return f"batch {figures.batch} | {figures.events:,} events ({changed}) | {rate}{lag}"
+    return f"batch {figures.batch} | {render.counted(figures.events, 'event')} ({changed}) | {rate}{lag}"
 
 
 @contextmanager

@@ -43,6 +43,11 @@ def number(value: float | None) -> str:
     return DASH if value is None else f"{value:,.0f}"
 
 
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """`1 batch`, `1,234 batches`; `many` where it is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def size(value: float | None) -> str:
     """Bytes as people read them."""
     if value is None:

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -70,6 +71,10 @@ class Time:
     """An `as_of` by wall clock: the newest kept boundary published at or before `ms` milliseconds since 1970."""
 
     ms: int
+
+    def __str__(self) -> str:
+        """In ISO 8601."""
+        return datetime.fromtimestamp(self.ms / 1000, UTC).isoformat(timespec="milliseconds")
 
 
 AsOf = int | Time | None
@@ -475,8 +480,7 @@ class View:
             boundary = chain.newest_boundary(environment, txn, Vbid(vbid), served.links, as_of)
         if boundary is None or boundary.seqno < served.floor_seqno:
             raise NoSuchBoundary(
-                f"nothing is kept as of {as_of.ms if isinstance(as_of, Time) else as_of}; "
-                f"history begins at seqno {served.floor_seqno}",
+                f"nothing is kept as of {as_of}; history begins at seqno {served.floor_seqno}",
                 vbid=vbid,
                 hint="ask for a later point, or keep more history",
             )

@@ -28,6 +28,10 @@ and of changes, further:
                 seqno falls (and begins anew with a resync): (branch, seqno) of the version for published events; for a
                 retraction or restoration the new branch and the boundary at which it begins, so the two of one key
                 share it, and the restoration has the last word. This pair is what an upsert is to compare
+    event_time  when the source wrote the version, by the clock of the node that did: the upper 48 bits of the cas,
+                which are nanoseconds since 1970. Rises for each key, as the cas does; between keys it is as good as the
+                clocks of the nodes, and a cas that was set from elsewhere (XDCR, a restore) has the other cluster's
+                clock. Null for rows about more than one document, and where the source gave no cas
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ CHANGES = pa.schema(
         pa.field("snapshot_end_seqno", pa.int64()),
         pa.field("at_branch", pa.int64()),
         pa.field("at_seqno", pa.int64()),
+        pa.field("event_time", pa.timestamp("us", "UTC")),
     ]
 )
 

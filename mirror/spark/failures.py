@@ -19,6 +19,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+HIDE = "SPARK_HIDE_TRACEBACK"
+"""A variable of PySpark's (`pyspark.util.handle_worker_exception`)."""
+
+
 class MirrorSourceError(Exception):
     """What went wrong and how to mend it, in one line."""
 
@@ -26,17 +30,26 @@ class MirrorSourceError(Exception):
 MirrorSourceError.__module__ = "builtins"  # so that it is not spelled out with its module in front of its text
 
 
+def hide_tracebacks() -> None:
+    """An error that this process ends with is told without its traceback."""
+    os.environ[HIDE] = "1"
+
+
+def show_tracebacks() -> None:
+    """And with it."""
+    os.environ.pop(HIDE, None)
+
+
 @contextmanager
 def clearly() -> Iterator[None]:
     """Turn errors that were foreseen into one line.
 
-    PySpark's processes end after they told of an exception; that the traceback is not told along is decided by a
-    variable of theirs (`pyspark.util.handle_worker_exception`).
+    PySpark's processes end after they told of an exception.
     """
     try:
         yield
     except (MirrorError, StorageError) as error:
-        os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+        hide_tracebacks()
         raise MirrorSourceError(" ".join(str(error).split())) from None
 
 

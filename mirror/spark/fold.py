@@ -25,6 +25,9 @@ RESYNC = "resync"
 STATE = pa.schema([*DOCUMENTS, CHANGES.field("vbuuid"), CHANGES.field("at_branch"), CHANGES.field("at_seqno")])
 """Columns of a table of current state: a document, and where the event stands that put it there."""
 
+FOLD_COLUMNS = [*STATE.names, "kind"]
+"""Of CHANGES: what a fold needs."""
+
 FOLDED = pa.schema([*STATE, pa.field("live", pa.bool_())])
 """A key's last event in a batch; `live` false: the row is to go."""
 
@@ -45,7 +48,7 @@ class Voids:
 
 
 def fold(events: pa.Table) -> tuple[pa.Table, Voids]:
-    """The last event of each key in `events` (with the columns of CHANGES at least; a vbucket's in their order), and
+    """The last event of each key in `events` (with FOLD_COLUMNS; a vbucket's in their order), and
     what they void.
     """
     voids = Voids()

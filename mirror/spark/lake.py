@@ -47,7 +47,7 @@ from deltalake.exceptions import DeltaError
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.columns import CHANGES
 from mirror.spark.delta import commit_parts, conflict_or, lock, only_next, open_table
-from mirror.spark.fold import FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
+from mirror.spark.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
 from mirror.spark.offsets import check_selection
 from mirror.spark.parts import ROW_GROUP_ROWS, Part, run_name
 from mirror.spark.places import Folder, LocalFolder, plain
@@ -65,6 +65,9 @@ STATISTICS = {
     DOCUMENTS_FOLDER: "key,collection,vbid,seqno,at_branch,at_seqno",
 }
 """Columns by which readers skip files; values would only make the log large."""
+
+ADDED_LATER = ("event_time",)
+"""Columns that tables of older versions do not have, at the end of the schema. Their rows have null in them."""
 
 _NAME = re.compile(r"part-[0-9a-f]{16}-b(\d+)-[0-9a-f]{32}\.parquet")
 """Of files that were written with `Lake.prefix`."""
@@ -193,7 +196,13 @@ class Lake:
             except (DeltaError, OSError) as error:
                 raise conflict_or(folder, None, error) from error
         names = [field.name for field in table.schema().fields]
-        if names != schema.names:
+        missing = [field for field in schema if field.name in ADDED_LATER and field.name not in names]
+        if missing and names == [field.name for field in schema if field not in missing]:
+            try:
+                table.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
+            except (DeltaError, OSError) as error:
+                raise conflict_or(folder, table, error) from error
+        elif names != schema.names:
             raise ConfigError(f"{folder}: a table with other columns ({', '.join(names)})", hint="give another folder")
         check_selection(folder.url, table.metadata().description or "", selection)
         return table
@@ -395,7 +404,7 @@ class Lake:
 
     def _folds_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
         with self._readable():
-            tables = (file.read() for file in files)
+            tables = (file.read(FOLD_COLUMNS) for file in files)
             for table, _ in fold_files(tables) if one_batch else [fold_batches(tables)]:
                 yield from table.to_batches(max_chunksize=8192)
 

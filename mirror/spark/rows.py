@@ -205,6 +205,11 @@ def signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
+def event_micros(cas: int) -> int | None:
+    """Microseconds since 1970 of the clock in a cas: its low 16 bits count versions of one moment."""
+    return (cas & ~0xFFFF) // 1000 or None
+
+
 def change_row(
     document: Document,
     collection: str,
@@ -233,6 +238,7 @@ def change_row(
         signed(snapshot_end_seqno),
         at[0],
         signed(at[1]),
+        event_micros(document.cas),
     )
 
 
@@ -241,7 +247,7 @@ def control_row(
 ) -> tuple[Any, ...]:
     """A change that is not about one document, as a row in the order of `columns.CHANGES`."""
     document = (None, collection or None, vbid, signed(seqno), None, None, None, None, None, None)
-    return (*document, kind, branch, signed(vbuuid), signed(snapshot_end_seqno), branch, signed(seqno))
+    return (*document, kind, branch, signed(vbuuid), signed(snapshot_end_seqno), branch, signed(seqno), None)
 
 
 def change_batches(rows: Iterable[tuple[Any, ...]], names: Sequence[str]) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from mirror.errors import MirrorError
+from mirror.errors import ConfigError, MirrorError
 from mirror.log import structlog
 from storage.errors import StorageError
 
@@ -38,6 +38,9 @@ POLL_INTERVAL_S = 0.5
 _MARK = "dcp-mirror-error:"
 _TOLD = re.compile(r"MirrorSourceError: (.+?)(?: SQLSTATE: \w+)?$", re.MULTILINE)
 """How the data source tells of an error that was foreseen (failures.py), among Spark's own words."""
+
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(mirror|storage|pyarrow|lmdb|deltalake)\b")
+"""What an executor without this package says; workers that do not start say it, too."""
 
 
 class Runner(Protocol):
@@ -205,6 +208,12 @@ def error_of(error: BaseException) -> BaseException:
         found = pickle.loads(bytes.fromhex(text[start + len(_MARK) : text.index(";", start)]))
         if isinstance(found, MirrorError | StorageError):
             return found
+    missing = _MISSING.search(text)
+    if missing is not None:
+        return ConfigError(
+            f"the Python of an executor has no package {missing[1]}",
+            hint="pip install 'dcp-mirror[spark]' on every executor, and set spark.pyspark.python to that Python",
+        )
     told = _TOLD.search(text)
     if told is not None:
         return MirrorError(told[1].strip())

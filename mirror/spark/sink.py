@@ -61,7 +61,7 @@ class Writer(DataSourceArrowWriter):
         try:
             with PartWriter(self._folder, self._prefix, CHANGES) as parts:
                 for batch in iterator:
-                    parts.write(text_keys(batch))
+                    parts.write(text_keys(batch.cast(CHANGES)))  # Spark sends times in the session's zone
         except MirrorError as error:
             return Told([], as_text(error))
         return Told(parts.finished)

@@ -17,15 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    Filter,
+    InputPartition,
+)
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from mirror.errors import ConfigError
 from mirror.spark import local
 from mirror.spark.bodies import Bodies
+from mirror.spark.carry import Carried
 from mirror.spark.columns import DOCUMENTS, TABLES
-from mirror.spark.failures import clearly, told_clearly
+from mirror.spark.failures import clearly, hide_tracebacks, show_tracebacks, told_clearly
 from mirror.spark.filters import accept
 from mirror.spark.local import Shape, Wanted
 from mirror.spark.options import Options, parse
@@ -41,6 +50,12 @@ MARK = "_"
 OWN_COLUMNS = ConfigError(
     "table=changes has columns of its own",
     hint="choose some of them with option columns, and take value apart with from_json",
+)
+
+
+READ_ONLY = ConfigError(
+    "a mirror cannot be written",
+    hint="write to the cluster, for example with the couchbase-spark-connector; the mirror follows it",
 )
 
 
@@ -80,7 +95,20 @@ class MirrorSource(DataSource):
             return ChangesReader(replace(options, columns=tuple(fields.names)))
         shape = shape_of(fields, options, own_schema)
         mark = MARK if own_schema else ""
-        return (PushdownDocumentsReader if options.pushdown else DocumentsReader)(options, shape, mark)
+        if options.pushdown:
+            hide_tracebacks()  # PySpark refuses such a reader while its setting is off, and says so in one line
+            return PushdownDocumentsReader(options, shape, mark)
+        return DocumentsReader(options, shape, mark)
+
+    @told_clearly
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """None."""
+        raise READ_ONLY
+
+    @told_clearly
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        """None."""
+        raise READ_ONLY
 
     @told_clearly
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
@@ -139,7 +167,7 @@ def in_session(shape: Shape) -> Shape:
     return replace(shape, reading=replace(shape.reading, time_zone=zone or machine_zone()))
 
 
-class DocumentsReader(DataSourceReader):
+class DocumentsReader(Carried, DataSourceReader):
     """Documents."""
 
     def __init__(self, options: Options, shape: Shape, mark: str) -> None:
@@ -175,6 +203,12 @@ class DocumentsReader(DataSourceReader):
 class PushdownDocumentsReader(DocumentsReader):
     """The same, with filters."""
 
+    def partitions(self) -> Sequence[InputPartition]:
+        """The reader was not refused."""
+        show_tracebacks()
+        return super().partitions()
+
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take those whose answer is exact; give the others back."""
+        show_tracebacks()
         return list(accept(filters, self._mark, self._wanted))

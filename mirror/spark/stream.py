@@ -17,6 +17,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from mirror.errors import ConfigError
 from mirror.spark import changes
+from mirror.spark.carry import Carried
 from mirror.spark.changes import LocalChanges
 from mirror.spark.failures import clearly, told_clearly
 from mirror.spark.options import Options
@@ -58,7 +59,7 @@ def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
         yield from change_batches(rows, options.names)
 
 
-class ChangesReader(DataSourceReader):
+class ChangesReader(Carried, DataSourceReader):
     """All changes up to now, as a batch."""
 
     def __init__(self, options: Options) -> None:
@@ -79,7 +80,7 @@ class ChangesReader(DataSourceReader):
         return rows_of(self._options, partition)
 
 
-class ChangesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Changes as they are published."""
 
     def __init__(self, options: Options, refusal: ConfigError | None = None) -> None:

@@ -60,6 +60,11 @@ def document(**more: Any) -> dict[str, Any]:
     return found | more
 
 
+def test_one_of_a_kind_is_not_several() -> None:
+    found = [render.counted(count, "batch", "batches") for count in (0, 1, 1234)]
+    assert [*found, render.counted(1, "file")] == ["0 batches", "1 batch", "1,234 batches", "1 file"]
+
+
 def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
     text = drawn(render.status_view(document()))
     assert max(map(len, text.splitlines())) <= 80

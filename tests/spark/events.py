@@ -39,6 +39,7 @@ def event(
         "snapshot_end_seqno": at[1],
         "at_branch": at[0],
         "at_seqno": at[1],
+        "event_time": None,
     } | more
 
 

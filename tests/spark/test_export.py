@@ -21,7 +21,7 @@ from mirror.spark.export import TooManyMisfits, export
 from mirror.spark.local import Counts
 from mirror.spark.parts import Part
 from mirror.spark.runner import LocalRunner
-from storage.errors import NotAMirror, UnknownCollection
+from storage.errors import NoSuchBoundary, NotAMirror, UnknownCollection
 from storage.view import open_view
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 
@@ -103,6 +103,8 @@ def test_as_of_a_time(small: SmallMirror, tmp_path: Path) -> None:
     small.put(orders(100, 200))
     export(small.path, tmp_path / "out", HERE, as_of_ms=then + 1)
     assert exported(tmp_path / "out") == before
+    with pytest.raises(NoSuchBoundary, match=r"nothing is kept as of 2023-11-14T22:13:19\.000\+00:00; history begins"):
+        export(small.path, tmp_path / "never", HERE, as_of_ms=then - 1000)
 
 
 def test_expired_documents_are_left_out(small: SmallMirror, tmp_path: Path) -> None:

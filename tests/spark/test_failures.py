@@ -7,7 +7,7 @@ import os
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.spark.failures import MirrorSourceError, clearly, told_clearly
+from mirror.spark.failures import MirrorSourceError, clearly, hide_tracebacks, show_tracebacks, told_clearly
 from storage.errors import CorruptedError
 
 
@@ -37,3 +37,10 @@ def test_what_nobody_foresaw_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError), clearly():
         divmod(1, 0)
     assert not os.environ["SPARK_HIDE_TRACEBACK"]
+
+
+def test_tracebacks_are_hidden_for_as_long_as_an_error_of_pysparks_is_foreseen() -> None:
+    hide_tracebacks()
+    assert os.environ["SPARK_HIDE_TRACEBACK"] == "1"
+    show_tracebacks()
+    assert "SPARK_HIDE_TRACEBACK" not in os.environ

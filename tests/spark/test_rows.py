@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import cramjam
 import pyarrow as pa
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from mirror.spark import rows as rows_module
 from mirror.spark.columns import CHANGES, DOCUMENTS
-from mirror.spark.rows import HEAD, Documents, change_batches, change_row, control_row
+from mirror.spark.rows import HEAD, Documents, change_batches, change_row, control_row, event_micros
 from storage import records
 from storage.errors import CorruptedError
 from storage.keys import encode_collection_id
@@ -129,6 +131,16 @@ def test_a_batch_is_full_by_rows_or_by_bytes(monkeypatch: pytest.MonkeyPatch) ->
     assert [batch.num_rows for batch in change_batches(rows, ["vbid"])] == [3, 3, 1]
 
 
+def test_an_event_time_is_the_clock_in_the_cas() -> None:
+    at = datetime(2026, 1, 31, 12, 0, 0, 123457, UTC)
+    nanoseconds = (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000
+    cas = (nanoseconds & ~0xFFFF) + 0x10000 + 7  # the 7th version of one moment; the clock counts in steps of 65.5 us
+    row = records.decode_row(Vbid(3), Branch(2), records.encode_mutation(b"k", b"{}", 5, cas=cas))
+    (found,) = change_batches([change_row(row, "s.c", "mutation", 1, 6, (2, 5))], ["event_time"])
+    assert timedelta(0) <= found.column("event_time")[0].as_py() - at < timedelta(microseconds=66)
+    assert event_micros(0) is None
+
+
 def test_changes_have_the_columns_that_were_asked_for() -> None:
     deletion = records.decode_row(Vbid(3), Branch(2), records.encode_deletion(b"\xff", 5))
     rows = [
@@ -154,6 +166,7 @@ def test_changes_have_the_columns_that_were_asked_for() -> None:
         "snapshot_end_seqno": 6,
         "at_branch": 2,
         "at_seqno": 5,
+        "event_time": None,
     }
     (few,) = change_batches(rows, ["kind", "vbid"])
     assert few.to_pylist() == [{"kind": "deletion", "vbid": 3}, {"kind": "collection_dropped", "vbid": 3}]

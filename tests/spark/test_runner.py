@@ -88,6 +88,13 @@ def test_what_the_data_source_said_is_found_among_sparks_words() -> None:
     assert str(error_of(RuntimeError(text))) == "vbucket 3: history is gone (begin anew)"
 
 
+def test_an_executor_without_the_package_is_told_in_one_line() -> None:
+    text = "Job aborted\n  File ...\nModuleNotFoundError: No module named 'mirror'\n"
+    assert str(error_of(RuntimeError(text))).startswith(
+        "the Python of an executor has no package mirror (pip install 'dcp-mirror[spark]' on every executor"
+    )
+
+
 def test_an_error_of_sparks_own_is_told_in_one_line() -> None:
     found = error_of(RuntimeError("\n[SOME_CLASS] It went wrong.\n at java.lang.Thread\n"))
     assert str(found).startswith("Spark: [SOME_CLASS] It went wrong. (")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -35,6 +37,14 @@ def test_what_tasks_wrote_is_told_to_the_driver(tmp_path: Path) -> None:
     (part,) = (Part(*each) for each in found["parts"])
     assert part.name.startswith(PREFIX)
     assert pq.read_table(tmp_path / part.name).column("key").to_pylist() == ["a", "b"]
+
+
+def test_times_come_in_the_sessions_zone_and_are_written_in_utc(tmp_path: Path) -> None:
+    at = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    table = table_of([event("mutation", "a", (1, 1), event_time=at)])
+    schema = table.schema.set(len(table.schema) - 1, pa.field("event_time", pa.timestamp("us", "Asia/Tokyo")))
+    told = writer(tmp_path, tmp_path / "told.json").write(iter(table.cast(schema).to_batches()))
+    assert pq.read_table(tmp_path / told.parts[0].name).column("event_time").to_pylist() == [at]
 
 
 def test_a_task_that_could_not_write_says_why_once(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from pyspark.sql import DataFrame, SparkSession
 from mirror.sandbox import SandboxCluster, SandboxThread, WorkloadOptions
 from mirror.sandbox.workload import Workload
 from mirror.spark.columns import DOCUMENTS
+from mirror.spark.failures import MirrorSourceError
+from mirror.spark.source import MirrorSource
 from storage.view import open_view
 from tests.crash.service import Service, until
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
@@ -155,8 +157,9 @@ def test_without_the_sessions_setting_pushdown_is_refused_by_spark_and_off_by_de
     spark.conf.set(setting, "false")
     try:
         assert read(spark, path=str(small.path)).where("vbid = 3").count() > 0
-        with pytest.raises(Exception, match="DATA_SOURCE_PUSHDOWN_DISABLED"):
+        with pytest.raises(Exception, match=r"DATA_SOURCE_PUSHDOWN_DISABLED.*Set it to true") as raised:
             read(spark, path=str(small.path), pushdown="true").where("vbid = 3").count()
+        assert "Traceback" not in str(raised.value)
     finally:
         spark.conf.set(setting, "true")
 
@@ -201,6 +204,13 @@ def test_documents_of_many_types_in_the_sessions_time_zone(spark: SparkSession, 
     noon = datetime(2026, 7, 1, 3, tzinfo=UTC).timestamp()
     assert found["fits"] == {"_key": "fits", "at": noon, "tags": {"a": 1}, "any": '[1,{"x":null}]', "record": None}
     assert found["unfit"] == {"_key": "unfit", "at": None, "tags": {}, "any": None, "record": '{"at":5.5,"tags":{}}'}
+
+
+def test_a_mirror_is_not_written_to(small: SmallMirror) -> None:
+    source = MirrorSource({"path": str(small.path)})
+    for refuse in (source.writer, source.streamWriter):
+        with pytest.raises(MirrorSourceError, match=r"a mirror cannot be written \(write to the cluster"):
+            refuse(source.schema(), False)
 
 
 def test_another_format_and_damage_are_named(spark: SparkSession, small: SmallMirror) -> None:
