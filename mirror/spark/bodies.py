@@ -92,8 +92,8 @@ class Bodies:
     def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> Parsed:
         """The schema's columns of these documents; bodies and keys are binary arrays. Raises DocumentDoesNotFit."""
         problems: dict[int, str] = {}
-        objects = bodies
-        if datatypes != _ONE_JSON * len(bodies) or not _enclosed(bodies):
+        objects, enclosed = bodies, datatypes == _ONE_JSON * len(bodies) and _enclosed(bodies)
+        if not enclosed:
             stripped = []
             for row, (body, datatype) in enumerate(zip(bodies.to_pylist(), datatypes, strict=True)):
                 text = body.strip(_BLANKS)
@@ -102,9 +102,12 @@ class Bodies:
                     text = b""
                 stripped.append(text or b"{}")
             objects = pa.array(stripped, pa.binary())
-        pieces = list(self._pieces(objects, 0, problems))
-        found = [pa.concat_arrays([piece[at] for piece in pieces]) for at in range(len(self._schema))]
-        if not pieces:
+        pieces = list(self._pieces(objects, enclosed, 0, problems))
+        if len(pieces) == 1:
+            found = pieces[0]
+        elif pieces:
+            found = [pa.concat_arrays([piece[at] for piece in pieces]) for at in range(len(self._schema))]
+        else:
             found = [pa.array([], each.type) for each in self._schema]
         misfits = sorted(problems)
         if misfits and self._reading.mode == "failfast":
@@ -121,10 +124,12 @@ class Bodies:
             found.insert(self._corrupt_at, pa.array(texts, pa.string()))
         return Parsed(found, misfits)
 
-    def _pieces(self, objects: Any, first: int, problems: dict[int, str]) -> Iterator[list[Any]]:
-        """Columns of the bodies from row `first` on, some rows at a time."""
+    def _pieces(self, objects: Any, enclosed: bool, first: int, problems: dict[int, str]) -> Iterator[list[Any]]:
+        """Columns of the bodies from row `first` on, some rows at a time; `enclosed`: all are known to be."""
         if self._arrow is not None:
             try:
+                if not enclosed and not _enclosed(objects):
+                    raise pa.ArrowInvalid("a body that does not end as an object")
                 yield self._arrow.parse(objects)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
                 pass
@@ -132,8 +137,8 @@ class Bodies:
                 return
             if len(objects) > ONE_BY_ONE_MAX:
                 half = len(objects) // 2
-                yield from self._pieces(objects[:half], first, problems)
-                yield from self._pieces(objects[half:], first + half, problems)
+                yield from self._pieces(objects[:half], enclosed, first, problems)
+                yield from self._pieces(objects[half:], enclosed, first + half, problems)
                 return
         if len(objects):
             yield self._one_by_one(objects, first, problems)
@@ -167,13 +172,11 @@ class _ArrowReader:
         )
 
     def parse(self, objects: Any) -> list[Any]:
-        """The columns. Raises ArrowInvalid, ArrowNotImplementedError.
+        """The columns of bodies that are all `_enclosed`. Raises ArrowInvalid, ArrowNotImplementedError.
 
-        As many values as bodies are one of each where all are `_enclosed`, since no damaged body can go on in the next:
-        the line's end between them is an error in a text, and so is `{` behind the end of an object within.
+        As many values as bodies are then one of each, since no damaged body can go on in the next: the line's end
+        between them is an error in a text, and so is `{` behind the end of an object within.
         """
-        if not _enclosed(objects):
-            raise pa.ArrowInvalid("a body that is no JSON object")
         if self._has_decimals and pc.any(pc.match_substring_regex(objects, _LARGE_NUMBER)).as_py():
             raise pa.ArrowInvalid("a number that is too large")
         lines = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END)

@@ -49,7 +49,7 @@ from mirror.spark.columns import CHANGES
 from mirror.spark.delta import commit_parts, conflict_or, lock, only_next, open_table
 from mirror.spark.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
 from mirror.spark.offsets import check_selection
-from mirror.spark.parts import ROW_GROUP_ROWS, Part, run_name
+from mirror.spark.parts import ROW_GROUP_ROWS, Part, PartWriter, run_name
 from mirror.spark.places import Folder, LocalFolder, plain
 
 CHANGES_FOLDER, DOCUMENTS_FOLDER = "changes", "documents"
@@ -284,6 +284,8 @@ class Lake:
         if not names:  # batches that changed no document, and were put together with others since
             self._folded = number
             return Applied(0, 0, 0, 0)
+        if not self.documents.file_uris():
+            return self._fold_first(names, number, marks)
         with self._opened(names) as files:
             one_batch = len({batch_of(name) for name in names}) == 1
             done = self._merge(number, marks, files, one_batch=one_batch)
@@ -295,6 +297,37 @@ class Lake:
         self._folded, self._waiting_bytes = number, 0
         self._put_off(any(changed[1:]))
         return Applied(events, *changed)
+
+    def _fold_first(self, names: list[str], number: int, marks: list[Transaction]) -> Applied:
+        """Fold the first of some batches into the empty table, then the others.
+
+        There is nothing to compare with: rows are written as they come, file by file. A merge would hold all of them,
+        and a first load is the largest batch there is.
+        """
+        first = batch_of(names[0])
+        assert first is not None
+        inserted = events = 0
+        with PartWriter(self.documents_folder.url, f"part-{run_name()}-00000", STATE) as parts:
+            for name in names:
+                if batch_of(name) == first:
+                    with self._opened([name]) as (file,):
+                        events += file.metadata.num_rows
+                        for batch in self._folds_of([file], one_batch=True):
+                            parts.write(batch.filter(batch.column("live")).select(STATE.names))
+        if parts.finished:
+            kept = marks if first == number else [Transaction(BATCH_MARK, first)]
+            metadata = {"batch": str(first)}
+            commit_parts(self.documents_folder, self.documents, parts.finished, STATE, marks=kept, metadata=metadata)
+            self.documents.update_incremental()
+            inserted = sum(part.rows for part in parts.finished)
+        if first == number:
+            self._folded, self._waiting_bytes = number, 0
+            return Applied(events, inserted, 0, 0)
+        if parts.finished:
+            more = self._fold(number, marks)
+        else:
+            more = self._fold_first([name for name in names if batch_of(name) != first], number, marks)
+        return more._replace(inserted=more.inserted + inserted)
 
     def _put_off(self, rewritten: bool) -> None:
         """Decide when the next merge is due. One that only inserts adds files and rewrites none."""

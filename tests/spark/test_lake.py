@@ -141,6 +141,26 @@ def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_s
     lake.close()
 
 
+def test_a_first_load_is_written_and_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge holds all rows of its batch, and nothing is there that they could meet."""
+    merges: list[int] = []
+    merge = Lake._merge
+    monkeypatch.setattr(
+        Lake, "_merge", lambda lake, number, *rest, **more: merges.append(number) or merge(lake, number, *rest, **more)
+    )
+    with Lake(folder_at(tmp_path), None) as lake:
+        deleted = [[event("mutation", "x", (1, 1), value=b"0"), event("deletion", "x", (1, 2))]]
+        first = [[event("mutation", "a", (1, 3), value=b"1"), event("mutation", "a", (1, 4), value=b"2")]]
+        first += [[event("mutation", "b", (1, 1), vbid=1, value=b"3")]]
+        apply(lake, batch(0), deleted, put_off=True)
+        apply(lake, batch(1), first, put_off=True)
+        apply(lake, batch(2), [[event("deletion", "b", (1, 2), vbid=1)]], put_off=True)
+        assert lake.catch_up() == Applied(0, 2, 0, 1)
+        assert merges == [2]
+        assert {key: value for (_, key), (_, value) in current(lake).items()} == {"a": b"2"}
+        assert lake.documents.transaction_version(lakes.BATCH_MARK) == 2
+
+
 def test_tables_of_an_older_version_get_the_columns_that_came_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
