@@ -145,9 +145,12 @@ def test_a_first_load_is_written_and_not_merged(tmp_path: Path, monkeypatch: pyt
     """A merge holds all rows of its batch, and nothing is there that they could meet."""
     merges: list[int] = []
     merge = Lake._merge
-    monkeypatch.setattr(
-        Lake, "_merge", lambda lake, number, *rest, **more: merges.append(number) or merge(lake, number, *rest, **more)
-    )
+
+    def counted(lake: Lake, number: int, *rest: Any, **more: Any) -> Any:
+        merges.append(number)
+        return merge(lake, number, *rest, **more)
+
+    monkeypatch.setattr(Lake, "_merge", counted)
     with Lake(folder_at(tmp_path), None) as lake:
         deleted = [[event("mutation", "x", (1, 1), value=b"0"), event("deletion", "x", (1, 2))]]
         first = [[event("mutation", "a", (1, 3), value=b"1"), event("mutation", "a", (1, 4), value=b"2")]]
