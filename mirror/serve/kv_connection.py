@@ -288,8 +288,12 @@ class KvConnection(asyncio.Protocol):
                 if gathered > GATHER_BYTES:
                     self._flush(out)
                     gathered = 0
-            if self._ended or self._paused or self._goodbye or self._held or perf_counter() > turn_ends:
+            if self._ended or self._paused or self._goodbye or self._held:
+                return pos
+            if perf_counter() > turn_ends:
                 break
+        if 0 < end - pos < HEADER_SIZE:
+            fr.frame_size(data, pos)  # as above, where the turn ended just before
         return pos
 
     def _refuse_large(self, data: bytes, pos: int) -> bytes:

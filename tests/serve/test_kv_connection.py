@@ -122,6 +122,19 @@ async def test_bytes_that_are_no_request_end_their_connection_and_no_other(endpo
     assert endpoint.server.counters.errors == 1
 
 
+async def test_bytes_that_are_no_request_are_noticed_where_a_turn_ends_before_them(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few of them for a header: nothing more comes that would wake the connection."""
+    monkeypatch.setattr("mirror.serve.kv_connection.TURN_S", -1.0)
+    client = await endpoint.connect()
+    client.writer.write(fr.encode(get()) + fr.encode(get()) + b"get a\r\n")
+    for _ in range(2):
+        assert (await client.receive() or get()).value == b"value"
+    assert await client.receive() is None
+    assert endpoint.server.counters.errors == 1
+
+
 async def test_an_answer_to_the_server_is_no_error(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     await client.send(Frame(int(Magic.SERVER_RESPONSE), 1))
