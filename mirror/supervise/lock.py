@@ -58,14 +58,33 @@ class ServiceLock:
                 hint="one service per data directory: stop that one, or ask it by `dcp-mirror status`",
             ) from None
         self._descriptor = descriptor
+        self._place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def check_place(self, *, made: bool) -> None:
+        """Raise SupervisionError unless the path leads to the directory that was locked; if `made`, with a mirror."""
+        try:
+            there = os.path.samestat(os.stat(self.directory), os.fstat(self._place))
+            if made:
+                os.stat(self.directory / directory.FILE)
+        except (FileNotFoundError, NotADirectoryError):
+            there = False
+        except OSError:
+            return  # it cannot be looked at, which does not say that it is gone
+        if not there:
+            raise SupervisionError(
+                f"the data directory {self.directory} was removed or moved while the service ran",
+                hint="put it back, or give --data its new place, and start the service again; without it a new mirror "
+                "is filled from the source",
+            )
 
     def release(self) -> None:
         """Let the next one in."""
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
+            os.close(self._place)
             self._descriptor = -1
 
 

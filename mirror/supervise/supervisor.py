@@ -204,7 +204,10 @@ class Supervisor:
             self._spawn_task(self._ticks())
             self._spawn_task(self._meet_source())
             while not (self._stopping and not self._alive()):
-                self._handle(await self._events.get())
+                event = await self._events.get()
+                if isinstance(event, Tick) and not self._stopping:
+                    self._check_place(lock)
+                self._handle(event)
                 await self._act()
         finally:
             for number in signals:
@@ -264,6 +267,19 @@ class Supervisor:
         if (state, message) != (self._state, self._message):
             self._state, self._message = state, message
             self._notifier.status(f"{state}: {message}" if message else state)
+
+    def _check_place(self, lock: ServiceLock) -> None:
+        """End the service when its directory is gone: nothing that the workers could still commit would be found."""
+        try:
+            lock.check_place(made=self._identity is not None)
+        except SupervisionError as error:
+            self._kill_all()
+            self.stop(error)
+
+    def _kill_all(self) -> None:
+        for child in self._alive():
+            child.phase = Phase.KILLED
+            child.kill()
 
     def _spawn_task(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -472,9 +488,7 @@ class Supervisor:
             self._interrupts += 1
         if self._interrupts > 1:
             log.warning("interrupted again: killing the workers; nothing published is lost")
-            for child in self._alive():
-                child.phase = Phase.KILLED
-                child.kill()
+            self._kill_all()
         self.stop()
 
     def _finished(self, task: asyncio.Task[None]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,23 @@ def test_a_directory_that_anybody_may_write_is_refused(tmp_path: Path) -> None:
     assert f"chmod o-w {data}" in caught.value.hint
     data.chmod(0o770)
     ServiceLock(data).release()
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "moved", "replaced"])
+def test_a_directory_that_is_no_longer_at_its_path_is_noticed(tmp_path: Path, how: str) -> None:
+    data = tmp_path / "data"
+    lock = ServiceLock(data)
+    lock.check_place(made=False)
+    (data / "mirror.json").touch()
+    lock.check_place(made=True)
+    if how == "emptied":
+        (data / "mirror.json").unlink()
+    elif how == "removed":
+        shutil.rmtree(data)
+    else:
+        data.rename(tmp_path / "elsewhere")
+    if how == "replaced":
+        shutil.copytree(tmp_path / "elsewhere", data)
+    with pytest.raises(SupervisionError, match=f"{data} was removed or moved while the service ran"):
+        lock.check_place(made=True)
+    lock.release()

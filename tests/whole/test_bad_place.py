@@ -25,7 +25,7 @@ from storage.view import open_view
 from tests.cli.conftest import call
 from tests.crash.judge import judge
 from tests.crash.load import Load
-from tests.crash.service import Service, until
+from tests.crash.service import Service, gone, until
 
 VBUCKETS = GROUPS = 12
 FLAGS = ("--groups", str(GROUPS), "--workers", "2", "--set", "storage_retry_interval_s=0.3")
@@ -295,3 +295,24 @@ def test_each_damaged_group_is_named_and_the_others_go_on(source: SandboxThread,
             if damage is not cut_short:  # missing pages end the process that reads them: only writers look first
                 with pytest.raises(CorruptedError):
                     view.state(group)
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_directory_that_goes_away_under_the_service_ends_it_with_one_clear_error(
+    source: SandboxThread, data: Path, writing: Load, tmp_path: Path, how: str
+) -> None:
+    with Service(source.connection_string, data, *FLAGS, log=tmp_path / "service.log") as service:
+        service.start()
+        workers = [row["pid"] for row in service.wait_workers(2).values()]
+        if how == "removed":
+            shutil.rmtree(data)
+        else:
+            data.rename(tmp_path / "elsewhere")
+        assert until("the service to end", service.ended) == 1
+        assert all(map(gone, workers))
+        assert not service.tracebacks()
+        said = [line for line in service.tail(1000).splitlines() if f"{data} was removed or moved" in line]
+        assert len(said) == 1, service.tail(1000)
+        assert "start the service again" in said[0]
+    if how == "moved":
+        judge(source.cluster, tmp_path / "elsewhere", live=True)
