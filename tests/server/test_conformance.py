@@ -1,0 +1,381 @@
+"""One suite for both producers: what a DCP client of 7.2 sends, and what it must be answered.
+
+The expectations are those of docs/protocol.md, and of the embedded source's own books where they name seqnos. A case
+runs against the embedded source and against a mirror of it, with one expectation but for `DIFFERENCES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.vbucket import Vbucket
+from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import events as ev
+from mirror.wire import frame as fr
+from mirror.wire.constants import Feature, Opcode, Status, StreamEndReason, StreamRequestFlag
+from tests.feed.harness import Mirror
+from tests.serve.dcp_rig import ALL, TIMES, DcpClient, serving_dcp
+
+VBUCKETS = 4
+CARTS = 8
+OK = Status.SUCCESS
+
+
+@dataclass
+class Server:
+    """One of the two."""
+
+    cluster: SandboxCluster
+    name: str
+    port: int
+    clients: list[DcpClient] = field(default_factory=list)
+
+    async def connect(self) -> DcpClient:
+
+        client = DcpClient(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.clients.append(client)
+        return client
+
+    async def client(self, **options: Any) -> DcpClient:
+        options.setdefault("name", f"client-{len(self.clients)}")
+        return await (await self.connect()).open(self.cluster.bucket.name, **options)
+
+    def vbucket(self, vbid: int) -> Vbucket:
+        return self.cluster.vbucket(vbid)
+
+
+@pytest.fixture(params=["sandbox", "mirror"])
+async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
+    """Vbucket 0 is plain as 2 is, 1 lost two changes in a failover, 3 has only the events of collections."""
+    async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=5, profile="7.2") as cluster:
+        cluster.bucket.create_scope("shop")
+        cluster.bucket.create_collection("shop", "carts")
+        for vbid in (0, 1, 2):
+            for number in range(10):
+                cluster.set(f"d{number}", {"n": number}, vbid=vbid)
+            cluster.set("c", {"cart": 1}, vbid=vbid, collection="shop.carts")
+            cluster.delete("d3", vbid=vbid)
+        cluster.failover(1, lose=2)
+        cluster.set("d4", {"n": "new"}, vbid=1)
+        cluster.bucket.to_disk()
+        if request.param == "sandbox":
+            port = cluster.nodes[0].port
+            assert port is not None
+            made = Server(cluster, request.param, port)
+            yield made
+        else:
+            mirror = Mirror(
+                tmp_path, bucket=cluster.bucket.name, bucket_uuid=cluster.bucket.map.bucket_uuid, vbuckets=VBUCKETS,
+                password="demo",
+            )  # fmt: skip
+            mirror.start(cluster.connection_string)
+            for vbid in range(VBUCKETS):
+                await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+            async with serving_dcp(mirror.path) as endpoint:
+                made = Server(cluster, request.param, endpoint.port)
+                yield made
+            await mirror.stop()
+        for client in made.clients:
+            await client.close()
+
+
+CONTROLS = [
+    ("enable_noop", "true", OK),
+    ("enable_noop", "yes", Status.EINVAL),
+    ("set_noop_interval", "1", OK),
+    ("set_noop_interval", "10800", OK),
+    ("set_noop_interval", "0", Status.EINVAL),
+    ("set_noop_interval", "10801", Status.EINVAL),
+    ("set_noop_interval", "soon", Status.EINVAL),
+    ("connection_buffer_size", "0", OK),
+    ("connection_buffer_size", "4294967295", OK),
+    ("connection_buffer_size", "4294967296", Status.EINVAL),
+    ("connection_buffer_size", "-1", Status.EINVAL),
+    ("set_priority", "high", OK),
+    ("set_priority", "medium", OK),
+    ("set_priority", "low", OK),
+    ("set_priority", "urgent", Status.EINVAL),
+    ("supports_cursor_dropping", "true", OK),
+    ("supports_cursor_dropping_vulcan", "true", OK),
+    ("supports_hifi_MFU", "true", OK),
+    ("force_value_compression", "true", OK),
+    ("force_value_compression", "false", Status.EINVAL),
+    ("send_stream_end_on_client_close_stream", "true", OK),
+    ("send_stream_end_on_client_close_stream", "no", Status.EINVAL),
+    ("enable_expiry_opcode", "true", OK),
+    ("enable_expiry_opcode", "maybe", Status.EINVAL),
+    ("backfill_order", "round-robin", OK),
+    ("backfill_order", "sequential", OK),
+    ("backfill_order", "random", Status.EINVAL),
+    ("include_deleted_user_xattrs", "true", Status.EINVAL),
+    ("enable_out_of_order_snapshots", "true", OK),
+    ("enable_out_of_order_snapshots", "true_with_seqno_advanced", OK),
+    ("enable_out_of_order_snapshots", "false", Status.EINVAL),
+    ("v7_dcp_status_codes", "true", OK),
+    ("v7_dcp_status_codes", "false", Status.EINVAL),
+    ("change_streams", "true", Status.NOT_SUPPORTED),
+    ("change_streams", "false", Status.EINVAL),
+    ("flatbuffers_system_events", "true", OK),
+    ("flatbuffers_system_events", "false", Status.EINVAL),
+    ("stream_buffer_size", "1", Status.NOT_SUPPORTED),
+    ("enable_ext_metadata", "true", Status.EINVAL),
+    ("enable_value_compression", "true", Status.EINVAL),
+    ("enable_stream_id", "false", Status.EINVAL),
+    ("no_such_control", "true", Status.EINVAL),
+]
+
+
+async def test_controls(server: Server) -> None:
+    client = await server.client(noop=False)
+    found = [(name, value, await client.control(name.encode(), value.encode())) for name, value, _ in CONTROLS]
+    assert found == CONTROLS
+
+
+DIFFERENCES = [
+    ("enable_sync_writes", "true", OK, Status.NOT_SUPPORTED),  # a mirror keeps no prepares for others
+    ("consumer_name", "me", OK, Status.NOT_SUPPORTED),
+    ("max_marker_version", "2.2", Status.EINVAL, OK),  # what 7.2 does not know yet and costs nothing
+    ("set_noop_interval", "0.5", Status.EINVAL, OK),
+]
+"""Name, value, and what the embedded source and the mirror answer, which knows more than 7.2 and can do less."""
+
+
+async def test_controls_that_differ(server: Server) -> None:
+    client = await server.client(noop=False)
+    for name, value, *answers in DIFFERENCES:
+        expected = answers[server.name == "mirror"]
+        assert await client.control(name.encode(), value.encode()) == expected, name
+
+
+async def test_controls_that_need_features(server: Server) -> None:
+    plain = await server.client(features=(Feature.XATTR, Feature.SELECT_BUCKET), noop=False)
+    for name in (b"force_value_compression", b"enable_stream_id"):
+        assert await plain.control(name, b"true") == Status.EINVAL
+    xattrs = await server.client(flags=TIMES | 0x100, noop=False)
+    assert await xattrs.control(b"include_deleted_user_xattrs", b"true") == OK
+
+
+OPEN_FLAGS = [
+    (0x01, OK), (0x05, OK), (0x09, OK), (0x21, OK), (0x25, OK), (0x41, OK), (0x105, OK), (0x4D, OK),
+    (0x00, Status.EINVAL), (0x02, Status.EINVAL), (0x03, Status.EINVAL), (0x1001, Status.EINVAL),
+]  # fmt: skip
+
+
+async def test_flags_of_open(server: Server) -> None:
+    found = []
+    for flags, _ in OPEN_FLAGS:
+        client = await server.connect()
+        await client.hello(*ALL)
+        await client.login()
+        await client.ask(codec_kv.select_bucket(server.cluster.bucket.name.encode()))
+        found.append((flags, (await client.say(ev.DcpOpen(b"open-%d" % flags, flags))).status))
+    assert found == OPEN_FLAGS
+
+
+async def test_requests_out_of_place(server: Server) -> None:
+    client = await server.connect()
+    await client.hello(*ALL)
+    await client.login()
+    await client.ask(codec_kv.select_bucket(server.cluster.bucket.name.encode()))
+    for event in (ev.DcpControl(b"enable_noop", b"true"), ev.GetFailoverLog(0), ev.CloseStream(0)):
+        assert (await client.say(event)).status == Status.EINVAL, event
+    assert (await client.stream(0)).status == Status.EINVAL
+    assert (await client.say(ev.DcpOpen(b"x", 1))).status == OK
+    assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.EINVAL
+    assert (await client.say(ev.DcpNoop())).status == OK
+    short = await client.ask(fr.request(Opcode.DCP_STREAM_REQ, extras=bytes(40)))
+    assert short.status == Status.EINVAL
+    assert (await client.say(ev.BufferAck(1 << 30))).status == Status.EINVAL
+    assert await client.alive()
+
+
+Answer = tuple[Status | int, int | None]
+
+
+async def test_stream_requests_are_judged_by_the_rule(server: Server) -> None:
+    """Start, snapshot, end, vbuuid, flags -> status, and where a client goes back to."""
+    high, (newest, *_) = server.vbucket(0).high_seqno, server.vbucket(0).failover_log
+    uuid = newest.vbuuid
+    strict, refused = int(StreamRequestFlag.STRICT_VBUUID), (Status.EINVAL, None)
+    cases: list[tuple[dict[str, Any], Answer]] = [
+        ({}, (OK, None)),
+        ({"vbuuid": 1}, (OK, None)),
+        ({"vbuuid": 1, "flags": strict}, (Status.ROLLBACK, 0)),
+        ({"flags": strict}, (OK, None)),
+        ({"start": high, "vbuuid": uuid}, (OK, None)),
+        ({"start": high, "vbuuid": uuid, "end": high}, (OK, None)),
+        ({"start": high, "vbuuid": uuid, "end": high - 1}, (Status.ERANGE, None)),
+        ({"start": high, "vbuuid": uuid, "snap": (0, high)}, (OK, None)),
+        ({"start": high, "vbuuid": uuid, "snap": (high, high + 9)}, (OK, None)),
+        ({"start": 5, "vbuuid": uuid, "snap": (6, 7)}, (Status.ERANGE, None)),
+        ({"start": 5, "vbuuid": uuid, "snap": (1, 4)}, (Status.ERANGE, None)),
+        ({"start": high, "vbuuid": 1}, (Status.ROLLBACK, 0)),
+        ({"start": high + 4, "vbuuid": uuid}, (Status.ROLLBACK, high)),
+        ({"start": high, "vbuuid": uuid, "snap": (high, high)}, (OK, None)),
+        *(({"flags": flag}, (OK, None)) for flag in (0x02, 0x04, 0x10, 0x80, 0x10 | 0x20)),
+        *(({"flags": flag}, refused) for flag in (0x08, 0x40, 0x100, 0x80000000)),
+    ]
+    client = await server.client(controls={b"send_stream_end_on_client_close_stream": b"true"})
+    found = []
+    for request, _ in cases:
+        start = request.get("start", 0)
+        answer = await client.stream(0, **({"start": start} | request))
+        found.append((request, (answer.status, answer.rollback_seqno)))
+        if answer.status == OK:
+            assert [(each.vbuuid, each.seqno) for each in server.vbucket(0).failover_log] == list(answer.failover_log)
+            client = await server.client()
+    assert found == cases
+
+
+async def test_stream_requests_that_are_not_possible(server: Server) -> None:
+    client = await server.client()
+    assert (await client.stream(VBUCKETS)).status == Status.NOT_MY_VBUCKET
+    assert (await client.stream(0)).status == OK
+    assert (await client.stream(0)).status == Status.KEY_EEXISTS
+    silent = await server.client(noop=False)
+    assert (await silent.stream(0)).status == Status.NOT_SUPPORTED
+    plain = await server.client(noop=False, flags=1)
+    assert (await plain.stream(0)).status == OK
+
+
+FILTERS = [
+    (b"", OK),
+    (b'{"uid":"0"}', OK),
+    (b'{"collections":["0"]}', OK),
+    (b'{"collections":["0","8"]}', OK),
+    (b'{"collections":["8"],"uid":"1"}', OK),
+    (b'{"scope":"0"}', OK),
+    (b'{"scope":"8"}', OK),
+    (b'{"collections":["77"]}', Status.UNKNOWN_COLLECTION),
+    (b'{"scope":"77"}', Status.UNKNOWN_SCOPE),
+    (b"{}", Status.EINVAL),
+    (b"[]", Status.EINVAL),
+    (b"no json", Status.EINVAL),
+    (b'{"collections":[]}', Status.EINVAL),
+    (b'{"collections":"8"}', Status.EINVAL),
+    (b'{"collections":[8]}', Status.EINVAL),
+    (b'{"collections":["zz"]}', Status.EINVAL),
+    (b'{"scope":8}', Status.EINVAL),
+    (b'{"scope":"8","collections":["8"]}', Status.EINVAL),
+    (b'{"uid":5}', Status.EINVAL),
+    (b'{"sid":1}', Status.DCP_STREAM_ID_INVALID),
+]
+
+
+async def test_filters(server: Server) -> None:
+    found = []
+    for value, _ in FILTERS:
+        client = await server.client()
+        found.append((value, (await client.stream(0, value=value)).status))
+    assert found == FILTERS
+
+
+async def test_stream_ids(server: Server) -> None:
+    client = await server.client(controls={b"enable_stream_id": b"true"})
+    assert (await client.stream(0)).status == Status.DCP_STREAM_ID_INVALID
+    for sid in (1, 2):
+        assert (await client.stream(0, value=b'{"collections":["8"],"sid":%d}' % sid)).status == OK
+    assert (await client.stream(0, value=b'{"collections":["0"],"sid":1}')).status == Status.KEY_EEXISTS
+    assert (await client.say(ev.CloseStream(0))).status == Status.DCP_STREAM_ID_INVALID
+    assert (await client.say(ev.CloseStream(0, stream_id=1))).status == OK
+    assert (await client.say(ev.CloseStream(0, stream_id=3))).status == Status.KEY_ENOENT
+
+
+async def test_closing(server: Server) -> None:
+    old = await server.client()
+    assert (await old.say(ev.CloseStream(0))).status == Status.KEY_ENOENT
+    new = await server.client(
+        controls={b"v7_dcp_status_codes": b"true", b"send_stream_end_on_client_close_stream": b"true"}
+    )
+    assert (await new.say(ev.CloseStream(0))).status == Status.DCP_STREAM_NOT_FOUND
+    high = server.vbucket(0).high_seqno
+    assert (await new.stream(0)).status == OK
+    await new.until_end(high)
+    assert (await new.say(ev.CloseStream(0))).status == OK
+    assert await new.event() == ev.StreamEnd(0, int(StreamEndReason.CLOSED), opaque=0x77)
+    assert (await new.stream(0)).status == OK, "it can be opened again"
+
+
+ENDS = [("end", {}), ("latest", {"flags": 0x04}), ("disk", {"flags": 0x02})]
+
+
+@pytest.mark.parametrize("vbid", range(VBUCKETS))
+@pytest.mark.parametrize(("name", "request_"), ENDS)
+async def test_a_bounded_stream_has_everything_and_ends(
+    server: Server, vbid: int, name: str, request_: dict[str, Any]
+) -> None:
+    vbucket = server.vbucket(vbid)
+    high = vbucket.high_seqno
+    client = await server.client()
+    assert (await client.stream(vbid, **({"end": high} if name == "end" else request_))).status == OK
+    marker, *rest = await client.until_end(high)
+    assert isinstance(marker, ev.SnapshotMarker)
+    assert (marker.start_seqno, marker.end_seqno) == (0, high)
+    seqnos = [each.seqno for each in rest if not isinstance(each, ev.SnapshotMarker)]  # type: ignore[union-attr]
+    assert seqnos == sorted(set(seqnos))
+    held = {each.key: each.seqno for each in rest if isinstance(each, ev.Mutation)}
+    assert held == {item.key: item.seqno for item in vbucket.state_at(high).values()}
+    assert await client.event() == ev.StreamEnd(vbid, int(StreamEndReason.OK), opaque=0x77)
+
+
+async def test_a_client_of_a_lost_history_goes_back_and_holds_the_same_in_the_end(server: Server) -> None:
+    vbucket = server.vbucket(1)
+    newest, first = vbucket.failover_log[:2]
+    client = await server.client()
+    answer = await client.stream(1, newest.seqno + 2, vbuuid=first.vbuuid)
+    assert answer.status == Status.ROLLBACK
+    assert answer.rollback_seqno is not None
+    assert answer.rollback_seqno <= newest.seqno
+    back = answer.rollback_seqno
+    held = {item.key: item.seqno for item in vbucket.state_at(back).values()} if back else {}
+    assert (await client.stream(1, back, vbuuid=first.vbuuid if back else 0)).status == OK
+    for event in await client.until_end(vbucket.high_seqno):
+        if isinstance(event, ev.Mutation):
+            held[event.key] = event.seqno
+        elif isinstance(event, ev.Deletion):
+            held.pop(event.key, None)
+    assert held == {item.key: item.seqno for item in vbucket.state_at(vbucket.high_seqno).values()}
+
+
+async def test_seqnos_and_failover_logs(server: Server) -> None:
+    highs = {vbid: server.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
+    client = await server.client()
+    plain = await server.client(features=(Feature.XATTR, Feature.SELECT_BUCKET), flags=1)
+
+    async def seqnos(asker: DcpClient, extras: bytes) -> Any:
+        answer = await asker.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
+        return answer.status or dict(codec_dcp.decode_all_vb_seqnos(answer.value))
+
+    of = codec_dcp.encode_all_vb_seqnos_request
+    assert await seqnos(client, b"") == highs
+    assert await seqnos(client, of(0)) == highs
+    assert await seqnos(client, of(1)) == highs
+    assert await seqnos(client, of(2)) == {}
+    carts = await seqnos(client, of(1, CARTS))
+    assert carts.keys() == highs.keys()
+    assert all(carts[vbid] <= highs[vbid] for vbid in highs)
+    assert await seqnos(client, of(1, 77)) == Status.UNKNOWN_COLLECTION
+    assert await seqnos(client, bytes(3)) == Status.EINVAL
+    assert await seqnos(client, bytes(9)) == Status.EINVAL
+    assert await seqnos(plain, of(1, 0)) == Status.EINVAL
+    defaults = await seqnos(plain, of(1))
+    assert defaults == await seqnos(client, of(1, 0))
+    for vbid in range(VBUCKETS):
+        answer = await client.say(ev.GetFailoverLog(vbid))
+        expected = [(each.vbuuid, each.seqno) for each in server.vbucket(vbid).failover_log]
+        assert list(codec_dcp.decode_failover_log(answer.value)) == expected
+    assert (await client.say(ev.GetFailoverLog(VBUCKETS))).status == Status.NOT_MY_VBUCKET
+
+
+async def test_the_newer_of_two_connections_of_one_name_stays(server: Server) -> None:
+    old = await server.client(name="same")
+    new = await server.client(name="same")
+    assert await old.receive() is None
+    assert await new.alive()
