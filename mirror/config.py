@@ -210,6 +210,10 @@ class Settings:
     """A reader's lease on history ends after this long unless it is renewed: so long a dead job keeps history."""
     lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = 86_400.0
     """A lease is not renewed beyond this age, which bounds the history that a running job can keep."""
+    reader_pin_limit_s: Annotated[float, Field(ge=5, le=86_400)] = 60.0
+    """A process that reads within one LMDB transaction for longer is named in `warnings` and in the log: the file grows
+    meanwhile, since no page that was freed can be used again. Readers of this package hold one for milliseconds; a
+    process that was stopped in the middle, or reads the files by itself, can only be ended by its owner."""
     publish: Literal["received", "persisted"] = "received"
     """When a complete snapshot becomes visible. `received`: at once. `persisted`: when the source has it on the disk of
     the active node and of every replica, so that no failover takes back what was read. That adds the delay of the

@@ -350,6 +350,13 @@ class Environment:
         self._remap(size, self._remap_count)
         return size
 
+    def readers(self) -> list[tuple[int, int]]:
+        """(process, transaction) of each reader in another process that does not see the newest commit."""
+        newest = int(self.env.info()["last_txnid"])
+        rows = (line.split() for line in self.env.readers().splitlines()[1:])
+        found = [(int(process), int(number)) for process, _, number in rows if number.isdigit()]
+        return [(process, number) for process, number in found if number < newest and process != os.getpid()]
+
     def file_bytes(self) -> int:
         """Size of the data file."""
         try:

@@ -467,6 +467,11 @@ class GroupWriter:
             "purged_rows": self._purger.removed_rows,
         }
 
+    @_contained
+    def readers(self) -> list[tuple[int, int]]:
+        """(process, transaction) of each reader in another process that keeps pages from being used again."""
+        return self.environment.readers()
+
     def clock_steps(self) -> tuple[int, int]:
         """How often the wall clock was seen to be set since this writer began, and by how many ms the last time."""
         return self._clock.step_count, self._clock.last_step_ms

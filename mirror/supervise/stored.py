@@ -49,6 +49,7 @@ def stored_status(data: Path) -> dict[str, Any]:
         "servers": [],
         "listeners": {},
         "leases": [],
+        "readers": [],
         "totals": totals(rows) | {"documents_per_s": None, "bytes_per_s": None},
         "catch_up": None,
         "vbuckets": rows,

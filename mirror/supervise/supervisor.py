@@ -729,6 +729,7 @@ class Supervisor:
                 {"id": lease.id, "name": lease.name, "until_ms": lease.until_ms, "vbuckets": len(lease.positions)}
                 for lease in (self._leases.active(self._clock.wall_ms()) if self._leases is not None else ())
             ],
+            "readers": [row for child in self._alive() for row in child.status.get("readers") or ()],
             "totals": totals(rows)
             | {
                 "documents_per_s": self._trend.counter_rate("received_documents"),

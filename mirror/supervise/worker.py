@@ -29,6 +29,7 @@ from mirror.log import get_logger
 from mirror.supervise import logs
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY, REQUEST, START, STOP, Channel, Message
 from mirror.supervise.heartbeat import INTERVAL_MS
+from mirror.supervise.pinned import PinnedPages
 from mirror.supervise.quarantine import GroupMark, quarantined
 from storage import directory
 from storage.environment import MAP_SIZE, storage_error
@@ -83,9 +84,16 @@ class Mirroring:
     A group whose store cannot be opened harms itself alone: its vbuckets are reported as damaged and the others work.
     """
 
-    def __init__(self, consumer: Consumer, writers: list[GroupWriter], failures: dict[int, tuple[range, StorageError]]):
+    def __init__(
+        self,
+        consumer: Consumer,
+        writers: list[GroupWriter],
+        failures: dict[int, tuple[range, StorageError]],
+        pins: PinnedPages,
+    ) -> None:
         """Use `open_stores`."""
         self._consumer = consumer
+        self._pins = pins
         self._writers = writers
         self._failures = failures
 
@@ -104,6 +112,11 @@ class Mirroring:
     def status(self) -> dict[str, Any]:
         """The consumer's report, and what could not be opened."""
         report = self._consumer.status()
+        for writer in self._writers:
+            with contextlib.suppress(StorageError):  # what is wrong with the group, its vbuckets say
+                self._pins.look(writer.group, writer.readers(), writer.figures()["file_bytes"])
+        report["readers"] = self._pins.rows()
+        report["warnings"] = [*report["warnings"], *self._pins.warnings()]
         report["failed_groups"] = [
             {"group": group, "message": str(error), "exit_code": error.exit_code}
             for group, (_, error) in self._failures.items()
@@ -224,7 +237,7 @@ async def open_stores(start: Message, send: Send) -> Work:
         map_floor=None if floor is None else (floor[0], floor[1]),
         share_map=lambda found: send({"op": MAP, "map": found.to_wire()}),
     )
-    work = Mirroring(consumer, writers, failures)
+    work = Mirroring(consumer, writers, failures, PinnedPages(clock.monotonic, settings.reader_pin_limit_s))
     work.resume_leases(start["leases"])
     return work
 

@@ -26,6 +26,7 @@ from tests.cli.conftest import call
 from tests.crash.judge import judge
 from tests.crash.load import Load
 from tests.crash.service import Service, gone, until
+from tests.supervise.test_pinned import Reader
 
 VBUCKETS = GROUPS = 12
 FLAGS = ("--groups", str(GROUPS), "--workers", "2", "--set", "storage_retry_interval_s=0.3")
@@ -316,3 +317,26 @@ def test_a_directory_that_goes_away_under_the_service_ends_it_with_one_clear_err
         assert "start the service again" in said[0]
     if how == "moved":
         judge(source.cluster, tmp_path / "elsewhere", live=True)
+
+
+def test_a_process_that_stays_in_a_transaction_is_named_in_the_status(
+    source: SandboxThread, data: Path, writing: Load
+) -> None:
+    with Service(source.connection_string, data, *FLAGS, "--set", "reader_pin_limit_s=5") as service:
+        service.start()
+        service.wait_workers(2)
+        reader = Reader(str(data))
+        try:
+            status = until(
+                "the reader to be above the limit",
+                lambda: found if (found := service.status()) and found["warnings"] else None,
+            )
+            (row,) = status["readers"]
+            assert (row["pid"], row["group"]) == (reader.pid, 0)
+            assert row["age_s"] >= 5
+            assert any(f"process {reader.pid} has read from group 0" in text for text in status["warnings"])
+        finally:
+            reader.end()
+        until("the reader to be gone from the status", lambda: (service.status() or {}).get("readers") == [])
+        assert service.terminate() == 0
+        assert not service.tracebacks()

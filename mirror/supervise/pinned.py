@@ -1,0 +1,77 @@
+"""Readers that hold pages of a group's file: which process, for how long, and by how much the file grew meanwhile.
+
+LMDB uses a page again only when no reader can still see it, so a reader that stays in one transaction makes the file
+grow with every commit. This program reads in transactions of milliseconds; one that lasts is of a process that was
+stopped in the middle, or of another program. LMDB knows the process and the transaction of each reader, not since when:
+that is counted from when it was first seen here. Invariant: looking changes nothing; the writer removes the dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+SHOWN_S = 5.0
+"""Younger transactions are not worth a line."""
+
+log = structlog.get_logger("worker")
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A reader's transaction when it was first seen."""
+
+    at_s: float
+    file_bytes: int
+
+
+class PinnedPages:
+    """The readers of one worker's groups."""
+
+    def __init__(self, now_s: Callable[[], float], limit_s: float) -> None:
+        """A reader above `limit_s` is named in a warning."""
+        self._now_s = now_s
+        self._limit_s = limit_s
+        self._seen: dict[tuple[int, int, int], _Seen] = {}
+        """(group, process, transaction) of each reader that does not see the newest commit."""
+        self._sizes: dict[int, int] = {}
+        self._warned: set[tuple[int, int, int]] = set()
+
+    def look(self, group: int, readers: Iterable[tuple[int, int]], file_bytes: int) -> None:
+        """Note who holds pages of a group's file now: (process, transaction) of each."""
+        self._sizes[group] = file_bytes
+        now = {}
+        for process, transaction in readers:
+            key = (group, process, transaction)
+            now[key] = self._seen.get(key) or _Seen(self._now_s(), file_bytes)
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] != group} | now
+        self._warned &= self._seen.keys()
+        for key, seen in now.items():
+            if self._now_s() - seen.at_s > self._limit_s and key not in self._warned:
+                self._warned.add(key)
+                log.warning("a reader holds pages", group=group, reader_pid=key[1], limit_s=self._limit_s)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The readers in transactions that last, as `status` shows them."""
+        now_s = self._now_s()
+        return [
+            {
+                "group": group,
+                "pid": process,
+                "age_s": round(now_s - seen.at_s, 1),
+                "grown_bytes": max(0, self._sizes[group] - seen.file_bytes),
+            }
+            for (group, process, _), seen in sorted(self._seen.items())
+            if now_s - seen.at_s >= SHOWN_S
+        ]
+
+    def warnings(self) -> list[str]:
+        """A sentence for each reader above the limit."""
+        return [
+            f"process {process} has read from group {group} within one transaction for more than {self._limit_s:g} s, "
+            "and the file grows meanwhile: end that process, or continue it if it is stopped"
+            for group, process, _ in sorted(self._warned)
+        ]
