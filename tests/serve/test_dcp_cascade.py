@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +356,70 @@ async def test_a_mirror_of_a_mirror_that_is_filling_waits_for_each_vbucket(tmp_p
         await second.until(lambda: second.row(vbid)["lag_seqnos"] == 0, "the lag to be known")
         await second.stop()
     store.close()
+
+
+async def test_a_chain_of_three_follows_failovers_and_links_that_come_and_go(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    """Each link goes back no further than the one before it: nothing is read again from 0."""
+    write(cluster, 200)
+    mirrors = [mirror_of(cluster, tmp_path / name) for name in ("first", "second", "third")]
+    async with AsyncExitStack() as stack:
+        endpoints: list[DcpEndpoint] = []
+        for each in mirrors:
+            each.start(endpoints[-1].url if endpoints else cluster.connection_string)
+            if each is not mirrors[-1]:
+                endpoints.append(await stack.enter_async_context(serving_dcp(each.path)))
+        try:
+            await level(cluster, *mirrors)
+            for round_ in range(6):
+                for vbid in range(VBUCKETS):
+                    for number in range(4):
+                        cluster.set(f"round-{round_}-{number}", {"round": round_}, vbid=vbid)
+                    cluster.delete(f"round-{round_ - 1}-1", vbid=vbid) if round_ else None
+                await level(cluster, *mirrors)
+                await mirrors[-1].stop()
+                for vbid in range(round_ % 2, VBUCKETS, 2):
+                    cluster.failover(vbid, lose=2 + round_ % 2)
+                    cluster.set(f"instead-{round_}", {"new": "history"}, vbid=vbid)
+                for connection in [each for endpoint in endpoints for each in endpoint.server.connections]:
+                    connection.abort()
+                mirrors[-1].start(endpoints[-1].url)
+                await level(cluster, *mirrors)
+                for other in mirrors[1:]:
+                    assert_equal(cluster, mirrors[0], other)
+            for each in mirrors:
+                with open_view(each.path) as view:
+                    assert sum(len(view.rollbacks(vbid)) for vbid in range(VBUCKETS)) >= 6 * VBUCKETS // 2
+                    assert not any(view.past(vbid).refills_ms for vbid in range(VBUCKETS))
+        finally:
+            for each in reversed(mirrors):
+                await each.stop()
+
+
+async def test_a_client_that_changes_between_source_and_mirror_keeps_its_position(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    async with cascade(cluster, tmp_path) as (first, endpoint, second):
+        positions = {vbid: Position() for vbid in range(VBUCKETS)}
+
+        def read(url: str) -> list[bytes]:
+            """The keys of what is new; the positions are moved on."""
+            found = []
+            with SourceReader(url, password="demo") as reader:
+                until = reader.high_seqnos()
+                for item in reader.read(positions, until):
+                    assert not isinstance(item, RolledBack), item
+                    if isinstance(item, Snapshot):
+                        found += [document.key for document in item.documents()]
+                        positions[item.vbid] = item.position
+            return sorted(found)
+
+        for round_ in range(6):
+            write(cluster, 20, f"round-{round_}")
+            if round_ == 3:  # a new history that lost nothing
+                for vbid in range(VBUCKETS):
+                    cluster.failover(vbid)
+            await level(cluster, first, second)
+            url = endpoint.url if round_ % 2 else cluster.connection_string
+            assert await asyncio.to_thread(read, url) == sorted(f"round-{round_}-{n}".encode() for n in range(20))
