@@ -12,7 +12,8 @@ from tests.cli.conftest import call
 
 JSON_MD = Path(status.__file__).with_name("JSON.md").read_text()
 FIELDS = [
-    "service", "state", "message", "pid", "uptime_s", "time_ms", "data", "source", "source_error", "bucket",
+    "service", "state", "message", "reasons", "since_ms", "pid", "uptime_s", "time_ms", "data", "source",
+    "source_error", "bucket",
     "bucket_uuid", "cluster_uuid", "vbucket_count", "vbuckets_held", "group_count", "selection", "sync", "warnings",
     "supervisor", "workers", "servers", "listeners", "leases", "readers", "totals", "catch_up", "vbuckets",
 ]  # fmt: skip
