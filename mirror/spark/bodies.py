@@ -5,9 +5,9 @@ the schema does not name are left out, and an empty body has no fields. A misfit
 or has a value that its column's type cannot take; `Reading.mode` says what becomes of it.
 
 Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit: they are
-halved until those that are refused are few, and these are read one by one. Types that Arrow's reader does not have
-(map, variant) are read one by one throughout. Invariants: one row of columns for each body, in order; both ways give
-the same values.
+halved until those that are refused are few, and these are read one by one. Columns of types that Arrow's reader does
+not have (map, variant) are read one by one throughout. Invariants: one row of columns for each body, in order; both
+ways give the same values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pyarrow.json as pj
 
 from mirror.errors import ConfigError, ExitCode, MirrorError
 from mirror.spark.times import EPOCH_UNITS, arrow_name, check_zone
-from mirror.spark.values import Misfit, Problems, is_variant, object_of, struct_reader
+from mirror.spark.values import Misfit, Problems, Reader, is_variant, object_of, struct_reader
 
 JSON = 0x01
 """Bit of a datatype: the body is JSON."""
@@ -85,9 +85,11 @@ class Bodies:
             raise ConfigError(f"column {self._reading.corrupt_record}: has the text of a document, so it is a string")
         self._schema = pa.schema([each for at, each in enumerate(schema) if at != self._corrupt_at])
         self._read_one = struct_reader(self._schema, self._zone, self._reading.epoch)
-        self._arrow = None
-        if not any(_contains(each.type, _one_by_one) for each in self._schema):
-            self._arrow = _ArrowReader(self._schema, self._zone, self._reading.epoch)
+        slow = [field for field in self._schema if _contains(field.type, _one_by_one)]
+        self._slow = pa.schema(slow)
+        self._read_slow = struct_reader(self._slow, self._zone, self._reading.epoch)
+        fast = pa.schema([field for field in self._schema if field not in slow])
+        self._arrow = _ArrowReader(fast, self._zone, self._reading.epoch) if len(fast) else None
 
     def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> Parsed:
         """The schema's columns of these documents; bodies and keys are binary arrays. Raises DocumentDoesNotFit."""
@@ -130,10 +132,12 @@ class Bodies:
             try:
                 if not enclosed and not _enclosed(objects):
                     raise pa.ArrowInvalid("a body that does not end as an object")
-                yield self._arrow.parse(objects)
+                columns = iter(self._arrow.parse(objects))
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
                 pass
             else:
+                slow = iter(self._one_by_one(objects, self._slow, self._read_slow, first, problems))
+                yield [next(slow if field.name in self._slow.names else columns) for field in self._schema]
                 return
             if len(objects) > ONE_BY_ONE_MAX:
                 half = len(objects) // 2
@@ -141,20 +145,23 @@ class Bodies:
                 yield from self._pieces(objects[half:], enclosed, first + half, problems)
                 return
         if len(objects):
-            yield self._one_by_one(objects, first, problems)
+            yield self._one_by_one(objects, self._schema, self._read_one, first, problems)
 
-    def _one_by_one(self, objects: Any, first: int, problems: dict[int, str]) -> list[Any]:
+    @staticmethod
+    def _one_by_one(objects: Any, schema: Any, read: Reader, first: int, problems: dict[int, str]) -> list[Any]:
+        if not len(schema):
+            return []
         rows = []
         for row, body in enumerate(objects.to_pylist(), first):
             noted: Problems = []
             try:
-                rows.append(self._read_one(object_of(body), noted))
+                rows.append(read(object_of(body), noted))
             except Misfit as error:
                 noted.append(str(error))
                 rows.append({})
             if noted:
                 problems.setdefault(row, "; ".join(noted))
-        return [pa.array([row.get(each.name) for row in rows], each.type) for each in self._schema]
+        return [pa.array([row.get(each.name) for row in rows], each.type) for each in schema]
 
 
 class _ArrowReader:

@@ -111,6 +111,30 @@ def test_one_misfit_among_many_costs_some_readings_and_not_one_for_each_document
     assert calls == {"arrow": 2 * 8 + 1, "one by one": 16}
 
 
+def test_maps_stand_among_columns_that_arrow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = pa.schema(
+        [("m", pa.map_(pa.string(), pa.int64())), ("a", pa.int64()), ("n", pa.map_(pa.string(), pa.string()))]
+    )
+    bodies = [b'{"a":%d,"m":{"x":%d},"n":{"y":%d}}' % (number, number, number) for number in range(100)]
+    bodies[3], bodies[70] = b'{"a":3,"m":{"x":"?"}}', b'{"a":"?","n":{}}'
+    found = parsed(schema, bodies, mode="permissive")
+    assert found.misfits == [3, 70]
+    for column, expected in zip(found.columns, ([("x", 5)], 5, [("y", "5")]), strict=True):
+        assert column[5].as_py() == expected
+    assert [column[3].as_py() for column in found.columns] == [None, 3, None]
+    assert [column[70].as_py() for column in found.columns] == [None, None, []]
+    whole: list[int] = []
+    parse = bodies_module._ArrowReader.parse
+
+    def counted(reader: Any, objects: Any) -> Any:
+        whole.append(len(objects))
+        return parse(reader, objects)
+
+    monkeypatch.setattr(bodies_module._ArrowReader, "parse", counted)
+    parsed(schema, bodies[10:60])
+    assert whole == [50]
+
+
 TIMES = (
     *("2026-01-31", "2026-07-01T12:00:00", "2026-07-01 12:00:00.123456", "2026-07-01T12:00", "1969-12-31T23:59:59.5"),
     *("2026-07-01T12:00:00Z", "2026-07-01T12:00:00+05:30", "2026-07-01T12:00:00+0530", "2026-07-01T12:00:00+05"),
