@@ -147,13 +147,16 @@ class StoreWithPrepares(Store):
                 assert self.writer.open_prepares(vbid) == self.expected(vbid)
 
 
-LIMITS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+LIMITS = settings(stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.parametrize("examples", [20, pytest.param(60, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("links_max", [0, 16], ids=["merged", "few"])
-def test_open_prepares_follow_every_commit_rollback_and_crash(links_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_prepares_follow_every_commit_rollback_and_crash(
+    links_max: int, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("storage.merge.LINKS_MAX", links_max)
-    run_state_machine_as_test(StoreWithPrepares, settings=LIMITS)
+    run_state_machine_as_test(StoreWithPrepares, settings=settings(LIMITS, max_examples=examples))
 
 
 @pytest.mark.long
