@@ -5,7 +5,8 @@ Every event carries its own token in its data. A stream of one vbucket gives eac
 it; a stream of several gives an id to the last event of each batch, and resumes after that batch, so an event may come
 twice and its token says so. A rollback comes as `rollback`, `retraction` and `restoration` events. Invariants: a stream
 that cannot go on without a gap says so (`reset`) and ends; one that meets an error says which (`problem`: a browser's
-`error` is its own) and ends, good to resume; what one slow reader makes this process hold is one batch.
+`error` is its own) and ends, good to resume; what one slow reader makes this process hold is one batch, and what all of
+them do is within the budget of answers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mirror.serve.auth import Reader, current
 from mirror.serve.http_documents import collection_id
 from mirror.serve.http_problems import Problem, internal, of_storage
 from mirror.serve.http_requests import Parameters, collection_name, parse_position, position_text, vbucket
-from mirror.serve.http_service import WAIT_PARAMETERS, Service
+from mirror.serve.http_service import BUDGETED_BYTES, WAIT_PARAMETERS, Service
 from mirror.serve.objects import change_json, dumps
 from storage.errors import Closed, StorageError, ViewInvalidated
 from storage.model import Vbid
@@ -242,6 +243,7 @@ class Stream:
 
     async def _changes_of(self, vbid: int) -> AsyncGenerator[bytes, None]:
         """Everything that one vbucket has to say now. A rollback in the middle starts it again from the position."""
+        budget = self._service.budget
         while True:
             started_at = self._position.get(vbid)
             try:
@@ -252,7 +254,12 @@ class Stream:
                     events, text = await asyncio.to_thread(self._batch, changes)
                     self._check_rights()
                     if text:
-                        yield text
+                        taken = len(text) if len(text) > BUDGETED_BYTES else 0
+                        budget.take(taken)  # or the stream ends with a problem, good to resume
+                        try:
+                            yield text
+                        finally:
+                            budget.give_back(taken)
                     if not events:
                         return
             except (ViewInvalidated, Closed) as error:

@@ -96,6 +96,8 @@ class Attempt(Generic[T]):
         future = self._begun()
         if future is None or not future.done():
             return None
+        if future.cancelled():  # the process stops
+            return (None,)
         try:
             found = future.result()
         except SaslError:
@@ -163,7 +165,12 @@ class Logins:
 
     def submit(self, check: Callable[[], T]) -> Future[T]:
         """Check in a thread."""
-        return self._pool.submit(check)
+        try:
+            return self._pool.submit(check)
+        except RuntimeError:  # the process stops
+            never: Future[T] = Future()
+            never.cancel()
+            return never
 
     def failed(self, user: str, peer: str) -> None:
         """An attempt was refused."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.serve.auth import entry_of
+from mirror.serve.http_protocol import Budget
 from mirror.serve.http_requests import Page
 from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, Source, events, judged, running, service_report
@@ -110,6 +112,25 @@ def test_a_document_that_cannot_be_decompressed_is_an_error_of_its_own(site: Sit
         }
         (stored,) = [each for each in found if "problem" in each]
         assert (stored["value_b64"], stored["datatype"]) == ("/////w8=", 3)
+
+
+def test_streams_that_nobody_reads_hold_no_more_than_the_budget(site: Site) -> None:
+    """64 of them once held two gigabytes: each a document of 20 MiB."""
+    size = 8 * 1024 * 1024
+    site.source.put("a", b'"' + b"x" * size + b'"')
+    site.server.service.budget = Budget(3 * size)
+    lines = [site.connect() for _ in range(6)]
+    try:
+        for line in lines:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.sendall(b"GET /v1/changes HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        service = site.server.service
+        eventually_now(lambda: service.requests.stream_count == 2 and service.budget.out_bytes > 2 * size)
+        assert service.budget.out_bytes <= 3 * size
+    finally:
+        for line in lines:
+            line.close()
+    eventually_now(lambda: site.server.service.budget.out_bytes == 0)
 
 
 def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) -> None:

@@ -128,6 +128,27 @@ def test_a_scram_login_that_fails_counts_as_well(logins: Logins) -> None:
     assert logins.failed_count == 1
 
 
+async def test_attempts_at_the_end_of_a_process_are_refused_without_an_error(logins: Logins) -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def slow() -> bytes:
+        started.set()
+        release.wait(20)
+        return b"done"
+
+    running, queued = (logins.begin("ann", "local", slow) for _ in range(2))
+    assert running.poll() is None
+    assert queued.poll() is None
+    assert started.wait(20)
+    logins.close()
+    release.set()
+    late = logins.begin("ann", "local", slow)
+    for attempt, found in ((running, b"done"), (queued, None), (late, None)):
+        await attempt.wait()
+        assert attempt.poll() == (found,)
+    assert logins.failed_count == 0
+
+
 async def test_passwords_are_checked_outside_of_the_event_loop(store: Store, users_file: Path) -> None:
     threads: list[threading.Thread] = []
     release = threading.Event()
