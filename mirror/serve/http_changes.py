@@ -257,7 +257,8 @@ class Stream:
                         taken = len(text) if len(text) > BUDGETED_BYTES else 0
                         budget.take(taken)  # or the stream ends with a problem, good to resume
                         try:
-                            yield text
+                            for at in range(0, len(text), BUDGETED_BYTES):  # each waits until those before are taken
+                                yield text[at : at + BUDGETED_BYTES]
                         finally:
                             budget.give_back(taken)
                     if not events:
