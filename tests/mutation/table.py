@@ -27,6 +27,7 @@ _WRITER, _BRANCHES, _PURGE = "storage/writer.py", "storage/branches.py", "storag
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
 _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
 _OF_GATE, _OF_PERFORMER = "tests/feed/test_persistence.py", "tests/feed/test_performer.py"
+_MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
 _OF_WRITER, _OF_PURGE = "tests/storage/test_writer.py", "tests/storage/test_purge.py"
 
 MUTATIONS = (
@@ -184,6 +185,33 @@ MUTATIONS = (
         "if dup[12] != 0x57 and chain.newest_version(cursor, wire_key, at_floor) == dup:",
         "if dup[12] != 0x57:",
         _OF_PURGE,
+    ),
+    Mutation(
+        _MERGE,
+        "parent = parent._replace(history_ids=ids, kept_seqno=SEQNO_MAX)",
+        "parent = parent._replace(kept_seqno=SEQNO_MAX)",
+        _OF_MERGE,
+    ),
+    Mutation(_MERGE, "    branches.draw_chain_id(environment, txn, vbid)", "    pass", _OF_MERGE),
+    Mutation(
+        _MERGE,
+        "for branch, seqno in ((pair.parent, above_seqno), (pair.branch, pair.top_seqno))",
+        "for branch, seqno in ((pair.branch, pair.top_seqno),)",
+        _OF_MERGE,
+    ),
+    Mutation(_MERGE, "if number and link.cut < floor_seqno]", "if number and link.cut <= floor_seqno]", _OF_MERGE),
+    Mutation(
+        _PURGE,
+        "in_use = {copy_of[branch] for branch in (served, staging, *with_rows) if branch in copy_of}",
+        "in_use = {copy_of[branch] for branch in (served, staging) if branch in copy_of}",
+        _OF_MERGE,
+    ),
+    Mutation("storage/view.py", "if not chain.same(links, chain.recut(whole, links[0].cut)):", "if False:", _OF_MERGE),
+    Mutation(
+        "storage/environment.py",
+        "while self.running:",
+        "while False:",
+        "tests/storage/test_environment.py -k new_size",
     ),
     Mutation(
         "storage/prepares.py",

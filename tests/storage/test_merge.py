@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import storage.merge
-from storage import keys, purge, records, stream
+from storage import branches, chain, keys, positions, purge, records, stream
 from storage.check import check
 from storage.errors import ViewInvalidated
 from storage.model import Collection, Seqno
@@ -271,3 +271,41 @@ def test_branches_of_a_copy_that_a_refill_replaced_go_with_its_last_row(
     assert (len(view.past(0).refills_ms), view.past(0).refill_count) == (1, 2)
     publish(writer, 0, [(NAMES[1], b"new", 2)])
     assert writer.state(0).branch == 8
+
+
+def test_rows_that_were_lost_keep_a_link_from_being_merged_until_they_are_gone(
+    writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent has other rows at the same seqnos."""
+    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    fail_over(writer, 0)
+    fail_over(writer, 1, lost=False)
+    with writer.environment.read() as txn:
+        links = chain.load(writer.environment, txn, 0, writer.state(0).branch, writer.state(0).published_seqno)
+        known = branches.all_branches(writer.environment, txn, 0)
+        assert storage.merge.next_pair(writer.environment, txn, 0, links, 100, known) is None
+
+
+def test_the_boundary_at_the_floor_stays_where_a_rollback_went_back_to_it(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        fail_over(writer, number, lost=False)
+    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    purge_all(writer, WINDOW)
+    floor = writer.state(0).history_floor_seqno
+    assert floor == stream.standing(view, 0).links[0].base_seqno
+    found = positions.following(view, 0, 0)
+    assert found is not None
+    assert found.seqno == floor
+
+
+def test_no_branch_of_a_replaced_copy_is_forgotten_before_the_last_row_of_that_copy() -> None:
+    rows = {
+        1: records.BranchRow(None, 0, 0, 1, 9),
+        2: records.BranchRow(1, 5, 0, 2, 9),
+        3: records.BranchRow(None, 0, 0, 3, 9),
+    }
+    assert purge.forgettable(rows, 3, 3, {1}) == []
+    assert purge.forgettable(rows, 3, 3, {2}) == []
+    assert purge.forgettable(rows, 3, 3, set()) == [1, 2]
