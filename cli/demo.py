@@ -164,17 +164,18 @@ class Story:
         yield from self._wait(self._caught_up, "catching up after the failover")
         with open_view(str(self._stage.data)) as view:
             rollbacks = [view.rollbacks(vbid)[-1] for vbid in vbids if view.rollbacks(vbid)]
+            parted = [view.state(each.vbid).failover_log[0].seqno for each in rollbacks]
         retracted = sum(rollback.from_seqno - rollback.to_seqno for rollback in rollbacks)
+        again = sum(max(0, seqno - each.to_seqno) for each, seqno in zip(rollbacks, parted, strict=True))
         self.facts["failover"] = {
             "vbuckets": len(vbids),
             "rolled_back": len(rollbacks),
             "retracted_seqnos": retracted,
+            "sent_again_seqnos": again,
             "refilled_from_0": len(vbids) - len(rollbacks),
         }
-        self.say(
-            f"{len(rollbacks)} vbuckets rolled back to a kept boundary: {retracted} seqnos retracted, "
-            "at once for readers"
-        )
+        self.say(f"{len(rollbacks)} vbuckets rolled back to a kept boundary, at once for readers")
+        self.say(f"{retracted} seqnos retracted: {retracted - again} lost, {again} above the boundary and sent again")
         if rollbacks:
             one = rollbacks[0]
             self.say(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from cli.demo import LOST_CHANGES
 from tests.cli.conftest import LIMIT_S, background, call
 
 SMALL = ["--documents", "3000", "--rate", "300"]
@@ -20,6 +21,8 @@ def test_the_whole_story_ends_well(tmp_path: Path) -> None:
     assert told["kill"]["vbuckets"] == 32
     assert told["failover"]["rolled_back"] >= 1
     assert told["failover"]["retracted_seqnos"] >= 1
+    lost = told["failover"]["retracted_seqnos"] - told["failover"]["sent_again_seqnos"]
+    assert 0 < lost <= LOST_CHANGES * told["failover"]["rolled_back"], "what the source lost, and no more"
     assert told["failover"]["refilled_from_0"] == 0
     assert told["documents"]["source"] == told["documents"]["mirror"] > 3000
     assert told["check_problems"] == []
