@@ -70,6 +70,12 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"all tests take {TAKES.get(config.getoption('markexpr'), 'hours')}"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes `-n auto` means. One more than cores: tests wait for other processes a part of their time."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
