@@ -184,7 +184,7 @@ TOKEN = _query(
     {
         "type": "array",
         "items": {"type": "string", "pattern": f"^[0-9]{{1,4}}:{DECIMAL_64}:{DECIMAL_64}$"},
-        "maxItems": 64,
+        "maxItems": http_requests.TOKENS_MAX,
     },
     "Mutation tokens `vbid:vbuuid:seqno` (decimal) of writes to see: the read waits until they are published.",
 )

@@ -54,7 +54,7 @@ class Parameters:
     def __init__(self, request: Request, known: Iterable[str]) -> None:
         """Refuse what is not `known`."""
         if request.scope["query_string"].count(b"&") >= PARAMETERS_MAX:
-            raise Problem("too-large", f"a query has {PARAMETERS_MAX} parameters at most")
+            raise _bad(f"a query has {PARAMETERS_MAX} parameters at most")
         self._found: dict[str, list[str]] = {}
         for name, value in request.query_params.multi_items():
             self._found.setdefault(name, []).append(value)

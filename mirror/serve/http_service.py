@@ -247,7 +247,7 @@ class Service:
         found = []
         texts = parameters.all("token")
         if len(texts) > TOKENS_MAX:
-            raise Problem("too-large", f"{len(texts)} tokens; {TOKENS_MAX} at most")
+            raise Problem("bad-request", f"{len(texts)} tokens; {TOKENS_MAX} at most")
         for text in texts:
             try:
                 token = MutationToken.parse(text)
