@@ -259,18 +259,19 @@ class Store(RuleBasedStateMachine):
         self.settle_first()
         self.writer._purger.window = Window(boundaries=keep, time_ms=self.dead_for_ms)
         for _ in range(steps):
-            vbid = self.writer._purger.plan(self.clock.now)
+            now_ms = self.writer._clock.now_ms()
+            vbid = self.writer._purger.plan(now_ms)
             if vbid is None:
                 break
             before = self.writer.state(vbid).history_floor_seqno
-            published_ms = {b.seqno: b.time_ms for b in self.view.boundaries(vbid)}
-            self.writer._purge(vbid, self.clock.now)
+            published_ms = {b.seqno: b.history_ms for b in self.view.boundaries(vbid)}
+            self.writer._purge(vbid, now_ms)
             floor = self.writer.state(vbid).history_floor_seqno
             assert floor >= before
             if floor > before:
                 by_count = sorted(self.model[vbid].boundaries)[-keep:][0]
                 is_held = any(token.vbid == vbid for token in self.held)
-                assert is_held or floor == by_count or published_ms[Seqno(floor)] <= self.clock.now - self.dead_for_ms
+                assert is_held or floor == by_count or published_ms[Seqno(floor)] <= now_ms - self.dead_for_ms
                 self.model[vbid].purge_below(floor)
         else:
             assert steps < 200, "the purger finds no end"
@@ -310,7 +311,7 @@ class Store(RuleBasedStateMachine):
         try:
             list(self.view.changes(token.vbid, since=token))
         except ViewInvalidated as error:
-            return "filled anew" in str(error)
+            return "resynced" in str(error)
         return False
 
     @rule()
@@ -551,7 +552,7 @@ def test_a_token_of_a_refilled_vbucket_is_refused(path: str, writer: GroupWriter
         assert list(view.changes(0, since=token)) == []
         publish(writer, 0, [(key, b"2", 3)])
         assert not view.stale(0)
-        with pytest.raises(ViewInvalidated, match="filled anew"):
+        with pytest.raises(ViewInvalidated, match="resynced"):
             list(view.changes(0, since=token))
 
 
@@ -754,7 +755,7 @@ def test_what_a_copy_was_filtered_to_is_unknown_once_an_oso_snapshot_beside_it_b
 
 
 def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer: GroupWriter) -> None:
-    """It was emptied, so the boundary named no history and the next start fetched everything anew."""
+    """It was emptied, so the boundary named no history and the next start fetched everything again."""
     writer.save_failover_log(0, log(77))
     writer.begin_oso(0)
     staged(writer, 0, 1, 3, 0, unordered=True)
@@ -766,7 +767,7 @@ def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer:
 
 
 def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
-    """Whoever resumes must know what was left out: a refill begins anew, what is served beside it claims nothing."""
+    """A reader must know what was left out: a refill begins again, what is served beside it claims nothing."""
     assert writer.state(0).stream_filter is None
     writer.save_filter(0, "collections 8")
     publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
