@@ -287,7 +287,7 @@ def _folder(folder: Path | None) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="dcp-mirror-bench-", dir=folder) as path:
         try:
             yield path
-        except BrokenPipeError:  # whoever read what is printed is gone: no process of the bench failed
+        except BrokenPipeError:  # anyone who read what is printed is gone: no process of the bench failed
             raise
         except (RuntimeError, OSError) as error:
             complain(str(error))

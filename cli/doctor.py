@@ -1,4 +1,4 @@
-"""`doctor`: what stands between a mirror and its source, and what mends it.
+"""`doctor`: what stands between a mirror and its source, and what fixes it.
 
 Knows how to say findings; what is tried, and what it means, is `mirror.feed.doctor`'s. Nothing is changed, here or at
 the source. Exit code 0 when nothing failed (a warning is no failure), else that of the first failure: 4 where the

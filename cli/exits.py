@@ -92,6 +92,6 @@ def guarded(command: Callable[[], Any]) -> int:
 
 
 def _reader_left() -> int:
-    """Whoever read our output has had enough, as `head` does: that is no failure."""
+    """Anyone who read our output has had enough, as `head` does: that is no failure."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.DONE

@@ -99,7 +99,7 @@ def run(
         bool,
         typer.Option(
             "--replace-bucket",
-            help="Where DIR mirrors another bucket than the source has now (it was made anew): rename it to "
+            help="Where DIR mirrors another bucket than the source has now (it was recreated): rename it to "
             "DIR.<its bucket's uuid> and start from nothing.",
         ),
     ] = False,
@@ -154,7 +154,7 @@ def run(
                 screen.show(render.progress_view(document, elapsed_s), render.progress_line(document, elapsed_s))
 
         def announce(line: str) -> None:
-            with contextlib.suppress(OSError):  # whoever read it may be gone
+            with contextlib.suppress(OSError):  # anyone who read it may be gone
                 typer.echo(line, err=as_json)
 
         service = Supervisor(

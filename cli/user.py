@@ -68,7 +68,7 @@ def list_users(file: FileOption, as_json: options.JsonOption = False) -> None:
     for name, patterns in rows.items():
         typer.echo(f"{name}  {' '.join(patterns)}")
     if anonymous is not None:
-        typer.echo(f"(whoever is on this machine)  {' '.join(anonymous.patterns)}")
+        typer.echo(f"(anyone who is on this machine)  {' '.join(anonymous.patterns)}")
 
 
 def _password(name: str) -> str:

@@ -46,7 +46,7 @@ COUNTED = (
     "behind_seqnos",
 )
 REPAIRED = ("different", "unreadable")
-"""States that fetching anew mends; the others mend themselves once the service streams."""
+"""States that fetching again fixes; the others fix themselves once the service streams."""
 
 
 def verify(
@@ -56,7 +56,7 @@ def verify(
         typer.Option("--source", "-s", metavar="URL", help="Connection string of the source.", show_default=False),
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Fetch the vbuckets that differ anew, beside their old copies.")
+        bool, typer.Option("--repair", help="Fetch the vbuckets that differ again, beside their old copies.")
     ] = False,
     vbid: Annotated[list[int] | None, typer.Option("--vbid", help="Only these vbuckets.", show_default=False)] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Differing keys to print for people.")] = 20,
@@ -95,7 +95,7 @@ def verify(
         if broken:
 
             def refilled(done: int, of: int) -> None:
-                screen.show(line := f"{done} of {of} vbuckets fetched anew", line)
+                screen.show(line := f"{done} of {of} vbuckets fetched again", line)
 
             refill(str(path), url, settings, broken, progress=refilled)
             results = sorted([result for result in results if result.vbid not in broken] + look(broken), key=by_vbid)
@@ -254,7 +254,7 @@ def say(facts: dict[str, Any], results: list[VbucketResult], limit: int) -> None
     if count > limit:
         typer.echo(f"  ... {count - limit:,} more keys: --json names up to 100 of each vbucket")
     if facts["repaired"]:
-        typer.echo(f"fetched anew: {len(facts['repaired'])} vbuckets")
+        typer.echo(f"fetched again: {len(facts['repaired'])} vbuckets")
     verdict = "equal" if facts["ok"] else f"NOT equal: {sums['vbuckets'] - sums['states'].get('equal', 0)} vbuckets"
     more = f", {unsaid}" if (unsaid := not_said(results)) else ""
     typer.echo(

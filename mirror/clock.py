@@ -85,7 +85,7 @@ class ManualClock:
         await waiter
 
     def advance(self, seconds: float) -> None:
-        """Move on, and wake whoever is due."""
+        """Move on, and wake anyone who is due."""
         assert seconds >= 0, "time does not go back"
         self._now_ms += seconds * 1000
         due = [waiter for at, waiter in self._sleepers if at <= self._now_ms]

@@ -127,9 +127,9 @@ class Settings:
     to. `?network=external` in the connection string takes precedence."""
     source_hosts: tuple[str, ...] | None = None
     """Hosts that a cluster map may name, separated by commas: names, `*.example.com`, addresses, networks
-    (`10.1.0.0/16`). A map that names another is refused. Unset: any host, and the log names each that is new. Whoever
-    sends a map decides which hosts the user's name and a proof of its password are sent to: with `couchbases://` these
-    must have a certificate for the name."""
+    (`10.1.0.0/16`). A map that names another is refused. Unset: any host, and the log names each that is new. The
+    sender of a map decides which hosts the user's name and a proof of its password are sent to: with `couchbases://`
+    these must have a certificate for the name."""
     dns_server: str | None = None
     """Address (and port) of the name server that is asked for DNS SRV records. Unset: the system's. Host names are
     always resolved by the system."""

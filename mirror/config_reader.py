@@ -253,7 +253,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the settings file {path} is not TOML: {error}", hint="mend that line", setting="config"
+            f"the settings file {path} is not TOML: {error}", hint="fix that line", setting="config"
         ) from None
 
 

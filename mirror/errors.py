@@ -1,6 +1,6 @@
 """Everything that can go wrong around the store and the protocol, as one tree.
 
-Knows nothing but words: what went wrong, how to mend it, whether trying again can help, and which exit code of the
+Knows nothing but words: what went wrong, how to fix it, whether trying again can help, and which exit code of the
 command line it means. Must never import any other room. A rollback is not here: it is a normal event.
 
     MirrorError
@@ -47,7 +47,7 @@ class MirrorError(Exception):
     default_hint: str = ""
 
     def __init__(self, what: str, *, hint: str | None = None, retryable: bool | None = None) -> None:
-        """`what` went wrong; `hint` how to mend it; `retryable` whether the same call may succeed later."""
+        """`what` went wrong; `hint` how to fix it; `retryable` whether the same call may succeed later."""
         super().__init__(what)
         self.what = what
         self.hint = self.default_hint if hint is None else hint
@@ -98,7 +98,7 @@ class HandshakeFailed(ClusterError):
 class SourceTimeout(ClusterError):
     """The node stopped answering."""
 
-    default_hint = "check the node's load and the network; the connection is made anew"
+    default_hint = "check the node's load and the network; the connection is recreated"
 
 
 class AuthRejected(ClusterError):
@@ -172,7 +172,7 @@ class BucketChanged(ClusterError):
     exit_code = ExitCode.DATA
     retryable = False
     default_hint = (
-        "the bucket was made anew or is another one: mirror it into a new data directory, "
+        "the bucket was recreated or is another one: mirror it into a new data directory, "
         "or have the old one set aside by `run --replace-bucket`"
     )
 

@@ -199,7 +199,7 @@ def load(path: str) -> Identity:
 def set_aside(path: str) -> str:
     """Give the mirror at `path` another name, with the uuid of its bucket behind it; returns that name.
 
-    One rename: whoever has it open goes on reading it. Nobody may write it meanwhile.
+    One rename: anyone who has it open goes on reading it. Nobody may write it meanwhile.
     """
     identity = load(path)
     whole = os.path.realpath(path)

@@ -15,10 +15,10 @@
     |-- WriteLost        a write that a reader waits for was rolled back
     |-- NotPublished     a write that a reader waits for is not here yet
     |-- ViewInvalidated  a rollback or the purger passed a reader's position
-    |-- Unavailable      the vbucket is filled anew, and readers are to wait until it is whole again
+    |-- Unavailable      the vbucket is resynced, and readers are to wait until it is whole again
     `-- Closed           used after close, or in a forked child
 
-Every error says what (`message`), where (`path` and `vbid` where they apply) and how to mend it (`hint`). Exit codes
+Every error says what (`message`), where (`path` and `vbid` where they apply) and how to fix it (`hint`). Exit codes
 are those of the command line; `retryable` is true when the same call may succeed later without anybody acting.
 """
 

@@ -4,7 +4,7 @@ Knows branches and positions of the vbuckets of one group, and until when each i
 how. What a lease of (vbid, branch, seqno) promises, until it ends: the floor of that vbucket does not pass the newest
 kept boundary at or below that position, nor, after a rollback, the point where the history that is served then left
 the held one; and rows that such a rollback retracts stay. So reading as of the position goes on, and changes since it
-can be told. It holds nothing when a vbucket is filled anew: no history is common then; nor at seqno 0, since all that
+can be told. It holds nothing when a vbucket is resynced: no history is common then; nor at seqno 0, since all that
 followed can always be told. Invariants: granted only for
 what is still kept; a lease that ended, by release or by time, holds nothing from then on.
 """

@@ -13,7 +13,7 @@ Invariants:
   that a rollback retracted are gone;
 - a position on the parent above that base was of a history that was lost: those that the moved rows make there are of a
   new history id;
-- each step draws a new chain id: whoever has read chains before reads them again.
+- each step draws a new chain id: anyone who has read chains before reads them again.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class VbucketState:
     rollback_count: int = 0
     last_rollback_ms: int | None = None
     stream_filter: str | None = None
-    """What the streams of the staging branch were filtered to, in the words of whoever asked; None: to nothing."""
+    """What the streams of the staging branch were filtered to, in the words of the requester; None: to nothing."""
 
     @property
     def rollback_deferred(self) -> bool:
@@ -267,7 +267,7 @@ class Identity:
     held: tuple[int, int] | None = None
     """The first and the last vbucket that this mirror holds, where other mirrors hold the rest; None: it holds all."""
     selection: str = ""
-    """What of the bucket is mirrored, in the words of whoever made the mirror; empty: all of it."""
+    """What of the bucket is mirrored, in the words of anyone who made the mirror; empty: all of it."""
 
     @property
     def vbids(self) -> range:

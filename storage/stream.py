@@ -55,7 +55,7 @@ class Standing(NamedTuple):
     local_purge_seqno: int
     manifest: Manifest
     whole: bool
-    """False while nothing complete is served, or it is filled anew."""
+    """False while nothing complete is served, or it is resynced."""
 
     @property
     def purge_seqno(self) -> int:

@@ -155,13 +155,13 @@ class Found(NamedTuple):
     """False: the key's collection is unknown, or was dropped."""
     published_seqno: int
     stale: bool
-    """True while the vbucket is being filled anew beside what is served."""
+    """True while the vbucket is being resynced beside what is served."""
     manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """How far back a vbucket can be read, and how often it was filled anew."""
+    """How far back a vbucket can be read, and how often it was resynced."""
 
     floor: Boundary | None
     """The oldest kept boundary; None: nothing was published yet."""
@@ -431,7 +431,7 @@ class View:
         served = self._served(environment, txn, vbid)
         if served.unavailable:
             raise Unavailable(
-                "temporarily unavailable: it is being filled anew",
+                "temporarily unavailable: it is being resynced",
                 vbid=vbid,
                 hint="wait, or set refill_reads to stale to have the old copy meanwhile",
             )
@@ -1139,7 +1139,7 @@ class View:
         return Seqno(found or collection.begin_seqno), following
 
     def past(self, vbid: int) -> Past:
-        """How far back a vbucket can be read, and when it was filled anew."""
+        """How far back a vbucket can be read, and when it was resynced."""
         environment = self._environment(vbid)
         vbid_key = keys.VBID_KEY.pack(vbid)
         refills = []
@@ -1271,7 +1271,7 @@ class View:
                     )
                     if after < 0:
                         raise ViewInvalidated(
-                            "the vbucket was filled anew since this token", vbid=vbid, hint="read it from the beginning"
+                            "the vbucket was resynced since this token", vbid=vbid, hint="read it from the beginning"
                         )
                     if not any(link.base_seqno == after and link.branch > token.branch for link in served.links):
                         raise ViewInvalidated(

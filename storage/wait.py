@@ -7,7 +7,7 @@ transaction, so every answer is true of one moment. The rule, for a token (vbid,
   the write can be seen once published_seqno has reached it;
 - its history was rolled back here, and a newer log has come since without it: lost;
 - its history is unknown: a failover that this mirror has yet to hear of, so waiting is right.
-While a vbucket is filled anew, or a rollback is deferred, nothing counts as published. Invariant: a token that is
+While a vbucket is resynced, or a rollback is deferred, nothing counts as published. Invariant: a token that is
 `LOST` was never acknowledged as `PUBLISHED` by the history that is served now. Thread-safe as the view is; a wait holds
 no transaction.
 """
@@ -152,7 +152,7 @@ def wait_for(
 
 
 def next_delay_s(delay_s: float) -> float:
-    """The pause after this one, for whoever waits in another way; the first is `POLL_MIN_S`."""
+    """The pause after this one, for anyone who waits in another way; the first is `POLL_MIN_S`."""
     return min(POLL_MAX_S, delay_s * 1.5)
 
 

@@ -270,7 +270,7 @@ class GroupWriter:
     ) -> GroupWriter:
         """Take the group's lock and read its states. `clock_ms`: the wall clock; `monotonic_ms`: one that is never set
         (without it `clock_ms`, whose steps ahead then age history). `window`: how much
-        history to keep. `refill_reads`: what readers get of a vbucket that is being filled anew: its old copy
+        history to keep. `refill_reads`: what readers get of a vbucket that is being resynced: its old copy
         (`stale`), or an error (`unavailable`).
 
         Raises Locked, ReadOnly, CorruptedError, FormatTooNew, WrongBucket.
@@ -657,7 +657,7 @@ class GroupWriter:
         """One transaction with everything that is complete; rows of open snapshots too when `flush_open` is set.
 
         A full map is grown and the batch replayed. On any other failure everything pending is dropped, the states are
-        read again (so machines and streams must start anew) and the error is raised: Full, ReadOnly, CorruptedError...
+        read again (so machines and streams must start again) and the error is raised: Full, ReadOnly, CorruptedError...
         """
         self._check_open()
         touched = [v for v in self._vbuckets.values() if v.dirty and (flush_open or self._commit_worthy(v))]
@@ -1024,7 +1024,7 @@ class GroupWriter:
         state = self._vbuckets[vbid].state
         if state.staging_branch != state.branch:
             raise StorageError(
-                "it is being filled anew", path=self.path, vbid=vbid, hint="roll back when that is published"
+                "it is being resynced", path=self.path, vbid=vbid, hint="roll back when that is published"
             )
         boundary = self._boundary_at(state, to_seqno)
         if boundary is None or boundary.seqno < state.history_floor_seqno:

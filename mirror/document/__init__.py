@@ -1,1 +1,1 @@
-"""What a document is made of, and looking into it: for whoever answers readers, from a store or from memory."""
+"""What a document is made of, and looking into it: for anyone who answers readers, from a store or from memory."""

@@ -2,7 +2,7 @@
 
 Knows fingerprints and the seqnos at which the two copies were taken; must never know how they were read. `here` is the
 mirror's state at its published boundary B, `there` the source's state at the end E of a snapshot, both on one history
-(whoever calls has seen to that). For each key the two newest versions at or below B and E are compared. Why this is
+(the caller has seen to that). For each key the two newest versions at or below B and E are compared. Why this is
 exact although B and E differ, with L the lower of both:
 
 - A version at or below L is the key's newest at L on its side, since the side is complete beyond L. So two versions at
@@ -61,7 +61,7 @@ class Side:
     """Tombstones at or below may be gone; asked after one was missed, for it rises meanwhile."""
 
     def has_collection(self, version: Fingerprint) -> bool:
-        """Whether the version's collection is one here, and not begun anew since."""
+        """Whether the version's collection is one here, and not begun again since."""
         collection = self.manifest.collections.get(keys.split_key(version.key)[0])
         return collection is not None and version.seqno > collection.begin_seqno
 

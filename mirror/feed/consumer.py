@@ -7,12 +7,12 @@ queues, and the flow-control window bounds what can come.
 Invariants:
 - a group commits `commit_interval_ms` after the first thing that waits, or at once when `batch_bytes_max` is staged;
 - an error of one vbucket, node or group never touches another; a group whose store failed drops its machines, reads
-  its states again and asks for its streams anew;
+  its states again and asks for its streams again;
 - no map is followed that is older than one followed before, here, in another worker or before a restart (`NewestMap`);
   with a supervisor, a newer one is followed once that has recorded it, by all workers alike; a map of another bucket
   than the stored one ends the consumer with `BucketChanged`; local data is never deleted for anything that a connection
   or a map says;
-- a vbucket whose source is ahead and that receives nothing is noticed, reported and asked for anew (`watch`);
+- a vbucket whose source is ahead and that receives nothing is noticed, reported and asked for again (`watch`);
 - a mirror of some collections asks for streams once it knows which these are (`collection_watch`).
 """
 
@@ -356,7 +356,7 @@ class Consumer:
         keeper = self._nodes.get(address)
         if keeper is None:
             keeper = NodeKeeper(address, self._make_session, self, self.settings, self.clock)
-            keeper.on_died = self._end  # else the node's vbuckets would stop quietly: the worker is started anew
+            keeper.on_died = self._end  # else the node's vbuckets would stop quietly: the worker is started again
             self._nodes[address] = keeper
             keeper.start()
         elif keeper.session is not None and keeper.ready:
@@ -518,7 +518,7 @@ class Consumer:
             self._store_failed(self._group_of[vbid], error)
 
     def _store_failed(self, group: Group, error: StorageError) -> None:
-        """Stop the group's streams; start them anew from what is stored, later where the disk is full."""
+        """Stop the group's streams; start them again from what is stored, later where the disk is full."""
         if group.error is not None:
             return
         group.error = error
@@ -626,7 +626,7 @@ class Consumer:
         self._guarded(vbid, work)
 
     def reopen(self, vbid: int, cause: str) -> None:
-        """Ask for a vbucket's stream anew, over the connection that it has."""
+        """Ask for a vbucket's stream again, over the connection that it has."""
         actor = self._actors[vbid]
         session = actor.session
         if session is not None:
@@ -828,7 +828,7 @@ class Consumer:
         }
 
     async def _refill(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Fetch a vbucket anew, beside its old copy, and swap it in when it is whole."""
+        """Fetch a vbucket again, beside its old copy, and swap it in when it is whole."""
         vbid = command.get("vbid")
         if not isinstance(vbid, int) or vbid not in self._actors:
             raise ConfigError(f"refill of vb {vbid!r}", hint="vbid must be ours")
@@ -847,5 +847,5 @@ class Consumer:
         if session is not None and session.ready:
             self._attach(vbid, session)
         if state.published_seqno and state.staging_branch == state.branch:
-            raise MirrorError(f"vb {vbid} cannot be filled anew", hint="make room on the disk for a second copy of it")
+            raise MirrorError(f"vb {vbid} cannot be resynced", hint="make room on the disk for a second copy of it")
         return {"vbid": vbid, "staging_branch": int(state.staging_branch)}

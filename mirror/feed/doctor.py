@@ -1,6 +1,6 @@
 """What stands between a mirror and its source, step by step, before any of it costs time: nothing is changed anywhere.
 
-Knows in which order things can fail, how to try each alone, and what mends it. No document is fetched: streams are
+Knows in which order things can fail, how to try each alone, and what fixes it. No document is fetched: streams are
 asked for with an end at their very start, so that a source says whether it would go on from there, and sends nothing.
 Invariants: each finding is one line with a verdict, and where that is not `ok`, with a remedy; what depends on a failed
 step is left out; an end by whatever closes every connection.
@@ -298,7 +298,7 @@ class Doctor:
             self._say(
                 "identity",
                 Verdict.FAIL,
-                f"the data directory mirrors uuid {identity.bucket_uuid}: the bucket is another one, or was made anew",
+                f"the data directory mirrors uuid {identity.bucket_uuid}: the bucket is another one, or was recreated",
                 "take another data directory, or have this one set aside by `run --replace-bucket`",
                 _OfData(""),
             )
@@ -375,7 +375,7 @@ class Doctor:
             self._say(
                 "resume",
                 Verdict.OK,
-                "before 8.0 a first fill of a vbucket with purged deletions that breaks off begins anew",
+                "before 8.0 a first fill of a vbucket with purged deletions that breaks off begins again",
             )
         every = session.noop_interval_s
         taken_as_asked = session.controls.get("set_noop_interval", False)
@@ -494,7 +494,7 @@ class Doctor:
             self._say(
                 "positions",
                 Verdict.WARN,
-                f"{len(refilled)} vbuckets would be filled anew, the first is {refilled[0]}: the source has purged "
+                f"{len(refilled)} vbuckets would be resynced, the first is {refilled[0]}: the source has purged "
                 "deletions since, or lost more history than is kept here",
                 "see to room for a second copy of them; keep downtimes below the bucket's metadata purge interval, "
                 "and history_s above the time of a failover",

@@ -4,7 +4,7 @@ Knows nodes, the hosts of the connection string, connections and pauses; which m
 A node that was failed over while it was stopped still announces and answers its old map. A worker whose vbuckets lie on
 such a node alone is connected to no other, so what it is connected to cannot be all that it asks.
 
-Invariants: in each round every node of the followed map and every host of the source is asked, whoever answers first;
+Invariants: in each round every node of the followed map and every host of the source is asked, whichever answers first;
 a node is asked over its open session, else over a connection of its own that stays open for announcements; a node that
 is slow or away delays no other; after failures it is tried with growing pauses.
 """

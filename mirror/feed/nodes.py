@@ -1,7 +1,7 @@
 """Keeping a connection to each node: open it, and open it again with growing pauses for as long as it is wanted.
 
 Knows sessions, failures and pauses; must never know vbuckets or the store. Invariants: at most one session per node;
-the pause after a failure doubles up to its cap and starts anew once a session was ready; a failure is remembered until
+the pause after a failure doubles up to its cap and starts again once a session was ready; a failure is remembered until
 the next success, for status; an ended keeper leaves nothing open.
 """
 

@@ -4,7 +4,7 @@ Knows the writer of a group and the session of a node, and which call each instr
 Invariants (`ingest.instructions`): a list is performed in list order; an instruction that is answered is answered at
 once, before the next of its list (only AbandonStaged may be answered later: while a complete snapshot is published);
 rows that the store refuses end their list, and the machine is told. Errors of the store itself pass through: the
-group's owner drops its machines and starts them anew from what is stored.
+group's owner drops its machines and starts them again from what is stored.
 """
 
 from __future__ import annotations

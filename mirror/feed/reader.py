@@ -4,7 +4,7 @@ Knows how to keep one connection to each node in a thread of its own, to follow 
 to the thread that iterates; what a stream means is `reading`'s and `ingest`'s. What it reads from may be a cluster or
 another mirror. Invariants: no map is followed that is older than one followed before, by this reader or (`followed`) by
 the mirror that it is compared with; connections live as long as the reader and are used again by each read; one read
-at a time; a refusal that waiting cannot mend is raised at once, and whatever else keeps a vbucket from coming on for
+at a time; a refusal that waiting cannot fix is raised at once, and whatever else keeps a vbucket from coming on for
 `timeout_s` is raised then; leaving the context leaves no thread, no connection and no file behind.
 
     with SourceReader("couchbase://reader@db1/orders", password="...") as reader:
@@ -341,7 +341,7 @@ class _Hub:
         self._keepers = {}
 
     def broke(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback of the loop raised: whoever reads is told, instead of waiting for ever."""
+        """A callback of the loop raised: the reader is told, instead of waiting for ever."""
         error = context.get("exception") or MirrorError(str(context.get("message")))
         self._fail(error)
 
@@ -568,7 +568,9 @@ class _Hub:
         other = verdict is MapVerdict.NEWER and old is not None and old.vbucket_count != new.vbucket_count
         if verdict is MapVerdict.OTHER_BUCKET or other:
             self._refusal = ClusterError(
-                f"bucket {self._access.source.bucket} was made anew at the source", hint="read it anew", retryable=False
+                f"bucket {self._access.source.bucket} was recreated at the source",
+                hint="read it again",
+                retryable=False,
             )
             self._fail(self._refusal)
             return
@@ -619,7 +621,7 @@ class _Hub:
         self._follow()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """What waiting cannot mend is raised; the rest is tried again."""
+        """What waiting cannot fix is raised; the rest is tried again."""
         self._poller.wake()
         if not error.retryable and self._keepers.get(keeper.address) is keeper:
             self._refusal = error

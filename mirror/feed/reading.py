@@ -1,4 +1,4 @@
-"""One bounded read of a source: the vbuckets' machines, the snapshots they complete, and the queue to whoever reads.
+"""One bounded read of a source: the vbuckets' machines, the snapshots they complete, and the queue to the reader.
 
 Knows the machines of `ingest`, and does what they want with a spool where a mirror has its store; must never know how
 connections are made, nor the threads on the other side of the queue. Invariants:
@@ -102,7 +102,7 @@ class Snapshot:
 
     @property
     def position(self) -> Position:
-        """Where whoever has taken this snapshot stands."""
+        """Where anyone who has taken this snapshot stands."""
         return Position(self.vbuuid, self.end_seqno)
 
     @property
@@ -164,7 +164,7 @@ Item = Snapshot | RolledBack | Ended
 
 
 class Outbox:
-    """From the loop to whoever reads: whole items, bounded by making the source wait."""
+    """From the loop to the reader: whole items, bounded by making the source wait."""
 
     def __init__(self, memory_bytes: int, on_room: Callable[[], None]) -> None:
         """`on_room` is called, from any thread, when the source may go on."""
@@ -193,7 +193,7 @@ class Outbox:
             self._changed.notify()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Nothing more comes; whoever takes gets the rest, then the error."""
+        """Nothing more comes; anyone who takes gets the rest, then the error."""
         with self._changed:
             if not self._finished:
                 self._finished, self._error = True, error
@@ -453,7 +453,7 @@ class VbucketReading:
         self._ordered = False
 
     def _refresh_collections(self, _asked: Any) -> None:
-        """They were named once, by whoever reads: the stream is asked for again, and waits for a node that knows."""
+        """They were named once, by the reader: the stream is asked for again, and waits for a node that knows."""
 
     def _retry_after(self, asked: Any) -> None:
         self._cancel_retry()
@@ -579,7 +579,7 @@ class Reading:
         self.outbox.discard()
 
     def fail(self, error: BaseException | None) -> None:
-        """Nothing more can come, or (None) is to; whoever reads is told why, after what is complete."""
+        """Nothing more can come, or (None) is to; the reader is told why, after what is complete."""
         self._ended = True
         for reading in self._active.values():
             reading.close()
@@ -625,7 +625,7 @@ class Reading:
             self._around.hold_acks()
 
     def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
-        """What is to be called when whoever read is done with a snapshot."""
+        """What is to be called when anyone who read is done with a snapshot."""
         return lambda: self.outbox.gave_back(memory_bytes, disk_bytes)
 
     def vbucket_done(self, reading: VbucketReading, item: Item) -> None:

@@ -1,7 +1,7 @@
-"""Fetching vbuckets of a mirror anew, beside their old copies: through the service that runs, or without one.
+"""Fetching vbuckets of a mirror again, beside their old copies: through the service that runs, or without one.
 
 Knows how to ask a service, or to own the groups for as long as it takes, and when a new copy is served; must never know
-why a vbucket is to be fetched anew. Invariants: what is served stays as it was until the new copy is whole; a service
+why a vbucket is to be fetched again. Invariants: what is served stays as it was until the new copy is whole; a service
 that runs keeps its groups; an end before the time leaves every vbucket either as it was or with a refill that the next
 start goes on with.
 """
@@ -39,7 +39,7 @@ def refill(
     timeout_s: float = TIMEOUT_S,
     progress: Progress = lambda _done, _of: None,
 ) -> None:
-    """Fetch the vbuckets anew and return when all are served. No view of the mirror may be open in this process.
+    """Fetch the vbuckets again and return when all are served. No view of the mirror may be open in this process.
 
     Raises MirrorError, Locked (somebody else owns a group), and what the source refuses.
     """

@@ -144,7 +144,7 @@ class NodeSession:
         self._open_flags_taken = DcpOpenFlag(0)
         self._counted_bytes = 0
         self.backfill_at = self._acked_at
-        """When data of a source's disk snapshot came last, for whoever watches the streams."""
+        """When data of a source's disk snapshot came last, for anyone who watches the streams."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
 
     # -- opening --------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class NodeSession:
             self.link.routes[opaque] = row_prefix
 
     def release_acks(self) -> None:
-        """Whoever held the acknowledgements has room again."""
+        """Anyone who held the acknowledgements has room again."""
         self.acks_held = False
         self._ack(force=False)
 
@@ -406,11 +406,11 @@ class NodeSession:
     def _ledger_is_off(self) -> None:
         """Bytes that are never acknowledged would close the window in the end, and every stream would stand still."""
         off = self._counted_bytes - self.ledger.received_total
-        log.error("flow control is off, connecting anew: report this line", node=str(self.address), off_bytes=off)
+        log.error("flow control is off, connecting again: report this line", node=str(self.address), off_bytes=off)
         self.close(
             SourceTimeout(
                 f"flow control with {self.address} is off by {off} bytes",
-                hint="a defect of this program, report it with this line; the connection is made anew",
+                hint="a defect of this program, report it with this line; the connection is recreated",
                 node=str(self.address),
             )
         )

@@ -2,7 +2,7 @@
 
 Knows certificates' files, contexts and the words of OpenSSL; must never know what is said over a connection.
 Invariants: certificate and name are always verified; the files are read afresh for each connection, so that they can be
-replaced without a restart; a file of ours that cannot be used is a `ConfigError` (ours to mend), whatever the node does
+replaced without a restart; a file of ours that cannot be used is a `ConfigError` (ours to fix), whatever the node does
 wrong is a `TlsFailed` with one remedy, and only what may pass by itself is retryable.
 """
 

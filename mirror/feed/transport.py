@@ -228,7 +228,7 @@ class Link(asyncio.Protocol):
             ) from None
 
     def close(self, error: ClusterError | None = None) -> None:
-        """End the connection; whoever waits is told why."""
+        """End the connection; the waiter is told why."""
         if self._error is not None:
             return
         self._error = error or ConnectFailed(f"the connection to {self.address} was closed by us", hint="")
@@ -243,7 +243,7 @@ class Link(asyncio.Protocol):
             self.receiver.on_lost(self._error)
 
     def _dispatch(self, items: list[Run | Frame]) -> None:
-        """Answers to whoever asked, the rest to the receiver, in the order in which they came."""
+        """Answers to the requester, the rest to the receiver, in the order in which they came."""
         batch: list[Run | Frame] = []
         for item in items:
             if isinstance(item, Frame) and item.is_response:
@@ -276,7 +276,7 @@ async def open_link(
     clock: Clock,
     opaques: Opaques | None = None,
 ) -> Link:
-    """Connect; the name is resolved anew each time. Raises ConnectFailed (retryable) or TlsFailed."""
+    """Connect; the name is resolved again each time. Raises ConnectFailed (retryable) or TlsFailed."""
     loop = asyncio.get_running_loop()
     where = str(address)
     try:

@@ -12,7 +12,7 @@ left that has not been seen standing still (a key that changes all the time stay
 stays what it is: what the source changed since is `not_compared`, all else is as exact.
 Three things can come in between:
 - A rollback. At the end the source is asked, as a stream request would, whether it still has (vbuuid, B) and what was
-  read of it, (vbuuid, E). Where it does not, the vbucket is compared anew once the mirror has followed; a mirror that
+  read of it, (vbuuid, E). Where it does not, the vbucket is compared again once the mirror has followed; a mirror that
   cannot follow (no service) is reported as `rollback`, for then it holds what the source has lost.
 - The source's purge of tombstones: it takes deletions away that both sides agree upon, never documents. Where B < E
   and the source has purged above B (the same question says so), what only the mirror holds may have been deleted and
@@ -334,7 +334,7 @@ class Verifier:
         log = self._reader.failover_log(result.vbid)
         end_seqno = history_end_seqno(log, position.vbuuid, self._reader.high_seqnos()[result.vbid])
         if end_seqno is not None and end_seqno >= position.seqno:
-            result.text = "the source has forgotten deletions since; once the stream breaks, the vbucket is filled anew"
+            result.text = "the source has forgotten deletions since; once the stream breaks, the vbucket is resynced"
             result.excuse_purged()
         elif self._service:
             vbucket.again = True

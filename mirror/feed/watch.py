@@ -1,8 +1,8 @@
 """How far the source is, and which streams stand still: asked of every node, judged for every vbucket.
 
 Knows the source's high seqnos, what each vbucket holds, and when its connection brought what; must never know what a
-message means. A stream that stands still though the source is ahead is asked for anew, and the second time in a row the
-whole connection is made anew: a window that leaked shut, or a node that answers and does not stream, is mended by
+message means. A stalled stream is asked for again, and the second time in a row the
+whole connection is recreated: a window that leaked shut, or a node that answers and does not stream, is fixed by
 nothing less (docs/protocol.md 3). Invariants: a vbucket is called stalled from then on until its stream brings
 something or the source turns out not to be ahead; while a connection is busy with a disk snapshot of one vbucket, the
 others that wait for their turn are not stalled; a node that does not say how far it is counts as one that does not
@@ -56,7 +56,7 @@ class Watched(Protocol):
         ...
 
     def reopen(self, vbid: int, cause: str) -> None:
-        """Ask for the vbucket's stream anew."""
+        """Ask for the vbucket's stream again."""
         ...
 
 
@@ -114,7 +114,7 @@ class SourceWatch:
                 self._watched.guarded(actor.vbid, partial(actor.handle, happenings.HighSeqno(seqnos[actor.vbid])))
 
     def judge(self) -> None:
-        """A stream that is open and brings nothing although its source is ahead is asked for anew."""
+        """A stream that is open and brings nothing although its source is ahead is asked for again."""
         for address in list(self._watched.keepers):
             for actor in list(self._watched.actors_at(address)):
                 self._judge(actor)
@@ -131,7 +131,7 @@ class SourceWatch:
         silence_s = now - actor.last_progress
         if silence_s <= limit_s or now - session.backfill_at <= limit_s:
             return
-        actor.stalled(f"stalled: nothing for {silence_s:.0f} s, the source is at {high}; asking for the stream anew")
+        actor.stalled(f"stalled: nothing for {silence_s:.0f} s, the source is at {high}; asking for the stream again")
         log.warning("stalled", vbid=actor.vbid, high_seqno=high, stalls=actor.stalls, node=str(session.address))
         if actor.stalled_streams >= STREAMS_BEFORE_RECONNECT:
             session.close(

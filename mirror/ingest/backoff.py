@@ -29,7 +29,7 @@ class Schedule:
 SCHEDULES: dict[RetryReason, Schedule] = {
     RetryReason.STREAM_ENDED: Schedule(0.05, 10.0),  # a failover is over within a second; lag counts
     RetryReason.SOURCE_BUSY: Schedule(0.2, 10.0),  # warmup and memory pressure last seconds to minutes
-    RetryReason.NOT_MY_VBUCKET: Schedule(0.05, 5.0),  # the map is fetched anew meanwhile
+    RetryReason.NOT_MY_VBUCKET: Schedule(0.05, 5.0),  # the map is fetched again meanwhile
     RetryReason.COLLECTION_UNKNOWN: Schedule(1.0, 60.0),  # manifests spread in seconds, or the collection is gone
     RetryReason.VIOLATION: Schedule(1.0, 300.0),  # a source that breaks the protocol will do so again
     RetryReason.REFUSED_FOR_NOW: Schedule(1.0, 60.0),

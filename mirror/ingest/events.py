@@ -26,7 +26,7 @@ Row = tuple[bytes, bytes]
 class Start:
     """A connection to the active node is ready (DCP opened, controls sent): streams may be asked for.
 
-    Also the way to end `refused` once its cause was mended. A machine that had a stream is told Stop or
+    Also the way to end `refused` once its cause was fixed. A machine that had a stream is told Stop or
     ConnectionLost before; if not, it closes that stream first.
     """
 
@@ -109,7 +109,7 @@ class StreamRefused:
 
 @dataclass(frozen=True, slots=True)
 class FailoverLogReceived:
-    """Answer to GetFailoverLog, newest first; `high_seqno` as last polled, for whoever keeps a record of events."""
+    """Answer to GetFailoverLog, newest first; `high_seqno` as last polled, for anyone who keeps a record of events."""
 
     failover_log: Sequence[FailoverEntry]
     high_seqno: int | None = None

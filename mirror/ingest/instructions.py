@@ -241,7 +241,7 @@ class RetryAfter(Instruction):
 
 @dataclass(slots=True)
 class Report(Instruction):
-    """What the vbucket does now, why, and what mends it."""
+    """What the vbucket does now, why, and what fixes it."""
 
     status: Status
     text: str

@@ -86,7 +86,7 @@ MARKER_ACKS_MAX = 1024
 
 
 _STREAMING_TEXTS = {
-    Status.REFILLING: "fetching the vbucket anew beside the old copy",
+    Status.REFILLING: "fetching the vbucket again beside the old copy",
     Status.BACKFILLING: "the source reads a snapshot from its disk",
     Status.STREAMING: "following the source",
 }
@@ -112,7 +112,7 @@ STORE_PHASES = frozenset((Phase.ROLLING_BACK, Phase.ABANDONING, Phase.OPENING_RE
 
 
 class VbucketMachine:
-    """Decides for one vbucket. Made from the stored state, and anew when the store had to drop its batch."""
+    """Decides for one vbucket. Made from the stored state, and again when the store had to drop its batch."""
 
     __slots__ = (
         "_assembler",
@@ -330,7 +330,7 @@ class VbucketMachine:
         purge_seqno = None
         if offset.inside_snapshot:
             end_seqno = max(end_seqno, offset.snap_end_seqno)
-            # Between snapshots it would say nothing: whoever stands at a boundary below the purge lacks deletions.
+            # Between snapshots it would say nothing: anyone who stands at a boundary below the purge lacks deletions.
             if self._features.sends_purge_seqno and self._source_purge_seqno:
                 purge_seqno = self._source_purge_seqno
         self._offset = offset
@@ -396,7 +396,7 @@ class VbucketMachine:
         out.append(RollbackTo(self.vbid, cause, seqno))
 
     def _before_zero(self, why: str, out: list[Instruction]) -> None:
-        """Before everything is fetched anew, look for common history, once."""
+        """Before everything is fetched again, look for common history, once."""
         self._next_vbuuid = None
         if self._common_tried:
             self._refill(why, out)
@@ -442,7 +442,7 @@ class VbucketMachine:
             self._begin(why, out)
             return
         self.phase = Phase.OPENING_REFILL
-        self._report(Status.REFILLING, f"{why}: fetching the vbucket anew beside the old copy", out)
+        self._report(Status.REFILLING, f"{why}: fetching the vbucket again beside the old copy", out)
         out.append(BeginRefill(self.vbid, why))
 
     # --- the store's answers ---
@@ -574,7 +574,7 @@ class VbucketMachine:
             self._report_streaming(out)
 
     def _violated(self, text: str, out: list[Instruction]) -> None:
-        """The stream cannot be trusted: nothing of its open snapshot is kept, and it is asked for anew."""
+        """The stream cannot be trusted: nothing of its open snapshot is kept, and it is asked for again."""
         self._noticed(out)  # what was complete before the break stays so
         self.violation_count += 1
         self.failing_text = (

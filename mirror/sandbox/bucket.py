@@ -2,7 +2,7 @@
 
 Knows the data and where it lives by the map; must never know listeners or connections. Invariants: one bucket per
 cluster; every replica of a vbucket is the vbucket itself (replication takes no time here); after a change of the map
-whoever asked for it calls `map_changed`, and everyone who registered in `on_map_change` hears of it.
+the requester calls `map_changed`, and everyone who registered in `on_map_change` hears of it.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Bucket:
             self.documents.apply(vbucket, changes)
 
     def failover(self, vbid: int, lose: int = 0) -> int:
-        """A vbucket fails over, with the loss of its newest changes, and is told anew what it lost of the manifest.
+        """A vbucket fails over, with the loss of its newest changes, and is told again what it lost of the manifest.
 
         Returns the seqno at which its new history begins.
         """

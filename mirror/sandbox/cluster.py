@@ -293,7 +293,7 @@ class SandboxCluster:
         self.bucket.map_changed(vbid)
 
     async def recreate_bucket(self) -> None:
-        """The bucket is deleted and made anew, empty: connections break, uuid and histories are others."""
+        """The bucket is deleted and recreated, empty: connections break, uuid and histories are others."""
         for node in self.nodes:
             for connection in list(node.connections):
                 connection.link.cut()

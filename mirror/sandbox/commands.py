@@ -33,7 +33,7 @@ Invariant: a command that is not understood changes nothing, and raises what say
     drop-scope    scope
     drop-collection, flush-collection  path          scope.collection
     tune          [antilag_items, oso_share_max]     settings of the server that change what streams look like
-    recreate-bucket                                  deleted and made anew, empty
+    recreate-bucket                                  deleted and recreated, empty
     write         count                              the workload's next operations, at once
     rate          rate                               operations per second of the workload from now on
 """

@@ -3,7 +3,7 @@
 Knows the rules of the key-value engine about CAS, revision numbers, expiry and locks (kv_engine docs/BinaryProtocol.md,
 docs/protocol.md 2.11), and the time through the clock it is given. Must never know frames or connections. Invariants:
 each change takes exactly one seqno and a CAS above all earlier ones of its vbucket; a refusal changes nothing and is
-a `DocumentError` with the status that a server answers; a document that has expired is found so by whoever touches it,
+a `DocumentError` with the status that a server answers; a document that has expired is found so when it is touched,
 and becomes an expiration there and then.
 """
 

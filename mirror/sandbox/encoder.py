@@ -2,7 +2,7 @@
 
 Knows which negotiated feature alters what (docs/protocol.md 2.2, 2.3, 2.11; recordings 72_h*, 605_h*); must never
 know streams, windows or seqnos. Invariant: where nothing has to be altered the item's own frame is used as it is, so
-the common case costs one test per item; the opaque is set by whoever sends.
+the common case costs one test per item; the opaque is set by anyone who sends.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class BucketManifest:
         return [self._ended(entry.collection_id, entry.scope_id)]
 
     def flush_collection(self, path: str) -> list[Change]:
-        """A collection is emptied: it begins anew."""
+        """A collection is emptied: it begins again."""
         entry = self._existing(path)
         self.uid += 1
         entry = self.collections[entry.collection_id] = replace(entry, flush_uid=self.uid)

@@ -1,7 +1,7 @@
 """The nodes' side of TLS: their certificate, which versions they speak, and whose client certificates they believe.
 
 Knows files and a context that all nodes share; must never know connections or users. Invariant: a certificate that is
-exchanged is shown to whoever connects from then on, and open connections go on.
+exchanged is shown to anyone who connects from then on, and open connections go on.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Vbucket:
         self.collection_high_seqno: dict[int, int] = {}
         self.lost: list[History] = []
         self.changed: set[Callable[[], None]] = set()
-        """Called after each change, by whoever streams from here."""
+        """Called after each change, by anyone who streams from here."""
         self.cas_max = 0
         self._rng = rng
         self._failover_log = [FailoverEntry(self._new_vbuuid(), Seqno(0))]
@@ -284,7 +284,7 @@ class Vbucket:
         return base
 
     def reset(self) -> None:
-        """Delete the vbucket and make it anew: empty, with a new history."""
+        """Delete the vbucket and recreate it: empty, with a new history."""
         self.lost.append(History(self.log, self.failover_log))
         self._cut(0)
         self._failover_log = [FailoverEntry(self._new_vbuuid(), Seqno(0))]
@@ -325,7 +325,7 @@ class Vbucket:
         self._group_first = {seqno: first for seqno, first in self._group_first.items() if seqno <= base}
         self._group_last = {seqno: last for seqno, last in self._group_last.items() if seqno <= base}
         self.purge_seqno = max(purged, default=0)
-        # the versions are the same, but which of them are newest is told anew; a lost log is only ever replayed
+        # the versions are the same, but which of them are newest is told again; a lost log is only ever replayed
         for item in kept:
             item.next_seqno = 0
         changed, self.changed = self.changed, set()

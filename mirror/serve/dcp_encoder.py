@@ -2,7 +2,7 @@
 
 Knows the shape of rows (`storage/FORMAT.md`) and which negotiated feature alters what (docs/protocol.md 2.2, 2.3, 2.11;
 the recordings 72_h* and 605_h*); must never know streams, windows or seqnos. Invariants: where nothing has to be
-altered the row itself is the message; vbucket and opaque are set by whoever sends; a value that cannot be taken apart
+altered the row itself is the message; vbucket and opaque are set by the sender; a value that cannot be taken apart
 is sent as it is stored, with its datatype, and named in the log; any other row that cannot be is a ValueError or a
 ProtocolError, never a message that says something else.
 """

@@ -6,7 +6,7 @@ windows or tasks: it is asked for at most so many bytes and gives whole messages
 - every snapshot sent ends at a seqno that the mirror had published, and is complete there for what the filter shows;
 - seqnos rise; a key comes once in a snapshot, in its newest version at the snapshot's end;
 - everything sent belongs to the history whose failover log the client was given: when that changes, or the mirror
-  takes back what was sent, or a tombstone that the client needs is gone, the stream ends and the client asks anew;
+  takes back what was sent, or a tombstone that the client needs is gone, the stream ends and the client asks again;
 - nothing is held between two calls but positions; a call does a bounded amount of work.
 """
 

@@ -63,7 +63,7 @@ class Watch:
     def look(self) -> int:
         """Tell what is new; returns how many vbuckets serve something else than at the last look."""
         view = self._view()
-        if view is not self._viewed:  # a group was made anew: all of it is news
+        if view is not self._viewed:  # a group was recreated: all of it is news
             self._viewed, self._commits = view, Commits()
         group_count = view.identity.group_count
         found = self._commits.news(view, {vbid % group_count: vbid for vbid in self._followers})

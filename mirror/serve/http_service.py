@@ -1,7 +1,7 @@
 """What every route of one HTTP process stands on: the mirror, who asks and what they may read, waiting, limits.
 
 Knows the open view, users, budgets and the way errors become problems; never a route's own parameters. Invariants: a
-collection is read only after its name was judged; a vbucket that was never published, or is being filled anew, is
+collection is read only after its name was judged; a vbucket that was never published, or is being resynced, is
 "not available now", never "absent", unless its source is known to have nothing; a read with tokens answers only if the
 tokens still stand after it, so that a rollback in between cannot slip an older value in.
 """
@@ -203,7 +203,7 @@ class Service:
     # whether there is something to read
 
     def refuse_unavailable(self, vbids: Iterable[int]) -> None:
-        """Raise Problem for vbuckets that are filled anew, unless their old copy is good enough, or not held here."""
+        """Raise Problem for vbuckets that are resynced, unless their old copy is good enough, or not held here."""
         wanted = sorted(vbids)
         held = self.view.vbids
         for vbid in wanted:
@@ -224,7 +224,7 @@ class Service:
         for vbid in stale:
             raise Problem(
                 "unavailable",
-                f"vbucket {vbid} is filled anew after its history was lost at the source",
+                f"vbucket {vbid} is resynced after its history was lost at the source",
                 hint="wait, or have the service serve the old copy (refill_reads = stale)",
                 vbid=int(vbid),
             )

@@ -104,7 +104,7 @@ class Status:
             return kept
 
     async def forget(self) -> None:
-        """Ask anew the next time, however fresh the report is."""
+        """Ask again the next time, however fresh the report is."""
         async with self._lock:
             self._report = None
             self._surroundings_at = float("-inf")
@@ -189,7 +189,7 @@ class Status:
         return round(risen / (now - before[0]), 1)
 
     async def run(self) -> None:
-        """Sample, and notice groups that were made anew, until cancelled."""
+        """Sample, and notice groups that were recreated, until cancelled."""
         while True:
             self._mirror.refresh()
             await self.sample()

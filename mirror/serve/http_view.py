@@ -1,7 +1,7 @@
-"""The open mirror of one HTTP process: one view, opened when first needed and again when a group was made anew.
+"""The open mirror of one HTTP process: one view, opened when first needed and again when a group was recreated.
 
 Knows the data directory and the store's `View`; never a request. Invariants: a group whose file was replaced (set aside
-as damaged, filled again) is noticed within a second and read anew; a view that is no longer used is closed; nothing is
+as damaged, filled again) is noticed within a second and read again; a view that is no longer used is closed; nothing is
 opened before the process is the one that reads.
 """
 

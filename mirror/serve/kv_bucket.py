@@ -1,6 +1,6 @@
 """What KV clients may know of the mirrored bucket: documents, manifests and seqnos, or the status that says why not.
 
-Knows the store's view and the rules of readers (what is not published, being filled anew, or not theirs to read); must
+Knows the store's view and the rules of readers (what is not published, being resynced, or not theirs to read); must
 never know frames or connections. Invariants: every answer is of one moment of its vbucket; a vbucket of which nothing
 complete is here yet, or whose history was lost, is a temporary failure and never `no such document`, unless the
 operator lets readers have the old copy; a document of a collection that a reader may not read is refused whether it
@@ -68,7 +68,7 @@ class KvBucket:
         if not found.collection_exists or not reader.reads_all:
             _check_collection(_collection_of(wire_key), found.manifest, reader)
         if found.stale and not self._stale_allowed:
-            raise Refused(Status.ETMPFAIL, "the vbucket is being filled anew")
+            raise Refused(Status.ETMPFAIL, "the vbucket is being resynced")
         document = found.document
         if document is None:
             if not found.published_seqno and not self.ready(self.view.vbid_of(_key_of(wire_key))):
@@ -116,13 +116,13 @@ class KvBucket:
             raise self._failed(error) from error
 
     def check_fresh(self, vbid: int) -> None:
-        """Raise Refused when a scan of a vbucket must end because it is being filled anew."""
+        """Raise Refused when a scan of a vbucket must end because it is being resynced."""
         try:
             stale = not self._stale_allowed and self.view.stale(vbid)
         except StorageError as error:
             raise self._failed(error) from error
         if stale:
-            raise Refused(Status.RANGE_SCAN_CANCELLED, "the vbucket is being filled anew")
+            raise Refused(Status.RANGE_SCAN_CANCELLED, "the vbucket is being resynced")
 
     def holds_seqno(self, vbid: int, seqno: int) -> bool:
         """Whether the newest version of some document has this seqno."""
@@ -241,11 +241,11 @@ class KvBucket:
         return numbers
 
     def reopen_if_replaced(self) -> bool:
-        """Open the mirror again when a group's file is another one now: a damaged group was given up and made anew."""
+        """Open the mirror again when a group's file is another one now: a damaged group was given up and recreated."""
         now = self._file_numbers()
         if now == self._files or 0 in now:
             return False
-        log.warning("a group was made anew; opening the mirror again")
+        log.warning("a group was recreated; opening the mirror again")
         try:
             fresh = self._open()
         except StorageError as error:

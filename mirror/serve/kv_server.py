@@ -29,7 +29,7 @@ from mirror.serve.logins import Logins
 
 SWEEP_S = 1.0
 REPLACED_CHECK_S = 5.0
-"""How often it is looked whether a group was made anew."""
+"""How often it is looked whether a group was recreated."""
 
 log = get_logger("kv")
 

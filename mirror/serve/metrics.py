@@ -176,7 +176,7 @@ def _surroundings(report: Report) -> Iterator[Metric]:
         yield _gauge("store_bytes", "What the groups take on the disk.", [([], disk["mirror_bytes"])])
         yield _gauge("disk_free_bytes", "Free space beside them.", [([], disk["free_bytes"])])
     if history is not None:
-        yield _counter("refills", "Vbuckets filled anew from 0.", [([], history["refill_count"])])
+        yield _counter("refills", "Vbuckets resynced from 0.", [([], history["refill_count"])])
         newest = history["floor_newest_ms"]
         yield _gauge(
             "history_floor_seconds", "From here on every vbucket can be read as of, seconds since 1970.",

@@ -162,7 +162,7 @@ async def _identity(source: str, settings: Settings, groups: int | None) -> Iden
 
 
 def _begin(folder: Path, identity: Identity) -> None:
-    """Go on with what an earlier run left, if it is of this identity; else begin anew."""
+    """Go on with what an earlier run left, if it is of this identity; else begin again."""
     note = folder / IDENTITY_FILE
     wanted = json.dumps(asdict(identity), sort_keys=True)
     try:

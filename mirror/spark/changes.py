@@ -50,7 +50,7 @@ class Way(NamedTuple):
     vbid: int
     start: At
     end: At
-    anew: bool
+    again: bool
     """All of it, after a row of kind resync; not what changed since `start`."""
 
 
@@ -102,7 +102,7 @@ class LocalChanges:
         return Offset(ORIGIN, self.bucket_uuid, selection=self._options.selection)
 
     def front(self) -> Offset:
-        """All that is published now. Raises Unavailable for a vbucket that is being filled anew."""
+        """All that is published now. Raises Unavailable for a vbucket that is being resynced."""
         found = {}
         for vbid in self._vbids:
             front = positions.front(self._view, vbid, None).boundary
@@ -122,7 +122,7 @@ class LocalChanges:
         """Where the next batch ends. Raises LostHistory."""
         self._hold(start)
         lags: dict[int, Lag] = {}
-        anew: set[int] = set()
+        again: set[int] = set()
         for vbid, published in zip(self._view.vbids, self._view.published(), strict=True):
             at = start.of(vbid)
             now = (published.branch, published.seqno, published.history_id)
@@ -133,14 +133,14 @@ class LocalChanges:
             if lag is not None:
                 lags[vbid] = lag
             if lost:
-                anew.add(vbid)
+                again.add(vbid)
         ends, self._turn = admit(lags, self._turn, self._newest, self._following)
-        moved = {vbid: end._replace(fresh=int(vbid in anew)) for vbid, end in ends.items()}
+        moved = {vbid: end._replace(fresh=int(vbid in again)) for vbid, end in ends.items()}
         self._undelivered -= moved.keys()
         return replace(start, at={**start.at, **moved})
 
     def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
-        """What there is to go on with, and whether it is everything, anew."""
+        """What there is to go on with, and whether it is everything, again."""
         try:
             seen = positions.front(self._view, vbid, token(self._view, vbid, at))
         except Unavailable:
@@ -235,7 +235,7 @@ class LocalChanges:
             if lost and not self._options.resync:
                 raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}")
             if lost and self._lost_between(vbid, BEGINNING, to):
-                continue  # the end is gone, too: what comes after finds that, and begins anew
+                continue  # the end is gone, too: what comes after finds that, and begins again
             ways[vbid] = Way(vbid, since, to, bool(lost or to.fresh))
         shares = dealt(list(ways), self._options.partitions, self._view.identity.group_count)
         return [Work(tuple(ways[vbid] for vbid in share)) for share in shares if share]
@@ -287,7 +287,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
     """Changes of one vbucket as rows."""
     vbid, end = way.vbid, way.end
     since = None
-    if way.anew:
+    if way.again:
         yield control_row("resync", vbid, "", end.branch, 0, end.vbuuid, end.seqno)
     elif way.start.seqno:
         since = token(view, vbid, way.start)

@@ -25,7 +25,7 @@ and of changes, further:
     snapshot_end_seqno      the boundary that published the version (of those that are kept); of a retraction or
                 restoration the boundary that was gone back to
     at_branch, at_seqno     where the event itself stands. Rises strictly for each key, also across rollbacks, where
-                seqno falls (and begins anew with a resync): (branch, seqno) of the version for published events; for a
+                seqno falls (and begins again with a resync): (branch, seqno) of the version for published events; for a
                 retraction or restoration the new branch and the boundary at which it begins, so the two of one key
                 share it, and the restoration has the last word. This pair is what an upsert is to compare
     event_time  when the source wrote the version, by the clock of the node that did: the upper 48 bits of the cas,

@@ -3,7 +3,7 @@
 Knows the log of a table through delta-rs, and marks: Delta's transaction actions, pairs of application and version.
 Must never know what the rows mean. delta-rs records marks but does not enforce them, so this is how a commit happens at
 most once: it is built upon the version of the table in which the mark was looked up, and it may only become the very
-next version (no retries). Whoever else committed meanwhile, another process with the same mark included, makes it fail
+next version (no retries). Any other commit meanwhile, also one by another process with the same mark, makes it fail
 as `CommitConflict`; nothing is half done then. Invariants: files are part of a table once a commit names them, and only
 then; a file that no commit names (its writer was killed) is an orphan. On a disk the next run removes it, which holds
 the folder's lock. An object store has no lock, and the file may be that of a run elsewhere that is about to commit:
@@ -139,7 +139,7 @@ def conflict_or(folder: Folder, table: DeltaTable | None, error: Exception) -> M
 def remove_orphans(folder: LocalFolder, table: DeltaTable | None) -> list[str]:
     """Remove parts that no version of the table which can still be read names; returns their names.
 
-    Whoever calls this holds the folder's lock: an unfinished run of somebody else would lose its files. Parts are
+    The caller holds the folder's lock: an unfinished run of somebody else would lose its files. Parts are
     matched by their run, as a run's files are named by one commit (which says so: RUN) or by none.
     """
     named: set[str] = set()

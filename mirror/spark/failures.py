@@ -24,7 +24,7 @@ HIDE = "SPARK_HIDE_TRACEBACK"
 
 
 class MirrorSourceError(Exception):
-    """What went wrong and how to mend it, in one line."""
+    """What went wrong and how to fix it, in one line."""
 
 
 MirrorSourceError.__module__ = "builtins"  # so that it is not spelled out with its module in front of its text

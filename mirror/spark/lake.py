@@ -16,7 +16,7 @@ where events come from, nor Spark. Delta has no transaction over two tables, so 
    no document leaves no mark in `documents`; folding it again, also with those after it, changes nothing again.)
 4. The second guard: a merge changes a row only by an event that stands later in (at_branch, at_seqno), which rises for
    each key also across rollbacks, where seqno falls. So even a batch that was folded twice would change nothing.
-   Where a whole vbucket is void (a resync) this does not apply: positions may begin anew there.
+   Where a whole vbucket is void (a resync) this does not apply: positions may begin again there.
 5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint, or one
    that was set back so that a number means other offsets, would skip or repeat events: it is refused.
 

@@ -88,7 +88,7 @@ class Counts:
 
 
 def opened(path: str) -> View:
-    """The mirror at `path`; also the old copy of what is being filled anew is refused, as its settings want."""
+    """The mirror at `path`; also the old copy of what is being resynced is refused, as its settings want."""
     return open_view(path)
 
 
@@ -149,7 +149,7 @@ def check_collection(view: View, pins: Sequence[Pin], name: str) -> None:
 
 
 def hold(job: Job) -> Lease:
-    """Hold what the job reads. All of it, whoever asks: tasks that have yet to begin need theirs."""
+    """Hold what the job reads. All of it, for every reader: tasks that have yet to begin need theirs."""
     positions = {int(pin.vbid): (int(pin.branch), int(pin.seqno)) for pin in job.pins if pin.seqno}
     return Lease(job.path, positions, name="spark documents", seconds=job.lease_seconds, lease_id=job.lease_id)
 

@@ -25,7 +25,7 @@ class At(NamedTuple):
     seqno: int = 0
     vbuuid: int = 0
     fresh: int = 0
-    """1: the batch that ends here begins anew, with everything (a resync)."""
+    """1: the batch that ends here begins again, with everything (a resync)."""
     since_seqno: int = 0
     """Over a connection: where the batch that ends here began."""
     history_id: int = 0
@@ -104,7 +104,7 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: s
     if found.bucket_uuid != bucket_uuid:
         raise ConfigError(
             f"the checkpoint is of the bucket with uuid {found.bucket_uuid}, this is {bucket_uuid}",
-            hint="the bucket was made anew or is another one: begin with a new checkpoint",
+            hint="the bucket was recreated or is another one: begin with a new checkpoint",
         )
     check_selection("the checkpoint", found.selection, selection)
     return found

@@ -75,7 +75,7 @@ class Listener(StreamingQueryListener):
         """Nothing to say."""
 
     def onQueryTerminated(self, event: Any) -> None:
-        """Whoever waits for the query hears of it."""
+        """Anyone who waits for the query hears of it."""
 
 
 def lag_of(sources: Any) -> int | None:

@@ -11,7 +11,7 @@ Knows the bounded reader (`mirror.feed.reader`) and offsets; must never know Spa
   version be valid again: then the next batch begins where the one before began (`At.since_seqno`), and events of one
   batch may come twice; upserts by (at_branch, at_seqno) do not mind;
 - what was delivered and is not on the source's history any more is lost history: without a store nobody can say which
-  versions were valid before, so it is told or begun anew (onLostHistory), never passed over.
+  versions were valid before, so it is told or begun again (onLostHistory), never passed over.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from storage.records import decode_row
 from storage.view import Pin
 
 ORIGIN = "connection"
-AGAIN = "start the query again: it looks at its position anew"
+AGAIN = "start the query again: it looks at its position again"
 FRAMES_AT_ONCE = 2_000
 SUSPECTS = 16
 """Vbuckets whose failover log is asked for with each batch though nothing new is in them."""
@@ -313,7 +313,7 @@ class RemoteChanges:
     def latest(self, start: Offset, limited: bool) -> Offset:
         """Where the next batch ends. Raises LostHistory."""
         lags: dict[int, Lag] = {}
-        anew: dict[int, str] = {}
+        again: dict[int, str] = {}
         suspects = self._suspects()
         for vbid, high_seqno in self._high_seqnos().items():
             at = start.of(vbid)
@@ -324,7 +324,7 @@ class RemoteChanges:
             lost = self._lost(vbid, at, log)
             if lost:
                 self._refuse(vbid, lost)
-                anew[vbid] = lost
+                again[vbid] = lost
             elif seqno <= at.seqno:
                 continue
             weight = 1 / self._options.max_rows if limited else 1e-18
@@ -333,7 +333,7 @@ class RemoteChanges:
         moved = {}
         for vbid, end in ends.items():
             at = start.of(vbid)
-            if vbid in anew:
+            if vbid in again:
                 moved[vbid] = end._replace(branch=at.branch + 1, fresh=1)
             else:
                 moved[vbid] = end._replace(since_seqno=_begins(at, end))
@@ -385,7 +385,7 @@ class RemoteChanges:
             gone = not_on(to, log)
             if gone:
                 self._refuse(vbid, gone)
-                continue  # what comes after finds that, and begins anew
+                continue  # what comes after finds that, and begins again
             lost = to.fresh == 0 and self._lost(vbid, since, log)
             if lost:
                 self._refuse(vbid, lost)
@@ -423,7 +423,7 @@ def read_changes(options: Options, work: Work) -> Iterator[tuple[Any, ...]]:
     reader = KEPT.reader(options, work.followed)
     ways = {way.vbid: way for way in work.ways}
     positions = {
-        vbid: Position() if way.anew else Position(way.start.vbuuid, way.start.seqno) for vbid, way in ways.items()
+        vbid: Position() if way.again else Position(way.start.vbuuid, way.start.seqno) for vbid, way in ways.items()
     }
     begun: set[int] = set()
     try:
@@ -434,7 +434,7 @@ def read_changes(options: Options, work: Work) -> Iterator[tuple[Any, ...]]:
                     f"vbucket {item.vbid}: the source went back to seqno {item.seqno} while it was read",
                     hint=AGAIN,
                 )
-            if way.anew and way.vbid not in begun:
+            if way.again and way.vbid not in begun:
                 begun.add(way.vbid)
                 yield control_row("resync", way.vbid, "", way.end.branch, 0, way.end.vbuuid, way.end.seqno)
             if isinstance(item, Snapshot):

@@ -3,7 +3,7 @@
 Knows processes and Spark's job API; must never know what a task does. A task gets what it needs by its argument and
 works where it runs: it opens its own files and connections, and what it returns is small. Invariants: each task's
 result is counted once, also where Spark ran it again after an executor was lost; results come in the order of the
-tasks; the first failure that trying again does not mend ends the run, as the task's own error and not as a trace of
+tasks; the first failure that trying again does not fix ends the run, as the task's own error and not as a trace of
 the machinery between.
 """
 
@@ -113,7 +113,7 @@ def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
 
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """A terminal's Ctrl-C is not for processes that are started here: they are ended by whoever started them."""
+    """A terminal's Ctrl-C is not for processes that are started here: they are ended by anyone who started them."""
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -171,8 +171,8 @@ class SparkRunner:
 class _Guarded:
     """A task function whose own errors come back as what they are.
 
-    What trying again cannot mend is returned, or Spark would try it four times and print four traces; what may be
-    mended is raised, as text that `error_of` finds again.
+    What trying again cannot fix is returned, or Spark would try it four times and print four traces; what may be
+    fixed is raised, as text that `error_of` finds again.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:

@@ -199,7 +199,7 @@ def sync(
         if lake.done_batch is None and any((checkpoint / "commits").glob("[0-9]*")):
             raise ConfigError(
                 f"{checkpoint}: belongs to tables that are gone, {folder} has none of its batches",
-                hint="bring the tables back, or remove the checkpoint to begin anew",
+                hint="bring the tables back, or remove the checkpoint to begin again",
             )
         lake.remove_unfinished()
 

@@ -11,7 +11,7 @@ FIRST_MS = 200
 """After the first death: long enough for its locks and sockets to be gone, short enough for a blink of lag."""
 
 LIMIT_MS = 30_000
-"""However often it died: an operator who mends the cause waits no longer than this."""
+"""However often it died: an operator who fixes the cause waits no longer than this."""
 
 PROVEN_MS = 60_000
 """A worker that lived this long is not in a crash loop."""

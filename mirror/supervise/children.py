@@ -134,7 +134,7 @@ class Child:
             self._answers.pop(number, None)
 
     def answered(self, message: Message) -> None:
-        """Hand an answer to whoever asked; one that nobody waits for any more is dropped."""
+        """Hand an answer to the requester; one that nobody waits for any more is dropped."""
         waiting = self._answers.get(message.get("id", 0))
         if waiting is None or waiting.done():
             return

@@ -39,7 +39,7 @@ class ControlServer:
         self._clients: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen. A socket left by a dead service is replaced: whoever calls this holds the service's lock."""
+        """Listen. A socket left by a dead service is replaced: the caller holds the service's lock."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with socket_address(self._directory) as address:

@@ -61,7 +61,7 @@ class LeaseBook:
                 record = Record(**each, positions=positions)
                 self._records[record.id] = record
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            log.warning("the book of leases cannot be read; it begins anew", path=str(self._path), error=str(error))
+            log.warning("the book of leases cannot be read; it begins again", path=str(self._path), error=str(error))
             self._records.clear()
 
     def limit(self, *, seconds_max: float, age_max_s: float) -> None:

@@ -29,7 +29,7 @@ _LIVE = {
     "workers", "kv_nodes", "lease_max_s", "lease_age_max_s", "stop_timeout_s",
     *(f"{kind}_processes" for kind in KINDS),
 }  # fmt: skip
-"""What takes effect without a process started anew."""
+"""What takes effect without a process started again."""
 
 FIXED = ("data", "source", "groups", "collections", "scope", "vbuckets", "bootstrap_timeout_s", *KINDS)
 """What a reload leaves as it is: it takes effect at the next start of the service."""
@@ -142,7 +142,7 @@ def kind_of(slot: int) -> str | None:
 
 
 def outdated_by(slot: int, changed: Collection[str]) -> bool:
-    """Whether the process of a slot has to be started anew after these settings changed."""
+    """Whether the process of a slot has to be started again after these settings changed."""
     concerning = set(changed) - _LIVE
     of_readers = {name for name in concerning if name.startswith(_PREFIXES)}
     if kind_of(slot) is None:

@@ -1,4 +1,4 @@
-"""A bucket that was made anew: its old mirror is set aside by name, never overwritten, and only when asked for.
+"""A bucket that was recreated: its old mirror is set aside by name, never overwritten, and only when asked for.
 
 Knows the source's identity and the directory's; never a row. Invariants: while a service runs on the directory nothing
 is touched; a directory of the same bucket, or an empty one, is left as it is; setting aside is one rename.

@@ -224,7 +224,7 @@ class CatchUp:
     """Whether every vbucket has published what the source had when it was first asked.
 
     The mark of a vbucket is the source's high seqno of the first report in which its stream is open; a rollback takes
-    the mark away, and the next report sets it anew. A vbucket whose mark is 0 is done once its stream is accepted.
+    the mark away, and the next report sets it again. A vbucket whose mark is 0 is done once its stream is accepted.
     """
 
     OPEN_STATES = frozenset({"streaming", "backfilling"})

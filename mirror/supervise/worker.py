@@ -163,7 +163,7 @@ class Mirroring:
 
 
 def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> None:
-    """Make a group anew, empty, when its folder is missing: that is how a damaged one is given up and filled again."""
+    """Make a group again, empty, when its folder is missing: that is how a damaged one is given up and filled again."""
     path = directory.group_path(data, group)
     if os.path.isdir(path):
         return

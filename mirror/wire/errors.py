@@ -54,7 +54,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what the protocol does not allow; close the connection and start anew."""
+    """The peer sent what the protocol does not allow; close the connection and start again."""
 
     retryable: ClassVar[bool] = True
     hint: ClassVar[str] = "Is a Couchbase data service listening there, on the data port (11210, or 11207 for TLS)?"

@@ -56,7 +56,7 @@ Call = Callable[..., Result]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The process's own, without settings of whoever runs the tests. One worker is the cheapest service to start."""
+    """The process's own, without settings of anyone who runs the tests. One worker is the cheapest service to start."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DCP_MIRROR_")}
     return kept | {"DCP_MIRROR_PASSWORD": "demo", "DCP_MIRROR_WORKERS": "1", "COLUMNS": "160"} | more
 

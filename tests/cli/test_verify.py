@@ -1,4 +1,4 @@
-"""`verify`: equal, different, mended; and every mistake one line."""
+"""`verify`: equal, different, fixed; and every mistake one line."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_a_damaged_row_is_named_and_mended(source: SandboxThread, mirrored: Path
     checked = call("check", "--data", data)
     assert checked.code == 3
     assert "its checksum does not match" in checked.out + checked.err
-    mended = call("verify", "--data", data, "--source", source.connection_string, "--repair", "--json")
-    assert mended.code == 0, mended.err
-    assert (mended.json["repaired"], mended.json["ok"]) == ([ALTERED], True)
+    fixed = call("verify", "--data", data, "--source", source.connection_string, "--repair", "--json")
+    assert fixed.code == 0, fixed.err
+    assert (fixed.json["repaired"], fixed.json["ok"]) == ([ALTERED], True)
 
 
 def test_a_mirror_equals_its_source(source: SandboxThread, mirrored: Path) -> None:
@@ -113,13 +113,13 @@ def test_an_altered_row_is_named_and_mended(source: SandboxThread, altered: Path
     assert plain.code == 3
     assert difference["key"] in plain.out
     assert "NOT equal: 1 vbuckets" in plain.out
-    mended = call("verify", "--data", altered, "--source", source.connection_string, "--repair", "--json")
-    assert mended.code == 0, mended.err
-    assert (mended.json["repaired"], mended.json["ok"]) == ([ALTERED], True)
+    fixed = call("verify", "--data", altered, "--source", source.connection_string, "--repair", "--json")
+    assert fixed.code == 0, fixed.err
+    assert (fixed.json["repaired"], fixed.json["ok"]) == ([ALTERED], True)
     assert call("check", "--data", altered, "--deep").code == 0
     again = call("verify", "--data", altered, "--source", source.connection_string, "--repair")
     assert again.code == 0
-    assert "fetched anew" not in again.out
+    assert "fetched again" not in again.out
 
 
 def test_every_mistake_is_one_line(source: SandboxThread, mirrored: Path, tmp_path: Path) -> None:

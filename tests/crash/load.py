@@ -1,8 +1,8 @@
 """A seeded load for the embedded source: everything that can happen to a document, without end.
 
 Knows the sandbox's direct data calls; never who mirrors it. Overwrites, deletes, expirations, groups that must land in
-one snapshot, xattrs, compressed and binary values, a named collection that is dropped and made anew, and vbuckets that
-forget their memory, so that whoever lags is filled from disk. It runs in the sandbox's own loop.
+one snapshot, xattrs, compressed and binary values, a named collection that is dropped and recreated, and vbuckets that
+forget their memory, so that anyone who lags is filled from disk. It runs in the sandbox's own loop.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Service:
                 until(f"process {pid} to die of SIGKILL", partial(gone, pid), poll_s=0.002)
 
     def kill_supervisor(self, *more: int) -> None:
-        """SIGKILL the supervisor, and whoever else is named; its workers must go with it."""
+        """SIGKILL the supervisor, and all others that are named; its workers must go with it."""
         workers = self.workers_alive()
         self.kill(self.pid, *more)
         for pid in workers:

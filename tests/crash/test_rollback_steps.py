@@ -217,7 +217,7 @@ def rolled_back(data: str) -> None:
 
 def roll_back(data: str) -> None:
     target = open_writer(data)
-    if target.state(VBID).rollback_count == 0:  # the source says ROLLBACK to 25 to whoever holds more of the old
+    if target.state(VBID).rollback_count == 0:  # the source says ROLLBACK to 25 to anyone who holds more of the old
         result = target.rollback(VBID, 25)
         assert result.boundary_seqno == 20
     target.save_failover_log(VBID, NEW_LOG)

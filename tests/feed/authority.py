@@ -53,7 +53,7 @@ class Authority:
 class Gatekeeper:
     """A server that speaks TLS as OpenSSL does it: what it holds against a client is said in an alert.
 
-    (asyncio's own servers hang up without a word.) Whoever gets in has its one request answered with success.
+    (asyncio's own servers hang up without a word.) Anyone who gets in has its one request answered with success.
     """
 
     def __init__(self, context: ssl.SSLContext) -> None:

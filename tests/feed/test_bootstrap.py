@@ -283,7 +283,7 @@ async def test_high_seqnos_are_read_or_refused(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_map_names_only_hosts_that_it_may(host: str, allowed: bool) -> None:
-    """Whoever sends a map decides which hosts our name and proof go to."""
+    """Anyone who sends a map decides which hosts our name and proof go to."""
     assert host_allowed(host, ("db1", "*.cluster.example", "10.1.0.0/16")) is allowed
     settings = validated({"source_hosts": "db1,*.cluster.example, 10.1.0.0/16"})
     config = json.dumps({"rev": 1, "nodesExt": [{"services": {"kv": 1}}, {"hostname": host, "services": {"kv": 2}}]})

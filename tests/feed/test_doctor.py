@@ -1,4 +1,4 @@
-"""The doctor against the embedded source: each thing that can be wrong is one finding with what mends it, and nothing
+"""The doctor against the embedded source: each thing that can be wrong is one finding with what fixes it, and nothing
 is changed by asking.
 """
 
@@ -98,7 +98,7 @@ async def test_what_resuming_would_cost_is_foretold(cluster: SandboxCluster, tmp
     going, undone, refilled = (finding.text for finding in steps["positions"])
     assert going.startswith("2 vbuckets go on")
     assert undone.startswith("1 vbuckets would go back to a kept boundary")
-    assert refilled.startswith("1 vbuckets would be filled anew, the first is 1")
+    assert refilled.startswith("1 vbuckets would be resynced, the first is 1")
 
 
 async def test_another_bucket_is_said(cluster: SandboxCluster, tmp_path: Path) -> None:

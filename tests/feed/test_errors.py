@@ -18,8 +18,8 @@ def every_error(root: type[MirrorError] = MirrorError) -> Iterator[type[MirrorEr
 
 @pytest.mark.parametrize("error", [kind for kind in every_error() if kind.__module__ == errors.__name__])
 def test_an_error_is_one_line_with_what_and_hint_and_stands_in_the_drawing(error: type[MirrorError]) -> None:
-    made = error("it broke", hint="mend it")
-    assert str(made) == "it broke (mend it)"
+    made = error("it broke", hint="fix it")
+    assert str(made) == "it broke (fix it)"
     assert made.exit_code in ExitCode
     if error is not MirrorError:
         assert error.__name__ in (errors.__doc__ or "")

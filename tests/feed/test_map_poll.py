@@ -1,4 +1,4 @@
-"""Every node is asked for its map, connected or not, and whoever answers first ends no round."""
+"""Every node is asked for its map, connected or not, and whichever answers first ends no round."""
 
 from __future__ import annotations
 

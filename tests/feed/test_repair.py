@@ -1,4 +1,4 @@
-"""Vbuckets fetched anew without a service: served as they were until whole, and a group that is owned stays so."""
+"""Vbuckets fetched again without a service: served as they were until whole, and a group that is owned stays so."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ async def test_a_bucket_made_anew_is_known_before_a_stream_is_asked_for(
 ) -> None:
     """The same host, another bucket: not one stream request goes to it, or its emptiness would be followed.
 
-    Whoever reconnects sees it: the look at the map that a lost connection brings about may come too late.
+    Anyone who reconnects sees it: the look at the map that a lost connection brings about may come too late.
     """
 
     monkeypatch.setattr(MapPoller, "wake", lambda _poller: None)

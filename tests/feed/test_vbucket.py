@@ -103,13 +103,13 @@ async def test_after_every_refusal_it_is_asked_for_again_unless_people_must_act(
             await mirror.until_published(VBID, 3)
             assert source.statuses_sent.count(status) == 1
         said = mirror.row(VBID)["last_error"]
-        assert said.startswith(on_refusal(status).text), "what happened, what is done about it, what mends it"
+        assert said.startswith(on_refusal(status).text), "what happened, what is done about it, what fixes it"
         await mirror.stop()
     assert stored(mirror) == ([] if action is Action.STOP else [1, 2, 3])
 
 
 async def test_out_of_range_is_answered_by_a_search_for_common_history_and_then_a_refill(tmp_path: Path) -> None:
-    """ERANGE at a position that is held: the log has no common history, so everything comes anew beside the old."""
+    """ERANGE at a position that is held: the log has no common history, so everything comes again beside the old."""
     mirror = mirror_at(tmp_path)
     async with RecordedSource(script(success(*snapshot(1, 3)))) as source:
         mirror.start(source.connection_string)

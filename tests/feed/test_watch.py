@@ -1,4 +1,4 @@
-"""Streams that stand still: noticed by seqnos, bytes and time, asked for anew, in the end over another connection."""
+"""Streams that stand still: noticed by seqnos, bytes and time, asked for again, in the end over another connection."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_c
     health = assess([reported_row(row, 0) | {"lag_s": 0.0}], 1, lag_limit_s=30)
     assert health.state == "degraded"
     assert health.reasons[0].startswith("1 of 1 vbuckets stalled: the source is ahead and sends nothing: 2")
-    await mirror.until(lambda: len(cluster.sent(2).stream_requests) > asked, "asked for anew")
+    await mirror.until(lambda: len(cluster.sent(2).stream_requests) > asked, "asked for again")
     await mirror.until(lambda: consumer.status()["nodes"][0]["reconnects"] >= 1, "another connection")
     await mirror.until(lambda: consumer.status()["counters"]["stalls"] >= 2, "twice")
     write(cluster, 0, "others go on")

@@ -79,7 +79,7 @@ class Source:
         self._new_history(seqno)
 
     def forget_everything(self) -> None:
-        """The vbucket was made anew."""
+        """The vbucket was recreated."""
         self.items.clear()
         self.failover_log.clear()
         self.purge_seqno = 0

@@ -1,7 +1,7 @@
 """Rules that the program lives by, each broken in one line, and the tests that must notice.
 
-A line of the table: the file, what is replaced (it occurs once there), what it is replaced with, and the tests. Whoever
-changes such a line changes the table, too: `test_mutations` says where it no longer applies.
+A line of the table: the file, what is replaced (it occurs once there), what it is replaced with, and the tests. A
+change of such a line changes the table, too: `test_mutations` says where it no longer applies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The look at the store: whoever follows is told of what is served anew, and of nothing else."""
+"""The look at the store: anyone who follows is told of what is served again, and of nothing else."""
 
 from __future__ import annotations
 

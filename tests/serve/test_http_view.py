@@ -1,4 +1,4 @@
-"""The view of a process: opened late, and again when a group was made anew."""
+"""The view of a process: opened late, and again when a group was recreated."""
 
 from __future__ import annotations
 

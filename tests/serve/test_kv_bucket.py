@@ -1,4 +1,4 @@
-"""What readers may know of the bucket: beside the documents' own tests, a store that fails and one made anew."""
+"""What readers may know of the bucket: beside the documents' own tests, a store that fails and one recreated."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ READERS = (None, Reader("all"), Reader("some", ("s.c",)))
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[KvBucket]:
-    """A vbucket that has documents of every sort, and one that is filled anew."""
+    """A vbucket that has documents of every sort, and one that is resynced."""
     store = Store(tmp_path, vbuckets=1)
     store.logs()
     store.collections(1, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)), Collection(300, 8, "wide", Seqno(0)))

@@ -261,6 +261,6 @@ def test_rollbacks_and_refills_are_told(page: Any, site: Site) -> None:
     opened(page, site)
     past = page.locator("#past").inner_text()
     assert "rolled back from 3 to 1 (2 seqnos)" in past
-    assert "filled anew from 0" in past
+    assert "resynced from 0" in past
     assert "Rollbacks: 1; refills: 1." in page.locator("#history").inner_text()
     assert "The mirror takes" in page.locator("#disk").inner_text()

@@ -135,7 +135,7 @@ async def test_the_refusal_says_why(store: Store) -> None:
         write(store, 1, 5)
         store.writer.begin_refill(0)
         store.writer.commit()
-        await _refused(endpoint, b"the vbucket is being filled anew")
+        await _refused(endpoint, b"the vbucket is being resynced")
     store.close()
 
 

@@ -77,7 +77,7 @@ class Watched:
     merges: int = 0
     """Steps in which rows were moved to another branch."""
     rolling_back_to: int | None = None
-    made_anew: bool = False
+    recreated: bool = False
     """The source deleted the vbucket since the last publish: what every copy had persisted may be lost."""
 
 
@@ -216,7 +216,7 @@ class Checker:
                 self.counts["rollbacks"] += 1
         else:
             self._is_persisted(vbid, seqno)
-            watched.made_anew = False
+            watched.recreated = False
             watched.boundaries = [seqno]
             watched.refills += 1
             self.counts["out-of-order snapshots published" if reason == 5 else "refills published"] += 1
@@ -227,7 +227,7 @@ class Checker:
     def _is_persisted(self, vbid: int, seqno: int) -> None:
         if self.mirror.persisted:
             persisted = self.source.persisted[vbid]
-            assert seqno <= persisted or self.watched[vbid].made_anew, f"vb {vbid}: {seqno} of {persisted} persisted"
+            assert seqno <= persisted or self.watched[vbid].recreated, f"vb {vbid}: {seqno} of {persisted} persisted"
             self.counts["published once persisted"] += 1
 
     def _deferred(self, vbid: int, base: int, seqno: int) -> None:
@@ -235,13 +235,13 @@ class Checker:
         watched = self.watched[vbid]
         self._is_persisted(vbid, seqno)
         high = self.source.vbucket(vbid).high_seqno
-        shorter = watched.made_anew or seqno >= min(watched.seqno, high)
+        shorter = watched.recreated or seqno >= min(watched.seqno, high)
         assert seqno >= watched.seqno or shorter, f"vb {vbid}: readers went back from {watched.seqno} to {seqno}"
         assert base in watched.boundaries, f"vb {vbid}: a rollback to {base}, kept are {watched.boundaries}"
         watched.boundaries = [each for each in watched.boundaries if each <= base]
         if seqno > base:
             watched.boundaries.append(seqno)
-        watched.made_anew = False
+        watched.recreated = False
         self.counts["deferred rollbacks"] += 1
 
     # --- what readers see

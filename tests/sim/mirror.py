@@ -371,7 +371,7 @@ class Mirror:
 
     @property
     def refused(self) -> bool:
-        """A group waits for people: its disk failed in a way that waiting does not mend."""
+        """A group waits for people: its disk failed in a way that waiting does not fix."""
         return any(group.error is not None and group.retry_timer is None for group in self.consumer._groups)
 
     # --- reading

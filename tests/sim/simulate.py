@@ -487,9 +487,9 @@ class World:
     def begin_anew(self) -> None:
         vbid = self.vbid()
         self.source.begin_anew(vbid)
-        self.checker.watched[vbid].made_anew = True
+        self.checker.watched[vbid].recreated = True
         self._heal_manifest(vbid)
-        self.counts["vbuckets deleted and made anew"] += 1
+        self.counts["vbuckets deleted and recreated"] += 1
 
     def move(self) -> None:
         vbid = self.vbid()
@@ -648,7 +648,7 @@ class World:
             try:
                 boundary = self.mirror.roll_back(vbid, self.rng.randint(0, watched.seqno))
             except StorageError:
-                return  # the disk failed; whoever asked is told
+                return  # the disk failed; the requester is told
             self.counts["rollbacks by command"] += boundary > 0
 
     def break_protocol(self) -> None:

@@ -280,7 +280,7 @@ class Source:
         return high - base
 
     def begin_anew(self, vbid: int) -> None:
-        """The vbucket is deleted and made anew."""
+        """The vbucket is deleted and recreated."""
         vbucket = self.vbucket(vbid)
         self._past[vbid].append((vbucket.log, vbucket.high_seqno, vbucket.failover_log))
         vbucket.reset()

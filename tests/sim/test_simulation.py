@@ -92,7 +92,7 @@ MUST_HAPPEN = (
     "staged rows abandoned on disk",
     "stopped and started",
     "streams proven to be on our history",
-    "vbuckets deleted and made anew",
+    "vbuckets deleted and recreated",
     "vbuckets moved",
     "versions purged",
 )

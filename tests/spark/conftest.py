@@ -29,7 +29,7 @@ FAST = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever needs the session runs where it is."""
+    """Anyone who needs the session runs where it is."""
     for item in items:
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))

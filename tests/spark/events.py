@@ -124,7 +124,7 @@ class History:
         return max(branches)
 
     def resync(self) -> None:
-        """Everything anew on a further branch, as after a history that could not be followed."""
+        """Everything again on a further branch, as after a history that could not be followed."""
         self.branch += 1
         current = self.state
         self.log.append(event("resync", None, (self.branch, 0), vbid=self.vbid, collection=None))

@@ -210,14 +210,14 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
         }
         for rollback in each:
             # What was told and is void from here on; of each key the newest is taken back, a collection that was made
-            # anew being another one. (The stream is let see each rollback by itself. One may go back further than the
+            # again being another one. (The stream is let see each rollback by itself. One may go back further than the
             # one before, and void older branches once more.)
             void = [at for at in sorted(left) if at[1] <= rollback.from_branch and at[2] > rollback.to_seqno]
             newest: dict[tuple[int, str, str], tuple[int, int, int]] = {}
             for at in void:
                 name = left[at]["collection"]
-                made_anew = sum(dropped == name and where < at[1:] for where, dropped in drops.items())
-                newest[made_anew, name, left[at]["key"]] = at
+                recreated = sum(dropped == name and where < at[1:] for where, dropped in drops.items())
+                newest[recreated, name, left[at]["key"]] = at
             wanted |= set(newest.values())
             for at in void:
                 del left[at]

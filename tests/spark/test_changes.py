@@ -330,7 +330,7 @@ def test_a_checkpoint_of_another_history_or_bucket_is_refused(small: SmallMirror
     follower.restart()
     with pytest.raises(LostHistory, match="another history of the source"):
         follower.driver.latest(foreign, True)
-    with pytest.raises(ConfigError, match="bucket was made anew"):
+    with pytest.raises(ConfigError, match="bucket was recreated"):
         follower.driver.decode(Offset("path", "other").encode())
     follower.driver.close()
 

@@ -27,9 +27,9 @@ def test_a_foreseen_error_is_one_line_without_a_traceback() -> None:
 def test_a_function_tells_likewise() -> None:
     @told_clearly
     def fails(what: str) -> None:
-        raise ConfigError(what, hint="mend it")
+        raise ConfigError(what, hint="fix it")
 
-    with pytest.raises(MirrorSourceError, match=r"^this is wrong \(mend it\)$"):
+    with pytest.raises(MirrorSourceError, match=r"^this is wrong \(fix it\)$"):
         fails("this is wrong")
 
 

@@ -214,8 +214,8 @@ def test_what_a_failover_lost_is_refused_or_begun_anew(source: SandboxThread) ->
     follower.run()
     assert follower.state == there(source)
     assert [row["vbid"] for row in follower.log if row["kind"] == "resync"] == [0]
-    anew = [row for row in follower.log if row["vbid"] == 0 and row["at_branch"] == 1]
-    assert anew[0]["kind"] == "resync"
+    again = [row for row in follower.log if row["vbid"] == 0 and row["at_branch"] == 1]
+    assert again[0]["kind"] == "resync"
     follower.driver.close()
 
 

@@ -18,7 +18,7 @@ def double(number: int) -> tuple[int, int]:
 
 def refuse(number: int) -> int:
     if number == 3:
-        raise CorruptedError("three is damaged", path="/x", hint="mend it")
+        raise CorruptedError("three is damaged", path="/x", hint="fix it")
     return number
 
 
@@ -45,7 +45,7 @@ def test_one_process_is_this_one() -> None:
 
 
 def test_a_tasks_own_error_is_what_the_run_ends_with() -> None:
-    with pytest.raises(CorruptedError, match=r"/x: three is damaged \(mend it\)"):
+    with pytest.raises(CorruptedError, match=r"/x: three is damaged \(fix it\)"):
         LocalRunner(2).run(refuse, range(10))
 
 
@@ -75,17 +75,17 @@ def test_what_cannot_be_mended_comes_back_and_what_can_is_raised_for_another_try
 
 
 def test_an_error_survives_as_text_with_all_it_says() -> None:
-    found = error_of(RuntimeError(as_text(ConfigError("bad", hint="mend it", setting="x"))))
+    found = error_of(RuntimeError(as_text(ConfigError("bad", hint="fix it", setting="x"))))
     assert isinstance(found, ConfigError)
-    assert (str(found), found.setting, found.exit_code) == ("bad (mend it)", "x", 2)
+    assert (str(found), found.setting, found.exit_code) == ("bad (fix it)", "x", 2)
 
 
 def test_what_the_data_source_said_is_found_among_sparks_words() -> None:
     text = (
         "[STREAM_FAILED] Query [id = 1] terminated with exception: [PYTHON_STREAMING] Failed when source perform "
-        "latestOffset: MirrorSourceError: vbucket 3: history is gone (begin anew) SQLSTATE: 38000\n=== Query ===\n"
+        "latestOffset: MirrorSourceError: vbucket 3: history is gone (begin again) SQLSTATE: 38000\n=== Query ===\n"
     )
-    assert str(error_of(RuntimeError(text))) == "vbucket 3: history is gone (begin anew)"
+    assert str(error_of(RuntimeError(text))) == "vbucket 3: history is gone (begin again)"
 
 
 def test_an_executor_without_the_package_is_told_in_one_line() -> None:
@@ -110,7 +110,7 @@ def test_the_same_on_spark(spark: SparkSession) -> None:
 
 
 def test_a_tasks_own_error_is_what_a_run_on_spark_ends_with(spark: SparkSession) -> None:
-    with pytest.raises(CorruptedError, match=r"/x: three is damaged \(mend it\)"):
+    with pytest.raises(CorruptedError, match=r"/x: three is damaged \(fix it\)"):
         SparkRunner(spark).run(refuse, range(4))
     with pytest.raises(ConnectFailed, match="nobody answers 7"):
         SparkRunner(spark).run(lose, [7])

@@ -146,7 +146,7 @@ def test_filters_are_answered_by_the_source_as_spark_would(
     pushed = read(spark, path=str(small.path), partitions="2", pushdown="true").where(condition)
     assert sorted(pushed.select("key", "vbid").collect()) == sorted(plain.select("key", "vbid").collect())
     assert pushed.rdd.getNumPartitions() == tasks
-    small.put({"order::000042": order(1)})  # and what was pushed down once is asked for anew
+    small.put({"order::000042": order(1)})  # and what was pushed down once is asked for again
     assert pushed.count() == plain.count()
 
 

@@ -91,7 +91,7 @@ def test_the_tables_are_exact_whoever_was_killed_in_mid_batch(
 
 
 def bury(service: Service) -> None:
-    """Wait until its workers have followed it, then start it anew."""
+    """Wait until its workers have followed it, then start it again."""
     service.kill_supervisor()
     service.start()
 

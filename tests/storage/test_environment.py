@@ -69,7 +69,7 @@ def test_a_group_without_its_file_is_damage_not_a_new_store(path: str) -> None:
 
 
 def test_a_file_that_was_cut_short_is_named_and_not_read(path: str) -> None:
-    """Whoever touches a page that the file lacks gets SIGBUS: the file must be refused before."""
+    """Anyone who touches a page that the file lacks gets SIGBUS: the file must be refused before."""
     folder = directory.group_path(path, 0)
     file = os.path.join(folder, "data.mdb")
     sound = Environment(folder, [0, 2], writable=True)

@@ -1,4 +1,4 @@
-"""Errors say where, what and how to mend it, in one line."""
+"""Errors say where, what and how to fix it, in one line."""
 
 from __future__ import annotations
 

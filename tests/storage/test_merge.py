@@ -144,7 +144,7 @@ def test_every_position_ever_given_is_followed_rightly_or_refused(
 def test_a_merge_can_be_cut_off_between_any_two_steps(
     writer: GroupWriter, path: str, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads meanwhile sees all of it, or hears that it must begin again."""
+    """The reader meanwhile sees all of it, or hears that it must begin again."""
     fail_over(writer, 0)
     monkeypatch.setattr(storage.purge, "STEP_ROWS", 2)
     for number in range(1, 4):

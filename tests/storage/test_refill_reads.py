@@ -1,4 +1,4 @@
-"""While a vbucket is filled anew: its old copy, or "temporarily unavailable", as the setting says."""
+"""While a vbucket is resynced: its old copy, or "temporarily unavailable", as the setting says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flipped bit of a stored row is noticed by whoever reads it, and named; without a cost that grows with anything."""
+"""A flipped bit of a stored row is noticed by the reader, and named; without a cost that grows with anything."""
 
 from __future__ import annotations
 

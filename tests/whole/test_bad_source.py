@@ -151,7 +151,7 @@ def test_frames_that_break_off(source: SandboxThread, service: Service) -> None:
     for _ in range(3):
         hit = source.call(source.cluster.faults.connections, node=0)
         source.call(source.cluster.faults.truncate, node=0)
-        until("the connections to be made anew", partial(replaced, source, hit))
+        until("the connections to be recreated", partial(replaced, source, hit))
 
 
 def replaced(source: SandboxThread, old: list[NodeConnection]) -> bool:

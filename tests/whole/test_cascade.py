@@ -1,4 +1,4 @@
-"""A mirror of a mirror, as processes: whoever is killed under load, source and both mirrors agree at the end."""
+"""A mirror of a mirror, as processes: whichever is killed under load, source and both mirrors agree at the end."""
 
 from __future__ import annotations
 

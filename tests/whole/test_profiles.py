@@ -109,7 +109,7 @@ def everything_happens(story: Story, authority: Authority, *, collections: bool)
     renewed = Authority(authority.ca_file.parent, "renewed-ca")
     authority.ca_file.write_bytes(authority.ca_file.read_bytes() + renewed.ca_file.read_bytes())
     story.on_source(cluster.tls.rotate, *renewed.sign("localhost", "127.0.0.1", into="renewed"))
-    number = story.source.run(cluster.add_node())  # whoever comes to it sees the new certificate
+    number = story.source.run(cluster.add_node())  # anyone who comes to it sees the new certificate
     story.source.run(cluster.rebalance(pause_seconds=0.01))
     assert number in {node.number for node in bucket.map.nodes}
     story.followed("a change of certificates")

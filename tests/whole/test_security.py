@@ -1,5 +1,5 @@
 """The mirror and a source that demands security, as an operator meets them: each thing that is wrong is one line that
-says what and how to mend it, with the right exit code; certificates and passwords change while everything runs.
+says what and how to fix it, with the right exit code; certificates and passwords change while everything runs.
 """
 
 from __future__ import annotations

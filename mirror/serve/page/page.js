@@ -211,7 +211,7 @@ function drawPast(report) {
   const { history, disk, totals } = report;
   const events = history.rollbacks.map((event) => [event.time_ms, event.vbid,
     `rolled back from ${number(event.from_seqno)} to ${number(event.to_seqno)} (${seqnos(event.from_seqno - event.to_seqno)})`, "rolled"]);
-  for (const event of history.refills) events.push([event.time_ms, event.vbid, "filled anew from 0", "filling"]);
+  for (const event of history.refills) events.push([event.time_ms, event.vbid, "resynced from 0", "filling"]);
   events.sort((a, b) => b[0] - a[0]);
   $("history").textContent = (known(history.floor_newest_ms)
     ? `Every vbucket can be read as of any kept boundary since ${moment(history.floor_newest_ms)}; the oldest floor is of ${moment(history.floor_oldest_ms)}.`
