@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 import pytest
@@ -60,14 +60,22 @@ def pytest_collection_finish() -> None:
 
 
 TAKES = {
-    "not long and not ci": "about 15 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
-    "not long": "about 22 minutes on two cores (-n auto)",
+    "not long and not ci": "about 12 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
+    "not long": "about 18 minutes on two cores (-n auto)",
 }
 """How long all tests take, by the expression that chooses them."""
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"all tests take {TAKES.get(config.getoption('markexpr'), 'hours')}"
+
+
+@pytest.fixture(autouse=True)
+def default_logs() -> Iterator[None]:
+    """What a test, or the code that it runs, configures of the logs is not there for the next one."""
+    yield
+    if (structlog := sys.modules.get("structlog")) is not None:
+        structlog.reset_defaults()
 
 
 @pytest.hookimpl(optionalhook=True)

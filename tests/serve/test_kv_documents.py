@@ -133,6 +133,8 @@ async def test_each_recorded_request_is_answered_as_the_engine_did(
                 else:
                     assert ("mirror" in told) is ("name" in told), "a bucket's map says that it is a mirror's own"
                     told.pop("mirror", None)
+                    for node in wanted["nodesExt"]:  # no manager that an SDK without TLS would try to reach is named
+                        node["services"]["mgmtSSL"] = node["services"].pop("mgmt")
                     assert shape(told) == shape(wanted)
                 continue
             if request.opcode == Opcode.HELLO:
