@@ -56,7 +56,7 @@ def verify(
         typer.Option("--source", "-s", metavar="URL", help="Connection string of the source.", show_default=False),
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Fetch the vbuckets that differ again, beside their old copies.")
+        bool, typer.Option("--repair", help="Fetch the vbuckets that differ again, next to their old copies.")
     ] = False,
     vbid: Annotated[list[int] | None, typer.Option("--vbid", help="Only these vbuckets.", show_default=False)] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Differing keys to print for people.")] = 20,

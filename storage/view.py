@@ -155,7 +155,7 @@ class Found(NamedTuple):
     """False: the key's collection is unknown, or was dropped."""
     published_seqno: int
     stale: bool
-    """True while the vbucket is being resynced beside what is served."""
+    """True while the vbucket is being resynced next to what is served."""
     manifest: Manifest
 
 

@@ -2,7 +2,7 @@
 
 Knows a selection, the newest manifest that any node gave, and who waits for another; must never know streams or the
 store. Invariants: manifests only ever move forward in their uid; a name that does not exist is waited for, and said;
-anyone who was refused for an unknown collection, or lost all it had, is told once something fits again. A user without
+anyone who was refused for an unknown collection, or lost all it had, hears once something fits again. A user without
 the privilege to look up the server's own collections gets streams that silently leave them out (docs/protocol.md 2.2):
 that is noticed here, since the cluster map says that there are some, and the manifest does not show them.
 """

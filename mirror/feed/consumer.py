@@ -828,7 +828,7 @@ class Consumer:
         }
 
     async def _refill(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Fetch a vbucket again, beside its old copy, and swap it in when it is whole."""
+        """Fetch a vbucket again, next to its old copy, and swap it in when it is whole."""
         vbid = command.get("vbid")
         if not isinstance(vbid, int) or vbid not in self._actors:
             raise ConfigError(f"refill of vb {vbid!r}", hint="vbid must be ours")

@@ -341,7 +341,7 @@ class _Hub:
         self._keepers = {}
 
     def broke(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback of the loop raised: the reader is told, instead of waiting for ever."""
+        """A callback of the loop raised: the reader gets the error, instead of waiting for ever."""
         error = context.get("exception") or MirrorError(str(context.get("message")))
         self._fail(error)
 

@@ -579,7 +579,7 @@ class Reading:
         self.outbox.discard()
 
     def fail(self, error: BaseException | None) -> None:
-        """Nothing more can come, or (None) is to; the reader is told why, after what is complete."""
+        """Nothing more can come, or (None) is to; the reader gets the reason, after what is complete."""
         self._ended = True
         for reading in self._active.values():
             reading.close()

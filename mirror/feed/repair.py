@@ -1,4 +1,4 @@
-"""Fetching vbuckets of a mirror again, beside their old copies: through the service that runs, or without one.
+"""Fetching vbuckets of a mirror again, next to their old copies: through the service that runs, or without one.
 
 Knows how to ask a service, or to own the groups for as long as it takes, and when a new copy is served; must never know
 why a vbucket is to be fetched again. Invariants: what is served stays as it was until the new copy is whole; a service

@@ -228,7 +228,7 @@ class Link(asyncio.Protocol):
             ) from None
 
     def close(self, error: ClusterError | None = None) -> None:
-        """End the connection; the waiter is told why."""
+        """End the connection; the waiter gets the reason."""
         if self._error is not None:
             return
         self._error = error or ConnectFailed(f"the connection to {self.address} was closed by us", hint="")

@@ -26,7 +26,7 @@ Row = tuple[bytes, bytes]
 class Start:
     """A connection to the active node is ready (DCP opened, controls sent): streams may be asked for.
 
-    Also the way to end `refused` once its cause was fixed. A machine that had a stream is told Stop or
+    Also the way to end `refused` once its cause was fixed. A machine that had a stream is sent Stop or
     ConnectionLost before; if not, it closes that stream first.
     """
 

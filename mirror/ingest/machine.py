@@ -86,7 +86,7 @@ MARKER_ACKS_MAX = 1024
 
 
 _STREAMING_TEXTS = {
-    Status.REFILLING: "fetching the vbucket again beside the old copy",
+    Status.REFILLING: "fetching the vbucket again next to the old copy",
     Status.BACKFILLING: "the source reads a snapshot from its disk",
     Status.STREAMING: "following the source",
 }
@@ -442,7 +442,7 @@ class VbucketMachine:
             self._begin(why, out)
             return
         self.phase = Phase.OPENING_REFILL
-        self._report(Status.REFILLING, f"{why}: fetching the vbucket again beside the old copy", out)
+        self._report(Status.REFILLING, f"{why}: fetching the vbucket again next to the old copy", out)
         out.append(BeginRefill(self.vbid, why))
 
     # --- the store's answers ---

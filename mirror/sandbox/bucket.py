@@ -285,7 +285,7 @@ class Bucket:
             self.documents.apply(vbucket, changes)
 
     def failover(self, vbid: int, lose: int = 0) -> int:
-        """A vbucket fails over, with the loss of its newest changes, and is told again what it lost of the manifest.
+        """A vbucket fails over, with the loss of its newest changes, and is sent again what it lost of the manifest.
 
         Returns the seqno at which its new history begins.
         """

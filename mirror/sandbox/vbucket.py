@@ -325,7 +325,7 @@ class Vbucket:
         self._group_first = {seqno: first for seqno, first in self._group_first.items() if seqno <= base}
         self._group_last = {seqno: last for seqno, last in self._group_last.items() if seqno <= base}
         self.purge_seqno = max(purged, default=0)
-        # the versions are the same, but which of them are newest is told again; a lost log is only ever replayed
+        # the versions are the same, but which of them are newest is sent again; a lost log is only ever replayed
         for item in kept:
             item.next_seqno = 0
         changed, self.changed = self.changed, set()

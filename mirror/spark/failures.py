@@ -31,7 +31,7 @@ MirrorSourceError.__module__ = "builtins"  # so that it is not spelled out with 
 
 
 def hide_tracebacks() -> None:
-    """An error that this process ends with is told without its traceback."""
+    """An error that this process ends with is reported without its traceback."""
     os.environ[HIDE] = "1"
 
 

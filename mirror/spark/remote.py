@@ -11,7 +11,7 @@ Knows the bounded reader (`mirror.feed.reader`) and offsets; must never know Spa
   version be valid again: then the next batch begins where the one before began (`At.since_seqno`), and events of one
   batch may come twice; upserts by (at_branch, at_seqno) do not mind;
 - what was delivered and is not on the source's history any more is lost history: without a store nobody can say which
-  versions were valid before, so it is told or begun again (onLostHistory), never passed over.
+  versions were valid before, so it is reported or begun again (onLostHistory), never passed over.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Writer(DataSourceArrowWriter):
         self._told = told
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Told:
-        """A task's rows. What goes wrong is told, not raised: trying four times would not fix it."""
+        """A task's rows. What goes wrong is reported, not raised: trying four times would not fix it."""
         try:
             with PartWriter(self._folder, self._prefix, CHANGES) as parts:
                 for batch in iterator:

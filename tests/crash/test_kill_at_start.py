@@ -71,7 +71,7 @@ def test_a_start_that_is_killed_anywhere_leaves_nothing_that_the_next_one_minds(
         with Service(source.connection_string, data, *FLAGS) as service:
             service.start()
             until(f"a mirror after {seen}", partial(is_level, source, service))
-            service.wait_workers(2)  # there already: anyone who is told to stop must listen first
+            service.wait_workers(2)  # there already: a process that is asked to stop must listen first
             assert service.terminate() == 0
         judge(source.cluster, data, live=False)
         assert not service.tracebacks()

@@ -240,6 +240,7 @@ async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_pa
         cluster.bucket.map.bump()  # silently
         write(cluster, 50, "after")
         await followed(mirror, cluster)
+        assert consumer.ready_sessions()
         await mirror.stop()
 
 

@@ -137,6 +137,7 @@ async def test_a_handshake_that_was_cut_off_leaves_nothing_behind(store: Store, 
             await silent(endpoint, 100)
             await accepted(endpoint, 100)
             await until(lambda: sum(isinstance(each, SSLProtocol) for each in gc.get_objects()) <= 16)
+            assert not gc.isenabled(), "nothing else freed them"
         finally:
             gc.enable()
 

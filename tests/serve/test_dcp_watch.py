@@ -1,4 +1,4 @@
-"""The look at the store: anyone who follows is told of what is served again, and of nothing else."""
+"""The look at the store: followers hear of what is served again, and of nothing else."""
 
 from __future__ import annotations
 

@@ -120,6 +120,7 @@ def test_a_reader_that_takes_nothing_of_a_large_document_is_hung_up_on(site: Sit
         eventually_now(lambda: budget.out_bytes == 16 << 20)
         eventually_now(lambda: budget.out_bytes == 0)
     eventually_now(lambda: connections(site) == 0)
+    assert site.get("/livez").json() == {"status": "alive"}
 
 
 def test_slow_readers_together_hold_no_more_than_the_budget(site: Site) -> None:

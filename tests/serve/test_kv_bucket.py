@@ -1,4 +1,4 @@
-"""What readers may know of the bucket: beside the documents' own tests, a store that fails and one recreated."""
+"""What readers may know of the bucket: apart from the documents' own tests, a store that fails and one recreated."""
 
 from __future__ import annotations
 

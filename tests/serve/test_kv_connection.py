@@ -46,7 +46,7 @@ def get(key: bytes = b"a", opaque: int = 0) -> Frame:
 async def test_a_turn_ends_with_its_time_however_few_requests_it_had(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock stands still but for one request, which takes a second: it ends its turn, and the next one goes on."""
+    """The clock does not move but for one request, which takes a second: it ends its turn, and the next one goes on."""
     now, turns, slow = 0.0, [0], 3
 
     def clock() -> float:

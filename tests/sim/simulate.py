@@ -648,7 +648,7 @@ class World:
             try:
                 boundary = self.mirror.roll_back(vbid, self.rng.randint(0, watched.seqno))
             except StorageError:
-                return  # the disk failed; the requester is told
+                return  # the disk failed; the requester gets the error
             self.counts["rollbacks by command"] += boundary > 0
 
     def break_protocol(self) -> None:

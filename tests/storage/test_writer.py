@@ -767,7 +767,7 @@ def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer:
 
 
 def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
-    """A reader must know what was left out: a refill begins again, what is served beside it claims nothing."""
+    """A reader must know what was left out: a refill begins again, what is served next to it claims nothing."""
     assert writer.state(0).stream_filter is None
     writer.save_filter(0, "collections 8")
     publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
