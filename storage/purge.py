@@ -460,11 +460,11 @@ def is_unseen(row: records.BranchRow) -> bool:
 def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
     """Branches whose rows in `branch` nobody needs: none of their own rows is left (`with_rows`), and either readers
     never saw them, or nothing was published on them and a later one has taken their place (`branches.abandon`), or a
-    refill has.
+    refill has. Newest first: they may go in several steps, and a parent is older than what goes on from it.
     """
-    found = [
+    found = {
         branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
-    ]
+    }
     seen = [(branch, row) for branch, row in known.items() if not is_unseen(row)]
     for (branch, row), (_, following) in pairwise(seen):
         if (
@@ -473,8 +473,8 @@ def forgettable(known: branches.Known, served: int, staging: int, with_rows: set
             and row.reason == following.reason == BranchReason.ABANDONED
             and (row.parent, row.base_seqno) == (following.parent, following.base_seqno)
         ):
-            found.append(branch)
-    return found + [branch for branch in _replaced(known, served, staging, with_rows) if branch not in found]
+            found.add(branch)
+    return sorted(found.union(_replaced(known, served, staging, with_rows)), reverse=True)
 
 
 def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:

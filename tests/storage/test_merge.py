@@ -273,6 +273,24 @@ def test_branches_of_a_copy_that_a_refill_replaced_go_with_its_last_row(
     assert writer.state(0).branch == 8
 
 
+def test_branches_that_are_forgotten_in_several_steps_never_lack_a_parent(
+    writer: GroupWriter, clock: Clock, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    for number in range(5):
+        fail_over(writer, number)
+    writer.begin_refill(0)
+    publish(writer, 0, [(NAMES[0], b"new", 1)])
+    clock.now += 2 * HOUR_MS
+    monkeypatch.setattr(purge.Pace, "rows", 2)
+    purger = writer._purger = purge.Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.leases)
+    counted = []
+    while (vbid := purger.plan(clock.now)) is not None:
+        writer._purge(vbid, clock.now)
+        assert check(path).problems == []
+        counted.append(stored(writer)["branch"])
+    assert {8 - 2, 8 - 4, 8 - 6} <= set(counted), "two at a time"
+
+
 def test_rows_that_were_lost_keep_a_link_from_being_merged_until_they_are_gone(
     writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,4 +326,4 @@ def test_no_branch_of_a_replaced_copy_is_forgotten_before_the_last_row_of_that_c
     }
     assert purge.forgettable(rows, 3, 3, {1}) == []
     assert purge.forgettable(rows, 3, 3, {2}) == []
-    assert purge.forgettable(rows, 3, 3, set()) == [1, 2]
+    assert purge.forgettable(rows, 3, 3, set()) == [2, 1]
