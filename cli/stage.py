@@ -21,6 +21,7 @@ from typing import Any, Self
 from mirror import client
 from mirror.errors import SupervisionError
 from mirror.sandbox import control
+from mirror.supervise.supervisor import exit_words
 from mirror.supervise.worker import die_with_parent
 
 COMMAND = [sys.executable, "-P", "-m", "cli.main"]
@@ -102,19 +103,28 @@ class Stage:
 
     def _last_words(self, name: str) -> str:
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
-        return lines[-1] if lines else f"nothing in {self.folder / name}.log"
+        return lines[-1] if lines else "empty"
+
+    def check(self) -> None:
+        """Raise SupervisionError when the source or the service has ended: nothing more can be shown then."""
+        for name, process in (("source", self._source), ("service", self._service)):
+            assert process is not None, "the stage was entered"
+            if (code := process.poll()) is not None:
+                raise SupervisionError(
+                    f"the demo's {name} (process {process.pid}) has ended: {exit_words(code)}",
+                    hint=f"start the demo again; its log: {self._last_words(name)}",
+                )
 
     def status(self) -> dict[str, Any] | None:
-        """The mirror's status; None while the service is not there yet. Raises SupervisionError when it has ended."""
-        assert self._service is not None, "the stage was entered"
-        if (code := self._service.poll()) is not None:
-            raise SupervisionError(f"the service ended with exit code {code}", hint=self._last_words("service"))
+        """The mirror's status; None while the service is not there yet. Raises SupervisionError as `check` does."""
+        self.check()
         answer = client.ask(self.data, "status")
         status: dict[str, Any] | None = answer["status"] if answer else None
         return status
 
     def ask_source(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Ask the source for something, harm included."""
+        """Ask the source for something, harm included. Raises SupervisionError as `check` does."""
+        self.check()
         answer = control.ask(self.control, command, **arguments)
         return answer if isinstance(answer, dict) else {}
 

@@ -48,6 +48,8 @@ REPORT_INTERVAL_S = 1.0
 VBUCKETS_PER_REPORT_S = 256
 """Reports of more vbuckets than this come more rarely: they cost the supervisor some 0.1 ms each, and workers less."""
 REPORT_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 2.0
+"""What a `status` command waits for reports; those that are late are as of the report before."""
 OWNER_TIMEOUT_S = 25.0
 """For a command to the owner of a vbucket; less than the control socket's own limit."""
 SOURCE_RETRY_MIN_S = 0.5
@@ -635,8 +637,16 @@ class Supervisor:
             await self._clock.sleep(max(REPORT_INTERVAL_S, len(self._rows) / VBUCKETS_PER_REPORT_S))
 
     async def _report(self) -> None:
+        await self._look(REPORT_TIMEOUT_S)
+        if self._progress is not None:
+            self._progress(self.status_document())
+
+    async def _look(self, timeout_s: float) -> None:
+        """Have every running worker report, and judge what they said: rows and judgement are always of one moment."""
         children = [child for child in self._alive() if child.phase is Phase.RUNNING]
-        await asyncio.gather(*(self._ask_for_report(child) for child in children))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(self._ask_for_report(child) for child in children))
         counters: dict[str, int] = {}
         for child in self._alive():
             for name, value in (child.status.get("counters") or {}).items():
@@ -646,8 +656,6 @@ class Supervisor:
         self._trend.observe(rows, counters, now_ms)
         self._trend.fill(rows, now_ms)
         self._judge(rows)
-        if self._progress is not None:
-            self._progress(self.status_document())
 
     async def _ask_for_report(self, child: Child) -> None:
         assert self._identity is not None, "workers run only when the directory is known"
@@ -780,12 +788,7 @@ class Supervisor:
             return {"pid": os.getpid()}
         if operation == "status":
             if self._desired and not self._stopping:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(2):
-                        await asyncio.gather(
-                            *(self._ask_for_report(c) for c in self._alive() if c.phase is Phase.RUNNING)
-                        )
-                self._trend.fill(list(self._rows.values()), self._now_ms())
+                await self._look(STATUS_TIMEOUT_S)
             return {"status": self.status_document()}
         if operation == "reload":
             self._events.put_nowait(Signalled(signal.SIGHUP))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import psutil
+
 from cli.demo import LOST_CHANGES
 from tests.cli.conftest import LIMIT_S, background, call
 
@@ -44,6 +46,20 @@ def test_ctrl_c_ends_it_in_order_and_nothing_is_left_running(tmp_path: Path) -> 
     nobody = ["--source", "couchbase://demo@127.0.0.1:1/demo", "--set", "bootstrap_timeout_s=0.1"]
     check = call("run", *nobody, "--data", tmp_path / "data", "--until-caught-up")
     assert "serves" not in check.complaint, "no service of the demo may hold the lock any more"
+
+
+def test_a_source_that_is_killed_ends_it_with_one_line(tmp_path: Path) -> None:
+    """The demo went on showing a mirror of a source that was dead."""
+    with background("demo", "--data", tmp_path / "data", *SMALL) as demo:
+        assert demo.stdout is not None
+        while "mirrored" not in demo.stdout.readline():
+            assert demo.poll() is None
+        [source] = [each for each in psutil.Process(demo.pid).children() if "sandbox" in each.cmdline()]
+        source.kill()
+        _, err = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == 1
+    assert err.startswith(f"dcp-mirror: the demo's source (process {source.pid}) has ended: SIGKILL")
+    assert err.count("\n") == 1
 
 
 def test_somebody_elses_mirror_is_not_touched(mirrored: Path) -> None:

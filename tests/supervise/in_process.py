@@ -1,0 +1,119 @@
+"""A supervisor whose workers are tasks of the test's own process: the real pipe and the real child's side, no spawn."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.supervise import supervisor as module
+from mirror.supervise.channel import Channel
+from mirror.supervise.children import Child
+from mirror.supervise.heartbeat import Heartbeat
+from mirror.supervise.supervisor import Supervisor
+from mirror.supervise.worker import Make, Worker
+from tests.supervise.scripted import look_up, settings_for
+
+Report = dict[str, Any]
+
+
+class Work:
+    """A worker's work: each report is the next answer of `reports`."""
+
+    def __init__(self, groups: Sequence[int], reports: Callable[[Sequence[int]], Report]) -> None:
+        self._groups = groups
+        self._reports = reports
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        self._stopped.set()
+
+    def status(self) -> Report:
+        return self._reports(self._groups)
+
+    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
+        return {"heard": command}
+
+
+class TaskProcess:
+    """What `Child` needs of a process."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, end: socket.socket, make: Make) -> None:
+        self.pid = os.getpid()
+        self._task = asyncio.create_task(self._live(end, make))
+        self._killed_by: int | None = None
+
+    @staticmethod
+    async def _live(end: socket.socket, make: Make) -> int:
+        channel = await Channel.open(end)
+        try:
+            return await Worker(channel, make).live()
+        finally:
+            await channel.close()
+
+    def send_signal(self, number: int) -> None:
+        self._killed_by = number
+        self._task.cancel()
+
+    async def wait(self) -> int:
+        await asyncio.wait([self._task])
+        return -signal.Signals(self._killed_by) if self._killed_by is not None else self._task.result()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, reports: Callable[[Sequence[int]], Report]) -> list[TaskProcess]:
+    """Have supervisors start tasks instead of processes; returns them as they start."""
+    started: list[TaskProcess] = []
+
+    async def make(start: dict[str, Any], _send: object) -> Work:
+        return Work(start["groups"], reports)
+
+    async def spawn(slot: int, groups: tuple[int, ...], heartbeat: Heartbeat, *_: object) -> Child:
+        ours, theirs = socket.socketpair()
+        process: Any = TaskProcess(theirs, make)
+        started.append(process)
+        return Child(slot, groups, process, await Channel.open(ours), heartbeat)
+
+    monkeypatch.setattr(module, "spawn", spawn)
+    return started
+
+
+@asynccontextmanager
+async def serving(data: Path, settings: Settings | None = None, **more: Any) -> AsyncIterator[Supervisor]:
+    """A service of eight vbuckets until the block ends."""
+    arguments: dict[str, Any] = {"clock": SystemClock(), "look_up": look_up} | more
+    service = Supervisor(settings or settings_for(data, workers=1), arguments.pop("look_up"), **arguments)
+    task = asyncio.create_task(service.run())
+    try:
+        yield service
+    finally:
+        service.stop()
+        await task
+
+
+def vbucket(vbid: int, published: int = 5, high: int | None = 5, **more: Any) -> Report:
+    """A worker's report of a vbucket that streams."""
+    return {
+        "vbid": vbid, "state": "streaming", "node": "db1:11210" if high is not None else None,
+        "published_seqno": published, "staged_seqno": published, "source_high_seqno": high, "vbuuid": 0xABC,
+        "documents": published,
+    } | more  # fmt: skip
+
+
+def vbids_of(groups: Sequence[int]) -> list[int]:
+    """Of the eight vbuckets in four groups those of some groups."""
+    return [vbid for vbid in range(8) if vbid % 4 in groups]

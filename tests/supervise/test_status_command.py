@@ -1,0 +1,37 @@
+"""What the status command answers, asked as `dcp-mirror status` asks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mirror.health import assess
+from tests.supervise import in_process
+from tests.supervise.conftest import eventually
+from tests.supervise.in_process import Report, vbids_of, vbucket
+from tests.supervise.test_supervisor import ask
+
+
+async def test_state_and_figures_of_an_answer_are_of_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer said `caught up` and `lag unknown`: figures of now with the judgement of the report before."""
+    highs = itertools.cycle([5, None, 9])
+
+    def reports(groups: Sequence[int]) -> Report:
+        high = next(highs)
+        return {"vbuckets": [vbucket(vbid, high=high) for vbid in vbids_of(groups)], "counters": {}}
+
+    in_process.use(monkeypatch, reports)
+    async with in_process.serving(tmp_path) as service:
+        await eventually(lambda: service.status_document()["vbuckets"])
+        seen = set()
+        for _ in range(6):
+            document = (await ask(tmp_path, {"op": "status"}))["status"]
+            seen.add(document["state"])
+            health = assess(document["vbuckets"], 8, lag_limit_s=30)
+            assert (document["state"], document["reasons"]) == (health.state, list(health.reasons))
+        assert seen == {"caught up", "source unreachable", "catching up"}
