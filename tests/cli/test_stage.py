@@ -25,7 +25,7 @@ def test_source_and_mirror_come_and_go_together(tmp_path: Path) -> None:
         both.kill_worker(pid)
         both.kill_worker(pid)
         assert both.end_service() == 0
-        with pytest.raises(SupervisionError, match="service .* has ended: exit 0"):
+        with pytest.raises(SupervisionError, match=r"service .* has ended: exit 0"):
             both.status()
     assert set(psutil.Process().children(recursive=True)) == before
 
