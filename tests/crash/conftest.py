@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that logs the writes of a process, or makes them fail; for LD_PRELOAD."""
+    built = tmp_path_factory.mktemp("shim") / "shim.so"
+    source = Path(__file__).parent / "shim.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", built, source, "-ldl"], check=True)
+    return built
 
 
 @pytest.fixture

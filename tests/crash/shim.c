@@ -1,5 +1,5 @@
 /* Preloaded into a process that writes a mirror: logs each write and sync of data.mdb, and makes chosen ones fail.
- * The log is what a power cut may leave of the file: see test_power_cut.py. */
+ * The log is what a power cut may leave of the file: see test_power_cut.py. Failing ones: see test_disk_errors.py. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -14,6 +14,8 @@
 
 static int log_fd = -2;
 static long fail_syncs = 0;
+static long operations = 0, fail_from = -1, fail_count = 0; /* of writes and syncs together */
+static int fail_errno = 0;
 static ssize_t (*real_write)(int, const void *, size_t);
 
 struct __attribute__((packed)) entry {
@@ -46,6 +48,18 @@ static int is_data(int fd, int *at_once) {
     return 1;
 }
 
+static int fails(void) {
+    long number = operations++;
+    if (fail_from < 0 || number < fail_from || number >= fail_from + fail_count) return 0;
+    errno = fail_errno;
+    return 1;
+}
+
+static int write_fails(int fd) {
+    int at_once;
+    return is_data(fd, &at_once) && fails();
+}
+
 static void wrote(int fd, int64_t offset, const void *data, ssize_t length) {
     int at_once = 0;
     if (length <= 0 || !is_data(fd, &at_once)) return;
@@ -72,12 +86,18 @@ static int synced(int fd, const char *name) {
         errno = EIO;
         return -1;
     }
+    if (fails()) {
+        note('x', 0, 0, 0);
+        return -1;
+    }
     note('f', 0, 0, 0);
     return 0;
 }
 
 void power_cut_mark(long number) { start(); note('m', number, 0, 0); }
 void power_cut_fail_syncs(long count) { fail_syncs = count; }
+void disk_errors(long from, long count, int code) { operations = 0; fail_from = from; fail_count = count; fail_errno = code; }
+long disk_operations(void) { return operations; }
 int fdatasync(int fd) { return synced(fd, "fdatasync"); }
 int fsync(int fd) { return synced(fd, "fsync"); }
 
@@ -85,6 +105,7 @@ int fsync(int fd) { return synced(fd, "fsync"); }
     ssize_t NAME(int fd, const void *data, size_t length, OFFSET offset) { \
         ssize_t (*real)(int, const void *, size_t, OFFSET) = dlsym(RTLD_NEXT, #NAME); \
         start(); \
+        if (write_fails(fd)) return -1; \
         ssize_t done = real(fd, data, length, offset); \
         wrote(fd, offset, data, done); \
         return done; \
@@ -96,6 +117,7 @@ WRITE_AT(pwrite64, off64_t)
     ssize_t NAME(int fd, const struct iovec *parts, int count, OFFSET offset) { \
         ssize_t (*real)(int, const struct iovec *, int, OFFSET) = dlsym(RTLD_NEXT, #NAME); \
         start(); \
+        if (write_fails(fd)) return -1; \
         ssize_t done = real(fd, parts, count, offset); \
         wrote_all(fd, offset, parts, count, done); \
         return done; \
@@ -105,6 +127,7 @@ WRITE_PARTS_AT(pwritev64, off64_t)
 
 ssize_t write(int fd, const void *data, size_t length) {
     start();
+    if (write_fails(fd)) return -1;
     int64_t offset = lseek(fd, 0, SEEK_CUR);
     ssize_t done = real_write(fd, data, length);
     wrote(fd, offset, data, done);
@@ -114,6 +137,7 @@ ssize_t write(int fd, const void *data, size_t length) {
 ssize_t writev(int fd, const struct iovec *parts, int count) {
     ssize_t (*real)(int, const struct iovec *, int) = dlsym(RTLD_NEXT, "writev");
     start();
+    if (write_fails(fd)) return -1;
     int64_t offset = lseek(fd, 0, SEEK_CUR);
     ssize_t done = real(fd, parts, count);
     wrote_all(fd, offset, parts, count, done);

@@ -22,15 +22,7 @@ from tests.crash.power_cut_writer import digest
 ENTRY = struct.Struct("<cqq")
 SECTOR = 512
 IMAGES = 60
-HERE = Path(__file__).parent
 Entry = tuple[bytes, int, bytes]
-
-
-@pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = tmp_path_factory.mktemp("shim") / "shim.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", built, HERE / "shim.c", "-ldl"], check=True)
-    return built
 
 
 def entries_of(log: Path) -> list[Entry]:

@@ -478,6 +478,28 @@ def test_a_second_rollback_meanwhile_goes_back_from_what_is_staged(gated: GatedV
     assert gated.seen() == kept
 
 
+def test_a_second_rollback_meanwhile_goes_to_no_boundary_of_the_history_that_was_left(gated: GatedVbucket) -> None:
+    """What readers still see at 83 is not in the history that is staged, which left it at 81."""
+    gated.accept((0xA, 0))
+    gated.snapshot(0, 81, {41: (b"c", b"0"), 81: (b"a", b"1")})
+    gated.persisted(0xA, 81)
+    gated.snapshot(82, 83, {83: (b"a", b"lost")})
+    gated.persisted(0xA, 83)
+    gated.snapshot(84, 85, {85: (b"b", b"lost")})
+    gated.persisted(0xA, 85)
+    gated.reconnect()
+    gated.roll_back(81)
+    gated.accept((0xB, 81), (0xA, 0))
+    gated.snapshot(82, 88, {88: (b"d", b"5")})
+    gated.reconnect()
+    gated.roll_back(84)
+    assert gated.session.requests[-1].offset.start_seqno == 81
+    gated.accept((0xC, 81), (0xA, 0))
+    gated.snapshot(82, 90, {90: (b"d", b"6")})
+    gated.persisted(0xC, 90)
+    assert gated.seen() == {b"a": (81, b"1"), b"c": (41, b"0"), b"d": (90, b"6")}
+
+
 def test_history_that_a_deferred_rollback_goes_on_from_is_not_purged(tmp_path: Path) -> None:
     gated = GatedVbucket(tmp_path, Window(boundaries=1))
     promoted(gated)

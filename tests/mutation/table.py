@@ -151,6 +151,12 @@ MUTATIONS = (
         f"{_OF_WRITER} -k complete_one",
     ),
     Mutation(
+        _WRITER,
+        "                txn.abort()\n                self._reload()\n                raise storage_error(",
+        "                txn.abort()\n                raise storage_error(",
+        "tests/crash/test_disk_errors.py",
+    ),
+    Mutation(
         _WRITER, "vbucket.prepares.settled_by_rows(rows)", "pass", "tests/storage/test_prepares.py -k 'not model'"
     ),
     Mutation(_WRITER, "to_seqno = min(to_seqno, state.staging_published_seqno)", "pass", _OF_GATE),

@@ -94,6 +94,19 @@ def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWrite
     assert [c.token.seqno for c in view.changes(0)] == [2, 4]  # from the beginning nothing is missing
 
 
+def test_a_tombstone_that_a_later_version_replaced_refuses_no_reader_of_changes(
+    writer: GroupWriter, view: View
+) -> None:
+    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
+    publish(writer, 0, [(A, None, 3)])
+    publish(writer, 0, [(A, b"2", 4)])
+    publish(writer, 0, [(B, b"2", 5)])
+    purge(writer, Window(boundaries=1))  # floor 5: the tombstone went, what replaced it did not
+    assert seqnos(view) == [4, 5]
+    assert writer.state(0).local_purge_seqno == 0
+    assert [c.token.seqno for c in view.changes(0, since=view.token(0, Branch(1), 2))] == [4, 5]
+
+
 def test_tombstones_of_the_first_backfill_stay_for_the_window_too(
     writer: GroupWriter, view: View, clock: Clock
 ) -> None:
