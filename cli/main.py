@@ -31,6 +31,8 @@ PANELS = {
     "verify": LOOK,
     "doctor": LOOK,
     "rollback": MIRROR,
+    "backup": MIRROR,
+    "restore": MIRROR,
     "record": MIRROR,
     "replay": MIRROR,
     "sandbox": MIRROR,

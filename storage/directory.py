@@ -55,11 +55,16 @@ def write_description(path: str, identity: Identity) -> None:
     """`mirror.json`, the last step of making a mirror. Raises OSError."""
     temporary = os.path.join(path, FILE + ".new")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **_fields(identity)}, file, indent=1)
+        json.dump(description(identity), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     os.rename(temporary, os.path.join(path, FILE))
     sync_directory(path)
+
+
+def description(identity: Identity) -> dict[str, object]:
+    """What `mirror.json` says."""
+    return {"format": FORMAT, **_fields(identity)}
 
 
 def create_environment(path: str, group: int, vbids: Sequence[int], identity: Identity, *, time_ms: int = 0) -> None:

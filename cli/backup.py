@@ -1,0 +1,114 @@
+"""`backup`: a consistent copy of a mirror, while its service runs or not, as a folder or as a tar on stdout.
+
+Knows where the copy goes and how to say how far it is; what a copy consists of, the store knows. Invariants: with
+`--to -` stdout holds the tar and nothing else; a backup that was not finished is an error, also where stdout was
+closed, and has no manifest.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from contextlib import closing
+from typing import IO, Annotated, Any
+
+import typer
+
+from cli import options, output, render
+from cli.get import as_of_from
+from mirror.clock import SystemClock
+from mirror.errors import ConfigError, SupervisionError
+from storage import archive
+from storage import backup as store_backup
+from storage.view import Time
+
+PLAIN_INTERVAL_S = 5.0
+STDOUT = "-"
+
+
+def backup(
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="DIR", help="An empty or new directory; -: a tar on stdout, streamed.", show_default=False
+        ),
+    ],
+    data: options.DataOption = None,
+    as_of: Annotated[
+        str | None,
+        typer.Option(
+            "--as-of",
+            metavar="TIME",
+            help="Have the restored mirror serve the newest kept boundaries not after this time (ISO 8601).",
+            show_default=False,
+        ),
+    ] = None,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Copy the mirror, also while its service runs: each group as of one commit, with a checksum for each file."""
+    path = str(options.data_directory(data, config))
+    moment = as_of_from(as_of)
+    if isinstance(moment, int):
+        raise ConfigError("a seqno means something in one vbucket only", hint="give a time to --as-of")
+    if to == STDOUT and as_json:
+        raise ConfigError("stdout is the tar", hint="leave --json out, or give --to a directory")
+    if to == STDOUT and sys.stdout.isatty():
+        raise ConfigError("the tar would go to the terminal", hint="redirect stdout, or give --to a directory")
+    time_ms = SystemClock().wall_ms()
+    as_of_ms = moment.ms if isinstance(moment, Time) else None
+    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+
+        def progress(groups: int, size: int) -> None:
+            line = f"{groups} groups copied, {render.size(size)}"
+            screen.show(line, line)
+
+        if to == STDOUT:
+            summary = to_tar(path, sys.stdout.buffer, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
+        else:
+            sink = archive.FolderSink(to)
+            summary = store_backup.create(path, sink, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
+    if as_json:
+        output.print_json(summary_object(summary) | {"data": path, "backup": to})
+    else:
+        where = "stdout" if to == STDOUT else to
+        typer.echo(f"{path}: copied to {where} ({in_words(summary)})", err=to == STDOUT)
+
+
+def to_tar(
+    path: str, file: IO[bytes], *, time_ms: int, as_of_ms: int | None, progress: store_backup.Progress
+) -> store_backup.Summary:
+    """Write the backup as a tar. Raises SupervisionError where nobody reads it to its end."""
+    try:
+        with closing(archive.TarSink(file, time_s=time_ms // 1000)) as sink:
+            summary = store_backup.create(path, sink, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
+        file.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # `head` may leave before the end; anyone who keeps a backup may not
+            raise SupervisionError("stdout was closed before the backup was complete") from error
+        raise
+    return summary
+
+
+def summary_object(summary: store_backup.Summary) -> dict[str, Any]:
+    """What a backup holds, in the shape of cli/JSON.md."""
+    return {
+        "bucket": summary.identity.bucket_name,
+        "bucket_uuid": summary.identity.bucket_uuid,
+        "time_ms": summary.time_ms,
+        "as_of_ms": summary.as_of_ms,
+        "groups": summary.identity.group_count,
+        "vbuckets": len(summary.published),
+        "published_seqnos": sum(summary.published.values()),
+        "files": summary.parts,
+        "bytes": summary.bytes,
+    }
+
+
+def in_words(summary: store_backup.Summary) -> str:
+    """The same for people."""
+    when = "" if summary.as_of_ms is None else f", as of {render.moment(summary.as_of_ms)}"
+    return (
+        f"bucket {summary.identity.bucket_name}, {len(summary.published)} vbuckets, {summary.parts} files, "
+        f"{render.size(summary.bytes)}{when}"
+    )

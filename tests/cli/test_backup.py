@@ -1,0 +1,128 @@
+"""`backup`: under load and without a service, to a directory and to stdout, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.thread import SandboxThread
+from storage.view import open_view
+from tests.cli.conftest import COMMAND, background, call, environment, fill
+
+JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
+
+
+@pytest.mark.ci
+def test_made_under_load_it_is_restored_elsewhere_catches_up_and_equals_its_source(tmp_path: Path) -> None:
+    data, copy, target = tmp_path / "data", tmp_path / "copy", tmp_path / "target"
+    with SandboxThread(SandboxCluster(vbuckets=8)) as source:
+        source.call(fill, source.cluster)
+        service = background("run", "--source", source.connection_string, "--data", data, "--groups", "2")
+        stop = threading.Event()
+
+        def write() -> None:
+            number = 0
+            while not stop.wait(0.01):
+                source.call(source.cluster.set, f"order::{number % 500:03}", b'{"written": %d}' % number)
+                number += 1
+
+        writing = threading.Thread(target=write)
+        try:
+            deadline = time.monotonic() + 120
+            while call("status", "--data", data, "--json").json["state"] != "caught up":
+                assert time.monotonic() < deadline
+            writing.start()
+            made = call("backup", "--data", data, "--to", copy, "--json")
+            assert made.code == 0, made.err
+            assert [name for name in made.json if f"`{name}`" not in JSON_MD] == []
+            assert (made.json["groups"], made.json["vbuckets"]) == (2, 8)
+            made_again = call("restore", "--from", copy, "--data", target, "--json")
+            assert made_again.code == 0, made_again.err
+            assert made_again.json["published_seqnos"] == made.json["published_seqnos"]
+            assert call("check", "--data", target, "--deep").code == 0
+        finally:
+            stop.set()
+            writing.join()
+            service.send_signal(signal.SIGTERM)
+            service.communicate(timeout=60)
+        source.call(source.cluster.set, "written afterwards", {})
+        with open_view(target) as view:
+            tokens = {vbid: view.token(vbid) for vbid in view.vbids}
+        run = call("run", "--source", source.connection_string, "--data", target, "--until-caught-up")
+        assert run.code == 0, run.err
+        equal = call("verify", "--data", target, "--source", source.connection_string, "--json")
+        assert (equal.code, equal.json["ok"]) == (0, True), equal.err
+    with open_view(target) as view:  # resumed, not resynced: each of its positions is on the way to what it has now
+        assert all(view.state(vbid).branch == tokens[vbid].branch for vbid in view.vbids)
+        changed = {
+            change.document.key for token in tokens.values() for change in view.changes(since=token) if change.document
+        }
+        assert b"written afterwards" in changed
+
+
+def test_stdout_is_a_tar_and_nothing_else(mirrored: Path, tmp_path: Path) -> None:
+    made = call("backup", "--data", mirrored, "--to", "-")
+    assert made.code == 0, made.err
+    assert "copied to stdout" in made.err
+    with tarfile.open(fileobj=io.BytesIO(made.raw)) as tar:
+        names = tar.getnames()
+    assert names == [f"group-000{group}/data.mdb.000000" for group in range(4)] + ["backup.json"]
+
+
+def test_one_that_was_killed_leaves_nothing_that_restore_accepts(mirrored: Path, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [*COMMAND, "backup", "--data", str(mirrored), "--to", "-"], stdout=writing, env=environment()
+    )
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        begun = pipe.read(4096)  # what is written later waits in the pipe, which is smaller than a group
+        process.kill()
+        process.wait()
+    (tmp_path / "begun.tar").write_bytes(begun)
+    refused = call("restore", "--from", tmp_path / "begun.tar", "--data", tmp_path / "target")
+    assert refused.code == 3
+    assert "damaged or cut short" in refused.complaint
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_reader_that_leaves_before_the_end_is_a_failure(mirrored: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "backup", "--data", str(mirrored), "--to", "-"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 1
+    assert "stdout was closed before the backup was complete" in said
+    assert "Traceback" not in said
+
+
+def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    for arguments, code, words in (
+        (["--to", tmp_path / "full"], 1, "is not empty: it holds notes"),
+        (["--to", tmp_path / "a", "--as-of", "7"], 2, "give a time to --as-of"),
+        (["--to", tmp_path / "b", "--as-of", "2001-01-01"], 1, "nothing is kept as of 2001-01-01"),
+        (["--to", "-", "--json"], 2, "stdout is the tar"),
+        (["--to", "/proc/backup"], 1, "/proc/backup"),
+    ):
+        result = call("backup", "--data", mirrored, *arguments)
+        assert result.code == code, result.err
+        assert words in result.complaint
+    assert "no such directory" in call("backup", "--data", tmp_path / "none", "--to", tmp_path / "c").complaint

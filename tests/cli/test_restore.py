@@ -1,0 +1,91 @@
+"""`restore`: from a directory, a tar and stdin; what is damaged is named, and nothing is left of it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from mirror.sandbox.thread import SandboxThread
+from tests.cli.conftest import COMMAND, call, environment
+
+
+@pytest.fixture(scope="module")
+def made(mirrored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backup as a directory, `copy`, and as a tar, `copy.tar`. Tests only read them."""
+    folder = tmp_path_factory.mktemp("backup")
+    assert call("backup", "--data", mirrored, "--to", folder / "copy").code == 0
+    (folder / "copy.tar").write_bytes(call("backup", "--data", mirrored, "--to", "-").raw)
+    return folder
+
+
+def test_a_directory_and_a_tar_on_stdin_give_the_same_mirror(mirrored: Path, made: Path, tmp_path: Path) -> None:
+    first = call("restore", "--from", made / "copy", "--data", tmp_path / "a")
+    assert first.code == 0, first.err
+    assert "restored (bucket demo, 16 vbuckets" in first.out
+    with (made / "copy.tar").open("rb") as tar:
+        command = [*COMMAND, "restore", "--from", "-", "--data", str(tmp_path / "b")]
+        subprocess.run(command, stdin=tar, env=environment(), check=True, timeout=60, stdout=subprocess.DEVNULL)
+    contents = call("scan", "--data", mirrored, "--json", "--deletions").out
+    assert len(contents.splitlines()) == 203
+    for name in ("a", "b"):
+        assert call("scan", "--data", tmp_path / name, "--json", "--deletions").out == contents
+        assert call("check", "--data", tmp_path / name, "--deep").code == 0
+
+
+def test_of_an_older_moment_the_mirror_serves_that_one_and_goes_on_from_there(
+    mirrored: Path, source: SandboxThread, tmp_path: Path
+) -> None:
+    boundaries = call("state", "--data", mirrored, "--json").json["vbuckets"]
+    before = max(each["boundaries"][1]["time_ms"] for each in boundaries if len(each["boundaries"]) > 1)
+    moment = datetime.fromtimestamp(before / 1000, UTC).isoformat()
+    made = call("backup", "--data", mirrored, "--to", tmp_path / "copy", "--as-of", moment)
+    assert made.code == 0, made.err
+    assert call("restore", "--from", tmp_path / "copy", "--data", tmp_path / "target").code == 0
+    assert call("check", "--data", tmp_path / "target").code == 0
+    older = call("scan", "--data", tmp_path / "target", "--json").lines
+    assert len(older) == 203  # before some were deleted
+    arguments = ["--data", tmp_path / "target", "--source", source.connection_string]
+    assert call("run", *arguments, "--until-caught-up").code == 0
+    assert call("verify", *arguments).code == 0
+    assert len(call("scan", "--data", tmp_path / "target", "--json").lines) == 183
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda copy: flip(copy / "group-0002" / "data.mdb.000000"), "group-0002/data.mdb.000000: its SHA-256"),
+        (lambda copy: flip(copy / "backup.json"), "backup.json is damaged"),
+        (lambda copy: (copy / "group-0002" / "data.mdb.000000").unlink(), "group-0002/data.mdb.000000 is missing"),
+        (lambda copy: (copy / "backup.json").unlink(), "is no complete backup: it has no backup.json"),
+    ],
+    ids=["a part", "the manifest", "a part that is gone", "a manifest that is gone"],
+)
+def test_what_is_damaged_is_named_and_nothing_is_left(
+    made: Path, tmp_path: Path, harm: Callable[[Path], None], words: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(made / "copy", copy)
+    harm(copy)
+    refused = call("restore", "--from", copy, "--data", tmp_path / "target")
+    assert refused.code == 3
+    assert words in refused.complaint
+    assert not (tmp_path / "target").exists()
+
+
+def test_only_into_an_empty_directory(mirrored: Path, made: Path, tmp_path: Path) -> None:
+    refused = call("restore", "--from", made / "copy", "--data", mirrored)
+    assert refused.code == 1
+    assert "is not empty: it holds" in refused.complaint
+    absent = call("restore", "--from", tmp_path / "none", "--data", tmp_path / "target")
+    assert (absent.code, "No such file" in absent.complaint) == (1, True)

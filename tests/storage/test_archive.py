@@ -1,0 +1,86 @@
+"""Parts in a folder and in a tar: the same come out as went in, and what is no backup is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from storage import archive
+from storage.backup import MANIFEST, PART_BYTES, Part
+from storage.errors import CorruptedError, StorageError
+
+PARTS = [
+    Part("group-0000/data.mdb.000000", b"a" * 70_000),
+    Part("group-0000/data.mdb.000001", b"b"),
+    Part("group-0001/data.mdb.000000", b"c" * 5),
+    Part(MANIFEST, b"{}"),
+]
+
+
+class Pipe(io.BytesIO):
+    """Neither seekable nor readable twice."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *_: int) -> int:
+        raise OSError("a pipe")
+
+
+def tar(parts: list[Part]) -> bytes:
+    file = Pipe()
+    sink = archive.TarSink(file, time_s=7)
+    for part in parts:
+        sink.put(part)
+    sink.close()
+    return file.getvalue()
+
+
+def test_a_folder_gives_back_what_it_was_given_with_the_manifest_last(tmp_path: Path) -> None:
+    sink = archive.FolderSink(str(tmp_path / "made" / "here"))
+    for part in PARTS:
+        sink.put(part)
+    assert list(archive.folder_parts(str(tmp_path / "made" / "here"))) == PARTS
+    with pytest.raises(StorageError, match="is not empty"):
+        archive.FolderSink(str(tmp_path / "made"))
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_a_tar_is_streamed_both_ways_plain_or_compressed(compress: type[bytes]) -> None:
+    assert list(archive.tar_parts(Pipe(compress(tar(PARTS))))) == PARTS
+
+
+def test_a_tar_that_somebody_made_of_the_folder_is_the_same(tmp_path: Path) -> None:
+    sink = archive.FolderSink(str(tmp_path / "folder"))
+    for part in PARTS:
+        sink.put(part)
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as made:
+        made.add(tmp_path / "folder", arcname=".")
+    file.seek(0)
+    assert sorted(archive.tar_parts(file)) == sorted(PARTS)
+
+
+@pytest.mark.parametrize("length", [0, 100, 40_000])
+def test_a_tar_that_is_cut_short_is_refused(length: int) -> None:
+    with pytest.raises(CorruptedError, match=r"cut short|damaged"):
+        list(archive.tar_parts(Pipe(tar(PARTS)[:length])))
+
+
+def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorruptedError, match=r"no backup.json"):
+        list(archive.folder_parts(str(tmp_path)))
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as made:
+        link = tarfile.TarInfo("group-0000/data.mdb.000000")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        made.addfile(link)
+    file.seek(0)
+    with pytest.raises(CorruptedError, match="is no part"):
+        list(archive.tar_parts(file))
+    with pytest.raises(CorruptedError, match="too large"):
+        list(archive.tar_parts(Pipe(tar([Part("large", b"x" * (PART_BYTES + 1))]))))

@@ -1,0 +1,283 @@
+"""Backups: made next to a writer, refused when damaged or unfinished, and restored as a mirror of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import storage.backup
+from storage import archive, backup, directory, map_record
+from storage.backup import Part
+from storage.check import check
+from storage.errors import CorruptedError, FormatTooNew, NoSuchBoundary, StorageError, ViewInvalidated
+from storage.map_record import MapRecord
+from storage.model import Vbid
+from storage.view import View, open_view
+from storage.writer import GroupWriter
+from tests.storage.model import IDENTITY, keys_of, log, row, span
+from tests.storage.test_writer import Clock, open_writer
+
+KEYS = keys_of(0, 8)
+
+
+class Kept:
+    """A sink that keeps the parts, and calls somebody after each."""
+
+    def __init__(self, after: Callable[[Part], None] = lambda part: None) -> None:
+        self.parts: list[Part] = []
+        self.after = after
+
+    def put(self, part: Part) -> None:
+        self.parts.append(part)
+        self.after(part)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts of each file."""
+    monkeypatch.setattr(storage.backup, "PART_BYTES", 16384)
+
+
+def publish(writer: GroupWriter, first_seqno: int, values: dict[bytes, bytes | None]) -> None:
+    """A snapshot of vbucket 0."""
+    last = first_seqno + len(values) - 1
+    prefix = writer.row_prefix(0)
+    rows = [row(prefix, key, value, first_seqno + at) for at, (key, value) in enumerate(values.items())]
+    writer.stage(0, rows, sum(len(frame) for _, frame in rows), span(first_seqno, last))
+    writer.publish(0, last, first_seqno)
+    writer.commit()
+
+
+def contents(view: View) -> dict[bytes, bytes]:
+    return {document.key: document.value for document in view.scan()}
+
+
+def made(path: str, as_of_ms: int | None = None) -> list[Part]:
+    sink = Kept()
+    backup.create(path, sink, time_ms=5, as_of_ms=as_of_ms)
+    return sink.parts
+
+
+def restored(parts: list[Part], target: Path) -> str:
+    backup.restore(parts, str(target), clock_ms=Clock())
+    assert check(str(target)).problems == []
+    return str(target)
+
+
+@pytest.fixture
+def filled(writer: GroupWriter) -> GroupWriter:
+    publish(writer, 1, dict.fromkeys(KEYS[:4], b"first"))
+    publish(writer, 5, {KEYS[0]: b"second", KEYS[1]: None})
+    return writer
+
+
+def test_what_is_published_while_it_runs_is_not_in_it(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+    map_record.save(path, MapRecord(IDENTITY.bucket_uuid, 3, 14))
+    with open_view(path) as view:
+        before, token = contents(view), view.token(0)
+    parts: list[Part] = []
+
+    def go_on(part: Part) -> None:
+        if part.name == backup.part_name(0, 0):
+            publish(filled, 7, {KEYS[5]: b"third", KEYS[0]: None})
+
+    sink = Kept(go_on)
+    summary = backup.create(path, sink, time_ms=5)
+    parts = sink.parts
+    assert [part.name for part in parts][:2] == [backup.part_name(0, 0), backup.part_name(0, 1)]
+    assert (parts[-1].name, summary.published[0]) == (backup.MANIFEST, 6)
+    target = restored(parts, tmp_path / "target")
+    with open_view(target) as view:
+        assert contents(view) == before
+        assert view.token(0) == token
+        assert view.state(0).failover_log == log()
+    assert map_record.load(target, IDENTITY.bucket_uuid) == MapRecord(IDENTITY.bucket_uuid, 3, 14)
+    assert sorted(entry.name for entry in (tmp_path / "target").iterdir()) == [
+        "group-0000",
+        "group-0001",
+        "map.json",
+        "mirror.json",
+    ]
+
+
+@pytest.mark.parametrize("same_place", [False, True], ids=["elsewhere", "in a file of the same number"])
+def test_a_token_that_is_newer_than_the_backup_is_refused_even_when_its_seqno_has_come_again(
+    path: str, filled: GroupWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_place: bool
+) -> None:
+    if same_place:
+        monkeypatch.setattr(directory, "place", lambda _: b"place")
+        filled._while_opening(lambda txn: txn.put(b"place", b"place", db=filled.environment.db(b"meta")))
+    parts = made(path)
+    with open_view(path) as view:
+        at_backup = view.token(0)
+    publish(filled, 7, {KEYS[6]: b"only in the original"})
+    with open_view(path) as view:
+        newer = view.token(0)
+    target = restored(parts, tmp_path / "target")
+    with open_view(target) as view:
+        assert list(view.changes(0, since=at_backup)) == []
+        with pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
+            list(view.changes(0, since=newer))
+    copy = open_writer(target)
+    publish(copy, 7, {KEYS[7]: b"only in the copy"})
+    with open_view(target) as view:
+        of_copy = view.token(0)
+        assert (of_copy.branch, of_copy.seqno) == (newer.branch, newer.seqno)
+        assert [change.document.key for change in view.changes(0, since=at_backup) if change.document] == [KEYS[7]]
+        with pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
+            list(view.changes(0, since=newer))
+    copy.close()
+    with open_view(path) as view, pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
+        list(view.changes(0, since=of_copy))
+
+
+def test_branches_of_the_original_and_of_the_copy_have_different_histories(
+    path: str, filled: GroupWriter, tmp_path: Path
+) -> None:
+    target = restored(made(path), tmp_path / "target")
+    copy = open_writer(target)
+    tokens = []
+    for writer, where in ((filled, path), (copy, target)):
+        writer.rollback(0, 4)
+        publish(writer, 5, {KEYS[3]: b"again"})
+        with open_view(where) as view:
+            tokens.append(view.token(0))
+    copy.close()
+    ours, theirs = tokens
+    assert (ours.branch, ours.seqno) == (theirs.branch, theirs.seqno) == (2, 5)
+    for where, foreign in ((path, theirs), (target, ours)):
+        with open_view(where) as view, pytest.raises(ViewInvalidated):
+            list(view.changes(0, since=foreign))
+
+
+def test_as_of_an_older_boundary_the_copy_serves_that_one(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+    with open_view(path) as view:
+        newest, older = view.boundaries(0)
+        newer_token, older_token = view.token(0), view.token(0, 1, 4)
+    target = restored(made(path, as_of_ms=older.time_ms), tmp_path / "target")
+    with open_view(target) as view:
+        assert contents(view) == dict.fromkeys(KEYS[:4], b"first")
+        assert (view.state(0).published_seqno, view.state(0).rollback_count) == (older.seqno, 1)
+        assert list(view.changes(0, since=older_token)) == []
+        kinds = [change.kind for change in view.changes(0, since=newer_token)]
+        assert (kinds[0], sorted(kinds[1:])) == ("rollback", ["restoration", "restoration", "retraction", "retraction"])
+    with pytest.raises(NoSuchBoundary):
+        made(path, as_of_ms=older.time_ms - 1)
+    assert newest.time_ms > older.time_ms
+
+
+def test_a_vbucket_that_is_resynced_has_no_older_boundary_to_go_back_to(path: str, filled: GroupWriter) -> None:
+    filled.begin_refill(0)
+    assert made(path)
+    with pytest.raises(StorageError, match="resynced"):
+        made(path, as_of_ms=2_000_000)
+
+
+def flipped(part: Part) -> Part:
+    middle = len(part.data) // 2
+    return part._replace(data=part.data[:middle] + bytes([part.data[middle] ^ 4]) + part.data[middle + 1 :])
+
+
+def refused(parts: list[Part], target: Path) -> str:
+    with pytest.raises(StorageError) as found:
+        backup.restore(parts, str(target), clock_ms=Clock())
+    assert not target.exists()
+    return str(found.value)
+
+
+def test_a_flipped_byte_is_refused_by_the_name_of_its_file(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+    parts = made(path)
+    for at, part in enumerate(parts):
+        damaged = [*parts[:at], flipped(part), *parts[at + 1 :]]
+        assert part.name in refused(damaged, tmp_path / "target")
+
+
+def test_what_is_missing_twice_foreign_or_cut_short_is_refused_by_name(
+    path: str, filled: GroupWriter, tmp_path: Path
+) -> None:
+    parts, target = made(path), tmp_path / "target"
+    first, second = parts[0], parts[1]
+    for wrong, words in (
+        (parts[:-1], "has no backup.json"),
+        ([], "has no backup.json"),
+        ([first, *parts[2:]], f"{second.name} is missing"),
+        (parts[1:], "group-0000/data.mdb.000000 is missing"),
+        ([*parts[:2], parts[-1]], "is missing"),
+        ([first, *parts], "comes twice"),
+        ([*parts[:-1], Part("group-0007/data.mdb.000000", b"x"), parts[-1]], "does not belong to this backup"),
+        ([Part("../etc/passwd", b"x"), *parts], "is no part of a backup"),
+        ([first._replace(data=first.data[:-1]), *parts[1:]], f"{first.name}: 16383 bytes, not 16384"),
+        ([*parts[:-1], Part(backup.MANIFEST, b"[]")], "backup.json is damaged"),
+        ([*parts[:-1], Part(backup.MANIFEST, b"{}")], "backup.json is damaged"),
+    ):
+        assert words in refused(wrong, target)
+
+
+def test_another_version_or_format_is_refused(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+    *parts, last = made(path)
+    for field in ("version", "store_format"):
+        other = json.loads(last.data) | {field: 99}
+        with pytest.raises(FormatTooNew, match="99"):
+            restored([*parts, last._replace(data=json.dumps(other).encode())], tmp_path / "target")
+
+
+def test_a_folder_of_another_mirror_is_refused_though_its_checksums_match(
+    path: str, filled: GroupWriter, tmp_path: Path
+) -> None:
+    manifest = backup.read_manifest(made(path)[-1].data)
+    other = tmp_path / "other"
+    directory.create(str(other), replace(IDENTITY, bucket_uuid="another"))
+    parts = made(str(other))
+    files = backup.read_manifest(parts[-1].data)["files"]
+    mixed = manifest | {"files": files}
+    mixed["sha256"] = backup._digest(mixed)
+    assert "another" in refused([*parts[:-1], Part(backup.MANIFEST, json.dumps(mixed).encode())], tmp_path / "target")
+
+
+def test_only_an_empty_directory_is_restored_into(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+    parts, target = made(path), tmp_path / "target"
+    target.mkdir()
+    (target / "notes").write_text("mine")
+    with pytest.raises(StorageError, match=r"is not empty: it holds notes"):
+        backup.restore(parts, str(target), clock_ms=Clock())
+    assert [entry.name for entry in target.iterdir()] == ["notes"]
+    (target / "notes").unlink()
+    restored(parts, target)
+
+
+def test_a_restore_that_was_killed_leaves_no_mirror_and_says_what_to_remove(
+    path: str, filled: GroupWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, target = made(path), tmp_path / "target"
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # a killed process cleans nothing
+        with pytest.raises(StorageError):
+            backup.restore(parts[:-1], str(target), clock_ms=Clock())
+    assert not directory.exists(str(target))
+    with pytest.raises(StorageError, match=r"remove .*restore\.new"):
+        backup.restore(parts, str(target), clock_ms=Clock())
+
+
+def test_the_copy_ends_when_its_sink_fails(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+    def fail(part: Part) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        backup.create(path, Kept(fail), time_ms=5)
+    folder = tmp_path / "folder"
+    sink = archive.FolderSink(str(folder))
+    sink.put(made(path)[0])
+    with pytest.raises(CorruptedError, match=r"no backup.json"):
+        restored(list(archive.folder_parts(str(folder))), tmp_path / "target")
+
+
+def test_vbuckets_without_anything_are_restored_as_such(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+    target = restored(made(path), tmp_path / "target")
+    with open_view(target) as view:
+        assert [int(view.state(vbid).published_seqno) for vbid in range(4)] == [6, 0, 0, 0]
+        assert view.vbid_of(KEYS[0]) == Vbid(0)
