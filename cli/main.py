@@ -23,6 +23,7 @@ PANELS = {
     "run": MIRROR,
     "status": LOOK,
     "top": LOOK,
+    "events": LOOK,
     "get": LOOK,
     "scan": LOOK,
     "changes": LOOK,

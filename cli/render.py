@@ -159,6 +159,9 @@ def summary(document: Mapping[str, Any]) -> Table:
     rollbacks = number(sums["rollback_count"])
     if sums["last_rollback_ms"] is not None:
         rollbacks += f", the last at {moment(sums['last_rollback_ms'])}"
+    resyncs = number(sums["resync_count"])
+    if sums["last_resync_ms"] is not None:
+        resyncs += f", the last at {moment(sums['last_resync_ms'])}"
     running = f"up {duration(document['uptime_s'])}, process {document['pid']}" if service == "up" else "not running"
     return fact_table(
         {
@@ -173,11 +176,19 @@ def summary(document: Mapping[str, Any]) -> Table:
             "lag": lag,
             "rate": rate,
             "rollbacks": rollbacks,
+            "resyncs": resyncs,
             "history": history_text(sums),
             "held": leases_text(document.get("leases") or ()),
             "warning": escape("; ".join(document.get("warnings") or ())) or None,
         }
     )
+
+
+def print_event(event: Mapping[str, Any]) -> None:
+    """Print an event of the service as one line."""
+    style = {"error": "bold red", "warning": "yellow"}.get(event["level"], "green")
+    line = Text(f"{moment(event['time_ms'])}  ").append(event["event"], style=style).append(f"  {event['text']}")
+    stdout.print(line, soft_wrap=True)
 
 
 def leases_text(leases: Sequence[Mapping[str, Any]]) -> str | None:
@@ -316,6 +327,8 @@ def status_line(document: Mapping[str, Any]) -> str:
     ]
     if sums["rollback_count"]:
         parts.append(f"rollbacks {sums['rollback_count']}")
+    if sums["resync_count"]:
+        parts.append(f"resyncs {sums['resync_count']}")
     if document["state"] not in GOOD_STATES and document.get("message"):
         parts.append(document["message"])
     return " | ".join(parts)

@@ -229,6 +229,10 @@ class Settings:
     """How long a process may take to stop cleanly before it is killed."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of the messages on stderr."""
+    on_event: str | None = None
+    """Command that is run for each event (docs/operations.md, Events), with the event as one line of JSON on its stdin,
+    for example to send it to a pager. Words as in a shell, but no shell is run. At most 2 run at once, each for 10 s,
+    and 100 events wait; a failure is logged once. It gets no password of the service."""
     log_json: bool = False
     """Write log lines as JSON objects."""
 

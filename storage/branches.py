@@ -222,6 +222,21 @@ def get_branch(environment: Environment, txn: Any, vbid: int, branch: int) -> re
     return records.decode_branch(txn.get(keys.BRANCH_KEY.pack(vbid, branch), db=environment.db(keys.DB_BRANCH)))
 
 
+def refills(environment: Environment, txn: Any, vbid: int) -> tuple[tuple[int, ...], int]:
+    """When readers first saw a refilled copy, as far as branches of it are left; and how often they ever did."""
+    vbid_key = keys.VBID_KEY.pack(vbid)
+    moments = []
+    cursor = txn.cursor(environment.db(keys.DB_BRANCH))
+    if cursor.set_range(vbid_key):
+        for key, value in cursor.iternext():
+            if key[:2] != vbid_key:
+                break
+            row = records.decode_branch(value)
+            if row.reason == BranchReason.REFILL and row.time_ms:
+                moments.append(row.time_ms)
+    return tuple(moments), purge_row(environment, txn, vbid).refills_gone + len(moments)
+
+
 def forget(environment: Environment, txn: Any, vbid: int, numbers: list[int]) -> None:
     """Remove what is left of branches without rows: their rows in `branch`, copies of boundaries, leaps, manifests,
     prepares.

@@ -32,6 +32,10 @@ class History(NamedTuple):
     """Up to here the purger has looked."""
     local_purge_seqno: Seqno
     """The newest tombstone that it took."""
+    resync_count: int
+    """How often a copy that was read again from 0 has replaced an older one."""
+    last_resync_ms: int | None
+    """When readers first saw the last such copy that history still knows of."""
 
 
 def of(environment: Environment, txn: Any, vbid: int) -> History:
@@ -44,6 +48,7 @@ def of(environment: Environment, txn: Any, vbid: int) -> History:
     rows, references = (txn.stat(environment.db(tree(vbid))) for tree in (keys.rows_db, keys.keys_db))
     all_indexed = loaded.indexed_seqno == loaded.state.staged_seqno
     purged_seqno, local_purge_seqno, *_ = branches.purge_row(environment, txn, vbid)
+    refills_ms, refill_count = branches.refills(environment, txn, vbid)
     return History(
         floor_seqno=Seqno(floor),
         floor_ms=boundary.time_ms if boundary is not None else None,
@@ -53,6 +58,8 @@ def of(environment: Environment, txn: Any, vbid: int) -> History:
         key_bytes=_bytes_of(references),
         purged_seqno=Seqno(purged_seqno),
         local_purge_seqno=Seqno(local_purge_seqno),
+        resync_count=refill_count,
+        last_resync_ms=max(refills_ms, default=None),
     )
 
 

@@ -41,7 +41,6 @@ from storage.model import (
     SEQNO_MAX,
     Boundary,
     Branch,
-    BranchReason,
     Document,
     Identity,
     Manifest,
@@ -1141,21 +1140,11 @@ class View:
     def past(self, vbid: int) -> Past:
         """How far back a vbucket can be read, and when it was resynced."""
         environment = self._environment(vbid)
-        vbid_key = keys.VBID_KEY.pack(vbid)
-        refills = []
         with environment.read() as txn:
             served = self._served(environment, txn, vbid)
             floor = chain.newest_boundary(environment, txn, Vbid(vbid), served.links, served.floor_seqno)
-            cursor = txn.cursor(environment.db(keys.DB_BRANCH))
-            if cursor.set_range(vbid_key):
-                for key, value in cursor.iternext():
-                    if key[:2] != vbid_key:
-                        break
-                    row = records.decode_branch(value)
-                    if row.reason == BranchReason.REFILL and row.time_ms:
-                        refills.append(row.time_ms)
-            gone = branches.purge_row(environment, txn, vbid).refills_gone
-        return Past(floor, tuple(refills), gone + len(refills))
+            refills_ms, refill_count = branches.refills(environment, txn, vbid)
+        return Past(floor, refills_ms, refill_count)
 
     def history(self, vbid: int) -> History:
         """How far back a vbucket's history reaches and what it takes."""

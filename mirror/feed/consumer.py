@@ -772,6 +772,7 @@ class Consumer:
         return {
             "group": group.writer.group,
             "error": str(group.error) if group.error is not None else None,
+            "full": isinstance(group.error, Full),
             **(group.writer.figures() if group.error is None else {}),
         }
 
@@ -816,6 +817,7 @@ class Consumer:
             self._store_failed(group, error)
             raise
         actor.went_back(result.boundary_seqno)
+        actor.note_rollback(result)
         actor.revive()
         if session is not None and session.ready:
             self._attach(vbid, session)
@@ -838,7 +840,7 @@ class Consumer:
         session = actor.session
         actor.drop_machine()
         try:
-            perform(actor, [BeginRefill(Vbid(vbid), "asked for")])
+            perform(actor, [BeginRefill(Vbid(vbid), "requested by an operator")])
         except StorageError as error:
             self._store_failed(group, error)
             raise

@@ -19,7 +19,7 @@ from mirror.ingest.events import Row
 from mirror.ingest.instructions import Instruction
 from storage.errors import SeqnoOrder
 from storage.model import SnapshotRange
-from storage.writer import GroupWriter
+from storage.writer import GroupWriter, RollbackResult
 
 FREE_BYTES_MIN = 64 * 1024 * 1024
 """Room that a refill leaves on the disk: less, and the commits of the other vbuckets would be the next to fail."""
@@ -74,6 +74,14 @@ class Actor(Protocol):
 
     def reroute(self) -> None:
         """The staging branch is another: rows of the live stream are to be made for it."""
+        ...
+
+    def note_rollback(self, result: RollbackResult) -> None:
+        """The store went back, for the status."""
+        ...
+
+    def note_resync(self, why: str) -> None:
+        """A resync began, for the status."""
         ...
 
     def refresh_map(self, config: bytes) -> None:
@@ -233,6 +241,7 @@ def _roll_back(actor: Actor, asked: Any) -> Any:
     result = actor.writer.rollback(actor.vbid, asked.seqno, deferred=actor.defers_rollbacks)
     if result.boundary_seqno == 0:
         return happenings.NoBoundary()
+    actor.note_rollback(result)
     actor.reroute()
     return happenings.RolledBack(actor.writer.state(actor.vbid))
 
@@ -247,7 +256,7 @@ def _abandon(actor: Actor, _asked: Any) -> Any:
     return happenings.Abandoned(actor.writer.state(actor.vbid))
 
 
-def _begin_refill(actor: Actor, _asked: Any) -> Any:
+def _begin_refill(actor: Actor, asked: Any) -> Any:
     writer = actor.writer
     state = writer.state(actor.vbid)
     if state.published_seqno:  # there is a copy to keep: the new one stands beside it for a while
@@ -261,6 +270,7 @@ def _begin_refill(actor: Actor, _asked: Any) -> Any:
     actor.commit()
     actor.drop_held()
     writer.begin_refill(actor.vbid)
+    actor.note_resync(asked.cause)
     actor.reroute()
     return happenings.RefillBegun(writer.state(actor.vbid))
 

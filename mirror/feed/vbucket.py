@@ -27,7 +27,7 @@ from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 from storage.history import History
 from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
-from storage.writer import GroupWriter
+from storage.writer import GroupWriter, RollbackResult
 
 TROUBLES = frozenset((Status.REFUSED, Status.ROLLING_BACK, Status.REFILLING, Status.WAITING))
 """What is told in these states is remembered as the last error."""
@@ -93,6 +93,12 @@ class VbucketActor:
         """How many streams in a row stood still, though the source is ahead; 0 when the last one brought something."""
         self.stall_text = ""
         self.violations = 0
+        self.last_rollback: tuple[int, int] | None = None
+        """What the last rollback led from and to; None: there was none since the worker began."""
+        self.resyncs_begun = 0
+        """Since the worker began."""
+        self.resync_why: str | None = None
+        """Of the last one."""
         self.gate: PersistenceGate | None = None
         """Holds complete snapshots back until the source has persisted them; None: nothing is held back."""
         self._around = around
@@ -173,6 +179,15 @@ class VbucketActor:
     def went_back(self, seqno: int) -> None:
         """The store was rolled back by hand: what lies above may come again without being asked for again."""
         self._held_seqno = min(self._held_seqno, seqno)
+
+    def note_rollback(self, result: RollbackResult) -> None:
+        """Remember what a rollback led from and to."""
+        self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
+
+    def note_resync(self, why: str) -> None:
+        """Remember that a resync began, and why."""
+        self.resyncs_begun += 1
+        self.resync_why = why
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -393,6 +408,11 @@ class VbucketActor:
             "open_prepares": len(self.writer.open_prepares(self.vbid)),
             "rollback_count": state.rollback_count,
             "last_rollback_ms": state.last_rollback_ms,
+            "last_rollback": self.last_rollback,
+            "resync_count": history.resync_count if history is not None else None,
+            "last_resync_ms": history.last_resync_ms if history is not None else None,
+            "resyncs_begun": self.resyncs_begun,
+            "resync_why": self.resync_why,
             "persisted_seqno": self.gate.persisted_seqno if self.gate is not None else None,
             "held_snapshots": self.gate.waiting if self.gate is not None else 0,
             "stale": state.staging_branch != state.branch and published > 0,

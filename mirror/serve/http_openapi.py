@@ -103,7 +103,7 @@ SCHEMAS: dict[str, Schema] = {
             "published_seqno": INT, "staged_seqno": INT, "source_high_seqno": NULLABLE_INT,
             "lag_seqnos": NULLABLE_INT, "lag_s": NULLABLE_NUMBER, "documents": NULLABLE_INT, "detail": NULLABLE_TEXT,
             "last_error": NULLABLE_TEXT, "node": NULLABLE_TEXT, "vbuuid": NULLABLE_TEXT, "rollback_count": INT,
-            "last_rollback_ms": NULLABLE_INT,
+            "last_rollback_ms": NULLABLE_INT, "resync_count": NULLABLE_INT, "last_resync_ms": NULLABLE_INT,
         },
         closed=False,
     ),

@@ -71,8 +71,14 @@ class LeaseBook:
 
     def active(self, now_ms: int) -> list[Record]:
         """Leases that hold something now, oldest first."""
-        self._records = {key: record for key, record in self._records.items() if record.until_ms > now_ms}
-        return list(self._records.values())
+        return [record for record in self._records.values() if record.until_ms > now_ms]
+
+    def expire(self, now_ms: int) -> list[Record]:
+        """Forget the leases that nobody renewed or released in time; returns them."""
+        found = [record for record in self._records.values() if record.until_ms <= now_ms]
+        for record in found:
+            del self._records[record.id]
+        return found
 
     def wanted(self, request: dict[str, Any], vbucket_count: int, now_ms: int) -> Record:
         """The lease that a request asks for, new or renewed; it counts once it is `enter`ed. Raises ConfigError."""

@@ -26,7 +26,7 @@ SLOTS_PER_KIND = 1000
 _BOTH = {"log_level", "log_json", "refill_reads"}
 _PREFIXES = ("kv", "http", "dcp", "reader_", "users_", "listen_", "ready_", "verify_reads")
 _LIVE = {
-    "workers", "kv_nodes", "lease_max_s", "lease_age_max_s", "stop_timeout_s",
+    "workers", "kv_nodes", "lease_max_s", "lease_age_max_s", "stop_timeout_s", "on_event",
     *(f"{kind}_processes" for kind in KINDS),
 }  # fmt: skip
 """What takes effect without a process started again."""

@@ -35,6 +35,8 @@ HISTORY_FIELDS = (
     "row_bytes",
     "key_bytes",
     "local_purge_seqno",
+    "resync_count",
+    "last_resync_ms",
 )
 """What is said of a vbucket's history, in a worker's report and in the document alike."""
 
@@ -51,6 +53,8 @@ def history_fields(state: VbucketState, history: History | None) -> Row:
         known["versions"] = history.versions
         known["row_bytes"] = history.row_bytes
         known["key_bytes"] = history.key_bytes
+        known["resync_count"] = history.resync_count
+        known["last_resync_ms"] = history.last_resync_ms
     return known
 
 
@@ -71,6 +75,9 @@ def stored_row(state: VbucketState, group: int, history: History | None = None) 
         "documents": None,
         "rollback_count": state.rollback_count,
         "last_rollback_ms": state.last_rollback_ms,
+        "last_rollback": None,
+        "resyncs_begun": None,
+        "resync_why": None,
         "seqnos_per_s": None,
         "requested_again_bytes": None,
         "stalls": None,
@@ -101,6 +108,9 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
         "documents": report.get("documents"),
         "rollback_count": int(report.get("rollback_count") or 0),
         "last_rollback_ms": report.get("last_rollback_ms"),
+        "last_rollback": report.get("last_rollback"),
+        "resyncs_begun": report.get("resyncs_begun"),
+        "resync_why": report.get("resync_why"),
         "seqnos_per_s": None,
         "requested_again_bytes": report.get("requested_again_bytes"),
         "stalls": report.get("stalls"),
@@ -127,7 +137,6 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
     for row in rows:
         states[row["state"]] = states.get(row["state"], 0) + 1
     lags = [row["lag_s"] for row in rows]
-    rollbacks = [row["last_rollback_ms"] for row in rows if row["last_rollback_ms"] is not None]
     return {
         "vbuckets": len(rows),
         "states": states,
@@ -138,7 +147,9 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
         "lag_seqnos": summed_if_known([row["lag_seqnos"] for row in rows]),
         "lag_s": max(lags) if lags and None not in lags else None,
         "rollback_count": sum(row["rollback_count"] for row in rows),
-        "last_rollback_ms": max(rollbacks) if rollbacks else None,
+        "last_rollback_ms": _newest(rows, "last_rollback_ms"),
+        "resync_count": summed(row["resync_count"] for row in rows),
+        "last_resync_ms": _newest(rows, "last_resync_ms"),
         "requested_again_bytes": summed(row["requested_again_bytes"] for row in rows),
         "stale": sum(bool(row["stale"]) for row in rows),
         "boundaries": summed(row["boundaries"] for row in rows),
@@ -149,6 +160,10 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
             (row["history_floor_ms"] for row in rows if row["history_floor_ms"] is not None), default=None
         ),
     }
+
+
+def _newest(rows: Sequence[Row], name: str) -> int | None:
+    return max((row[name] for row in rows if row[name] is not None), default=None)
 
 
 class Trend:

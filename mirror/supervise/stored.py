@@ -52,5 +52,6 @@ def stored_status(data: Path) -> dict[str, Any]:
         "readers": [],
         "totals": totals(rows) | {"documents_per_s": None, "bytes_per_s": None},
         "catch_up": None,
+        "events": [],
         "vbuckets": rows,
     }

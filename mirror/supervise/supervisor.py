@@ -28,12 +28,16 @@ from mirror.supervise.backoff import failures_after, restart_delay_ms
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY, START, STOP
 from mirror.supervise.children import Child, Gone, Heard, Refused, server_command, spawn, worker_command
 from mirror.supervise.control import ControlServer
+from mirror.supervise.event_log import EventLog
+from mirror.supervise.events import LeaseExpired, MapChanged, SettingsRead, SettingsRefused, WorkerEnded
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
+from mirror.supervise.hook import Hook
 from mirror.supervise.leases import LeaseBook, Record
-from mirror.supervise.listeners import FIXED, Listeners, check_reloaded, kind_of, outdated_by
+from mirror.supervise.listeners import FIXED, SLOTS_PER_KIND, Listeners, check_reloaded, kind_of, outdated_by
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.maps import MapBook
+from mirror.supervise.observer import Observer
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
 from mirror.supervise.quarantine import GroupMark, Quarantine
 from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
@@ -54,6 +58,8 @@ OWNER_TIMEOUT_S = 25.0
 """For a command to the owner of a vbucket; less than the control socket's own limit."""
 SOURCE_RETRY_MIN_S = 0.5
 SOURCE_RETRY_MAX_S = 10.0
+EVENTS_SHOWN = 50
+"""Events that the status document has; `dcp-mirror events` shows all that are kept."""
 CATCH_UP_SOURCE_LIMIT_S = 60.0
 """With `--until-caught-up` somebody waits for the end: give up on a source that nobody can reach."""
 
@@ -171,6 +177,9 @@ class Supervisor:
         self._rows: dict[int, Row] = {}
         self._quarantine = Quarantine()
         self._trend = Trend()
+        self._observer = Observer()
+        self._hook = Hook(clock, settings.on_event)
+        self._event_log = EventLog(clock, self._hook.put)
         self._catch_up: CatchUp | None = None
         self._state = STARTING
         self._message = ""
@@ -218,6 +227,9 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
             await self._end_children()
+            for news in self._observer.due(self._now_ms(), at_once=True):
+                self._event_log.add(news)
+            await self._hook.close()
             await control.stop()
             self._listeners.release()
             self._notifier.close()
@@ -319,9 +331,7 @@ class Supervisor:
             except ClusterError as error:
                 if not error.retryable or (limit_s and self._clock.monotonic() - began >= limit_s):
                     raise
-                if self._source_error != str(error):
-                    log.warning("the source cannot be reached, trying on", error=str(error))
-                self._source_error = str(error)
+                self._source_answers(str(error))
                 self._judge([])
                 if self._identity is not None:
                     self._begin_work()  # readers have what is there; workers try on by themselves
@@ -329,7 +339,7 @@ class Supervisor:
                 break
             await self._clock.sleep(delay_s)
             delay_s = min(SOURCE_RETRY_MAX_S, delay_s * 2)
-        self._source_error = None
+        self._source_answers(None)
         if self._identity is None:
             self._identity = self._make_directory(source)
             self._maps = self._open_maps(self._identity)
@@ -337,12 +347,18 @@ class Supervisor:
             self._follow_map(source.cluster_map)
         self._begin_work()
 
+    def _source_answers(self, error: str | None) -> None:
+        self._source_error = error
+        for event in self._observer.source_answers(error, self._now_ms()):
+            self._event_log.add(event)
+
     def _make_directory(self, source: Source) -> Identity:
         held, count = self._held(source), source.vbucket_count
         groups = min(self._settings.groups, held[1] - held[0] + 1 if held else count)
         selected = self._selection.text
         identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, count, groups, held, selected)
         directory.create(str(self._data), identity)
+        self._observer.fill_begins()
         log.info(
             "made a new mirror",
             data=str(self._data),
@@ -358,7 +374,10 @@ class Supervisor:
     def _follow_map(self, found: ClusterMap) -> None:
         """Record a map if it is newer, and have all workers follow it."""
         assert self._maps is not None, "maps come when the directory is known"
+        known = self._maps.current
         if self._maps.take(found):
+            if known is not None:
+                self._event_log.add(MapChanged(rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes)))
             for child in self._alive():
                 if kind_of(child.slot) is None:
                     child.send({"op": MAP, "map": found.to_wire()})
@@ -413,6 +432,7 @@ class Supervisor:
     def _handle(self, event: Event) -> None:
         if isinstance(event, Tick):
             self._feed_watchdog()
+            self._notice()
             return
         if isinstance(event, Heard):
             self._heard(event)
@@ -422,6 +442,13 @@ class Supervisor:
             self._signalled(event.number)
         else:
             self._finished(event.task)
+
+    def _notice(self) -> None:
+        """Report the news that are due."""
+        for event in self._observer.due(self._now_ms()):
+            self._event_log.add(event)
+        for lease in self._leases.expire(self._clock.wall_ms()) if self._leases is not None else ():
+            self._event_log.add(LeaseExpired(lease=lease.id, reader=lease.name, vbuckets=len(lease.positions)))
 
     def _heard(self, event: Heard) -> None:
         child, message = event.child, event.message
@@ -454,6 +481,7 @@ class Supervisor:
         slot.last_exit_ms = self._clock.wall_ms()
         words = child.last_words or {}
         slot.last_error = str(words["message"]) if words.get("message") else None
+        self._observer.forget(child.groups, self._rows.values())
         for row in self._rows.values():
             if row["group"] in child.groups:  # nobody asks the source now
                 row |= {"state": "starting", "node": None}
@@ -469,13 +497,14 @@ class Supervisor:
         slot.failures = failures_after(slot.failures, self._now_ms() - child.heartbeat.started_ms)
         delay_ms = restart_delay_ms(slot.failures)
         slot.not_before_ms = self._now_ms() + delay_ms
-        log.error(
-            "worker died, starting another",
-            slot=child.slot,
-            pid=child.pid,
-            exit=slot.last_exit,
-            error=slot.last_error,
-            pause_ms=delay_ms,
+        self._event_log.add(
+            WorkerEnded(
+                process=f"{kind_of(child.slot) or 'worker'} {child.slot % SLOTS_PER_KIND}",
+                pid=child.pid,
+                exit=slot.last_exit,
+                why=slot.last_error,
+                pause_ms=delay_ms,
+            )
         )
         if words.get("fatal") and self._until_caught_up:
             self.stop(ReportedFailure(words))
@@ -512,13 +541,16 @@ class Supervisor:
         try:
             fresh = self._reload()
             check_reloaded(fresh)
+            self._hook.use(fresh.on_event)
         except ConfigError as error:
-            log.error("the new settings are not taken; the old ones stay in force", error=str(error))
+            self._event_log.add(SettingsRefused(why=str(error)))
         else:
+            found = [name for name in to_wire(fresh) if getattr(fresh, name) != getattr(self._settings, name)]
             fresh = replace(fresh, **{name: getattr(self._settings, name) for name in FIXED})
-            changed = [name for name in to_wire(fresh) if getattr(fresh, name) != getattr(self._settings, name)]
+            changed = [name for name in found if name not in FIXED]
             self._settings = fresh
-            log.info("settings read again", changed=changed)
+            need_restart = tuple(name for name in found if name in FIXED)
+            self._event_log.add(SettingsRead(in_force=tuple(changed), need_restart=need_restart))
             if self._desired and self._identity is not None:
                 self._desired = self._wanted_now(self._identity)
             if self._leases is not None:
@@ -656,6 +688,10 @@ class Supervisor:
         self._trend.observe(rows, counters, now_ms)
         self._trend.fill(rows, now_ms)
         self._judge(rows)
+        groups = [row for child in self._alive() for row in child.status.get("groups") or ()]
+        held_count = None if self._identity is None else len(self._identity.vbids)
+        for event in self._observer.observe(rows, groups, held_count, now_ms):
+            self._event_log.add(event)
 
     async def _ask_for_report(self, child: Child) -> None:
         assert self._identity is not None, "workers run only when the directory is known"
@@ -744,6 +780,7 @@ class Supervisor:
                 "bytes_per_s": self._trend.counter_rate("received_bytes"),
             },
             "catch_up": self._catch_up.progress() if self._catch_up is not None else None,
+            "events": self._event_log.newest(EVENTS_SHOWN),
             "vbuckets": rows,
         }
 
@@ -790,6 +827,8 @@ class Supervisor:
             if self._desired and not self._stopping:
                 await self._look(STATUS_TIMEOUT_S)
             return {"status": self.status_document()}
+        if operation == "events":
+            return await self._events_after(request)
         if operation == "reload":
             self._events.put_nowait(Signalled(signal.SIGHUP))
             return {}
@@ -803,8 +842,16 @@ class Supervisor:
         if operation == "release":
             return await self._release(request)
         raise SupervisionError(
-            f"unknown command {operation!r}", hint="ping, status, reload, stop, rollback, refill, lease, release"
+            f"unknown command {operation!r}",
+            hint="ping, status, events, reload, stop, rollback, refill, lease, release",
         )
+
+    async def _events_after(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The events above a number of this service; with `wait_s` the next one where there is none."""
+        after, wait_s = request.get("after", 0), request.get("wait_s", 0)
+        if not isinstance(after, int) or not isinstance(wait_s, int | float):
+            raise ConfigError(f"events after {after!r}, wait {wait_s!r}", hint="give numbers")
+        return {"pid": os.getpid(), "events": await self._event_log.after(after, wait_s)}
 
     # leases
 

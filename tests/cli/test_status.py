@@ -15,7 +15,7 @@ FIELDS = [
     "service", "state", "message", "reasons", "since_ms", "pid", "uptime_s", "time_ms", "data", "source",
     "source_error", "bucket",
     "bucket_uuid", "cluster_uuid", "vbucket_count", "vbuckets_held", "group_count", "selection", "sync", "warnings",
-    "supervisor", "workers", "servers", "listeners", "leases", "readers", "totals", "catch_up", "vbuckets",
+    "supervisor", "workers", "servers", "listeners", "leases", "readers", "totals", "catch_up", "events", "vbuckets",
 ]  # fmt: skip
 
 

@@ -167,6 +167,7 @@ async def test_failover_with_loss_is_rolled_back_exactly(cluster: SandboxCluster
     assert [request.start_seqno for request in cluster.sent(3).stream_requests][-1] == base
     assert consumer.status()["counters"]["requested_again_bytes"] == 0
     assert {row["rollback_count"] for row in consumer.status()["vbuckets"] if row["vbid"] != 3} == {0}
+    assert mirror.row(3)["last_rollback"] == (base + 6, base)
     await mirror.stop()
     assert_equal(mirror, cluster)
 
@@ -604,7 +605,10 @@ async def test_refill_on_command_while_the_old_copy_is_served(cluster: SandboxCl
     answer = await consumer.request({"op": "refill", "vbid": 3})
     assert (answer["vbid"], mirror.row(3)["branch"]) == (3, before), "what is served is what was"
     assert answer["staging_branch"] > before
+    assert (mirror.row(3)["resyncs_begun"], mirror.row(3)["resync_count"]) == (1, 0)
+    assert mirror.row(3)["resync_why"] == "requested by an operator"
     await mirror.until(lambda: mirror.row(3)["branch"] == answer["staging_branch"], "the new copy is served")
+    assert (mirror.row(3)["resyncs_begun"], mirror.row(3)["resync_count"]) == (1, 1)
     write(cluster, 50, "more")
     await follow(mirror, cluster)
     assert {row["branch"] for row in consumer.status()["vbuckets"] if row["vbid"] != 3} == {before}

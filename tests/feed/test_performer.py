@@ -20,7 +20,7 @@ from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
 from storage import directory
 from storage.model import FailoverEntry, Identity, Manifest, Seqno, SnapshotRange, Vbid, Vbuuid
-from storage.writer import GroupWriter
+from storage.writer import GroupWriter, RollbackResult
 
 VBID = Vbid(0)
 
@@ -40,6 +40,7 @@ class Actor:
         self.writer = writer
         self.done: list[Any] = []
         self.told: list[Any] = []
+        self.noted: list[Any] = []
         self.connected = True
         self.answers: dict[type, list[Instruction]] = {}
         self.gate: PersistenceGate | None = None
@@ -83,6 +84,12 @@ class Actor:
 
     def reroute(self) -> None:
         self.done.append(("reroute", self.writer.row_prefix(self.vbid)))
+
+    def note_rollback(self, result: RollbackResult) -> None:
+        self.noted.append((result.from_seqno, result.boundary_seqno))
+
+    def note_resync(self, why: str) -> None:
+        self.noted.append(why)
 
     def refresh_map(self, config: bytes) -> None:
         self.done.append(("map", config))

@@ -1,0 +1,193 @@
+"""Which events the reports of workers come to: each report is compared with the one before. Pure.
+
+Knows the rows of the status (cli/JSON.md) and the moments that the caller gives; never a process or a clock. News of
+vbuckets are collected for a second, so that a failover of a node is one event and not one for each vbucket. Invariants:
+what is seen first is no news, but damage; a worker that is replaced makes no news of what it reports again; contact
+that is lost for less than a second (a vbucket that moves) is no news.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mirror.health import VBIDS_NAMED
+from mirror.supervise.events import (
+    DamageFound,
+    DiskFree,
+    DiskFull,
+    Event,
+    FirstFillDone,
+    ResyncBegun,
+    ResyncDone,
+    RolledBack,
+    SourceBack,
+    SourceLost,
+)
+from mirror.supervise.status import Row
+
+COLLECT_MS = 1_000
+"""News of one kind are collected for this long."""
+CONTACT_LOST_MS = 1_000
+"""A vbucket is without contact after this long."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was last seen of a vbucket."""
+
+    rollback_count: int
+    resync_count: int
+    resyncs_begun: int | None
+    """Of its worker; None: that is another one now."""
+    damaged: bool
+    node: str | None = None
+    """The last one, while the vbucket's worker lives."""
+    silent_since_ms: int | None = None
+    lost_since_ms: int | None = None
+
+
+@dataclass(slots=True)
+class _News:
+    """Collected news of one kind."""
+
+    since_ms: int
+    vbids: list[int] = field(default_factory=list)
+    rollbacks: list[tuple[int, int]] = field(default_factory=list)
+    nodes: dict[str, None] = field(default_factory=dict)
+    why: str = ""
+    away_ms: int = 0
+
+
+class Observer:
+    """What is known of a mirror, and the news of it."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self._known: dict[int, _Known] = {}
+        self._news: dict[type[Event], _News] = {}
+        self._full: set[int] = set()
+        self._unreachable_since_ms: int | None = None
+        self._filling: bool | None = None
+
+    def fill_begins(self) -> None:
+        """The mirror is new: its first fill is to be reported, however short."""
+        self._filling = True
+
+    def forget(self, groups: Iterable[int], rows: Iterable[Row]) -> None:
+        """The worker of some groups has ended: the next one has no contact yet, and counts from 0."""
+        gone = set(groups)
+        for row in rows:
+            known = self._known.get(row["vbid"])
+            if row["group"] in gone and known is not None:
+                known.resyncs_begun = known.node = known.silent_since_ms = None
+
+    def source_answers(self, error: str | None, now_ms: int) -> list[Event]:
+        """At a start of the service: why the source cannot be asked which bucket it has; None: it has answered."""
+        since_ms = self._unreachable_since_ms
+        if error is not None:
+            self._unreachable_since_ms = now_ms if since_ms is None else since_ms
+            return [SourceLost(vbuckets=0, vbids=(), nodes=(), why=error)] if since_ms is None else []
+        self._unreachable_since_ms = None
+        return [SourceBack(vbuckets=0, vbids=(), away_s=(now_ms - since_ms) / 1000)] if since_ms is not None else []
+
+    def observe(
+        self, rows: Sequence[Row], groups: Sequence[Mapping[str, Any]], held_count: int | None, now_ms: int
+    ) -> list[Event]:
+        """Take in the rows of all vbuckets and what workers say of their groups; returns what is due to be reported."""
+        for row in rows:
+            self._look_at(row, now_ms)
+        return [*self._fill(rows, held_count), *self._disk(groups), *self.due(now_ms)]
+
+    def due(self, now_ms: int, *, at_once: bool = False) -> list[Event]:
+        """The news that were collected for long enough, or all."""
+        found = {kind: news for kind, news in self._news.items() if at_once or now_ms - news.since_ms >= COLLECT_MS}
+        for kind in found:
+            del self._news[kind]
+        return [_event(kind, news) for kind, news in found.items()]
+
+    def _look_at(self, row: Row, now_ms: int) -> None:
+        vbid = row["vbid"]
+        begun = row["resyncs_begun"]
+        known = self._known.get(vbid)
+        if known is None:
+            known = _Known(row["rollback_count"], row["resync_count"] or 0, begun, damaged=False)
+            self._known[vbid] = known
+        if row["state"] == "starting":
+            return  # its worker has not reported it
+        if row["rollback_count"] > known.rollback_count:
+            self._add(RolledBack, vbid, now_ms).rollbacks.append(tuple(row["last_rollback"] or (0, 0)))
+        if begun is not None and begun > (known.resyncs_begun or 0):
+            self._add(ResyncBegun, vbid, now_ms, row["resync_why"] or "")
+        if (row["resync_count"] or 0) > known.resync_count:
+            self._add(ResyncDone, vbid, now_ms)
+        damaged = row["state"] == "damaged"
+        if damaged and not known.damaged:
+            self._add(DamageFound, vbid, now_ms, row["detail"] or "")
+        known.rollback_count, known.damaged, known.resyncs_begun = row["rollback_count"], damaged, begun
+        known.resync_count = row["resync_count"] if row["resync_count"] is not None else known.resync_count
+        if not damaged:
+            self._look_at_contact(row, known, now_ms)
+
+    def _look_at_contact(self, row: Row, known: _Known, now_ms: int) -> None:
+        if row["node"] is not None:
+            if known.lost_since_ms is not None:
+                news = self._add(SourceBack, row["vbid"], now_ms)
+                news.away_ms = max(news.away_ms, now_ms - known.lost_since_ms)
+            known.node, known.silent_since_ms, known.lost_since_ms = row["node"], None, None
+            return
+        if known.node is None or known.lost_since_ms is not None:
+            return
+        if known.silent_since_ms is None:
+            known.silent_since_ms = now_ms
+        if now_ms - known.silent_since_ms >= CONTACT_LOST_MS:
+            known.lost_since_ms = known.silent_since_ms
+            self._add(SourceLost, row["vbid"], now_ms, row["last_error"] or "").nodes[known.node] = None
+
+    def _add(self, kind: type[Event], vbid: int, now_ms: int, why: str = "") -> _News:
+        news = self._news.setdefault(kind, _News(now_ms))
+        news.vbids.append(vbid)
+        news.why = news.why or why
+        return news
+
+    def _fill(self, rows: Sequence[Row], held_count: int | None) -> list[Event]:
+        if self._filling is False or not held_count or len(rows) < held_count:
+            return []
+        if any(row["state"] in ("starting", "damaged") for row in rows):
+            return []
+        if all(row["published_seqno"] or row["lag_seqnos"] == 0 for row in rows):
+            was_filling, self._filling = self._filling, False
+            seqnos = sum(row["published_seqno"] for row in rows)
+            return [FirstFillDone(vbuckets=len(rows), seqnos=seqnos)] if was_filling else []
+        if any(row["lag_seqnos"] for row in rows):
+            self._filling = True
+        return []
+
+    def _disk(self, groups: Sequence[Mapping[str, Any]]) -> list[Event]:
+        full = {row["group"]: str(row["error"]) for row in groups if row.get("full")}
+        reported = {row["group"] for row in groups}
+        new = sorted(full.keys() - self._full)
+        free = sorted(group for group in self._full if group in reported and group not in full)
+        self._full = (self._full | set(new)) - set(free)
+        found: list[Event] = [DiskFull(groups=tuple(new), why=full[new[0]])] if new else []
+        return [*found, DiskFree(groups=tuple(free))] if free else found
+
+
+def _event(kind: type[Event], news: _News) -> Event:
+    vbids = tuple(sorted(set(news.vbids)))
+    count, named = len(vbids), vbids[:VBIDS_NAMED]
+    if kind is RolledBack:
+        seqnos = sum(from_seqno - to_seqno for from_seqno, to_seqno in news.rollbacks)
+        one = news.rollbacks[0] if len(news.rollbacks) == 1 else (None, None)
+        return RolledBack(vbuckets=count, vbids=named, seqnos=seqnos, from_seqno=one[0], to_seqno=one[1])
+    if kind is ResyncBegun:
+        return ResyncBegun(vbuckets=count, vbids=named, why=news.why)
+    if kind is ResyncDone:
+        return ResyncDone(vbuckets=count, vbids=named)
+    if kind is SourceLost:
+        return SourceLost(vbuckets=count, vbids=named, nodes=tuple(news.nodes), why=news.why)
+    if kind is SourceBack:
+        return SourceBack(vbuckets=count, vbids=named, away_s=news.away_ms / 1000)
+    assert kind is DamageFound, f"{kind.__name__} is no news of vbuckets"
+    return DamageFound(vbuckets=count, vbids=named, why=news.why)

@@ -1,0 +1,129 @@
+"""Events of a running service: noticed in the reports of its workers, logged, and handed to clients and the hook."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.config import Settings
+from mirror.errors import ConfigError, ConnectFailed
+from mirror.supervise.supervisor import Source, Supervisor
+from tests.supervise import in_process
+from tests.supervise.conftest import eventually
+from tests.supervise.in_process import Report, vbids_of, vbucket
+from tests.supervise.scripted import SOURCE, settings_for
+from tests.supervise.test_supervisor import ask
+
+
+async def names(data: Path) -> list[str]:
+    return [event["event"] for event in (await ask(data, {"op": "events"}))["events"]]
+
+
+def has_events(service: Supervisor, count: int) -> bool:
+    return len(service.status_document()["events"]) == count
+
+
+async def test_what_happens_is_logged_shown_handed_on_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rolled_back: dict[str, Any] = {}
+
+    def reports(groups: Sequence[int]) -> Report:
+        return {"vbuckets": [vbucket(vbid, **rolled_back) for vbid in vbids_of(groups)], "counters": {}}
+
+    started = in_process.use(monkeypatch, reports)
+    hooked = tmp_path / "hooked"
+    settings = settings_for(tmp_path / "data", workers=1, on_event=f"tee -a {hooked}")
+    async with in_process.serving(tmp_path / "data", settings) as service:
+        await eventually(lambda: service.status_document()["events"])
+        assert await names(tmp_path / "data") == ["first-fill-done"]
+        following = asyncio.create_task(ask(tmp_path / "data", {"op": "events", "after": 1, "wait_s": 20}))
+        rolled_back |= {"rollback_count": 1, "last_rollback": [9, 5]}
+        found = (await following)["events"]
+        assert [(each["number"], each["event"], each["vbuckets"], each["seqnos"]) for each in found] == [
+            (2, "rollback", 8, 32)
+        ]
+        started[0].send_signal(9)
+        await eventually(lambda: len(started) == 2)
+        document = service.status_document()
+        assert [each["event"] for each in document["events"]] == ["worker-ended", "rollback", "first-fill-done"]
+        assert document["events"][0]["text"].endswith("died: SIGKILL")
+        await eventually(lambda: hooked.exists() and hooked.read_text().count("\n") == 3)
+        assert {json.loads(line)["number"] for line in hooked.read_text().splitlines()} == {1, 2, 3}
+        refused = await ask(tmp_path / "data", {"op": "events", "after": "x"})
+        assert "give numbers" in refused["error"]
+    logged = capsys.readouterr().out
+    assert logged.count("rollback ") == 1
+    assert "seqnos=32" in logged
+    assert "vbuckets=8" in logged
+
+
+async def test_a_source_that_is_away_at_the_start_is_one_event_and_its_answer_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
+    answers = [ConnectFailed("nobody there"), ConnectFailed("nobody here either"), None]
+
+    async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
+        if (error := answers.pop(0)) is not None:
+            raise error
+        return SOURCE
+
+    async with in_process.serving(tmp_path, look_up=look_up) as service:
+        await eventually(lambda: len(service.status_document()["events"]) == 3)
+        assert await names(tmp_path) == ["source-lost", "source-back", "first-fill-done"]
+        assert "nobody there" in service.status_document()["events"][2]["text"]
+
+
+async def test_settings_that_are_read_again_are_said_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
+    found: list[Settings | ConfigError] = [
+        settings_for(tmp_path, workers=1, source="couchbase://demo@elsewhere/demo", lease_max_s=10, on_event="true"),
+        settings_for(tmp_path, workers=1),
+        ConfigError("the file is no TOML"),
+        settings_for(tmp_path, workers=1, on_event="'open"),
+    ]
+
+    def reload() -> Settings:
+        answer = found.pop(0)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    async with in_process.serving(tmp_path, reload=reload) as service:
+        await eventually(lambda: service.status_document()["events"])
+        for count in range(2, 6):
+            await ask(tmp_path, {"op": "reload"})
+            await eventually(functools.partial(has_events, service, count))
+        events = service.status_document()["events"][3::-1]
+        first, second, third, fourth = events
+        assert (first["in_force"], first["need_restart"]) == (["lease_max_s", "on_event"], ["source"])
+        assert first["text"] == (
+            "settings read again: in force now: lease_max_s, on_event; only after a restart of the service: source"
+        )
+        assert (second["in_force"], second["need_restart"]) == (["lease_max_s", "on_event"], [])
+        assert (third["event"], third["why"]) == ("settings-refused", "the file is no TOML")
+        assert "close its quotes" in fourth["why"]
+
+
+async def test_a_lease_that_nobody_renews_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
+    asked = {"op": "lease", "id": "a", "name": "nightly job", "seconds": 1, "positions": [[0, 1, 5]]}
+    async with in_process.serving(tmp_path) as service:
+        await eventually(lambda: service.status_document()["events"])
+        assert (await ask(tmp_path, asked))["ok"]
+        assert [lease["name"] for lease in service.status_document()["leases"]] == ["nightly job"]
+        await eventually(lambda: len(service.status_document()["events"]) == 2)
+        assert service.status_document()["events"][0] | {"time_ms": 0} == {
+            "number": 2, "time_ms": 0, "event": "lease-expired", "level": "warning", "lease": "a",
+            "reader": "nightly job", "vbuckets": 1,
+            "text": "the lease of 'nightly job' on 1 vbuckets has expired: its reader may lose its moment",
+        }  # fmt: skip

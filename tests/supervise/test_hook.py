@@ -1,0 +1,102 @@
+"""The command `on_event`: it gets each event, and nothing that it does harms the service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from mirror.clock import SystemClock
+from mirror.errors import ConfigError
+from mirror.supervise import hook as module
+from mirror.supervise.hook import RUNNING_MAX, WAITING_MAX, Hook
+from tests.supervise.conftest import eventually
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "on event.sh"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return f"'{path}' {tmp_path}"
+
+
+def texts(folder: Path, pattern: str) -> list[str]:
+    """What is in the files that are written already."""
+    return [text for path in folder.glob(pattern) if (text := path.read_text())]
+
+
+async def test_each_event_is_one_run_with_its_json_on_stdin_and_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "secret")
+    hook = Hook(SystemClock(), script(tmp_path, 'cat > "$1/$$.json"; echo "$DCP_MIRROR_PASSWORD" > "$1/password"'))
+    events = [{"number": number, "event": "rollback"} for number in range(5)]
+    for event in events:
+        hook.put(event)
+    await eventually(lambda: len(texts(tmp_path, "*.json")) == 5)
+    await hook.close()
+    found = [json.loads(text) for text in texts(tmp_path, "*.json")]
+    assert sorted(found, key=lambda each: each["number"]) == events
+    assert (tmp_path / "password").read_text() == "\n"
+
+
+async def test_without_a_command_nothing_is_kept() -> None:
+    hook = Hook(SystemClock(), None)
+    hook.put({})
+    hook.use("true")
+    await hook.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("exit 3", "exit code 3"), (None, "No such file"), ("exec sleep 60", "did not end within")],
+    ids=["it fails", "it is not there", "it hangs"],
+)
+async def test_a_failure_is_logged_once_and_again_after_a_success(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    complaint: str,
+) -> None:
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.2 if text and "sleep" in text else 30.0)
+    hook = Hook(SystemClock(), "/nonexistent/program" if text is None else script(tmp_path, text))
+    for _ in range(3):
+        hook.put({})
+    await eventually(lambda: hook.idle)
+    said = capsys.readouterr().out + capsys.readouterr().err
+    assert said.count("on_event failed") == 1
+    assert complaint in said
+    hook.use("true")
+    hook.put({})
+    await eventually(lambda: hook.idle)
+    hook.use("false")
+    hook.put({})
+    await eventually(lambda: hook.idle)
+    assert "exit code 1" in capsys.readouterr().out
+    await hook.close()
+
+
+async def test_runs_and_waiting_events_are_bounded_and_the_end_waits_for_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = Hook(SystemClock(), script(tmp_path, 'echo $$ > "$1/$$.pid"; exec sleep 600'))
+    for number in range(RUNNING_MAX + WAITING_MAX + 5):
+        hook.put({"number": number})
+    await eventually(lambda: len(texts(tmp_path, "*.pid")) == RUNNING_MAX)
+    assert capsys.readouterr().out.count("events are left out") == 1
+    pids = [int(text) for text in texts(tmp_path, "*.pid")]
+    await asyncio.wait_for(hook.close(), 30)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("command", ["", "notify 'open"])
+def test_a_command_that_cannot_be_read_is_refused(command: str) -> None:
+    with pytest.raises(ConfigError, match="on_event"):
+        Hook(SystemClock(), command)

@@ -1,0 +1,163 @@
+"""Reports become events: each kind of news once, many vbuckets together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mirror.supervise.events import (
+    DamageFound,
+    DiskFree,
+    DiskFull,
+    Event,
+    FirstFillDone,
+    ResyncBegun,
+    ResyncDone,
+    RolledBack,
+    SourceBack,
+    SourceLost,
+)
+from mirror.supervise.observer import COLLECT_MS, CONTACT_LOST_MS, Observer
+from mirror.supervise.status import Row, reported_row
+
+VBUCKETS = 64
+
+
+class Mirror:
+    """Rows of a mirror, looked at every second."""
+
+    def __init__(self, **more: Any) -> None:
+        self.observer = Observer()
+        self.rows: list[Row] = [self.row(vbid, **more) for vbid in range(VBUCKETS)]
+        self.groups: list[dict[str, Any]] = []
+        self.now_ms = 0
+
+    @staticmethod
+    def row(vbid: int, **more: Any) -> Row:
+        common = {
+            "vbid": vbid, "state": "streaming", "published_seqno": 5, "source_high_seqno": 5, "node": "db1:11210",
+            "resyncs_begun": 0, "resync_count": 0,
+        }  # fmt: skip
+        return reported_row(common | more, vbid % 4)
+
+    def change(self, vbids: range, **more: Any) -> None:
+        for vbid in vbids:
+            self.rows[vbid] |= more
+
+    def look(self, passed_ms: int = COLLECT_MS) -> list[Event]:
+        self.now_ms += passed_ms
+        return self.observer.observe(self.rows, self.groups, VBUCKETS, self.now_ms)
+
+    def news(self) -> list[Event]:
+        """Of this look and of the one after the time that news are collected for."""
+        return self.look() + self.look()
+
+
+def settled(**more: Any) -> Mirror:
+    mirror = Mirror(**more)
+    assert mirror.news() == [], "what is there at first is no news"
+    return mirror
+
+
+def test_a_failover_is_one_event_however_many_vbuckets_it_rolls_back_and_whenever_they_do() -> None:
+    mirror = settled()
+    mirror.change(range(20), rollback_count=1, last_rollback=[100, 80])
+    assert mirror.look(100) == []
+    mirror.change(range(20, 33), rollback_count=1, last_rollback=[50, 49])
+    assert mirror.news() == [
+        RolledBack(vbuckets=33, vbids=tuple(range(10)), seqnos=413, from_seqno=None, to_seqno=None)
+    ]
+    assert mirror.news() == []
+
+
+def test_a_rollback_of_one_vbucket_is_said_with_its_seqnos() -> None:
+    mirror = settled(rollback_count=4)
+    mirror.change(range(3, 4), rollback_count=5, last_rollback=[568, 400])
+    assert mirror.news() == [RolledBack(vbuckets=1, vbids=(3,), seqnos=168, from_seqno=568, to_seqno=400)]
+
+
+def test_a_resync_is_said_when_it_begins_and_when_it_is_done() -> None:
+    mirror = settled()
+    mirror.change(range(VBUCKETS), resyncs_begun=1, resync_why="no common history with the source")
+    begun = ResyncBegun(vbuckets=VBUCKETS, vbids=tuple(range(10)), why="no common history with the source")
+    assert mirror.news() == [begun]
+    mirror.change(range(VBUCKETS), resync_count=1)
+    assert mirror.news() == [ResyncDone(vbuckets=VBUCKETS, vbids=tuple(range(10)))]
+
+
+def test_a_resync_between_two_reports_is_said_whole() -> None:
+    mirror = settled()
+    mirror.change(range(1), resyncs_begun=1, resync_why="purged", resync_count=1)
+    assert [type(event) for event in mirror.news()] == [ResyncBegun, ResyncDone]
+
+
+def test_a_replaced_worker_is_no_news_but_what_it_begins_is() -> None:
+    mirror = settled(resyncs_begun=2, resync_count=2)
+    mirror.observer.forget([0], mirror.rows)
+    mirror.change(range(0, VBUCKETS, 4), state="starting", node=None, source_high_seqno=None, lag_seqnos=None)
+    assert mirror.news() == []
+    mirror.change(range(0, VBUCKETS, 4), state="waiting", resyncs_begun=0)
+    assert mirror.news() == []
+    mirror.change(range(0, VBUCKETS, 4), state="streaming", node="db2:11210")
+    mirror.change(range(1), resyncs_begun=1, resync_why="purged")
+    assert mirror.news() == [ResyncBegun(vbuckets=1, vbids=(0,), why="purged")]
+
+
+def test_a_source_that_goes_and_comes_is_said_once_each_time() -> None:
+    mirror = settled()
+    mirror.change(range(VBUCKETS), node=None, state="waiting", last_error="connection refused")
+    found = mirror.look() + mirror.look(CONTACT_LOST_MS) + mirror.look() + mirror.look(60_000)
+    assert found == [SourceLost(vbuckets=64, vbids=tuple(range(10)), nodes=("db1:11210",), why="connection refused")]
+    mirror.change(range(VBUCKETS), node="db1:11210", state="streaming", last_error=None)
+    away_s = (mirror.now_ms + COLLECT_MS - 3 * COLLECT_MS) / 1000
+    assert mirror.news() == [SourceBack(vbuckets=64, vbids=tuple(range(10)), away_s=away_s)]
+
+
+def test_a_vbucket_that_moves_to_another_node_is_no_lost_source() -> None:
+    mirror = settled()
+    mirror.change(range(8), node=None)
+    assert mirror.look(100) == []
+    mirror.change(range(8), node="db2:11210")
+    assert mirror.news() == []
+
+
+def test_a_source_that_is_not_reached_at_the_start_is_said_once() -> None:
+    observer = Observer()
+    said = SourceLost(vbuckets=0, vbids=(), nodes=(), why="nobody there")
+    assert observer.source_answers("nobody there", 0) == [said]
+    assert observer.source_answers("still nobody", 500) == []
+    assert observer.source_answers(None, 2_500) == [SourceBack(vbuckets=0, vbids=(), away_s=2.5)]
+    assert observer.source_answers(None, 3_000) == []
+
+
+def test_damage_is_said_also_when_it_is_there_at_the_start() -> None:
+    mirror = Mirror()
+    mirror.change(range(8), state="damaged", detail="page 7 is torn")
+    assert mirror.news() == [DamageFound(vbuckets=8, vbids=tuple(range(8)), why="page 7 is torn")]
+    assert mirror.news() == []
+
+
+def test_a_full_disk_and_space_again_are_said_of_all_groups_together() -> None:
+    mirror = settled()
+    mirror.groups = [{"group": group, "error": "no space left", "full": group < 3} for group in range(4)]
+    assert mirror.look() == [DiskFull(groups=(0, 1, 2), why="no space left")]
+    assert mirror.look() == []
+    mirror.groups = []
+    assert mirror.look() == [], "nobody reports on the groups"
+    mirror.groups = [{"group": group, "error": None, "full": False} for group in range(4)]
+    assert mirror.look() == [DiskFree(groups=(0, 1, 2))]
+
+
+def test_the_first_fill_is_said_once_however_short_it_was() -> None:
+    filled = Mirror()
+    filled.observer.fill_begins()
+    assert filled.look() == [FirstFillDone(vbuckets=VBUCKETS, seqnos=320)]
+    filled.change(range(1), published_seqno=0, lag_seqnos=3)
+    assert filled.news() == []
+
+
+def test_a_fill_that_an_earlier_service_began_is_said_when_it_is_done() -> None:
+    mirror = Mirror()
+    mirror.change(range(8), published_seqno=0, lag_seqnos=9)
+    assert mirror.news() == []
+    mirror.change(range(8), published_seqno=9, lag_seqnos=0)
+    assert mirror.look() == [FirstFillDone(vbuckets=VBUCKETS, seqnos=56 * 5 + 8 * 9)]
