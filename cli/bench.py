@@ -24,7 +24,7 @@ from mirror.errors import ExitCode
 from mirror.sandbox.workload import Orders, order_key
 from mirror.serve import http_bench, kv_bench
 from mirror.supervise import start_bench
-from mirror.supervise.bench import ingest_rounds
+from mirror.supervise.bench import ORDERS, ingest_rounds
 from storage import bench as storage_bench
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ def ingest(
     vbuckets: Annotated[int, typer.Option(min=1, max=1024, help="Vbuckets they are in.")] = 64,
     value_bytes: Annotated[int, typer.Option("--value-size", min=48, max=65_536, help="Bytes of a value.")] = 256,
     sync: Annotated[str, typer.Option(help="What a commit forces to the disk: safe, full or unsafe.")] = "safe",
+    order: Annotated[
+        str,
+        typer.Option(help="How the source sends: the streams in turn (turn), one by one (stream), or both in turn."),
+    ] = "turn",
     rounds: RoundsOption = 3,
     folder: FolderOption = None,
     as_json: options.JsonOption = False,
@@ -57,20 +61,31 @@ def ingest(
     if sync not in ("safe", "full", "unsafe"):
         complain(f"--sync {sync!r}: must be safe, full or unsafe")
         raise Ended(ExitCode.USAGE)
+    if order not in (*ORDERS, "both"):
+        complain(f"--order {order!r}: must be turn, stream or both")
+        raise Ended(ExitCode.USAGE)
+    orders = ORDERS if order == "both" else (order,)
     found = []
     with _folder(folder) as path:
-        for figures in ingest_rounds(documents, vbuckets, value_bytes, rounds, path, sync):
+        for figures in ingest_rounds(documents, vbuckets, value_bytes, rounds, path, sync, orders=orders):
             found.append(
                 {
+                    "order": figures.order,
                     "documents_per_s": round(figures.ingest.per_second),
                     "limit_documents_per_s": round(figures.limit.per_second),
                     "ratio": round(figures.ratio, 3),
-                    "cpu_s": round(figures.ingest_cpu_s, 3),
+                    "cpu_s": round(figures.ingest.cpu_s, 3),
+                    "limit_cpu_s": round(figures.limit.cpu_s, 3),
                     "peak_private_mib": round(figures.peak_private_bytes / 2**20, 1),
                 }
             )
             _say_round(found[-1], as_json)
-    _finish("ingest", {"documents": documents, "vbuckets": vbuckets, "sync": sync}, found, as_json)
+    setting = {"documents": documents, "vbuckets": vbuckets, "sync": sync, "order": order}
+    if as_json:
+        _finish("ingest", setting, found, as_json, [each for each in found if each["order"] == orders[0]])
+        return
+    for one in orders:
+        _finish(f"ingest, {one}", setting, [each for each in found if each["order"] == one], as_json)
 
 
 @app.command()
@@ -301,8 +316,15 @@ def _say_round(figures: dict[str, Any], as_json: bool) -> None:
         )
 
 
-def _finish(name: str, setting: dict[str, Any], rounds: list[dict[str, Any]], as_json: bool) -> None:
-    ratios = [each["ratio"] for each in rounds]
+def _finish(
+    name: str,
+    setting: dict[str, Any],
+    rounds: list[dict[str, Any]],
+    as_json: bool,
+    judged: list[dict[str, Any]] | None = None,
+) -> None:
+    """Print the median ratio of the rounds (`judged`: of those among them), and in JSON all that was measured."""
+    ratios = [each["ratio"] for each in judged or rounds]
     median = statistics.median(ratios)
     if as_json:
         output.print_json({"bench": name, **setting, "rounds": rounds, "ratio_median": median})

@@ -64,6 +64,7 @@ class SandboxCluster:
         profile: str = DEFAULT_PROFILE,
         keeps_history: bool = False,
         antilag_items: int = 0,
+        in_turn: bool = True,
     ) -> None:
         """Nothing listens before `start`. `port` and `tls_port` are the first node's; the others take free ones.
 
@@ -72,7 +73,8 @@ class SandboxCluster:
 
         `profile` is the server's release, by a name of `profile.PROFILES`; ConfigError for another. With
         `keeps_history` the bucket has change streams, as Magma has them; with `antilag_items` a filtered backfill
-        tells its seqno each time that it has left out so many versions.
+        tells its seqno each time that it has left out so many versions. Without `in_turn` a connection sends a piece of
+        one stream after the other, and not a message of each in turn.
         """
         assert nodes > 0
         assert 0 < vbuckets <= 1024
@@ -99,6 +101,7 @@ class SandboxCluster:
         self.bucket.map.host = advertised_host or (host if several_on_this_host else None)
         self.bucket.map.external_host = external_host
         self._live_snapshot_items = live_snapshot_items
+        self._in_turn = in_turn
         self._pager_seconds = expiry_pager_seconds
         self._tasks: list[asyncio.Task[None]] = []
         for _ in range(nodes):
@@ -320,6 +323,7 @@ class SandboxCluster:
     def _make_node(self) -> SandboxNode:
         node = SandboxNode(len(self.nodes), self.bucket)
         node.live_snapshot_items = self._live_snapshot_items
+        node.in_turn = self._in_turn
         self.nodes.append(node)
         return node
 

@@ -1,14 +1,16 @@
 """A DCP connection of a node: the streams of its vbuckets, faults included, and what is sent when.
 
 The rules of requests, flow control and noops are `mirror.server.producer`'s; here are the vbuckets that they are
-applied to (every rollback by the producer's own rule) and the order of sending: streams take turns. This module does
-not know sockets: bytes leave through the connection that it is given.
+applied to (every rollback by the producer's own rule) and the order of sending. By default that is kv_engine's: the
+streams that have something to send take turns, a message each (docs/protocol.md 2.8). This module does not know
+sockets: bytes leave through the connection that it is given.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
@@ -35,6 +37,9 @@ from mirror.wire.constants import (
 )
 from mirror.wire.events import StreamRequest
 from storage.model import FailoverEntry
+
+PIECE_BYTES = 256 * 1024
+"""Sent at once, of all streams in turn or of one stream before the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,12 @@ class ProducerPort(BasePort, Protocol):
     def sees_system(self) -> bool:
         """Whether the system's collections exist for the user."""
 
+    @property
+    def in_turn(self) -> bool:
+        """Streams take turns, a message each; else a piece each."""
+
     def piece_bytes(self, stream: ProducerStream) -> int:
-        """How much to send of a stream at once; 0 when it must wait."""
+        """How much to send of a stream at once where they do not take turns; 0 when it must wait."""
 
     @property
     def node_number(self) -> int:
@@ -118,6 +127,8 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
         """Opaques of the markers that the client answered, in order."""
         self._rng = rng
         self._live_snapshot_items = live_snapshot_items
+        self._turns: dict[ProducerStream, None] = {}
+        """All streams, the one whose turn is next first."""
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
         """Begin to send."""
@@ -227,10 +238,12 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
 
     def _opened(self, stream: ProducerStream) -> None:
         stream.vbucket.changed.add(self.wake)
+        self._turns[stream] = None
         self.wake()
 
     def _forget(self, stream: ProducerStream) -> None:
         super()._forget(stream)
+        del self._turns[stream]
         if not any(other.vbucket is stream.vbucket for other in self.streams.values()):
             stream.vbucket.changed.discard(self.wake)
 
@@ -253,39 +266,76 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
                 await self._wake.wait()
 
     async def _round(self) -> bool:
-        """Give each stream its turn; True when anything was sent."""
-        busy = False
+        """Send what may be sent now, up to a piece (of each stream, where they do not take turns); True when anything
+        was sent.
+        """
         self._send_stream_ends()
-        for key, stream in list(self.streams.items()):
-            if self.streams.get(key) is not stream or not stream.has_more:
-                continue
-            if self._port.stream_faults.muted(stream.vbid, self._port.node_number):
-                continue
-            if not self._may_go_on(stream):
-                self.end_stream(stream, StreamEndReason.LOST_PRIVILEGES)
+        busy = False
+        for data, uncounted_bytes in self._one_piece() if self._port.in_turn else self._piece_of_each():
+            busy = True
+            self._send(data, uncounted_bytes)
+            await self._port.writable()
+            await asyncio.sleep(0)
+            self._send_stream_ends()
+        return busy
+
+    def _one_piece(self) -> Iterator[tuple[bytes, int]]:
+        """Messages of the streams in turn, and how many bytes more flow control counts for them."""
+        if not self.window.is_open:
+            return
+        room = PIECE_BYTES
+        if self.window.window_bytes:
+            room = min(room, self.window.window_bytes - self.window.outstanding)
+        ready = deque(stream for stream in list(self._turns) if self._has_turn(stream))
+        before = [(stream, stream.frames_sent, stream.bytes_sent) for stream in ready]
+        out = bytearray()
+        counted_bytes = 0
+        while ready and counted_bytes < room:
+            stream = ready.popleft()
+            size = stream.add_message(out)
+            if size:
+                counted_bytes += size
+                ready.append(stream)
+        for stream, frames, bytes_sent in before:
+            counters = self._port.sent(stream.vbid)
+            counters.frames += stream.frames_sent - frames
+            counters.bytes += stream.bytes_sent - bytes_sent
+            if stream.ended:
+                self._forget(stream)
+        next_first = [stream for stream in ready if stream in self._turns]
+        self._turns = dict.fromkeys([*next_first, *self._turns])
+        if out:
+            yield bytes(out), counted_bytes - len(out)
+
+    def _piece_of_each(self) -> Iterator[tuple[bytes, int]]:
+        """As much of each stream as the connection sends at once."""
+        for stream in list(self.streams.values()):
+            if self.streams.get((stream.vbid, stream.stream_id)) is not stream or not self._has_turn(stream):
                 continue
             if not self.window.is_open:
-                return False
+                return
             room = self._port.piece_bytes(stream)
-            if not room:
-                continue
             if self.window.window_bytes:
                 room = min(room, self.window.window_bytes - self.window.outstanding)
-            frames, uncounted = stream.frames_sent, stream.uncounted_bytes
+            frames, uncounted_bytes = stream.frames_sent, stream.uncounted_bytes
             data = stream.take(room)
             if data:
-                busy = True
                 counters = self._port.sent(stream.vbid)
                 counters.frames += stream.frames_sent - frames
                 counters.bytes += len(data)
-                self._send(data, stream.uncounted_bytes - uncounted)
             if stream.ended:
                 self._forget(stream)
             if data:
-                await self._port.writable()
-                await asyncio.sleep(0)
-                self._send_stream_ends()
-        return busy
+                yield data, stream.uncounted_bytes - uncounted_bytes
+
+    def _has_turn(self, stream: ProducerStream) -> bool:
+        """Whether the stream may send something, perhaps; ends it where the user may not see it any more."""
+        if not stream.has_more or self._port.stream_faults.muted(stream.vbid, self._port.node_number):
+            return False
+        if not self._may_go_on(stream):
+            self.end_stream(stream, StreamEndReason.LOST_PRIVILEGES)
+            return False
+        return True
 
     def _may_go_on(self, stream: ProducerStream) -> bool:
         """Privileges are checked with each change that is to be sent, not only when the stream begins."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from mirror.sandbox import document_requests, subdoc_requests
 from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.clustermap import NodeAddress
-from mirror.sandbox.dcp import DcpProducer, Sent
+from mirror.sandbox.dcp import PIECE_BYTES, DcpProducer, Sent
 from mirror.sandbox.link import Link
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.profile import Profile
@@ -42,11 +42,8 @@ OPERATIONS: dict[int, Operation[SandboxSession]] = {
     **dcp_requests.OPERATIONS,
 }
 
-PIECE_BYTES = 256 * 1024
-"""Sent of one stream before the next one has its turn."""
-
 SMALL_PIECE_BYTES = 200
-"""The same, where a fault has to strike inside of a snapshot."""
+"""Sent of one stream before the next one has its turn, where a fault has to strike inside of a snapshot."""
 
 DURATION_US = 0.5
 """What a request takes, as answers with tracing say."""
@@ -210,6 +207,11 @@ class NodeConnection(asyncio.Protocol):
         """Whether the system's collections exist for the user."""
         return self.session.sees_system
 
+    @property
+    def in_turn(self) -> bool:
+        """Streams take turns, a message each; while a fault counts pieces, a piece each."""
+        return self.node.in_turn and self.stop_after_pieces is None
+
     def piece_bytes(self, stream: ProducerStream) -> int:
         """How much to send of a stream at once; 0 where a fault has just silenced the connection."""
         if self.stop_after_pieces is None:
@@ -254,6 +256,8 @@ class SandboxNode:
         self.on_connect: list[Callable[[NodeConnection], None]] = []
         self.on_dcp_open: list[Callable[[NodeConnection], None]] = []
         self.live_snapshot_items = 0
+        self.in_turn = True
+        """The streams of a connection take turns, a message each, as at kv_engine; else a piece of each at once."""
         self.ack_markers = False
         self.dcp_idle_timeout_s = IDLE_TIMEOUT_S
         self._servers: list[asyncio.Server] = []

@@ -1,8 +1,8 @@
 """One DCP stream from the producer's side: what comes next, from disk or from memory, and when it is over.
 
 Knows the phases of a stream and the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md
-2.4, 2.6, 2.7). Must never know sockets, windows or tasks: it is asked for at most
-so many bytes and gives whole frames. Invariants: the seqnos of a stream rise (but in an out-of-order snapshot); every
+2.4, 2.6, 2.7). Must never know sockets, windows or tasks: it gives one message, or messages up to a
+number of bytes, always whole. Invariants: the seqnos of a stream rise (but in an out-of-order snapshot); every
 snapshot is complete at its end for what the filter shows; once ended it gives nothing.
 """
 
@@ -97,12 +97,16 @@ class ProducerStream:
         self.end_seqno = request.end_seqno
         self.phase = Phase.NEXT
         self.frames_sent = 0
+        self.bytes_sent = 0
         self.uncounted_bytes = 0
         """Bytes that flow control counts beyond those sent."""
         self.in_snapshot_until = 0
         self._request = request
         self._filter = stream_filter
         self._encoder = encoder
+        self._plain = encoder.plain and self.stream_id is None
+        self._unwanted_datatype = encoder.unwanted_datatype
+        self._opaque_bytes = request.opaque.to_bytes(4)
         self._options = options
         self._rng = rng
         self._disk_only = bool(request.flags & StreamRequestFlag.DISK_ONLY)
@@ -139,15 +143,24 @@ class ProducerStream:
             return False
         return self.phase is Phase.SNAPSHOT or self.seqno < self.vbucket.high_seqno or self.seqno >= self.end_seqno
 
-    def take(self, bytes_max: int) -> bytes:
-        """The next frames: stops with the one that reaches the limit. Empty when there is nothing to send now."""
-        out = bytearray()
-        while len(out) < bytes_max and self.phase is not Phase.ENDED:
+    def add_message(self, out: bytearray) -> int:
+        """Append the next message. Returns the bytes that flow control counts for it; 0 when there is none now."""
+        start, uncounted_bytes = len(out), self.uncounted_bytes
+        while len(out) == start and self.phase is not Phase.ENDED:
             if self.phase is Phase.NEXT:
                 if not self._begin(out):
                     break
-            elif self._fill(out, bytes_max):
+            elif not self._add_item(out):
                 self._finish(out)
+        size = len(out) - start
+        self.bytes_sent += size
+        return size + self.uncounted_bytes - uncounted_bytes
+
+    def take(self, bytes_max: int) -> bytes:
+        """The next messages: stops with the one that reaches the limit. Empty when there is nothing to send now."""
+        out = bytearray()
+        while len(out) < bytes_max and self.add_message(out):
+            pass
         return bytes(out)
 
     def end(self, reason: StreamEndReason) -> bytes:
@@ -324,39 +337,24 @@ class ProducerStream:
         found = len(self.vbucket.newest.get(min(collections), ()))
         return share_max >= 1 or found <= share_max * self.vbucket.document_count
 
-    def _fill(self, out: bytearray, bytes_max: int) -> bool:
-        """Send items of the open snapshot; True when it has no more."""
-        encoder, stream_id, from_disk = self._encoder, self.stream_id, self._from_disk
-        unwanted = encoder.unwanted_datatype
-        plain = encoder.plain and stream_id is None
-        room = bytes_max - len(out)
-        parts: list[bytes] = []
-        last: Item | None = None
-        done = True
-        for item in self._pending:
-            frame = item.frame
-            if not (plain and frame[1] == MUTATION and not frame[5] & unwanted):
-                frame = encoder.encode(item, from_disk=from_disk, stream_id=stream_id)
+    def _add_item(self, out: bytearray) -> bool:
+        """Append the next item of the open snapshot; False when it has no more."""
+        item = next(self._pending, None)
+        if item is None:
+            return False
+        frame = item.frame
+        if not (self._plain and frame[1] == MUTATION and not frame[5] & self._unwanted_datatype):
+            frame = self._encoder.encode(item, from_disk=self._from_disk, stream_id=self.stream_id)
             if frame[1] == PREPARE:
                 self.uncounted_bytes += 2  # a prepare is counted two bytes longer than it is (docs/protocol.md 2.8)
-            parts.append(frame)
-            last = item
-            room -= len(frame)
-            if room <= 0:
-                done = False
-                break
-        if last is not None:
-            opaque = self.opaque.to_bytes(4)
-            position = len(out) + 12
-            out += b"".join(parts)
-            for frame in parts:
-                out[position : position + 4] = opaque
-                position += len(frame)
-            self.frames_sent += len(parts)
-            self._last_sent = last.seqno
-            if from_disk and not self._oso:
-                self.seqno = last.seqno
-        return done
+        opaque_at = len(out) + 12
+        out += frame
+        out[opaque_at : opaque_at + 4] = self._opaque_bytes
+        self.frames_sent += 1
+        self._last_sent = item.seqno
+        if self._from_disk and not self._oso:
+            self.seqno = item.seqno
+        return True
 
     def _finish(self, out: bytearray) -> None:
         end = self._snapshot_end

@@ -1,7 +1,8 @@
 """`bench ingest`: the whole way of a document, from the source's socket to a published row, against LMDB's limit.
 
 Knows a source process, a consumer process and how to watch them; what the limit is, `storage.bench` knows. The source
-sends one disk snapshot per vbucket over loopback, as a first backfill is; the consumer is the one that workers run. The
+sends one disk snapshot per vbucket over loopback, as a first backfill is, with the messages of all vbuckets in turn as
+kv_engine sends them, or one vbucket after the other; the consumer is the one that workers run. The
 clock starts with the first stream request and stops when the last vbucket is published, with everything synced.
 """
 
@@ -11,7 +12,7 @@ import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,6 +33,8 @@ from storage.writer import GroupWriter
 SAMPLE_INTERVAL_S = 0.02
 """How often the consumer's private memory is looked at."""
 SANDBOX_PASSWORD = "demo"
+ORDERS = ("turn", "stream")
+"""How the source sends: a message of each stream in turn, or one stream after the other."""
 PATIENCE_S = 900.0
 """Longest wait for a process of the benchmark."""
 
@@ -40,9 +43,9 @@ PATIENCE_S = 900.0
 class IngestFigures:
     """One round: the consumer's time against the limit's, and the most private memory (RssAnon) it had, in bytes."""
 
+    order: str
     documents: int
     ingest: bench.Timing
-    ingest_cpu_s: float
     limit: bench.Timing
     peak_private_bytes: int
 
@@ -62,9 +65,18 @@ def documents(count: int, value_bytes: int) -> Iterator[tuple[bytes, bytes]]:
 
 
 def ingest_rounds(
-    count: int, vbuckets: int, value_bytes: int, rounds: int, folder: str, sync: str
+    count: int,
+    vbuckets: int,
+    value_bytes: int,
+    rounds: int,
+    folder: str,
+    sync: str,
+    *,
+    orders: Sequence[str] = ORDERS[:1],
 ) -> Iterator[IngestFigures]:
-    """Measure; a new mirror and a new limit below `folder` each round. Raises RuntimeError when a process fails."""
+    """Measure each of `orders` each round, with a new mirror and a new limit below `folder`. Raises RuntimeError when a
+    process fails.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     source = context.Process(target=_serve_documents, args=(there, count, vbuckets, value_bytes), daemon=True)
@@ -75,8 +87,12 @@ def ingest_rounds(
         for number in range(rounds):
             path = os.path.join(folder, f"limit-{number}")
             limit = bench.write_limit(path, rows, deferred=True)
-            ingest, cpu_s, peak = _consume_once(context, connection_string, os.path.join(folder, f"m-{number}"), sync)
-            yield IngestFigures(count, ingest, cpu_s, limit, peak)
+            for order in orders:
+                here.send(order)
+                receive(here, source)
+                path = os.path.join(folder, f"m-{order}-{number}")
+                ingest, peak = _consume_once(context, connection_string, path, sync)
+                yield IngestFigures(order, count, ingest, limit, peak)
     finally:
         here.close()
         source.join(10)
@@ -104,20 +120,28 @@ def receive(here: Connection, process: Any, *, alive: Any = None) -> Any:
 
 
 def _serve_documents(pipe: Connection, count: int, vbuckets: int, value_bytes: int) -> None:
-    """The source process: load, say where, serve until the pipe closes."""
+    """The source process: load, say where, serve in the order that is named last until the pipe closes."""
 
     async def serve() -> None:
         async with SandboxCluster(vbuckets=vbuckets) as cluster:
             cluster.bucket.load(documents(count, value_bytes))
             pipe.send(cluster.connection_string)
             closed = asyncio.Event()
-            asyncio.get_running_loop().add_reader(pipe.fileno(), closed.set)
+
+            def set_order() -> None:
+                try:
+                    cluster.nodes[0].in_turn = pipe.recv() == ORDERS[0]
+                    pipe.send(None)
+                except (EOFError, OSError):
+                    closed.set()
+
+            asyncio.get_running_loop().add_reader(pipe.fileno(), set_order)
             await closed.wait()
 
     asyncio.run(serve())
 
 
-def _consume_once(context: Any, connection_string: str, path: str, sync: str) -> tuple[bench.Timing, float, int]:
+def _consume_once(context: Any, connection_string: str, path: str, sync: str) -> tuple[bench.Timing, int]:
     here, there = context.Pipe()
     consumer = context.Process(target=_consume, args=(there, connection_string, path, sync), daemon=True)
     consumer.start()
@@ -128,7 +152,7 @@ def _consume_once(context: Any, connection_string: str, path: str, sync: str) ->
                 break
             peak = max(peak, private_bytes(consumer.pid) or 0)
         count, seconds, cpu_s = receive(here, consumer)
-        return bench.Timing(count, seconds), cpu_s, peak
+        return bench.Timing(count, seconds, cpu_s), peak
     finally:
         consumer.join(30)
         if consumer.is_alive():

@@ -42,10 +42,22 @@ def test_ingest_prints_json_alone_on_stdout(tmp_path: Path) -> None:
     assert figures["peak_private_mib"] > 1
 
 
+def test_ingest_prints_a_ratio_for_each_order_that_was_measured(tmp_path: Path) -> None:
+    flags = ["--vbuckets", "4", "--rounds", "1", "--order", "both", "--folder", str(tmp_path)]
+    result = bench("ingest", *FEW, *flags)
+    assert result.code == 0, result.err
+    first, second, turn, stream = result.out.splitlines()
+    assert first.startswith("turn  ")
+    assert second.startswith("stream  ")
+    assert turn.startswith("ingest, turn: ")
+    assert stream.startswith("ingest, stream: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["ingest", "--sync", "maybe"], "--sync 'maybe': must be safe, full or unsafe"),
+        (["ingest", "--order", "any"], "--order 'any': must be turn, stream or both"),
         (["get", "--folder", "/no/such/folder"], "--folder /no/such/folder: no such directory"),
         (["get", "--documents", "5"], "documents"),
         (["nothing"], "nothing"),

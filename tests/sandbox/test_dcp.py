@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from itertools import groupby
 
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
@@ -32,6 +33,56 @@ async def test_the_window_is_overshot_by_at_most_the_last_message() -> None:
             acked = sum(client.sizes)
         for vbid in (0, 1):
             assert len(client.state(vbid)) == 150
+
+
+def vbids_sent(client: Client) -> list[int]:
+    """Of each message of a stream, in the order of sending."""
+    return [event.vbid for event in client.of(ev.SnapshotMarker, *DATA)]
+
+
+IN_TURN = [0] + [0, 1, 2] * 10 + [1, 2]
+"""Three streams of a marker and ten documents; one message is sent before the second stream is there."""
+
+
+async def test_streams_take_turns_message_by_message() -> None:
+    async with SandboxCluster(vbuckets=3) as cluster:
+        for index in range(30):
+            cluster.set(f"k{index}", {}, vbid=index % 3)
+        cluster.bucket.to_disk()
+        client = await Client.dcp(cluster, connection_buffer_size="1")
+        for vbid in range(3):
+            await client.stream(vbid)
+        await client.control("connection_buffer_size", "0")
+        await client.until(lambda: len(client.of(*DATA)) == 30)
+        assert vbids_sent(client) == IN_TURN
+
+
+async def test_turns_go_on_with_the_next_stream_after_the_window_was_closed() -> None:
+    async with SandboxCluster(vbuckets=3) as cluster:
+        for index in range(30):
+            cluster.set(f"k{index}", {}, vbid=index % 3)
+        cluster.bucket.to_disk()
+        client = await Client.dcp(cluster, connection_buffer_size="1")
+        for vbid in range(3):
+            await client.stream(vbid)
+        for count in range(1, len(IN_TURN) + 1):
+            await client.until(partial(lambda sent: len(client.sizes) >= sent, count))
+            assert len(client.sizes) == count
+            client.ack(client.sizes[-1])
+        assert vbids_sent(client) == IN_TURN
+
+
+async def test_a_source_may_be_made_to_send_one_stream_after_the_other() -> None:
+    async with SandboxCluster(vbuckets=3, in_turn=False) as cluster:
+        for index in range(30):
+            cluster.set(f"k{index}", {}, vbid=index % 3)
+        cluster.bucket.to_disk()
+        client = await Client.dcp(cluster, connection_buffer_size="1")
+        for vbid in range(3):
+            await client.stream(vbid)
+        await client.control("connection_buffer_size", "0")
+        await client.until(lambda: len(client.of(*DATA)) == 30)
+        assert [vbid for vbid, _ in groupby(vbids_sent(client))] == [0, 1, 2]
 
 
 async def test_a_window_that_grows_lets_the_stream_go_on() -> None:

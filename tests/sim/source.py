@@ -181,6 +181,10 @@ class SimConnection(NodeConnection):
         producer.window.resize(window_bytes)
         session.producer = producer
 
+    @property
+    def in_turn(self) -> bool:
+        return self.source.rng.random() < 0.3
+
     def piece_bytes(self, stream: ProducerStream) -> int:
         return self.source.rng.choice((0, 1, 1, 200, 600, 3000, 20000))
 

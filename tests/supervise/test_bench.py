@@ -31,12 +31,14 @@ def test_the_limit_has_every_document_in_its_vbucket_with_rising_seqnos() -> Non
 
 @pytest.mark.timeout(120)
 def test_a_round_fills_a_mirror_and_tells_its_figures(tmp_path: Path) -> None:
-    (figures,) = bench.ingest_rounds(3000, 8, 100, 1, str(tmp_path), "safe")
-    assert figures.documents == figures.ingest.documents == figures.limit.documents == 3000
-    assert figures.ingest.seconds > 0
-    assert figures.ratio > 0
-    assert figures.peak_private_bytes > 1 << 20
-    path = str(tmp_path / "m-0")
-    assert check(path).problems == []
-    with open_view(path) as view:
-        assert sum(view.count(vbid) for vbid in range(8)) == 3000
+    found = list(bench.ingest_rounds(3000, 8, 100, 1, str(tmp_path), "safe", orders=bench.ORDERS))
+    assert [figures.order for figures in found] == ["turn", "stream"]
+    for figures in found:
+        assert figures.documents == figures.ingest.documents == figures.limit.documents == 3000
+        assert figures.ingest.seconds > 0
+        assert figures.ratio > 0
+        assert figures.peak_private_bytes > 1 << 20
+        path = str(tmp_path / f"m-{figures.order}-0")
+        assert check(path).problems == []
+        with open_view(path) as view:
+            assert sum(view.count(vbid) for vbid in range(8)) == 3000
