@@ -134,8 +134,10 @@ def rows_between(
         if key > end:
             break
         if len(key) == keys.ROW_KEY_SIZE:
-            rows.append((key, value))
             left -= len(value)
+            if rows and left < 0:
+                break
+            rows.append((key, value))
             if len(rows) == limit or left <= 0:
                 break
     return rows

@@ -59,6 +59,17 @@ CHUNK_BYTES = 8 * 1024 * 1024
 TOKEN_LENGTH_MAX = 80
 """Characters of a token: 5 digits, 10, 20 and 16, with room for leading zeros."""
 
+
+@dataclass(slots=True)
+class Pieces:
+    """How a reader of changes is given them that may have to let go of one which it cannot hold for now."""
+
+    bytes_max: int
+    """Row bytes that are read at once; one document may be larger."""
+    again: bool = False
+    """Set by the reader: the last change is read and returned again. Not one of a rollback, which passes by once."""
+
+
 CollectionName = str | int
 
 unpack_pub = keys.PUB.unpack
@@ -1041,8 +1052,21 @@ class View:
         yield from self._rows_of(opened, vbid, served, after_seqno, min(to_seqno, served.seqno), raw)
 
     def _rows_of(
-        self, opened: Opened, vbid: int, served: Served, after_seqno: int, to_seqno: int, raw: bool
+        self,
+        opened: Opened,
+        vbid: int,
+        served: Served,
+        after_seqno: int,
+        to_seqno: int,
+        raw: bool,
+        pieces: Pieces | None = None,
     ) -> Iterator[Document]:
+        pieces = pieces or Pieces(CHUNK_BYTES)
+
+        def document(branch: int, row_key: bytes, stored: bytes) -> Document:
+            frame = self._frame(opened.environment, vbid, row_key, stored)
+            return records.decode_row(Vbid(vbid), Branch(branch), frame, raw=raw, lenient=True)
+
         for link in reversed(served.links):
             position, last = max(after_seqno, link.base_seqno), min(to_seqno, link.cut)
             prefix = keys.PREFIX.pack(link.branch)
@@ -1050,14 +1074,19 @@ class View:
                 with opened.environment.read() as txn:
                     self._revalidate(opened.environment, txn, vbid, served)
                     rows = index.rows_between(
-                        opened.environment, txn, vbid, prefix, position, last, CHUNK_ROWS, CHUNK_BYTES
+                        opened.environment, txn, vbid, prefix, position, last, CHUNK_ROWS, pieces.bytes_max
                     )
-                for row_key, stored in rows:
-                    frame = self._frame(opened.environment, vbid, row_key, stored)
-                    yield records.decode_row(Vbid(vbid), Branch(link.branch), frame, raw=raw, lenient=True)
                 if not rows:
                     break
-                position = int.from_bytes(rows[-1][0][4:], "big")
+                rows.reverse()
+                while rows:
+                    seqno = int.from_bytes(rows[-1][0][4:], "big")
+                    yield document(link.branch, *rows.pop())  # no variable keeps what the reader may let go of
+                    if pieces.again:
+                        pieces.again = False
+                        rows.clear()
+                    else:
+                        position = seqno
 
     def count(self, vbid: int, *, now: float | None = None) -> int:
         """Live documents of a vbucket, counted by walking its keys (expiry is not looked at)."""
@@ -1192,7 +1221,14 @@ class View:
         """
         wait.wait_for(self, token, timeout_s)
 
-    def changes(self, vbid: int | None = None, *, since: Token | None = None, raw: bool = False) -> Iterator[Change]:
+    def changes(
+        self,
+        vbid: int | None = None,
+        *,
+        since: Token | None = None,
+        raw: bool = False,
+        pieces: Pieces | None = None,
+    ) -> Iterator[Change]:
         """Return an iterator over published events in order, up to now; with `since` those after a token.
 
         A token below the history floor resumes too, as long as no tombstone above it was purged: older versions of
@@ -1200,10 +1236,16 @@ class View:
         the rollback comes first, with what it retracted and restored; the last of these carries the first token of the
         new history. Raises ViewInvalidated when the history the token stood on was replaced whole (a refill) or is no
         longer kept, or when a rollback happens while the generator runs.
+
+        With `pieces` the generator holds no more than one piece, and none of the documents that it returned.
         """
         for each in self.vbids if vbid is None else (vbid,):
             token = since if since is not None and since.vbid == each else None
-            yield from self._changes_of(each, token, raw)
+            yield from self._changes_of(each, token, raw, pieces=pieces)
+
+    def check_since(self, token: Token) -> None:
+        """Raise ViewInvalidated where `changes` since this token would at its beginning. Reads no document."""
+        self._way(self._open(token.vbid), token.vbid, token, None)
 
     def changes_between(self, start: Token | None, end: Token, *, raw: bool = False) -> Iterator[Change]:
         """What leads from one published position (None: the beginning) to a later one: whenever it is asked, the same.
@@ -1220,7 +1262,9 @@ class View:
         """
         return self._way(self._open(end.vbid), end.vbid, start, end)[2]
 
-    def _changes_of(self, vbid: int, token: Token | None, raw: bool, end: Token | None = None) -> Iterator[Change]:
+    def _changes_of(
+        self, vbid: int, token: Token | None, raw: bool, end: Token | None = None, pieces: Pieces | None = None
+    ) -> Iterator[Change]:
         opened = self._open(vbid)
         served, lost, after = self._way(opened, vbid, token, end)
         replacing: chain.Chain = ()
@@ -1230,15 +1274,23 @@ class View:
         links = {link.branch: link for link in served.links}
         overridden: set[tuple[int, bytes]] = set()
         """Keys of which the reader has just been given an older version, in place of one that it had."""
-        for document in self._rows_of(opened, vbid, served, after, served.seqno, raw):
-            if replacing and document.seqno <= lost[0].cut:
+
+        def is_new(document: Document) -> bool:
+            if document.seqno <= lost[0].cut:
                 key = (document.collection_id, document.key)
                 if key not in overridden and self._was_given(opened, lost, document, raw):
-                    continue
+                    return False
                 overridden.add(key)
+            return True
+
+        def change(document: Document) -> Change:
             branch, seqno = document.branch, document.seqno
             at = Token(Vbid(vbid), branch, seqno, links[branch].history_id(seqno))
-            yield Change(document.kind.name.lower(), at, document)
+            return Change(document.kind.name.lower(), at, document)
+
+        documents = self._rows_of(opened, vbid, served, after, served.seqno, raw, pieces)
+        # no loop here: its variable would keep a document for as long as the reader takes
+        yield from map(change, filter(is_new, documents) if replacing else documents)
 
     def _way(
         self, opened: Opened, vbid: int, token: Token | None, end: Token | None

@@ -5,8 +5,11 @@ Every event carries its own token in its data. A stream of one vbucket gives eac
 it; a stream of several gives an id to the last event of each batch, and resumes after that batch, so an event may come
 twice and its token says so. A rollback comes as `rollback`, `retraction` and `restoration` events. Invariants: a stream
 that cannot go on without a gap says so (`reset`) and ends; one that meets an error says which (`problem`: a browser's
-`error` is its own) and ends, good to resume; what one slow reader makes this process hold is one batch, and what all of
-them do is within the budget of answers.
+`error` is its own) and ends, good to resume. What streams make this process hold is bounded, however many there are and
+whether or not they are read: batches are read by one thread, one after the other; a batch of more than `BUDGETED_BYTES`
+is kept only within the budget of answers; a stream for whose next event there is no budget waits for it, and holds
+nothing meanwhile but its position and less than a piece of `PIECE_BYTES` (in a rollback, whose events pass by once, it
+ends instead, good to resume).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 
 from starlette.requests import Request
@@ -29,14 +33,19 @@ from mirror.serve.http_service import BUDGETED_BYTES, WAIT_PARAMETERS, Service
 from mirror.serve.objects import change_json, dumps
 from storage.errors import Closed, StorageError, ViewInvalidated
 from storage.model import Vbid
-from storage.view import Change, Published, Token
+from storage.view import Change, Pieces, Published, Token
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 256 * 1024
+"""A batch ends with the event that reaches it, or `BUDGETED_BYTES` where there is no budget for more."""
+PIECE_BYTES = 64 * 1024
+"""What a stream reads from the store at a time."""
 RIGHTS_CHECK_S = 1.0
 """How often it is looked whether the reader may still read what it may."""
 RETRY_MS = 1_000
 """How long a browser waits before it connects again."""
+
+HISTORY_KINDS = ("rollback", "retraction", "restoration")
 
 Keep = Callable[[Change], bool]
 
@@ -71,7 +80,7 @@ async def get_changes(request: Request) -> Response:
         service.refuse_unavailable(strange)
         raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not asked for")
     for vbid, token in position.items():
-        _try(service, vbid, token)
+        _check_since(service, vbid, token)
     owner = f"user {reader.name}" if reader.name else f"peer {request.state.slot.peer}"
     if service.requests.stream_count >= service.streams_max:
         raise Problem("too-busy", f"this process has {service.streams_max} streams already")
@@ -138,10 +147,10 @@ def _token(vbid: int, published: Published) -> Token:
     return Token(Vbid(vbid), published.branch, published.seqno, published.history_id)
 
 
-def _try(service: Service, vbid: int, token: Token) -> None:
+def _check_since(service: Service, vbid: int, token: Token) -> None:
     """Refuse a position that leads nowhere before the stream begins, with a status instead of an event."""
     try:
-        next(service.view.changes(vbid, since=token), None)
+        service.view.check_since(token)
     except ViewInvalidated as error:
         problem = of_storage(error)
         raise Problem(problem.name, problem.detail, hint=error.hint, vbid=vbid, token=str(token)) from None
@@ -169,6 +178,38 @@ def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
         return reader.may_read(*known)
 
     return keep
+
+
+@dataclass(slots=True)
+class Batch:
+    """Some events of one vbucket, as text. No document is kept."""
+
+    events: list[bytes] = field(default_factory=list)
+    """Empty where the reader does not get the event."""
+    size: int = 0
+    repeatable: bool = True
+    """The last event can be read again (see `Pieces`)."""
+    last: Token | None = None
+    before_last: Token | None = None
+
+    @property
+    def taken(self) -> int:
+        """How many events were read."""
+        return len(self.events)
+
+    def add(self, event: bytes, change: Change) -> None:
+        """Add the text of an event."""
+        self.events.append(event)
+        self.size += len(event)
+        self.repeatable = change.kind not in HISTORY_KINDS
+        self.before_last, self.last = self.last, change.token
+
+    def leave_last(self) -> int:
+        """Remove the last event: how large it was."""
+        size = len(self.events.pop())
+        self.size -= size
+        self.last = self.before_last
+        return size
 
 
 class Stream:
@@ -243,64 +284,119 @@ class Stream:
 
     async def _changes_of(self, vbid: int) -> AsyncGenerator[bytes, None]:
         """Everything that one vbucket has to say now. A rollback in the middle starts it again from the position."""
-        budget = self._service.budget
         while True:
             started_at = self._position.get(vbid)
             try:
                 if self._service.view.stale(vbid) and not self._service.stale_reads:
                     return  # what is served is to be replaced whole: the stream ends with a reset when it is
-                changes = self._service.view.changes(vbid, since=started_at)
-                while True:
-                    events, text = await asyncio.to_thread(self._batch, changes)
-                    self._check_rights()
-                    if text:
-                        taken = len(text) if len(text) > BUDGETED_BYTES else 0
-                        budget.take(taken)  # or the stream ends with a problem, good to resume
-                        try:
-                            for at in range(0, len(text), BUDGETED_BYTES):  # each waits until those before are taken
-                                yield text[at : at + BUDGETED_BYTES]
-                        finally:
-                            budget.give_back(taken)
-                    if not events:
-                        return
+                pieces = Pieces(PIECE_BYTES)
+                changes = self._service.view.changes(vbid, since=started_at, pieces=pieces)
+                async with contextlib.aclosing(self._texts(changes, pieces)) as texts:
+                    async for text in texts:
+                        yield text
+                return
             except (ViewInvalidated, Closed) as error:
                 if isinstance(error, Closed) or self._position.get(vbid) != started_at or started_at is None:
                     if started_at is None and self._position.get(vbid) is None:
                         await asyncio.sleep(0)
                     continue  # it was overtaken while it was read: from the last event on there is a way
-                if self._leads_on(vbid, started_at):
+                if self._leads_on(started_at):
                     continue
                 raise _Reset(self._reset(vbid, error)) from error
 
-    def _leads_on(self, vbid: int, token: Token) -> bool:
+    def _leads_on(self, token: Token) -> bool:
         try:
-            next(self._service.view.changes(vbid, since=token), None)
+            self._service.view.check_since(token)
         except StorageError:
             return False
         return True
 
-    def _batch(self, changes: Iterator[Change]) -> tuple[int, bytes]:
-        """Take some events: how many, and their text. The position is that of the last one."""
+    async def _texts(self, changes: Iterator[Change], pieces: Pieces) -> AsyncGenerator[bytes, None]:
+        """The text of these changes, batch by batch. What is kept of it for the reader is in the budget."""
+        budget = self._service.budget
+        held = 0
+        try:
+            while True:
+                if not held and budget.try_take(BATCH_BYTES_MAX):  # or the batch is one that does not count
+                    held = BATCH_BYTES_MAX
+                batch = await self._service.read_batch(self._batch, changes, held or BUDGETED_BYTES)
+                self._check_rights()
+                requested = 0
+                if batch.size > max(held, BUDGETED_BYTES):
+                    if budget.try_take(batch.size - held):
+                        held = batch.size
+                    elif not batch.repeatable:
+                        budget.take(batch.size - held)
+                    else:
+                        pieces.again = True
+                        requested = batch.leave_last()
+                kept = batch.size if batch.size > BUDGETED_BYTES else 0
+                budget.give_back(held - kept)
+                held = kept
+                if requested and not batch.taken:
+                    async with contextlib.aclosing(self._budget_for(requested)) as beats:
+                        async for beat in beats:
+                            yield beat
+                    held = requested
+                    continue
+                finished = not batch.taken
+                text = self._text_of(batch)
+                del batch
+                for at in range(0, len(text), BUDGETED_BYTES):  # each waits until those before are taken
+                    yield text[at : at + BUDGETED_BYTES]
+                del text
+                budget.give_back(held)
+                held = 0
+                if finished:
+                    return
+        finally:
+            budget.give_back(held)
+
+    async def _budget_for(self, byte_count: int) -> AsyncGenerator[bytes, None]:
+        """Heartbeats until so much of the budget was taken for this stream."""
+        service = self._service
+        granted = service.budget.request(byte_count)
+        used = False
+        try:
+            beat_s = service.clock.monotonic() + service.heartbeat_s
+            while not granted.done():
+                await asyncio.wait({granted}, timeout=RIGHTS_CHECK_S)
+                self._check_rights()
+                if service.stopping.is_set():
+                    raise Problem("unavailable", "this process stops", hint="connect again")
+                if service.clock.monotonic() >= beat_s:
+                    beat_s += service.heartbeat_s
+                    yield b": heartbeat\n\n"
+            used = True
+        finally:
+            if not used:
+                service.budget.withdraw(byte_count, granted)
+
+    def _batch(self, changes: Iterator[Change], bytes_max: int) -> Batch:
+        """Take some events; with the last one there may be more than `bytes_max`."""
         single = len(self._vbids) == 1
-        lines: list[bytes] = []
-        byte_count = taken = 0
-        last: Change | None = None
+        batch = Batch()
         for change in islice(changes, BATCH_EVENTS_MAX):
-            taken += 1
-            last = change
+            event = b""
             if self._keep is None or self._keep(change):
-                data = change_json(change)
-                name = str(change.token).encode() if single else b""
-                lines.append((b"id: " + name + b"\n" if single else b"") + _event(change.kind, data))
-                byte_count += len(data)
-                if byte_count >= BATCH_BYTES_MAX:
-                    break
-        if last is not None:
-            self._position[last.token.vbid] = last.token
-            self._service.requests.gave(len(lines))
-            if not single or not lines:
-                lines.append(b"id: " + self._text().encode() + b"\n\n")
-        return taken, b"".join(lines)
+                name = b"id: " + str(change.token).encode() + b"\n" if single else b""
+                event = name + _event(change.kind, change_json(change))
+            batch.add(event, change)
+            if batch.size >= bytes_max:
+                break
+        return batch
+
+    def _text_of(self, batch: Batch) -> bytes:
+        """The text of a batch. The position is that of its last event from now on."""
+        if batch.last is None:
+            return b""
+        self._position[batch.last.vbid] = batch.last
+        events = [event for event in batch.events if event]
+        self._service.requests.gave(len(events))
+        if len(self._vbids) > 1 or not events:
+            events.append(b"id: " + self._text().encode() + b"\n\n")
+        batch.events.clear()
+        return b"".join(events)
 
     def _text(self) -> str:
         return position_text(self._position) if self._position else ""

@@ -15,8 +15,9 @@ import contextlib
 import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -47,6 +48,7 @@ FEW = 8
 """Vbuckets up to this number are looked at one by one."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Watch:
@@ -137,6 +139,8 @@ class Service:
     streams_per_reader_max: int = 64
     streams: Counter[str] = field(default_factory=Counter)
     """Streams of changes, by user, or by peer where nobody is logged in."""
+    changes_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "changes"))
+    """Reads the batches of all streams of changes, one after the other: what is read at a time is one batch."""
     heartbeat_s: float = 10.0
     description: bytes = b""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -145,6 +149,14 @@ class Service:
     def view(self) -> View:
         """The view."""
         return self.mirror.view
+
+    async def read_batch(self, read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """What `read` returns in the thread of the streams of changes. Raises Problem where that has ended."""
+        try:
+            reading = self.changes_thread.submit(read, *args, **more)
+        except RuntimeError:
+            raise Problem("unavailable", "this process stops", hint="connect again") from None
+        return await asyncio.wrap_future(reading)
 
     # who asks
 

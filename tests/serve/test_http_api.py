@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import tracemalloc
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -114,23 +116,45 @@ def test_a_document_that_cannot_be_decompressed_is_an_error_of_its_own(site: Sit
         assert (stored["value_b64"], stored["datatype"]) == ("/////w8=", 3)
 
 
+def ask_without_reading(site: Site, receive_buffer_bytes: int = 4096) -> socket.socket:
+    """A stream of everything that nobody reads."""
+    line = site.connect()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    line.sendall(b"GET /v1/changes HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return line
+
+
 def test_streams_that_nobody_reads_hold_no_more_than_the_budget(site: Site) -> None:
-    """64 of them once held two gigabytes: each a document of 20 MiB."""
-    size = 8 * 1024 * 1024
-    site.source.put("a", b'"' + b"x" * size + b'"')
-    site.server.service.budget = Budget(3 * size)
-    lines = [site.connect() for _ in range(6)]
-    try:
-        for line in lines:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            line.sendall(b"GET /v1/changes HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        service = site.server.service
-        eventually_now(lambda: service.requests.stream_count == 2 and service.budget.out_bytes > 2 * size)
-        assert service.budget.out_bytes <= 3 * size
-    finally:
-        for line in lines:
+    """64 of them once held two gigabytes: each a document of 20 MiB, and as much again in what read it."""
+    size = 8 * 1024 * 1024  # more than the kernel takes for a connection
+    vbid = 2
+    site.source.snapshot(vbid, (site.source.key_of(vbid), b"1"), datatype=1)
+    for number in range(1, 4):
+        site.source.snapshot(vbid, (site.source.key_of(vbid, number), b'"' + b"x" * size + b'"'), datatype=1)
+    service = site.server.service
+    budget = service.budget = Budget(3 * size)
+    site.get("/v1/changes", params={"vbid": 1, "follow": False})  # whatever is kept is kept by now
+    with ExitStack() as closing:
+        tracemalloc.start()
+        closing.callback(tracemalloc.stop)
+        lines = [closing.enter_context(ask_without_reading(site)) for _ in range(6)]
+        eventually_now(lambda: budget.waiting_count == 4 and budget.out_bytes > 2 * size)
+        lines.append(closing.enter_context(ask_without_reading(site, 1 << 20)))
+        eventually_now(lambda: budget.waiting_count == 5)
+        held, peak = tracemalloc.get_traced_memory()
+        assert service.requests.stream_count == 7
+        assert budget.out_bytes <= 3 * size
+        assert held < 4 * size, "what is in the budget, and no documents of those that wait"
+        assert peak < 10 * size, "one is read at a time: with its JSON and its event it takes six times its size"
+        tracemalloc.stop()
+        for line in lines[:6]:
             line.close()
-    eventually_now(lambda: site.server.service.budget.out_bytes == 0)
+        received = bytearray()
+        while len(received) < 3 * size or received.count(b"event: mutation") < 4:
+            more = lines[6].recv(1 << 20)  # one that waited is given all, once there is budget
+            assert more, "the stream ended"
+            received += more
+    eventually_now(lambda: budget.out_bytes == 0 and budget.waiting_count == 0)
 
 
 def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) -> None:

@@ -98,6 +98,14 @@ def test_rows_between_are_those_of_the_branch_without_boundaries(
     assert row_bytes == sum(len(frame) for _, frame in wanted)
 
 
+def test_rows_between_fit_into_their_bytes_but_for_one_that_is_larger(environment: Environment) -> None:
+    rows = fill(environment, 4)
+    size = len(rows[0][1])
+    with environment.read() as txn:
+        for bytes_max, count in ((1, 1), (size, 1), (2 * size - 1, 1), (2 * size, 2), (9 * size, 4)):
+            assert index.rows_between(environment, txn, 0, PREFIX, 0, 4, 10, bytes_max) == rows[:count]
+
+
 def test_key_rows_in_key_order_fill_their_pages(environment: Environment) -> None:
     rows = [(b"\0key-%08d" % n, keys.DUP.pack(1, n, 0x57)) for n in range(20_000)]
     with environment.begin(write=True) as txn:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
+from types import GeneratorType
+from typing import Any
+
 import pytest
 
 from storage import records
 from storage.errors import AnswerTooLarge, NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Branch, Collection, Manifest, ManifestUid, Seqno, Vbid
 from storage.purge import Window
-from storage.view import CHUNK_BYTES, Pin, Time, Token, View
+from storage.view import CHUNK_BYTES, Pieces, Pin, Time, Token, View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, span
 from tests.storage.test_writer import Clock, publish
@@ -452,3 +457,41 @@ def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(
         list(view.changes_between(None, end))
     with pytest.raises(ViewInvalidated, match="no branch 9"):
         list(view.changes_between(None, Token(Vbid(0), Branch(9), Seqno(4), 5)))
+
+
+def test_changes_in_pieces_keep_nothing_that_was_returned_and_are_returned_again(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seqno, key in enumerate((A, B, C, D), 1):
+        put(writer, key, seqno, b"x" * 1000)
+    commit(writer, 4)
+    read_count = 0
+    known = view._frame
+
+    def counted(*found: Any) -> bytes:
+        nonlocal read_count
+        read_count += 1
+        return known(*found)
+
+    monkeypatch.setattr(view, "_frame", counted)
+    pieces = Pieces(2500)
+    changes = view.changes(0, pieces=pieces)
+    first = next(changes)
+    assert first.token.seqno == 1
+    assert not any(isinstance(holder, GeneratorType) for holder in gc.get_referrers(first, first.document))
+    seqnos = []
+    for change in changes:
+        seqnos.append(change.token.seqno)
+        pieces.again = len(seqnos) in (2, 3, 5)
+    assert seqnos == [2, 3, 3, 3, 4, 4]
+    assert read_count == 7
+    assert [change.token.seqno for change in view.changes(0, pieces=Pieces(1))] == [1, 2, 3, 4]
+
+
+def test_a_token_is_checked_as_at_the_beginning_of_its_changes(writer: GroupWriter, view: View) -> None:
+    put(writer, A, 1)
+    commit(writer, 1)
+    token = view.token(0, 1, 1)
+    view.check_since(token)
+    with pytest.raises(ViewInvalidated, match="ahead of what is published"):
+        view.check_since(replace(token, seqno=Seqno(7)))
