@@ -1,7 +1,9 @@
-"""`changes`: published events in order, from a token on, and on as they come.
+"""`changes`: published events in order, from a position on, and on as they come.
 
-Knows tokens as text and how to wait for more; what happened, the store tells. Invariants: the token of the last line
-printed resumes exactly after it; with --follow nothing is printed twice and nothing left out, rollbacks included.
+Knows tokens and cursor files and how to wait for more; what happened, the store tells. Invariants: the token of the
+last line printed resumes exactly after it; with --follow nothing is printed twice and nothing left out, rollbacks
+included; a cursor file is written after what it covers was flushed, so after a kill events may come again, and none is
+left out.
 """
 
 from __future__ import annotations
@@ -9,29 +11,51 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli import options, output
+from cli import cursor, options, output
 from mirror.errors import ConfigError
-from storage.errors import ViewInvalidated
+from storage.errors import UnknownCollection, ViewInvalidated
+from storage.model import Kind
 from storage.view import Change, Token, View, open_view
 
 POLL_INTERVAL_S = 0.1
 """How soon a new event is seen with --follow; a look at all vbuckets costs well below a millisecond a hundred."""
+CURSOR_INTERVAL_S = 1.0
+"""Between two writes of the cursor file: each is a sync of the disk."""
+NOW = "now"
 
 
-def tokens_from(texts: list[str] | None) -> dict[int, Token]:
+def tokens_from(texts: Iterable[str]) -> dict[int, Token]:
     """Tokens by vbucket. Raises ConfigError."""
     tokens: dict[int, Token] = {}
-    for text in texts or ():
+    for text in texts:
         try:
             token = Token.parse(text)
         except ValueError as error:
-            raise ConfigError(str(error), hint="take it from a line that `changes` printed") from None
+            hint = "take it from a line that `changes` printed, or give `now` or a cursor file that exists"
+            raise ConfigError(str(error), hint=hint) from None
         tokens[int(token.vbid)] = token
     return tokens
+
+
+def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> tuple[list[int], dict[int, Token]]:
+    """Which vbuckets to print, and after which tokens. Raises ConfigError."""
+    every = list(view.vbids) if vbid is None else [vbid]
+    if file is not None and file.exists():
+        return every, {each: token for each, token in cursor.load(file).items() if each in every}
+    if since == [NOW]:
+        return every, {each: view.token(each) for each in every}
+    if len(since) == 1 and Path(since[0]).is_file():
+        return every, {each: token for each, token in cursor.load(Path(since[0])).items() if each in every}
+    tokens = tokens_from(since)
+    if vbid is not None and any(token != vbid for token in tokens):
+        raise ConfigError("a token of another vbucket than --vbid", hint="give tokens of that vbucket only")
+    return (every if vbid is not None or file is not None or not tokens else sorted(tokens)), tokens
 
 
 def print_change(change: Change, *, as_json: bool) -> None:
@@ -49,20 +73,87 @@ def print_change(change: Change, *, as_json: bool) -> None:
     typer.echo(f"{change.token}\t{change.kind}\t{what}")
 
 
-def pump(view: View, vbid: int, tokens: dict[int, Token], *, as_json: bool) -> bool:
-    """Print what a vbucket has after its token and move the token; true when there was something."""
-    before = tokens.get(vbid)
-    while True:
-        try:
-            for change in view.changes(vbid, since=tokens.get(vbid)):
-                print_change(change, as_json=as_json)
-                tokens[vbid] = change.token
-        except ViewInvalidated:
-            if tokens.get(vbid) == before:
-                raise
-            before = tokens[vbid]  # a rollback in mid-walk: go on from the last line, which tells of it
-        else:
-            return tokens.get(vbid) != before
+class Pump:
+    """Prints what vbuckets have after their tokens, and moves the tokens."""
+
+    def __init__(
+        self,
+        view: View,
+        tokens: dict[int, Token],
+        *,
+        as_json: bool = False,
+        collection: str | int | None = None,
+        limit: int | None = None,
+        file: Path | None = None,
+    ) -> None:
+        """`collection`: print the documents of this one and rollbacks only. `limit`: events to print. `file`: a cursor
+        file to keep up to date.
+        """
+        self.tokens = tokens
+        self._view = view
+        self._as_json = as_json
+        self._collection = collection
+        self._left = limit
+        self._file = file
+        self._saved: dict[int, Token] | None = None
+        self._saved_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        """True when the limit is reached."""
+        return self._left == 0
+
+    def pump(self, vbid: int) -> None:
+        """Print what a vbucket has, as far as the limit allows."""
+        before = self.tokens.get(vbid)
+        while True:
+            try:
+                collection_id = self._collection_id(vbid)
+                for change in self._view.changes(vbid, since=self.tokens.get(vbid)):
+                    if self.done:
+                        return
+                    if self._wanted(change, collection_id):
+                        print_change(change, as_json=self._as_json)
+                        if self._left is not None:
+                            self._left -= 1
+                    self.tokens[vbid] = change.token
+            except ViewInvalidated:
+                if self.tokens.get(vbid) == before:
+                    raise
+                before = self.tokens[vbid]  # a rollback in mid-walk: go on from the last line, which tells of it
+            else:
+                return
+
+    def _collection_id(self, vbid: int) -> int | None:
+        """None where the vbucket does not know the collection (yet)."""
+        if self._collection is None or isinstance(self._collection, int):
+            return self._collection
+        manifest = self._view.manifest(vbid)
+        for each in manifest.collections.values():
+            if f"{manifest.scopes.get(each.scope_id)}.{each.name}" == self._collection:
+                return each.collection_id
+        return None
+
+    def check_collection(self, vbids: Iterable[int]) -> None:
+        """Raise UnknownCollection unless some vbucket knows the collection."""
+        if isinstance(self._collection, str) and all(self._collection_id(vbid) is None for vbid in vbids):
+            raise UnknownCollection(
+                f"no collection {self._collection!r}", path=self._view.path, hint="give it as scope.name, or its id"
+            )
+
+    def _wanted(self, change: Change, collection_id: int | None) -> bool:
+        if self._collection is None or change.document is None:
+            return True
+        return change.document.kind is not Kind.SYSTEM_EVENT and change.document.collection_id == collection_id
+
+    def flush(self, *, at_once: bool = False) -> None:
+        """Flush what was printed, then let the cursor file say so: once a second at most, or `at_once`."""
+        sys.stdout.flush()
+        if self._file is None or self._saved == self.tokens:
+            return
+        if at_once or self._saved is None or time.monotonic() - self._saved_s >= CURSOR_INTERVAL_S:
+            cursor.save(self._file, self.tokens.values())
+            self._saved, self._saved_s = dict(self.tokens), time.monotonic()
 
 
 def changes(
@@ -74,36 +165,55 @@ def changes(
         list[str] | None,
         typer.Option(
             "--since",
-            metavar="TOKEN",
-            help="Only what came after this token, in its vbucket; may be repeated.",
+            metavar="now|FILE|TOKEN",
+            help="Only what came after: now, the positions in a cursor file, or this token, in its vbucket; tokens may "
+            "be repeated.",
             show_default=False,
         ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--cursor",
+            metavar="FILE",
+            help="Go on after the positions in this file and keep it up to date; where it is missing, begin as --since "
+            "says and make it.",
+            show_default=False,
+        ),
+    ] = None,
+    collection: options.CollectionOption = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help="End after so many events.", show_default=False)
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until Ctrl-C.")] = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Print published events in order of each vbucket, every one with its token."""
-    tokens = tokens_from(since)
-    if vbid is not None and any(token != vbid for token in tokens):
-        raise ConfigError("a token of another vbucket than --vbid", hint="give tokens of that vbucket only")
-    with open_view(str(options.data_directory(data, config))) as view, contextlib.suppress(KeyboardInterrupt):
-        if vbid is not None:
-            vbids = [vbid]
-        elif tokens:
-            vbids = sorted(tokens)
-        else:
-            vbids = list(view.vbids)
-        seen: dict[int, Token] = {}
-        while True:
-            for each in vbids:
-                if follow:
-                    position = view.token(each)
-                    if seen.get(each) == position:
-                        continue
-                    seen[each] = position
-                pump(view, each, tokens, as_json=as_json)
-            sys.stdout.flush()
-            if not follow:
+    with open_view(str(options.data_directory(data, config))) as view:
+        vbids, tokens = start(view, vbid, since or [], file)
+        chosen = options.collection_from(collection)
+        pump = Pump(view, tokens, as_json=as_json, collection=chosen, limit=limit, file=file)
+        pump.check_collection(vbids)
+        with contextlib.suppress(KeyboardInterrupt):
+            run(view, vbids, pump, follow=follow)
+        pump.flush(at_once=True)
+
+
+def run(view: View, vbids: list[int], pump: Pump, *, follow: bool) -> None:
+    """Print until there is no more, or the limit is reached; or, to follow, until Ctrl-C."""
+    seen: dict[int, Token] = {}
+    while True:
+        for each in vbids:
+            if follow:
+                position = view.token(each)
+                if seen.get(each) == position:
+                    continue
+                seen[each] = position
+            pump.pump(each)
+            pump.flush()
+            if pump.done:
                 return
-            time.sleep(POLL_INTERVAL_S)
+        if not follow:
+            return
+        time.sleep(POLL_INTERVAL_S)

@@ -27,6 +27,7 @@ PANELS = {
     "get": LOOK,
     "scan": LOOK,
     "changes": LOOK,
+    "export": LOOK,
     "state": LOOK,
     "check": LOOK,
     "verify": LOOK,

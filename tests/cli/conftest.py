@@ -116,6 +116,20 @@ def background(*arguments: object, **more: Any) -> subprocess.Popen[str]:
     )
 
 
+def output_nobody_takes(*arguments: object) -> tuple[int, str]:
+    """Exit code and stderr of the command when its stdout is a pipe that nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [*COMMAND, *map(str, arguments)]
+        ended = subprocess.run(
+            command, env=environment(), stdout=writing, stderr=subprocess.PIPE, timeout=LIMIT_S, check=False
+        )
+    finally:
+        os.close(writing)
+    return ended.returncode, ended.stderr.decode()
+
+
 def fill(cluster: SandboxCluster) -> None:
     """A few documents of every kind."""
     for number in range(200):

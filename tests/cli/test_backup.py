@@ -16,7 +16,7 @@ import pytest
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.view import open_view
-from tests.cli.conftest import COMMAND, background, call, environment, fill
+from tests.cli.conftest import COMMAND, background, call, environment, fill, output_nobody_takes
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
@@ -96,19 +96,9 @@ def test_one_that_was_killed_leaves_nothing_that_restore_accepts(mirrored: Path,
 
 
 def test_a_reader_that_leaves_before_the_end_is_a_failure(mirrored: Path) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "backup", "--data", str(mirrored), "--to", "-"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    said = process.stderr.read().decode()
-    process.stderr.close()
-    assert process.wait(60) == 1
-    assert "stdout was closed before the backup was complete" in said
+    code, said = output_nobody_takes("backup", "--data", mirrored, "--to", "-")
+    assert code == 1
+    assert said.splitlines()[-1].startswith("dcp-mirror: stdout was closed before the backup was complete")
     assert "Traceback" not in said
 
 

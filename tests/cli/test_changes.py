@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mirror.errors import ConfigError
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.view import Token, open_view
-from tests.cli.conftest import LIMIT_S, background, call
+from tests.cli.conftest import LIMIT_S, background, call, output_nobody_takes
 from tests.cli.test_run import eventually
 
 ID = "00000000000000ff"
@@ -95,3 +96,72 @@ def test_following_shows_what_comes_and_what_is_taken_back(tmp_path: Path) -> No
 def heard(line: str) -> tuple[str, Any]:
     event = json.loads(line)
     return event["kind"], event["document"]["key"]
+
+
+def keys(lines: list[Any]) -> list[tuple[str, str]]:
+    return [(line["kind"], line["document"]["key"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxThread, Path]]:
+    """A mirror of two collections, with a source that goes on."""
+    data = tmp_path_factory.mktemp("moving") / "data"
+    with SandboxThread(SandboxCluster(vbuckets=4)) as source:
+        source.call(source.cluster.bucket.create_scope, "shop")
+        source.call(source.cluster.bucket.create_collection, "shop", "orders")
+        write(source, "first")
+        catch_up(source, data)
+        yield source, data
+
+
+def write(source: SandboxThread, name: str) -> None:
+    for vbid in range(4):
+        source.call(source.cluster.set, f"{name}-{vbid}", {}, vbid=vbid)
+    source.call(source.cluster.set, f"{name} order", {}, collection="shop.orders", vbid=1)
+
+
+def catch_up(source: SandboxThread, data: Path) -> None:
+    result = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2")
+    assert result.code == 0, result.err
+
+
+def test_one_file_is_the_position_in_all_vbuckets(moving: tuple[SandboxThread, Path], tmp_path: Path) -> None:
+    source, data = moving
+    file = tmp_path / "position"
+    follow_up = ["changes", "--data", data, "--since", "now", "--cursor", file, "--json"]
+    assert call(*follow_up).lines == []
+    write(source, "second")
+    catch_up(source, data)
+    before = file.read_text()
+    since = call("changes", "--data", data, "--since", file, "--json").lines
+    assert file.read_text() == before  # --since only reads it
+    first = call(*follow_up, "--limit", "2").lines
+    rest = call(*follow_up).lines
+    assert (len(first), first + rest) == (2, since)
+    assert sorted(keys(since)) == [("mutation", "second order"), *(("mutation", f"second-{vbid}") for vbid in range(4))]
+    assert call(*follow_up).lines == []
+
+
+def test_a_cursor_file_is_not_ahead_of_output_that_nobody_took(
+    moving: tuple[SandboxThread, Path], tmp_path: Path
+) -> None:
+    _, data = moving
+    file = tmp_path / "position"
+    assert output_nobody_takes("changes", "--data", data, "--cursor", file, "--json") == (0, "")
+    assert not file.exists()
+
+
+def test_a_collection_alone(moving: tuple[SandboxThread, Path]) -> None:
+    _, data = moving
+    lines = call("changes", "--data", data, "--collection", "shop.orders", "--json").lines
+    assert keys(lines)[0] == ("mutation", "first order")
+    assert all(line["document"]["key"].endswith(" order") for line in lines)
+    assert call("changes", "--data", data, "--collection", str(lines[0]["document"]["collection_id"])).out
+    assert "no collection 'shop.none'" in call("changes", "--data", data, "--collection", "shop.none").complaint
+
+
+def test_a_file_that_is_no_cursor_file(mirrored: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("notes\n")
+    for option in ("--since", "--cursor"):
+        result = call("changes", "--data", mirrored, option, tmp_path / "notes")
+        assert (result.code, "is no cursor file" in result.complaint) == (2, True)

@@ -1,0 +1,187 @@
+"""`export`: every document of one moment as JSON lines, on stdout or in files, without Spark.
+
+Knows the command line and files; what a moment is, the store knows, and a document's JSON is that of `scan --json`.
+Invariants: every vbucket is read as of the position that was published when the export began (or at `--as-of`),
+whatever is written or rolled back meanwhile; memory does not grow with the mirror; a file has its name when it is
+complete, and the positions are written after all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from cli import cursor, options, output, render
+from cli.get import as_of_from
+from mirror.document import values
+from mirror.errors import ConfigError
+from mirror.lease import hold
+from mirror.serve.objects import document_json, dumps
+from storage import bulk, records
+from storage.errors import StorageError, UnknownCollection, ViewInvalidated
+from storage.model import Document
+from storage.view import Pin, Time, Token, View, open_view
+
+PLAIN_INTERVAL_S = 5.0
+STDOUT = "-"
+
+
+def export(
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="FILE", help="-: stdout; a directory: one file for each vbucket."),
+    ] = STDOUT,
+    file_format: Annotated[str, typer.Option("--format", metavar="jsonl", help="One JSON object a line.")] = "jsonl",
+    data: options.DataOption = None,
+    vbid: Annotated[
+        int | None, typer.Option("--vbid", min=0, max=65535, help="Only this vbucket.", show_default=False)
+    ] = None,
+    collection: options.CollectionOption = None,
+    as_of: Annotated[
+        str | None,
+        typer.Option(
+            "--as-of",
+            metavar="TIME",
+            help="As of the newest kept boundaries not after it (ISO 8601).",
+            show_default=False,
+        ),
+    ] = None,
+    xattrs: Annotated[bool, typer.Option("--xattrs", help="Extended attributes too, as `xattrs`.")] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--cursor",
+            metavar="FILE",
+            help="Write the positions that were exported, for `changes --since FILE`.",
+            show_default=False,
+        ),
+    ] = None,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Write every document of one moment with its metadata: the lines of `scan --json`, with the collection's name."""
+    if file_format != "jsonl":
+        raise ConfigError(f"--format {file_format!r} is not known", hint="give jsonl; `pipeline export` makes Parquet")
+    moment = as_of_from(as_of)
+    if isinstance(moment, int):
+        raise ConfigError("a seqno means something in one vbucket only", hint="give a time to --as-of")
+    if to == STDOUT and as_json:
+        raise ConfigError("stdout is the documents", hint="leave --json out, or give --to a file or directory")
+    path = options.data_directory(data, config)
+    with open_view(str(path)) as view:
+        now = None if isinstance(moment, Time) else time.time()
+        pins = [view.pin(each, moment, now=now) for each in (view.vbids if vbid is None else [vbid])]
+        chosen = collection_ids(view, pins, options.collection_from(collection))
+        positions = {int(pin.vbid): (int(pin.branch), int(pin.seqno)) for pin in pins if pin.seqno}
+        with hold(path, positions, name="export"):
+            count = write(view, pins, chosen, to, xattrs=xattrs)
+    if file is not None:
+        cursor.save(file, (Token(pin.vbid, pin.branch, pin.seqno, pin.history_id) for pin in pins))
+    facts = {
+        "data": str(path),
+        "to": to,
+        "vbuckets": len(pins),
+        "documents": count,
+        "as_of_ms": getattr(moment, "ms", None),
+    }
+    if as_json:
+        output.print_json(facts)
+    else:
+        typer.echo(f"{path}: {count:,} documents of {len(pins)} vbuckets exported", err=True)
+
+
+def collection_ids(view: View, pins: list[Pin], collection: str | int | None) -> dict[int, dict[int, str]]:
+    """The names of the collections to export, by id, of each vbucket. Raises UnknownCollection."""
+    found = {}
+    for pin in pins:
+        names = bulk.collection_names(view, pin)
+        found[int(pin.vbid)] = {
+            each: name for each, name in names.items() if collection is None or collection in (each, name)
+        }
+    if collection is not None and not any(found.values()):
+        raise UnknownCollection(
+            f"no collection {collection!r}", path=view.path, hint="give it as scope.name, or its id"
+        )
+    return found
+
+
+def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: str, *, xattrs: bool) -> int:
+    """Write the documents of all pins; returns how many there are."""
+    count = 0
+    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen, contextlib.ExitStack() as stack:
+        split = to != STDOUT and (to.endswith("/") or os.path.isdir(to))
+        whole = None if split else stack.enter_context(opened(to))
+        for number, pin in enumerate(pins):
+            with (
+                contextlib.nullcontext(whole)
+                if whole
+                else opened(os.path.join(to, f"vbucket-{pin.vbid:05}.jsonl")) as file
+            ):
+                for line in lines(view, pin, chosen[int(pin.vbid)], xattrs=xattrs):
+                    file.write(line)
+                    count += 1
+            said = f"{number + 1} of {len(pins)} vbuckets exported, {count:,} documents"
+            screen.show(said, said)
+    return count
+
+
+@contextlib.contextmanager
+def opened(to: str) -> Iterator[IO[bytes]]:
+    """Stdout, or a file that gets its name when all was written. Raises OSError."""
+    if to == STDOUT:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    temporary = to + ".new"
+    os.makedirs(os.path.dirname(to) or ".", exist_ok=True)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, to)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Iterator[bytes]:
+    """The documents of a vbucket that are alive as of its pin, one line each. Raises ViewInvalidated."""
+    try:
+        for chunk in bulk.documents(view, pin, names):
+            head = b'{"collection":' + dumps(names[chunk.collection_id]) + b","
+            for frame in chunk.frames:
+                document = records.decode_row(pin.vbid, pin.branch, frame, raw=xattrs, lenient=True)
+                if document.expiry and document.expiry * 1000 <= pin.now_ms:
+                    continue
+                yield head + (with_xattrs(document) if xattrs else document_json(document))[1:] + b"\n"
+    except ViewInvalidated as error:
+        raise StorageError(
+            f"what is exported is not kept any more: {error.message}",
+            vbid=int(pin.vbid),
+            hint="run it again, with a longer history_s if this comes again",
+        ) from error
+
+
+def with_xattrs(raw: Document) -> bytes:
+    """A document as JSON whose extended attributes are a member `xattrs`; one that cannot be taken apart as it is."""
+    try:
+        value, datatype = values.inflate(raw.value, raw.datatype)
+        found, body = values.split(value, datatype)
+    except ValueError:
+        return document_json(raw)
+    document = document_json(raw._replace(value=body, datatype=datatype & ~values.XATTR))
+    members: list[bytes] = []
+    for name, content in found.items():
+        shown: Any = values.is_json(content)
+        text = content.replace(b"\n", b" ").replace(b"\r", b" ") if shown else dumps(content.decode(errors="replace"))
+        members.append(dumps(name.decode(errors="replace")) + b":" + text)
+    return document[:-1] + b',"xattrs":{' + b",".join(members) + b"}}"

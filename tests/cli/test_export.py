@@ -1,0 +1,123 @@
+"""`export`: every document of one moment as JSON lines, with positions that `changes` goes on from."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import export
+from mirror.document import values
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.thread import SandboxThread
+from storage.model import Branch, Document, Kind, Seqno, Vbid
+from storage.view import open_view
+from tests.cli.conftest import call
+
+JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
+
+
+def test_stdout_has_every_document_with_its_metadata_and_its_collection(mirrored: Path) -> None:
+    result = call("export", "--data", mirrored)
+    assert result.code == 0, result.err
+    found = {json.dumps(line, sort_keys=True) for line in result.lines}
+    scanned = call("scan", "--data", mirrored, "--json").lines
+    assert found == {json.dumps(line | {"collection": "_default._default"}, sort_keys=True) for line in scanned}
+    assert len(result.lines) == len(scanned) == 183
+    binary = next(line for line in result.lines if "key_b64" in line)
+    assert base64.b64decode(binary["value_b64"]) == b"\x00\x01binary"
+
+
+def test_a_directory_gets_a_file_for_each_vbucket_and_a_file_its_name_at_the_end(
+    mirrored: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "split").mkdir()
+    split = call("export", "--data", mirrored, "--to", tmp_path / "split", "--json")
+    assert [name for name in split.json if f"`{name}`" not in JSON_MD] == []
+    assert (split.json["documents"], split.json["vbuckets"]) == (183, 16)
+    files = sorted((tmp_path / "split").iterdir())
+    assert [file.name for file in files] == [f"vbucket-{vbid:05}.jsonl" for vbid in range(16)]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(lines) == 183
+    assert all(json.loads(line)["vbid"] == 3 for line in files[3].read_text().splitlines())
+    assert call("export", "--data", mirrored, "--to", tmp_path / "one.jsonl", "--vbid", "3").code == 0
+    assert (tmp_path / "one.jsonl").read_bytes() == files[3].read_bytes()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one.jsonl", "split"]
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxThread, Path]]:
+    data = tmp_path_factory.mktemp("moving") / "data"
+    with SandboxThread(SandboxCluster(vbuckets=4)) as source:
+        for number in range(20):
+            source.call(source.cluster.set, f"k{number}", {"n": number})
+        run = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2")
+        assert run.code == 0, run.err
+        yield source, data
+
+
+def test_the_changes_since_its_positions_complete_it(moving: tuple[SandboxThread, Path], tmp_path: Path) -> None:
+    source, data = moving
+    file = tmp_path / "position"
+    exported = call("export", "--data", data, "--cursor", file).lines
+    source.call(source.cluster.set, "k3", {"n": 333})
+    source.call(source.cluster.delete, "k4")
+    assert call("run", "--source", source.connection_string, "--data", data, "--until-caught-up").code == 0
+    events = call("changes", "--data", data, "--since", file, "--json").lines
+    assert sorted((event["kind"], event["document"]["key"]) for event in events) == [
+        ("deletion", "k4"),
+        ("mutation", "k3"),
+    ]
+    known = {line["key"]: line["value"] for line in exported}
+    for event in events:
+        known.pop(event["document"]["key"])
+        if event["kind"] == "mutation":
+            known["k3"] = event["document"]["value"]
+    assert known == {line["key"]: line["value"] for line in call("export", "--data", data).lines}
+
+
+def test_one_moment_whatever_is_published_meanwhile(moving: tuple[SandboxThread, Path]) -> None:
+    source, data = moving
+    with open_view(str(data)) as view:
+        pins = [view.pin(vbid) for vbid in view.vbids]
+        chosen = export.collection_ids(view, pins, None)
+        first = list(export.lines(view, pins[0], chosen[0], xattrs=False))
+        source.call(source.cluster.set, "published later", {}, vbid=0)
+        assert call("run", "--source", source.connection_string, "--data", data, "--until-caught-up").code == 0
+        assert list(export.lines(view, pins[0], chosen[0], xattrs=False)) == first
+        now = view.pin(0)
+        assert len(list(export.lines(view, now, chosen[0], xattrs=False))) == len(first) + 1
+
+
+def document(value: bytes, datatype: int) -> Any:
+    raw = Document(Vbid(3), 0, b"key", Seqno(7), 2, 3, 1, 0, datatype, value, Kind.MUTATION, Branch(1))
+    return json.loads(export.with_xattrs(raw))
+
+
+def test_xattrs_are_members_of_their_own_and_what_cannot_be_taken_apart_stays_whole() -> None:
+    value, datatype = values.join({b"_sync": b'{"rev":\n1}', b"odd": b"no json"}, b'{"a": 1}', values.JSON)
+    for stored, bits in ((value, datatype), values.deflate(value * 1, datatype)):
+        shown = document(stored, bits)
+        assert (shown["value"], shown["datatype"]) == ({"a": 1}, 1)
+        assert shown["xattrs"] == {"_sync": {"rev": 1}, "odd": "no json"}
+    damaged = document(b"\x00\x00\xff\xff{}", values.XATTR)
+    assert "problem" in damaged
+    assert base64.b64decode(damaged["value_b64"]) == b"\x00\x00\xff\xff{}"
+
+
+def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
+    for arguments, code, words in (
+        (["--format", "csv"], 2, "give jsonl"),
+        (["--json"], 2, "stdout is the documents"),
+        (["--as-of", "7"], 2, "give a time"),
+        (["--as-of", "2001-01-01"], 1, "nothing is kept as of 2001-01-01"),
+        (["--collection", "a.b"], 2, "no collection 'a.b'"),
+        (["--to", "/proc/none/file"], 1, "/proc/none"),
+    ):
+        result = call("export", "--data", mirrored, *arguments)
+        assert result.code == code, result.err
+        assert words in result.complaint
