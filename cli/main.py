@@ -40,6 +40,7 @@ PANELS = {
     "sandbox": MIRROR,
     "user": MIRROR,
     "pipeline": LOOK,
+    "assets": LOOK,
     "bench": LOOK,
     "config": LOOK,
 }

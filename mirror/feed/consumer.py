@@ -708,6 +708,7 @@ class Consumer:
                 "requested_again_bytes": sum(row["requested_again_bytes"] for row in rows),
                 "commits": sum(group.commits for group in self._groups),
                 "stalls": sum(row["stalls"] for row in rows),
+                "retries": sum(actor.retries for actor in self._actors.values()),
             },
             "map": None if new is None else {"rev_epoch": new.rev_epoch, "rev": new.rev, "nodes": len(new.nodes)},
             "error": self._error or self._map_poller.error,

@@ -89,6 +89,7 @@ class VbucketActor:
         self.last_progress = around.clock.monotonic()
         self.last_error: str | None = None
         self.stalls = 0
+        self.retries = 0
         self.stalled_streams = 0
         """How many streams in a row stood still, though the source is ahead; 0 when the last one brought something."""
         self.stall_text = ""
@@ -357,6 +358,7 @@ class VbucketActor:
 
     def retry_after(self, reason: RetryReason, attempt: int) -> None:
         """Hand in RetryDue later."""
+        self.retries += 1
         self._cancel_retry()
         delay = delay_s(reason, attempt, self._around.clock.jitter())
         self._retry = asyncio.get_running_loop().call_later(delay, self._retry_due)

@@ -155,6 +155,7 @@ class HttpServer:
         return {
             "vbuckets": [],
             "counters": self.service.requests.counters() | {"http_connections": connections},
+            "request_seconds": self.service.requests.latencies.figures(),
             "connections": connections,
             "streams": self.service.requests.stream_count,
             "turned_away": self.admission.rejected_count,

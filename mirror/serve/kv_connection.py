@@ -214,15 +214,19 @@ class KvConnection(asyncio.Protocol):
         pos = min(self._skip, len(data))
         self._skip -= pos
         out: list[bytes] = []
+        counters = self._host.counters
+        began, answered = perf_counter(), counters.requests
         try:
             pos = self._answer_all(data, pos, out)
         except (ProtocolError, dispatch.OutOfPlace) as error:
             log.debug("a client sent what is no request", error=str(error))
-            self._host.counters.errors += 1
+            counters.errors += 1
             self._flush(out)
             self.hang_up()
             return
         self._flush(out)
+        if counters.requests > answered:
+            counters.latencies.observe(perf_counter() - began, counters.requests - answered)
         if self.slot.pending and pos and self.session.logged_in:
             self.slot.establish()
         if self._goodbye:

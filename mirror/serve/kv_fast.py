@@ -9,6 +9,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from mirror.serve.kv_session import KvSession
+from mirror.serve.latency import Latencies
 from mirror.wire import codec_kv
 from mirror.wire.constants import HEADER_SIZE, Datatype, Magic, Opcode
 from mirror.wire.frame import HEADER
@@ -23,11 +24,12 @@ _NOT_PLAIN = int(Datatype.XATTR | Datatype.SNAPPY)
 class Counters:
     """What one process has done for its readers."""
 
-    __slots__ = ("bytes_sent", "errors", "hits", "misses", "refused", "requests")
+    __slots__ = ("bytes_sent", "errors", "hits", "latencies", "misses", "refused", "requests")
 
     def __init__(self) -> None:
         """All zero."""
         self.requests = self.hits = self.misses = self.refused = self.errors = self.bytes_sent = 0
+        self.latencies = Latencies()
 
 
 def fast_get(session: KvSession, counters: Counters, data: bytes, pos: int, size: int) -> bytes:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mirror import health
+from mirror.serve.latency import Latencies
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
@@ -59,6 +60,7 @@ class Requests:
         self.open_connections = self.connections.labels(server)
         self._streams = self.streams.labels(server)
         self.stream_count = 0
+        self.latencies = Latencies()
         self.total = 0
         self.document_total = 0
         self.byte_total = 0
@@ -74,6 +76,7 @@ class Requests:
             if histogram is None:
                 histogram = self._seconds[route] = self.seconds.labels(self.server, route)
             histogram.observe(seconds)
+            self.latencies.observe(seconds)
         self._sent.inc(byte_count)
         self.total += 1
         self.byte_total += byte_count
@@ -125,17 +128,31 @@ def families(report: Report) -> Iterator[Metric]:
     yield _gauge("ready", "1 when /readyz says so.", [([], not report["reasons"])])
     judged = [([state], report["state"] == state) for state in health.STATES]
     yield _gauge("state", "1 for the state of the mirror, else 0.", judged, ("state",))
+    since_ms = report["since_ms"]
+    since_s = None if since_ms is None else since_ms / 1000
+    yield _gauge("state_since_seconds", "When the state began, seconds since 1970.", [([], since_s)])
     yield _gauge("uptime_seconds", "Age of the service.", [([], report["uptime_s"])])
     yield _gauge("vbuckets", "Vbuckets of the bucket.", [([], report["vbucket_count"])])
     yield _gauge("vbuckets_held", "Vbuckets that this mirror holds.", [([], report["vbuckets_held"])])
     states = dict.fromkeys(STATES, 0) | sums["states"]
     yield _gauge("vbucket_states", "Vbuckets by state.", [([s], n) for s, n in states.items()], ("state",))
+    in_contact = sum(row["node"] is not None for row in rows) if report["service"] == "up" else None
+    yield _gauge("source_contact_vbuckets", "Vbuckets in contact with the source.", [([], in_contact)])
     yield _gauge("lag_seqnos", "Seqnos of the source not published yet, summed.", [([], sums["lag_seqnos"])])
     yield _gauge("lag_seconds", "Age of the oldest unpublished seqno, or of the last contact.", [([], sums["lag_s"])])
     yield _gauge("ingest_documents_per_second", "Documents received lately.", [([], sums["documents_per_s"])])
     yield _gauge("ingest_bytes_per_second", "Bytes received lately.", [([], sums["bytes_per_s"])])
     yield _counter("rollbacks", "Rollbacks that readers went through.", [([], sums["rollback_count"])])
-    yield _gauge("leases", "Readers that hold history.", [([], len(report["leases"]))])
+    yield _counter("resyncs", "Copies that were read again from 0 and replaced.", [([], sums["resync_count"])])
+    yield _gauge("stale_vbuckets", "Vbuckets that are being resynced.", [([], sums["stale"])])
+    yield from _holders(report)
+    for name, text, field in (
+        ("history_boundaries", "Kept boundaries.", "boundaries"),
+        ("history_versions", "Stored versions of documents, tombstones included.", "versions"),
+        ("history_row_bytes", "Pages of the trees of rows.", "row_bytes"),
+        ("history_key_bytes", "Pages of the trees of keys.", "key_bytes"),
+    ):
+        yield _gauge(name, text, [([], sums[field])])
     for name, text, field in (
         ("published_seqno", "What readers see.", "published_seqno"),
         ("staged_seqno", "What was received.", "staged_seqno"),
@@ -167,16 +184,48 @@ def families(report: Report) -> Iterator[Metric]:
                 f"{kind}_{counter}", "Since the process started.",
                 [([own], (row.get("counters") or {}).get(counter)) for own, row in named], (kind,),
             )  # fmt: skip
+    yield _latencies(report.get("servers") or ())
     yield from _surroundings(report)
+
+
+def _holders(report: Report) -> Iterator[Metric]:
+    """Who keeps history or pages from being used again."""
+    leases, readers = report["leases"], report["readers"]
+    yield _gauge("leases", "Readers that hold history.", [([], len(leases))])
+    yield _gauge(
+        "lease_vbuckets", "Vbuckets that leases hold, summed.", [([], sum(each["vbuckets"] for each in leases))]
+    )
+    yield _gauge("reader_pins", "Processes that have read within one LMDB transaction for long.", [([], len(readers))])
+    oldest_s = max((each["age_s"] for each in readers), default=0)
+    yield _gauge("reader_pin_age_seconds", "Age of the oldest of these transactions; 0: none.", [([], oldest_s)])
+
+
+def _latencies(servers: Iterable[Report]) -> Metric:
+    family = HistogramMetricFamily(
+        "dcp_mirror_server_request_seconds",
+        "From a request to its answer, scans and streams left out; requests of one read share its time.",
+        labels=("server",),
+    )
+    for row in servers:
+        figures = row.get("request_seconds")
+        if figures is None:
+            continue
+        below, buckets = 0, []
+        for bound_s, count in zip(figures["bounds_s"], figures["counts"], strict=False):
+            below += count
+            buckets.append((f"{bound_s:g}", below))
+        buckets.append(("+Inf", sum(figures["counts"])))
+        family.add_metric([_name("server", row)], buckets, figures["sum_s"])
+    return family
 
 
 def _surroundings(report: Report) -> Iterator[Metric]:
     disk, history = report.get("disk"), report.get("history")
     if disk is not None:
         yield _gauge("store_bytes", "What the groups take on the disk.", [([], disk["mirror_bytes"])])
-        yield _gauge("disk_free_bytes", "Free space beside them.", [([], disk["free_bytes"])])
+        yield _gauge("disk_free_bytes", "Free space next to them.", [([], disk["free_bytes"])])
+        yield _gauge("disk_total_bytes", "Size of their file system.", [([], disk["total_bytes"])])
     if history is not None:
-        yield _counter("refills", "Vbuckets resynced from 0.", [([], history["refill_count"])])
         newest = history["floor_newest_ms"]
         yield _gauge(
             "history_floor_seconds", "From here on every vbucket can be read as of, seconds since 1970.",

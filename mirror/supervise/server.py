@@ -79,7 +79,8 @@ class KvServing:
 
     def status(self) -> dict[str, Any]:
         """No vbuckets: they are the workers'."""
-        return {"vbuckets": [], "counters": self._server.status()}
+        latencies = self._server.counters.latencies.figures()
+        return {"vbuckets": [], "counters": self._server.status(), "request_seconds": latencies}
 
     async def request(self, command: dict[str, Any]) -> dict[str, Any]:
         """Obey a command: `map` brings another list of mirrors."""

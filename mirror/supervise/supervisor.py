@@ -804,6 +804,7 @@ class Supervisor:
             "last_exit_ms": slot.last_exit_ms,
             "last_error": slot.last_error,
             "counters": dict(child.status.get("counters") or {}) if child else {},
+            "request_seconds": child.status.get("request_seconds") if child else None,
             **self._figures(child.gauge if child else None),
         }
 

@@ -66,7 +66,7 @@ def test_it_holds_all_that_commands_and_documents_refer_to(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {"mirror/py.typed", "storage/py.typed", "cli/py.typed", "storage/FORMAT.md", "cli/JSON.md"} <= names
-    for folder in ("mirror/serve/page", "mirror/spark"):
+    for folder in ("mirror/serve/page", "mirror/serve/assets", "mirror/spark"):
         here = [path for path in (ROOT / folder).iterdir() if path.is_file()]
         assert {path.relative_to(ROOT).as_posix() for path in here} <= names
     for folder, pattern in (("docs", "*.md"), ("docs/images", "*"), ("systemd", "*"), (".", "*.md")):

@@ -1,0 +1,33 @@
+"""How long requests of one listening process took: a histogram that costs a microsecond for each turn.
+
+Knows bounds and counts; never what a request is. The counts go to the supervisor with the process's other figures, so
+that one scrape has those of all processes. Invariant: counts only rise while the process lives.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Upper bounds of the classes; what took longer is in one more class."""
+
+
+class Latencies:
+    """Requests by the time that they took."""
+
+    __slots__ = ("_counts", "_sum_s")
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Count requests that took this long, each."""
+        self._counts[bisect_left(BOUNDS_S, seconds)] += count
+        self._sum_s += seconds * count
+
+    def figures(self) -> dict[str, Any]:
+        """`bounds_s`, `counts` (one more than bounds) and `sum_s`, as in cli/JSON.md."""
+        return {"bounds_s": list(BOUNDS_S), "counts": list(self._counts), "sum_s": round(self._sum_s, 6)}
