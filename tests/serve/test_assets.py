@@ -1,4 +1,4 @@
-"""Alert rules and dashboard: each metric in them is exported, and Prometheus' own tool accepts the rules and fires them.
+"""Alert rules and dashboard: each metric in them is exported, and Prometheus' own tool accepts and fires the rules.
 
 promtool comes with Debian's package `prometheus`; .ci/run installs it, and there nothing may be skipped.
 """
