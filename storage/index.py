@@ -83,16 +83,17 @@ class IndexJob:
             sort_key_rows(self._run)
             self._sorted = iter(self._run)
 
-    def write_slice(self, txn: Any) -> bool:
-        """Insert the next slice in `txn`, which the caller commits. False when nothing is left."""
+    def next_slice(self) -> None:
+        """Take the next slice of key rows, to be written."""
         if self._sorted is None:
             self._sort()
         assert self._sorted is not None
         self._slice = list(islice(self._sorted, SLICE_ROWS))
-        return self.write_again(txn)
 
-    def write_again(self, txn: Any) -> bool:
-        """Insert the current slice (once more, after the map was grown)."""
+    def write_slice(self, txn: Any) -> bool:
+        """Insert the slice that was taken in `txn`, which the caller commits; again, where an earlier try did not
+        succeed. False when nothing is left.
+        """
         put_key_rows(self.environment, txn, self.vbid, self._slice)
         return len(self._slice) == SLICE_ROWS
 

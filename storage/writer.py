@@ -981,14 +981,8 @@ class GroupWriter:
         except OSError as error:  # the temporary file of a spilled run found no room
             self._reload()
             raise storage_error(error, self.path) from error
-        written: list[bool] = []
-
-        def write(txn: Any) -> bool:
-            # A replay after the map was grown must write the same slice, not take the next one.
-            written.append(job.write_again(txn) if written else job.write_slice(txn))
-            return written[-1]
-
-        if self._write(write):
+        job.next_slice()
+        if self._write(job.write_slice):
             return
         job.close()
         self._jobs.remove(vbucket)

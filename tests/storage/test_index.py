@@ -46,11 +46,12 @@ def run(environment: Environment, from_seqno: int, to_seqno: int) -> int:
     slices = 0
     more = True
     while more:
+        job.next_slice()
         full = environment.begin(write=True)
         more = job.write_slice(full)
         full.abort()  # as on a full map
         with environment.begin(write=True) as txn:
-            assert job.write_again(txn) == more
+            assert job.write_slice(txn) == more
         slices += 1
     job.close()
     return slices

@@ -525,6 +525,27 @@ def test_the_map_grows_and_the_batch_is_replayed(path: str) -> None:
     assert check(path).problems == []
 
 
+def test_the_map_grows_while_key_rows_are_made_and_none_is_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.writer, "INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr(storage.index, "SLICE_ROWS", 100)
+    writer = open_writer(path, map_size=1 << 20)
+    count = 2_500
+    rows = [row(writer.row_prefix(0), b"%0240d" % number, b"v", number + 1) for number in range(count)]
+    writer.stage(0, rows, 0, span(1, count))
+    writer.commit(flush_open=True)
+    writer.publish(0, count, 1)
+    writer.commit()
+    before = writer.figures()["map_bytes"]
+    while writer.publishing(0):
+        writer.step()
+        writer.commit()
+    assert writer.figures()["map_bytes"] > before, "it became full while key rows were written"
+    writer.close()
+    assert check(path).problems == []
+    with open_view(path) as view:
+        assert len(list(view.scan(0))) == count
+
+
 def test_a_scan_is_told_when_a_rollback_passes_it(path: str, writer: GroupWriter) -> None:
     names = keys_of(0, 10)
     publish(writer, 0, [(key, b"1", n + 1) for n, key in enumerate(names)])
