@@ -437,6 +437,10 @@ class GroupWriter:
         """The vbucket as it is after everything accepted so far; `published_seqno` counts commits only."""
         return self._vbuckets[vbid].state
 
+    def served(self, vbid: int) -> VbucketState:
+        """The vbucket as readers see it; what is staged, and the open snapshot, as of some time before."""
+        return self._vbuckets[vbid].base
+
     def states(self) -> list[VbucketState]:
         """All states of the group."""
         return [self._vbuckets[vbid].state for vbid in self.vbids]

@@ -34,7 +34,7 @@ from mirror.errors import (
 )
 from mirror.feed.connection_string import Address, ConnectionString
 from mirror.feed.tls import Tls, hung_up, only_tls, speaks_tls
-from mirror.feed.transport import Link, Opaques, Tap, open_link
+from mirror.feed.transport import READ_BYTES_MAX, Link, Opaques, Tap, open_link
 from mirror.ingest.selection import MalformedManifest, SourceManifest
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, Node, network_of, parse_cluster_map
 from mirror.wire.codec_dcp import decode_all_vb_seqnos
@@ -130,6 +130,7 @@ async def enter(
     tls = Tls.of(settings) if access.source.tls else None
     link = await open_link(address, tls=tls, timeout_s=settings.connect_timeout_s, clock=clock, opaques=opaques)
     link.tap = access.tap
+    link.read_bytes_max = min(READ_BYTES_MAX, settings.batch_bytes_max // 2)
     try:
         features = await _greet(link, access, name or clock.unique())
         await _authenticate(link, access)

@@ -170,6 +170,8 @@ class Consumer:
         self._finished = asyncio.Event()
         self._error: str | None = None
         self._clock_step_count = 0
+        self._room_bytes = 0
+        """How much may be received before the groups' pending bytes must be summed: never too much."""
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -440,7 +442,9 @@ class Consumer:
         actor = self._actors[vbid]
         try:
             actor.handle_rows(opaque, rows, byte_count)
-            self._relieve()
+            self._room_bytes -= byte_count
+            if self._room_bytes <= 0:
+                self._relieve()
         except StorageError as error:
             self._store_failed(group, error)
 
@@ -448,7 +452,7 @@ class Consumer:
         """Any other message of a stream."""
         self._actors[vbid].progressed()
         self.enter(vbid, event)
-        if isinstance(event, (ev.Prepare, ev.Commit)):  # they bring as much as rows do
+        if isinstance(event, (ev.Prepare, ev.Commit, ev.SystemEvent)):  # they bring as much as rows do
             self._relieve()
 
     def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
@@ -504,7 +508,10 @@ class Consumer:
 
     def _relieve(self) -> None:
         """Write the fullest group's rows down when all groups together hold as much as the worker may."""
-        if sum(group.writer.pending_bytes for group in self._groups) >= self.settings.batch_bytes_max:
+        limit_bytes = self.settings.batch_bytes_max
+        pending_bytes = sum(group.writer.pending_bytes for group in self._groups)
+        self._room_bytes = limit_bytes - pending_bytes
+        if pending_bytes >= limit_bytes:
             fullest = max(self._groups, key=lambda group: group.writer.pending_bytes)
             try:
                 self._commit(fullest, flush_open=True)
@@ -684,7 +691,7 @@ class Consumer:
         )
 
     def _has_published(self, vbid: int, seqno: int) -> bool:
-        state = self._actors[vbid].writer.state(vbid)
+        state = self._actors[vbid].writer.served(vbid)
         return state.published_seqno >= seqno and not state.rollback_deferred
 
     def source_high_seqnos(self) -> dict[int, int]:

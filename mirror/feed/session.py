@@ -143,7 +143,7 @@ class NodeSession:
         self._acked_at = clock.monotonic()
         self._open_flags_taken = DcpOpenFlag(0)
         self._counted_bytes = 0
-        self.backfill_at = self._acked_at
+        self.backfill_at = self.received_at = self._acked_at
         """When data of a source's disk snapshot came last, for anyone who watches the streams."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
 
@@ -385,6 +385,7 @@ class NodeSession:
             if isinstance(item, Frame) and item.opcode == Opcode.DCP_NOOP and item.magic == Magic.REQUEST:
                 link.send(encode_frame(response(item)))
                 self.figures.noops_answered += 1
+        self.received_at = link.last_received
         self._counted_bytes += sum(item.byte_count if isinstance(item, Run) else counted_size(item) for item in items)
         try:
             for item in items:

@@ -1,9 +1,10 @@
 """One connection to a node: TCP or TLS, bytes to frames, requests to their answers.
 
 Knows sockets, the scanner and opaques; must never know vbuckets, streams or the store. Invariants: bytes are scanned
-as they come, at a cost that is linear also for a frame of 20 MiB in small pieces; the buffer never holds more than one
-incomplete frame, whose length was judged before it was waited for; every request has an opaque of its own on this
-connection and is answered exactly once: by its response, or by the error that ended the connection or the wait.
+as they come, at a cost that is linear also for a frame of 20 MiB in small pieces; one read takes `read_bytes_max` at
+most, into memory that all connections of a thread share; a connection never keeps more than one incomplete frame, whose
+length was judged before it was waited for; every request has an opaque of its own on this connection and is answered
+exactly once: by its response, or by the error that ended the connection or the wait.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -28,6 +30,8 @@ PENDING_REQUESTS_MAX = 8192
 """Unanswered requests on one connection: a stream request for each of 1,024 vbuckets, and plenty of room."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
 """Unsent bytes of ours: requests and acks are small, so more means that the node does not read any more."""
+READ_BYTES_MAX = 4 * 1024 * 1024
+"""Of one read. The source sends its streams in turn: the more comes at once, the longer is the run of each."""
 NEXT_ADDRESS_DELAY_S = 0.25
 """A name's next address is tried beside the first when that takes longer (RFC 8305): one may be a dead node's."""
 
@@ -55,6 +59,22 @@ class Receiver(Protocol):
         ...
 
 
+class _ReadBuffer(threading.local):
+    """Where the connections of this thread receive: each is done with it before the next one reads."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def get(self, size: int) -> memoryview:
+        """`size` bytes, whose contents last until the next call."""
+        if len(self._buffer) < size:
+            self._buffer = memoryview(bytearray(size))
+        return self._buffer[:size]
+
+
+_read_buffer = _ReadBuffer()
+
+
 class Opaques:
     """A counter of opaques, shared by all connections of a consumer: a vbucket never sees the same one twice."""
 
@@ -68,7 +88,7 @@ class Opaques:
         return self._last
 
 
-class Link(asyncio.Protocol):
+class Link(asyncio.BufferedProtocol):
     """One connection. Made by `open_link`."""
 
     def __init__(self, address: Address, clock: Clock, opaques: Opaques | None = None, tls: Tls | None = None) -> None:
@@ -81,6 +101,7 @@ class Link(asyncio.Protocol):
         self.on_push: Callable[[Frame], None] | None = None
         """Told what the node says by itself beside streams (kv_engine docs/Duplex.md); it wants no answer to it."""
         self.tap: Tap | None = None
+        self.read_bytes_max = READ_BYTES_MAX
         self.received_bytes = 0
         self._clock = clock
         self.last_received = clock.monotonic()
@@ -103,30 +124,39 @@ class Link(asyncio.Protocol):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return _read_buffer.get(self.read_bytes_max)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes came."""
+        self.data_received(_read_buffer.get(self.read_bytes_max)[:nbytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
         """Scan what came; keep the start of an incomplete frame."""
         if self._error is not None:
             return
         self.last_received = self._clock.monotonic()
         self.received_bytes += len(data)
         if self.tap is not None:
-            self.tap.passed(self, data, ours=False)
-        if self._need:
-            self._pieces.append(data)
-            self._have += len(data)
-            if self._have < self._need:
-                return
-            data = b"".join(self._pieces)
-            self._pieces = []
+            self.tap.passed(self, bytes(data), ours=False)
+        self._have += len(data)
+        if self._have < self._need:
+            self._pieces.append(bytes(data))
+            return
         try:
-            items, pos = scan(data, 0, self.routes, BODY_LENGTH_MAX)
-            rest = data[pos:]
-            self._need = (frame_size(rest) or HEADER_SIZE) if rest else 0
-            self._pieces = [rest] if rest else []
-            self._have = len(rest)
-            self._dispatch(items)
+            self._dispatch(self._scan(b"".join((*self._pieces, data))))
         except RemoteProtocolError as error:
             self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
+
+    def _scan(self, data: bytes) -> list[Run | Frame]:
+        """What is whole of `data`. It is not kept while that is worked on."""
+        items, pos = scan(data, 0, self.routes, BODY_LENGTH_MAX)
+        rest = data[pos:]
+        self._need = (frame_size(rest) or HEADER_SIZE) if rest else 0
+        self._pieces = [rest] if rest else []
+        self._have = len(rest)
+        return items
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer or the network ended it."""

@@ -85,7 +85,7 @@ class VbucketActor:
         self.documents = 0
         self.bytes = 0
         self.requested_again_bytes = 0
-        self.last_data_ms: int | None = None
+        self._last_data: float | None = None
         self.last_progress = around.clock.monotonic()
         self.last_error: str | None = None
         self.stalls = 0
@@ -217,8 +217,8 @@ class VbucketActor:
         self.progressed()
         if self.session is not None and self.machine.status is not Status.STREAMING:
             self.session.backfill_at = self.last_progress
-        self.last_data_ms = self._around.clock.wall_ms()
-        if int.from_bytes(rows[0][0][4:12]) <= self._held_seqno:
+        self._last_data = self.last_progress
+        if self._held_seqno and int.from_bytes(rows[0][0][4:12]) <= self._held_seqno:
             self.requested_again_bytes += sum(
                 len(value) for key, value in rows if int.from_bytes(key[4:12]) <= self._held_seqno
             )
@@ -226,8 +226,8 @@ class VbucketActor:
         self._around.touch_group(self.vbid)
 
     def progressed(self) -> None:
-        """The stream is well."""
-        self.last_progress = self._around.clock.monotonic()
+        """The stream is well: something of it came with what was received last."""
+        self.last_progress = self._around.clock.monotonic() if self.session is None else self.session.received_at
         self.stalled_streams = 0
 
     def stalled(self, text: str) -> None:
@@ -404,7 +404,7 @@ class VbucketActor:
             "received_documents": self.documents,
             "received_bytes": self.bytes,
             "requested_again_bytes": self.requested_again_bytes,
-            "last_data_ms": self.last_data_ms,
+            "last_data_ms": self._last_data_ms(),
             "last_error": self.last_error,
             "stalls": self.stalls,
             "open_prepares": len(self.writer.open_prepares(self.vbid)),
@@ -427,6 +427,13 @@ class VbucketActor:
             "key_bytes": history.key_bytes if history is not None else None,
             "node": str(self.session.address) if self.session is not None else None,
         }
+
+    def _last_data_ms(self) -> int | None:
+        """When data came last, by the wall clock as it is now."""
+        if self._last_data is None:
+            return None
+        clock = self._around.clock
+        return clock.wall_ms() - int((clock.monotonic() - self._last_data) * 1000)
 
 
 def failover_log_event(answer: Frame, high_seqno: int | None = None) -> Any:

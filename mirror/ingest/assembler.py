@@ -188,7 +188,7 @@ class Assembler:
         open_snapshot = self.open_snapshot
         if open_snapshot is None or self._replaces_end:
             raise Violation(f"a row at {_seqno_of(rows[0])} outside any snapshot")
-        first_seqno, last_seqno = _seqno_of(rows[0]), _seqno_of(rows[-1])
+        first_seqno, last_seqno = int.from_bytes(rows[0][0][4:12]), int.from_bytes(rows[-1][0][4:12])
         if first_seqno <= self.position_seqno:
             raise Violation(f"a row at {first_seqno} after {self.position_seqno}: seqnos must rise")
         if last_seqno - first_seqno < len(rows) - 1:

@@ -25,13 +25,14 @@ from mirror.feed.consumer import Consumer
 from mirror.feed.discovery import discover
 from mirror.sandbox import SandboxCluster, vbucket_of
 from mirror.supervise import logs
+from mirror.supervise.collector import settle_collector
 from mirror.supervise.figures import private_bytes
 from storage import bench, directory, keys, records
 from storage.model import Identity
 from storage.writer import GroupWriter
 
 SAMPLE_INTERVAL_S = 0.02
-"""How often the consumer's private memory is looked at."""
+"""How often the consumer's private memory is looked at, and whether it has caught up."""
 SANDBOX_PASSWORD = "demo"
 ORDERS = ("turn", "stream")
 """How the source sends: a message of each stream in turn, or one stream after the other."""
@@ -194,10 +195,11 @@ def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> 
         consumer = Consumer(
             settings, source=source, writers=writers, identity=identity, clock=clock, cluster_map=cluster_map
         )
+        settle_collector()
         start, cpu_start = time.perf_counter(), time.process_time()
         running = asyncio.create_task(consumer.run())
         while not _caught_up(consumer):  # noqa: ASYNC110 - looks on from outside, as status does
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
         for writer in writers:
             writer.environment.env.sync(True)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start

@@ -28,6 +28,7 @@ from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.supervise import logs
 from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY, REQUEST, START, STOP, Channel, Message
+from mirror.supervise.collector import settle_collector
 from mirror.supervise.heartbeat import INTERVAL_MS
 from mirror.supervise.pinned import PinnedPages
 from mirror.supervise.quarantine import GroupMark, quarantined
@@ -239,6 +240,7 @@ async def open_stores(start: Message, send: Send) -> Work:
     )
     work = Mirroring(consumer, writers, failures, PinnedPages(clock.monotonic, settings.reader_pin_limit_s))
     work.resume_leases(start["leases"])
+    settle_collector()
     return work
 
 

@@ -1,11 +1,15 @@
 """The hot loop: a buffer of received bytes to runs of rows that are ready for the store.
 
 Knows the header, the extras lengths of the three data messages, and the four bytes that the owner wants before each
-seqno. Must never know what the rows are for, nor check the order of seqnos. Invariants: frames come out in the order
-they came in, each exactly once; the bytes of a row are those of the wire; whatever cannot be true in a header is a
-RemoteProtocolError at once, whether or not the rest of the frame has come; the result does not depend on how the bytes
-were cut into buffers, except that a run ends where its buffer ends; a run holds no key that cannot be stored
-(`key_problem`): a message with another comes as a Frame, for its owner to judge.
+seqno. Must never know what the rows are for, nor check the order of seqnos. A source sends its streams in turn, message
+by message (docs/protocol.md 2.8), so the rows of a stream are gathered over the whole buffer.
+
+Invariants: each frame comes out exactly once; those of one opaque in the order they came in, and what is no request (an
+answer) after all that came before it and before all that came after it; between streams there is no order; the bytes of
+a row are those of the wire; whatever cannot be true in a header is a RemoteProtocolError at once, whether or not the
+rest of the frame has come; what comes out does not depend on how the bytes were cut into buffers, except that a run
+ends where its buffer ends; a run holds no key that cannot be stored (`key_problem`): a message with another comes as a
+Frame, for its owner to judge.
 
 Written for speed in plain Python: one `unpack` a frame, local names only, no object per row but the row's own tuple.
 It is also what a compiler for Python (Cython's pure mode) takes as it stands. Sources: docs/protocol.md 2.1 and 2.11;
@@ -15,7 +19,8 @@ kv_engine docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Magic, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
@@ -48,11 +53,13 @@ _EXTRAS: dict[int, tuple[int, ...]] = {
 """Data messages, and the lengths their extras can have."""
 
 _PLAIN_EXTRAS = {int(Magic.REQUEST) << 8 | opcode: lengths for opcode, lengths in _EXTRAS.items()}
+_MUTATION = int(Magic.REQUEST) << 8 | int(Opcode.DCP_MUTATION)
+_frame_of = itemgetter(1)
 _REQUESTS = frozenset((int(Magic.REQUEST), int(Magic.FLEX_REQUEST)))
 
 
 class Run:
-    """Data messages of one stream that followed each other. `byte_count` is what flow control counts."""
+    """Data messages of one stream with none of its other messages between. `byte_count` is what flow control counts."""
 
     __slots__ = ("byte_count", "opaque", "rows", "vbid")
 
@@ -81,7 +88,7 @@ class Run:
 def scan(
     data: bytes, pos: int, routes: Mapping[int, bytes], body_length_max: int = BODY_LENGTH_MAX
 ) -> tuple[list[Run | Frame], int]:
-    """Everything whole in `data[pos:]`, in order, and the position of what is not.
+    """Everything whole in `data[pos:]`, each stream's in order, and the position of what is not.
 
     A data message whose opaque is in `routes` becomes a row of a Run; all else becomes a Frame. An error drops what
     this call had found: the connection is lost either way, and what was not handed out was not acknowledged.
@@ -89,12 +96,11 @@ def scan(
     unpack = _PEEK.unpack_from
     extras_of = _PLAIN_EXTRAS.get
     items: list[Run | Frame] = []
-    add_item = items.append
-    rows: list[Row] = []
-    add_row = rows.append
-    run_opaque = run_vbid = -1
-    run_start = pos
-    prefix = b""
+    runs: list[Run] = []
+    open_runs: dict[int, tuple[int, bytes, Callable[[Row], None]]] = {}  # by opaque: vbid, prefix, and what adds a row
+    find_run = open_runs.get
+    no_rows: list[Row] = []
+    none_open = (-1, b"", no_rows.append)
     no_extras: tuple[int, ...] = ()
     end = len(data)
     last = end - HEADER_SIZE - 8
@@ -103,39 +109,38 @@ def scan(
         after = pos + 24 + body_length
         if (
             after <= end
-            and extras_length in extras_of(kind, no_extras)
+            and (extras_length == 31 if kind == _MUTATION else extras_length in extras_of(kind, no_extras))
             and 0 < key_length <= 251
             and key_length <= body_length - extras_length
             and body_length <= body_length_max
             and (data[pos + 24 + extras_length] < 0x80 or _prefix_ends(data, pos + 24 + extras_length, key_length))
         ):
-            if opaque == run_opaque and vbid == run_vbid:
+            run_vbid, prefix, add_row = find_run(opaque, none_open)
+            if run_vbid == vbid:
                 add_row((prefix + seqno, data[pos:after]))
                 pos = after
                 continue
             if opaque in routes:
-                if rows:
-                    add_item(Run(run_opaque, run_vbid, rows, pos - run_start))
                 prefix = routes[opaque]
-                rows = [(prefix + seqno, data[pos:after])]
-                add_row = rows.append
-                run_opaque, run_vbid, run_start = opaque, vbid, pos
+                run = Run(opaque, vbid, [(prefix + seqno, data[pos:after])], 0)
+                open_runs[opaque] = vbid, prefix, run.rows.append
+                runs.append(run)
+                items.append(run)
                 pos = after
                 continue
         frame = _other(data, pos, body_length_max)
         if frame is None:
             break
-        if rows:
-            add_item(Run(run_opaque, run_vbid, rows, pos - run_start))
-            rows = []
-            add_row = rows.append
-        run_opaque = run_vbid = -1
-        add_item(frame)
+        if frame.magic in _REQUESTS:
+            open_runs.pop(opaque, None)
+        else:
+            open_runs.clear()
+        items.append(frame)
         pos = after
-    if rows:
-        add_item(Run(run_opaque, run_vbid, rows, pos - run_start))
+    for run in runs:
+        run.byte_count = sum(map(len, map(_frame_of, run.rows)))
     while pos < end and (frame := _other(data, pos, body_length_max)) is not None:
-        add_item(frame)
+        items.append(frame)
         pos += frame.wire_size
     return items, pos
 

@@ -497,6 +497,27 @@ async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
         assert session.figures.dropped_bytes > 0
 
 
+async def test_messages_of_streams_in_turn_are_acked_to_the_byte(tmp_path: Path) -> None:
+    """The scanner hands out the rows of a stream together, whatever lies between them."""
+    async with opened(tmp_path, connection_buffer_size=1 << 20) as (node, session, owner):
+        opaque = session.request_stream(asked(), PREFIX)
+        await owner.until(lambda: bool(owner.answers))
+        said: list[ev.Event] = [ev.SnapshotMarker(VBID, 1, 20, 1)]
+        sent = b""
+        for seqno in range(1, 21):
+            said.append(mutation(seqno, b"x" * seqno))
+            if seqno % 5 == 0:
+                said.append(ev.SnapshotMarker(VBID, 1, 20, 1))
+        for event in said:
+            sent += encode_event(event, opaque=opaque) + encode_event(event, opaque=opaque + 1000)
+        node.send(sent)
+        await owner.until(lambda: session.ledger.received_total == len(sent))
+        assert [int.from_bytes(key[4:]) for key, _ in owner.rows] == list(range(1, 21))
+        assert len(owner.events) == 5
+        assert session.figures.dropped_bytes == len(sent) // 2
+        assert session.ledger.outstanding + session.ledger.acked_total == len(sent)
+
+
 # -- signs of life ------------------------------------------------------------------------------------------------
 
 

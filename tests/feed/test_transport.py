@@ -78,6 +78,30 @@ async def test_a_large_frame_in_small_pieces_is_joined_once() -> None:
     assert run.rows[0][1] == data
 
 
+async def test_what_was_received_stays_when_the_memory_for_reads_is_used_again() -> None:
+    """All connections of a thread receive into the same memory: what they keep of it are copies."""
+    data = mutation(1, 9) + mutation(2, 9, b"x" * 3000) + mutation(3, 9)
+    links = [link_in_memory() for _ in range(3)]
+    for link, _ in links:
+        link.read_bytes_max = 1000
+        link.routes[9] = b"\0\0\0\1"
+    assert len({id(link.get_buffer(-1).obj) for link, _ in links}) == 1
+    for start in range(0, len(data), 1000):
+        piece = data[start : start + 1000]
+        for link, _ in links:
+            buffer = link.get_buffer(-1)
+            assert len(buffer) == 1000
+            buffer[: len(piece)] = piece
+            link.buffer_updated(len(piece))
+            buffer[:] = bytes(1000)
+    for link, listener in links:
+        rows = [row for item in listener.items if isinstance(item, Run) for row in item.rows]
+        assert b"".join(value for _, value in rows) == data
+        assert all(type(part) is bytes for row in rows for part in row)
+        assert link.received_bytes == len(data)
+        assert link._pieces == []
+
+
 async def test_a_length_that_cannot_be_true_ends_the_connection_at_once() -> None:
     link, listener = link_in_memory()
     link.data_received(b"\x80\x57" + b"\xff" * 22)
