@@ -453,10 +453,20 @@ class GroupWriter:
         """True while a complete snapshot waits for its key rows or for the next commit."""
         return self._vbuckets[vbid].complete_seqno is not None
 
+    def publishable(self, vbid: int) -> bool:
+        """True when the next commit makes a complete snapshot visible, or begins to make its key rows."""
+        vbucket = self._vbuckets[vbid]
+        return vbucket.complete_seqno is not None and vbucket.job is None
+
     @property
     def has_pending(self) -> bool:
-        """True when a commit would change something that readers or a restart could see."""
-        return any(vbucket.dirty and self._commit_worthy(vbucket) for vbucket in self._vbuckets.values())
+        """True when a commit would change something that readers or a restart could see. What a vbucket receives while
+        an IndexJob makes its key rows waits for that.
+        """
+        return any(
+            vbucket.dirty and vbucket.job is None and self._commit_worthy(vbucket)
+            for vbucket in self._vbuckets.values()
+        )
 
     @_contained
     def figures(self) -> dict[str, int]:

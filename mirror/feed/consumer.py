@@ -5,7 +5,8 @@ performer does). One event loop, one thread: whatever comes from a socket is wor
 queues, and the flow-control window bounds what can come.
 
 Invariants:
-- a group commits `commit_interval_ms` after the first thing that waits, or at once when `batch_bytes_max` is staged;
+- groups with something that waits commit in turn, as soon as the share of time that commits may take allows (`pace`),
+  or at once when `batch_bytes_max` is staged;
 - an error of one vbucket, node or group never touches another; a group whose store failed drops its machines, reads
   its states again and asks for its streams again;
 - no map is followed that is older than one followed before, here, in another worker or before a restart (`NewestMap`);
@@ -20,7 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +37,7 @@ from mirror.feed.connection_string import Address, ConnectionString
 from mirror.feed.discovery import discover
 from mirror.feed.map_poll import MapPoller
 from mirror.feed.nodes import NodeKeeper, pause_s
+from mirror.feed.pace import CommitPace
 from mirror.feed.performer import perform
 from mirror.feed.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.session import NodeSession, StreamAnswer
@@ -87,13 +91,24 @@ def judge_streams(settings: Settings, selection: Selection) -> None:
 class Group:
     """A group environment of this worker, and what waits in it."""
 
-    __slots__ = ("actors", "commit_timer", "commits", "error", "full_count", "reopen_count", "retry_timer", "writer")
+    __slots__ = (
+        "actors",
+        "commit_waits",
+        "commits",
+        "committed_at",
+        "error",
+        "full_count",
+        "reopen_count",
+        "retry_timer",
+        "writer",
+    )
 
     def __init__(self, writer: GroupWriter) -> None:
         """A healthy group without actors."""
         self.writer = writer
         self.actors: list[VbucketActor] = []
-        self.commit_timer: asyncio.TimerHandle | None = None
+        self.commit_waits = False
+        self.committed_at = -math.inf
         self.retry_timer: asyncio.TimerHandle | None = None
         self.error: StorageError | None = None
         self.full_count = 0
@@ -170,6 +185,9 @@ class Consumer:
         self._finished = asyncio.Event()
         self._error: str | None = None
         self._clock_step_count = 0
+        self._pace = CommitPace(settings.commit_interval_ms / 1000)
+        self._commit_queue: deque[Group] = deque()
+        self._commit_timer: asyncio.TimerHandle | None = None
         self._room_bytes = 0
         """How much may be received before the groups' pending bytes must be summed: never too much."""
 
@@ -217,10 +235,11 @@ class Consumer:
             actor.drop_machine()
         await asyncio.gather(*(keeper.stop() for keeper in self._nodes.values()), *self._stopping_keepers)
         self._nodes = {}
+        if self._commit_timer is not None:
+            self._commit_timer.cancel()
         for group in self._groups:
-            for timer in (group.commit_timer, group.retry_timer):
-                if timer is not None:
-                    timer.cancel()
+            if group.retry_timer is not None:
+                group.retry_timer.cancel()
             if group.error is None:
                 try:
                     group.writer.commit()
@@ -481,22 +500,34 @@ class Consumer:
     def touch_group(self, vbid: int) -> None:
         """Something waits: commit before long."""
         group = self._group_of[vbid]
-        if group.commit_timer is None and group.error is None:
-            delay_s = self.settings.commit_interval_ms / 1000
-            group.commit_timer = asyncio.get_running_loop().call_later(delay_s, self._commit_due, group)
+        if not group.commit_waits and group.error is None:
+            group.commit_waits = True
+            self._commit_queue.append(group)
+            self._schedule_commit()
+
+    def _schedule_commit(self) -> None:
+        """Have the group commit that has waited longest."""
+        if self._commit_timer is None and self._commit_queue:
+            delay_s = self._pace.delay_s(self.clock.monotonic(), self._commit_queue[0].committed_at)
+            self._commit_timer = asyncio.get_running_loop().call_later(delay_s, self._commit_due)
 
     def commit_group(self, vbid: int) -> None:
         """Commit now; raises what the store raises."""
         self._commit(self._group_of[vbid])
 
-    def _commit_due(self, group: Group) -> None:
-        group.commit_timer = None
-        if group.error is not None:
-            return
-        try:
-            self._commit(group)
-        except StorageError as error:
-            self._store_failed(group, error)
+    def _commit_due(self) -> None:
+        self._commit_timer = None
+        if self._commit_queue:
+            group = self._commit_queue.popleft()
+            group.commit_waits = False
+            group.committed_at = self.clock.monotonic()
+            try:
+                self._commit(group)
+            except StorageError as error:
+                self._store_failed(group, error)
+            finally:
+                self._pace.committed(group.committed_at, self.clock.monotonic())
+                self._schedule_commit()
 
     def _commit(self, group: Group, *, flush_open: bool = False) -> None:
         result = group.writer.commit(flush_open=flush_open)
@@ -529,9 +560,9 @@ class Consumer:
         if group.error is not None:
             return
         group.error = error
-        if group.commit_timer is not None:
-            group.commit_timer.cancel()
-            group.commit_timer = None
+        if group.commit_waits:
+            group.commit_waits = False
+            self._commit_queue.remove(group)
         log.error("store failed", group=group.writer.group, error=str(error))
         guilty = self._actors.get(error.vbid) if isinstance(error, SeqnoOrder) and error.vbid is not None else None
         for actor in group.actors:

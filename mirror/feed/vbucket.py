@@ -223,7 +223,8 @@ class VbucketActor:
                 len(value) for key, value in rows if int.from_bytes(key[4:12]) <= self._held_seqno
             )
         perform(self, self.machine.handle_run(opaque, rows, byte_count))
-        self._around.touch_group(self.vbid)
+        if self.writer.publishable(self.vbid):
+            self._around.touch_group(self.vbid)
 
     def progressed(self) -> None:
         """The stream is well: something of it came with what was received last."""

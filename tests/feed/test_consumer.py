@@ -13,6 +13,7 @@ import lmdb
 import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigError, ConnectFailed, PrivilegeMissing
+from mirror.feed.consumer import Group
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.server.cluster_config import NOWHERE
 from mirror.wire.constants import VbucketState
@@ -504,6 +505,29 @@ async def test_whatever_a_groups_store_raises_stops_that_group_alone(
     assert "contradicts itself: AssertionError: a reference without its row" in mirror.row(1)["last_error"]
     assert mirror.row(1)["state"] == "refused"
     directory.GroupLock(writer.path).release()  # given up
+    await mirror.stop()
+
+
+async def test_groups_that_always_have_something_to_commit_take_turns(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = mirror_of(cluster, tmp_path, groups=4, settings={"commit_interval_ms": 0})
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    order: list[int] = []
+
+    def commit(group: Group) -> None:
+        order.append(group.writer.group)
+        if len(order) <= 12:
+            consumer.touch_group(group.actors[0].vbid)
+
+    monkeypatch.setattr(consumer, "_commit", commit)
+    for group in consumer._groups:
+        consumer.touch_group(group.actors[0].vbid)
+    await mirror.until(lambda: len(order) >= 12, "twelve commits")
+    assert set(order[:4]) == {0, 1, 2, 3}
+    assert order[4:12] == order[:8]
+    monkeypatch.undo()
     await mirror.stop()
 
 
