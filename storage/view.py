@@ -602,29 +602,75 @@ class View:
     ) -> dict[bytes, Document]:
         """Return those of the documents that exist, by key. Arguments and errors are those of `get`.
 
-        Documents of one group of vbuckets are read in one transaction. A value that cannot be decompressed, or would be
-        larger than 32 MiB, is returned as it is stored: its `datatype` then has bit 2 or 4. Raises AnswerTooLarge as
-        soon as the values together are more than `bytes_max`.
+        Documents of one group of vbuckets are read in one transaction, in the order of their keys. A value that cannot
+        be decompressed, or would be larger than 32 MiB, is returned as it is stored: its `datatype` then has bit 2 or
+        4. Raises AnswerTooLarge as soon as the values together are more than `bytes_max`.
         """
-        byte_count = 0
-        by_group: dict[int, list[tuple[int, bytes]]] = {}
+        by_group: dict[int, dict[int, list[bytes]]] = {}
         for key in document_keys:
-            encoded = key.encode() if isinstance(key, str) else key
-            vbid = keys.vbid_of(encoded, self._count)
-            by_group.setdefault(vbid % self._groups, []).append((vbid, encoded))
-        found = {}
-        for wanted in by_group.values():
-            with self._open(wanted[0][0]).environment.read() as txn:
-                for vbid, key in wanted:
-                    document = self._get(txn, self._open(vbid), vbid, key, collection, as_of, now, raw, lenient=True)
-                    if document is not None:
+            if isinstance(key, str):
+                key = key.encode()
+            vbid = ((crc32(key) >> 16) & 0x7FFF) % self._count
+            by_group.setdefault(vbid % self._groups, {}).setdefault(vbid, []).append(key)
+        found: dict[bytes, Document] = {}
+        byte_count = 0
+        for by_vbid in by_group.values():
+            with self._open(next(iter(by_vbid))).environment.read() as txn:
+                for vbid, wanted in by_vbid.items():
+                    documents = self._get_some(txn, vbid, wanted, collection, as_of, now, raw)
+                    if bytes_max is None:
+                        found.update(documents)
+                        continue
+                    for key, document in documents:
                         found[key] = document
                         byte_count += len(document.value)
-                        if bytes_max is not None and byte_count > bytes_max:
+                        if byte_count > bytes_max:
                             raise AnswerTooLarge(
                                 f"the documents asked for are more than {bytes_max} bytes", hint="ask for fewer at once"
                             )
         return found
+
+    def _get_some(
+        self,
+        txn: Any,
+        vbid: int,
+        wanted: list[bytes],
+        collection: CollectionName | None,
+        as_of: AsOf,
+        now: float | None,
+        raw: bool,
+    ) -> Iterator[tuple[bytes, Document]]:
+        """Documents of one vbucket, in the order of their keys; what is common is written out as in `get`."""
+        opened = self._open(vbid)
+        environment, pub, key_tree, row_tree, vbid_key, _, _ = opened
+        wanted.sort()
+        get, verify, cursor = txn.get, self._verify_reads, None
+        try:
+            if as_of is None and collection is None:
+                branch, seqno, _, m_branch, _, flags = unpack_pub(get(vbid_key, b"", pub))
+                if not m_branch and flags < keys.PUB_UNAVAILABLE:
+                    cursor = txn.cursor(key_tree)
+            for key in wanted:
+                if cursor is not None:
+                    if not cursor.set_key(b"\x00" + key) or not cursor.last_dup():
+                        continue
+                    dup = cursor.value()
+                    dup_branch, dup_seqno, kind = unpack_dup(dup)
+                    if dup_branch == branch and dup_seqno <= seqno:
+                        if kind != 0x57:
+                            continue
+                        stored = get(dup[:12], b"", row_tree)
+                        if verify and crc32c(stored) != seal.RESIDUE:
+                            seal.frame_of(stored, dup[:12], vbid, environment.path)
+                        document = records.decode_row(vbid, branch, stored[:-4], raw=raw, lenient=True)  # type: ignore[arg-type]
+                        if not document.expiry or document.expiry > (time.time() if now is None else now):
+                            yield key, document
+                        continue
+                other = self._get(txn, opened, vbid, key, collection, as_of, now, raw, lenient=True)
+                if other is not None:
+                    yield key, other
+        except (struct.error, lmdb.Error) as error:
+            raise self._damaged(error, opened, vbid) from error
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """Return whether `get` would return a document."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from storage import records
+from storage.environment import Environment
 from storage.errors import AnswerTooLarge, NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Branch, Collection, Manifest, ManifestUid, Seqno, Vbid
 from storage.purge import Window
@@ -297,6 +298,34 @@ def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> No
     with pytest.raises(AnswerTooLarge, match="ask for fewer"):
         view.get_many([A, B, C], bytes_max=CHUNK_BYTES)
     assert len(view.get_many([A, B], bytes_max=2 * CHUNK_BYTES)) == 2
+
+
+def test_many_documents_are_those_that_get_returns_one_by_one_read_in_one_transaction(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted, expired, changed by rows that are not published yet, and absent ones among them."""
+    for seqno, key in enumerate((A, B, C, D), 1):
+        put(writer, key, seqno, b"published", expiry=60 if key == C else 0)
+    commit(writer, 4)
+    others = keys_of(2, 20)
+    publish(writer, 2, [(key, b"x" * number, number) for number, key in enumerate(others[:-1], 1)])
+    put(writer, A, 5, b"staged")
+    writer.commit(flush_open=True)
+    names = [*others, D, C, B, A, B]
+    one_by_one = {key: document for key in names if (document := view.get(key, now=60)) is not None}
+    assert set(one_by_one) == {A, B, D, *others[:-1]}
+    assert one_by_one[A].value == b"published"
+    reads = 0
+    known = Environment.read
+
+    def counted(environment: Environment) -> Any:
+        nonlocal reads
+        reads += 1
+        return known(environment)
+
+    monkeypatch.setattr(Environment, "read", counted)
+    assert view.get_many(names, now=60) == one_by_one
+    assert reads == 1
 
 
 def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: View, clock: Clock) -> None:
