@@ -20,8 +20,9 @@ process waits long for another."""
 # How long an example takes says how busy the machine is. The first text of a fresh checkout takes seconds: hypothesis
 # then makes its tables of Unicode, which it keeps in .hypothesis.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("short", settings.get_profile("untimed"), max_examples=40)
 settings.register_profile("repeatable", settings.get_profile("untimed"), derandomize=True)  # .ci/run
-settings.load_profile("untimed")
+settings.load_profile("short")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -51,6 +51,7 @@ def wait_progress(what: str, data: Path) -> None:
     until(what, lambda: all(now > then for now, then in zip(published(data), before, strict=True)), poll_s=0.1)
 
 
+@pytest.mark.ci
 def test_a_worker_that_stands_still_is_replaced_and_never_wakes(source: SandboxThread, tmp_path: Path) -> None:
     patience = ("--set", "worker_heartbeat_timeout_s=2")
     with Service(source.connection_string, tmp_path / "data", *FLAGS, *patience) as service:
@@ -68,6 +69,7 @@ def test_a_worker_that_stands_still_is_replaced_and_never_wakes(source: SandboxT
     judge(source.cluster, service.data, live=False)
 
 
+@pytest.mark.ci
 def test_a_stopped_worker_dies_with_its_supervisor(source: SandboxThread, tmp_path: Path) -> None:
     with Service(source.connection_string, tmp_path / "data", *FLAGS) as service:
         service.start()

@@ -1052,7 +1052,7 @@ ANY_EVENT: st.SearchStrategy[ev.LocalEvent | StreamEvent] = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(
     st.sampled_from([(), (100,), (50, 100)]),
     st.sampled_from([None, (101, 120), (0, 0)]),

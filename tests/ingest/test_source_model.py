@@ -336,7 +336,7 @@ class Mirrored(RuleBasedStateMachine):
 
 
 TestMirrored = Mirrored.TestCase
-TestMirrored.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestMirrored.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.long

@@ -252,7 +252,7 @@ FIELDS = ["rev", "revEpoch", "name", "uuid", "nodesExt", "vBucketServerMap"]
 BUCKET_FIELDS = ["serverList", "vBucketMap"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(FIELDS), JSON),
     st.none() | st.dictionaries(st.sampled_from(BUCKET_FIELDS), JSON),

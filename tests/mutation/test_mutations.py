@@ -30,7 +30,8 @@ def name_of(mutation: Mutation) -> str:
 
 
 def run_tests(folder: Path, suite: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *shlex.split(suite)]
+    options = ["-q", "-x", "-n0", "-p", "no:cacheprovider", "--hypothesis-profile=untimed"]
+    command = [sys.executable, "-m", "pytest", *options, *shlex.split(suite)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 

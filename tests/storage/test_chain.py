@@ -52,7 +52,7 @@ def test_cuts_never_rise_towards_the_root(environment: Environment) -> None:
 ROWS = st.sets(st.tuples(st.integers(1, 5), st.integers(1, 20), st.sampled_from([0x57, 0x58])), max_size=25)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rows=ROWS, branch=st.integers(1, 5), cut=st.integers(0, 22))
 def test_the_newest_version_is_the_greatest_visible_one(
     environment: Environment, rows: set[tuple[int, int, int]], branch: int, cut: int
@@ -76,7 +76,7 @@ def test_the_newest_version_is_the_greatest_visible_one(
 BOUNDARIES = st.sets(st.tuples(st.integers(1, 5), st.integers(1, 20)), max_size=20)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
 @given(BOUNDARIES, st.integers(1, 5), st.integers(0, 22), st.integers(0, 22))
 def test_boundaries_of_a_chain_come_newest_first_and_once(
     environment: Environment, stored: set[tuple[int, int]], branch: int, cut: int, to_seqno: int
@@ -104,7 +104,7 @@ def test_boundaries_of_a_chain_come_newest_first_and_once(
     assert (newest.seqno if newest else None) == max((s for s in visible if s <= to_seqno), default=None)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sets(st.integers(1, 400), max_size=8), st.integers(0, 420), st.sets(st.integers(1, 400), max_size=3))
 def test_leaps_over_long_snapshots_leave_no_boundary_out(
     environment: Environment, ends: set[int], cut: int, purged: set[int]

@@ -389,7 +389,12 @@ class Store(RuleBasedStateMachine):
         assert check(self.path).problems == []
 
 
-LIMITS = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+LIMITS = settings(
+    max_examples=settings().max_examples * 2 // 5,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.mark.parametrize("links_max", [0, 16], ids=["merged", "few"])

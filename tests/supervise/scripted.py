@@ -12,19 +12,18 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.config_reader import validated
 from mirror.errors import AuthRejected
-from mirror.supervise import logs
 from mirror.supervise.channel import Message
-from mirror.supervise.supervisor import Source, Supervisor
 from mirror.supervise.worker import Send, Work, main
 from storage.errors import NoSuchBoundary
 
-SOURCE = Source("c1", "demo", "b1", 8)
+if TYPE_CHECKING:
+    from mirror.supervise.supervisor import Source
+
+VBUCKETS = 8
 
 
 def worker_command(descriptor: int) -> Sequence[str]:
@@ -32,6 +31,8 @@ def worker_command(descriptor: int) -> Sequence[str]:
 
 
 def settings_for(data: Path, **values: Any) -> Settings:
+    from mirror.config_reader import validated  # and pydantic, which the workers do without
+
     common = {"source": "couchbase://demo@localhost/demo", "data": data, "groups": 4, "workers": 2}
     return validated(common | values)
 
@@ -72,7 +73,7 @@ class ScriptedWork:
                 "vbuuid": 0xABC,
                 "documents": 1,
             }
-            for vbid in range(SOURCE.vbucket_count)
+            for vbid in range(VBUCKETS)
             if vbid % 4 in self.groups
         ]
         return {
@@ -91,10 +92,16 @@ async def make(start: Message, _send: Send) -> Work:
 
 
 async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
-    return SOURCE
+    from mirror.supervise.supervisor import Source
+
+    return Source("c1", "demo", "b1", VBUCKETS)
 
 
 def serve(data: Path) -> int:
+    from mirror.clock import SystemClock
+    from mirror.supervise import logs
+    from mirror.supervise.supervisor import Supervisor
+
     logs.set_up("info")
     service = Supervisor(settings_for(data), look_up, clock=SystemClock(), command=worker_command)
     return int(asyncio.run(service.run()))

@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 from mirror.sandbox import SandboxCluster, SandboxThread
 from storage.check import check
 from storage.view import View, open_view
@@ -57,6 +59,7 @@ def has_news(service: Service, before: dict[int, int]) -> bool:
     return safely_published(service) != before
 
 
+@pytest.mark.ci
 def test_a_cascade_agrees_with_its_source_whoever_is_killed(tmp_path: Path) -> None:
     port = free_port()
     cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=11)

@@ -127,7 +127,7 @@ def everything_happens(story: Story, authority: Authority, *, collections: bool)
 
 
 @pytest.mark.parametrize(
-    "profile", ["5.x", pytest.param("6.x", marks=pytest.mark.ci), pytest.param("7.x", marks=pytest.mark.ci), "8.x"]
+    "profile", ["5.x", *(pytest.param(each, marks=pytest.mark.ci) for each in ("6.x", "7.x", "8.x"))]
 )
 def test_whatever_happens_to_a_cluster_of_this_age_its_mirror_equals_it_and_nothing_was_sent_again(
     profile: str, tmp_path: Path, record_property: Callable[[str, object], None]

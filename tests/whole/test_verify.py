@@ -8,6 +8,7 @@ import asyncio
 from pathlib import Path
 
 import lmdb
+import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from storage import directory, keys, seal
@@ -31,6 +32,7 @@ def alter(data: Path, vbid: int) -> None:
                     txn.put(row_key, seal.sealed(frame[:-1] + bytes([frame[-1] ^ 1])), db=tree)
 
 
+@pytest.mark.ci
 def test_what_was_altered_is_found_and_mended_while_the_source_is_written_to(tmp_path: Path) -> None:
     cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=11)
     load = Load(cluster, 11, rate=100, keys=400)
