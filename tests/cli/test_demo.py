@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from cli.demo import LOST_CHANGES
 from tests.cli.conftest import LIMIT_S, background, call
@@ -33,6 +34,7 @@ def test_the_whole_story_ends_well(tmp_path: Path) -> None:
     assert call("status", "--data", tmp_path / "data", "--json").json["totals"]["rollback_count"] >= 1
 
 
+@pytest.mark.ci
 def test_ctrl_c_ends_it_in_order_and_nothing_is_left_running(tmp_path: Path) -> None:
     with background("demo", "--data", tmp_path / "data", *SMALL) as demo:
         assert demo.stdout is not None

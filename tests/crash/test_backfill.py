@@ -87,6 +87,7 @@ def wait_published(service: Service, seqno: int) -> None:
     until(f"seqno {seqno} to be published", lambda: stored(service.data).published_seqno == seqno, poll_s=0.1)
 
 
+@pytest.mark.ci
 def test_staged_rows_are_gone_on_with_after_each_of_several_kills(
     source: SandboxThread, service: Service, seed: int
 ) -> None:

@@ -37,6 +37,7 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
             pytest.fail(f"{block}: write one of {', '.join(RUN_LANGUAGES)}")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in (SPARK_PAGE, ROOT / "README.md")], ids=name_of)
 def test_the_blocks_hold(page: Path, quick_start: Site) -> None:
     names: dict[str, Any] = {}

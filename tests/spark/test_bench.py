@@ -48,6 +48,7 @@ def test_both_ways_of_reading_orders_give_the_same_rows(spark: SparkSession, tmp
     assertDataFrameEqual(jobs._typed(), jobs._by_spark(jobs._read_parquet()))
 
 
+@pytest.mark.ci
 def test_it_prints_seconds_and_bars(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "WARMING_ROUNDS", 0)
     arguments = ["spark", "--documents", "1000", "--rounds", "1", "--folder", str(tmp_path), "--json"]

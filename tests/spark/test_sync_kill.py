@@ -43,7 +43,6 @@ def source() -> Iterator[SandboxThread]:
 @pytest.mark.parametrize(
     ("changes", "kills", "rate"),
     [
-        (4_000, 1, 150),
         pytest.param(4_000, 3, 150, marks=pytest.mark.ci),
         pytest.param(300_000, 20, 400, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],

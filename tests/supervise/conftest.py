@@ -11,6 +11,7 @@ import pytest
 
 T = TypeVar("T")
 LIMIT_S = 60.0
+POLL_S = 0.05
 
 
 async def eventually(look: Callable[[], T]) -> T:
@@ -18,7 +19,7 @@ async def eventually(look: Callable[[], T]) -> T:
     until = time.monotonic() + LIMIT_S
     while not (answer := look()):
         assert time.monotonic() < until, "it never came true"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(POLL_S)
     return answer
 
 
@@ -27,7 +28,7 @@ def eventually_now(look: Callable[[], T]) -> T:
     until = time.monotonic() + LIMIT_S
     while not (answer := look()):
         assert time.monotonic() < until, "it never came true"
-        time.sleep(0.02)
+        time.sleep(POLL_S)
     return answer
 
 
