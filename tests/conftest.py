@@ -62,7 +62,7 @@ def pytest_collection_finish() -> None:
 
 
 TAKES = {
-    "not long and not ci": "about 12 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
+    "not long and not ci": "about 8 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
     "not long": "about 18 minutes on two cores (-n auto)",
 }
 """How long all tests take, by the expression that chooses them."""

@@ -23,6 +23,8 @@ from tests.serve.http_site import made
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("user_program.py")
 DOCUMENTS = "dcp_mirror-{version}.data/data/share/doc/dcp-mirror/"
+pytestmark = pytest.mark.ci
+
 LEFT_OUT = (".*", "*.egg-info", "__pycache__", "build", "dist")
 
 
