@@ -14,10 +14,10 @@ import pytest
 from mirror.config import Settings
 from mirror.errors import ConfigError, ConnectFailed
 from mirror.supervise.supervisor import Source, Supervisor
-from tests.supervise import in_process
+from tests.supervise import in_process, scripted
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import Report, vbids_of, vbucket
-from tests.supervise.scripted import SOURCE, settings_for
+from tests.supervise.scripted import settings_for
 from tests.supervise.test_supervisor import ask
 
 
@@ -73,7 +73,7 @@ async def test_a_source_that_is_away_at_the_start_is_one_event_and_its_answer_an
     async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
         if (error := answers.pop(0)) is not None:
             raise error
-        return SOURCE
+        return await scripted.look_up(settings, bucket_uuid)
 
     async with in_process.serving(tmp_path, look_up=look_up) as service:
         await eventually(lambda: len(service.status_document()["events"]) == 3)
