@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from storage import chain, keys, prepares, records
-from storage.environment import Environment
 from storage.errors import CorruptedError
 from storage.model import (
     Boundary,
@@ -28,6 +27,7 @@ from storage.model import (
     VbucketState,
     Vbuuid,
 )
+from storage.transaction import Transaction
 
 HISTORY_IDS_MAX = 64
 """Histories of one branch that are told apart: one for each power cut. Positions of older ones are refused."""
@@ -86,42 +86,31 @@ class Loaded:
     """Of the newest published boundary of the staging branch."""
 
 
-def unpack_pub(data: bytes | None, path: str, vbid: int) -> tuple[int, int, int, int, int, int]:
-    """The fields of `keys.PUB`; CorruptedError when the row is missing or of another size."""
-    if data is None or len(data) != keys.PUB.size:
-        raise CorruptedError("the pub record is missing or damaged", path=path, vbid=vbid)
-    return keys.PUB.unpack(data)
-
-
-def load(environment: Environment, txn: Any, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | None = None) -> Loaded:
+def load(txn: Transaction, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | None = None) -> Loaded:
     """Read the state of a vbucket; CorruptedError names what contradicts what. `known`: manifests that the caller
     remembers.
     """
-    vbid_key = keys.VBID_KEY.pack(vbid)
-    pub = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
-    branch, published, floor, manifest_branch, manifest_seqno, _ = pub
-    try:
-        fields = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))
-    except CorruptedError as error:
-        raise CorruptedError(error.message, path=environment.path, vbid=vbid, hint=error.hint) from error
-    staging, staged, staging_published, indexed, snapshot, log, purge, rollbacks, last, stream_filter = fields
+    pub = txn.pub(vbid)
+    branch, published = pub.branch, pub.seqno
+    row = txn.state_row(vbid)
+    staging, staged, staging_published = row.staging_branch, row.staged_seqno, row.staging_published_seqno
     if staged < staging_published or (staging == branch and staging_published != published):
         raise CorruptedError(
             f"positions contradict each other (published {published}, staged {staged})",
-            path=environment.path,
+            path=txn.path,
             vbid=vbid,
         )
-    manifest_key = (manifest_branch, manifest_seqno)
+    manifest_key = pub.manifest_key
     if staging != branch and staging_published:  # a deferred rollback: what holds where it went back to
-        links = chain.load(environment, txn, vbid, staging, staging_published)
-        manifest_key = manifest_key_on(environment, txn, vbid, links)
+        links = chain.load(txn, vbid, staging, staging_published)
+        manifest_key = manifest_key_on(txn, vbid, links)
     fresh = staging != branch and not staging_published
     if fresh:
         manifest_key = (0, 0)
-    manifest, depth = read_manifest(environment, txn, vbid, manifest_key, known)
+    manifest, depth = read_manifest(txn, vbid, manifest_key, known)
     above = []
     changes = []
-    cursor = txn.cursor(environment.db(keys.DB_MANIFEST))
+    cursor = txn.cursor(keys.DB_MANIFEST)
     if cursor.set_range(keys.MANIFEST_KEY.pack(vbid, staging, staging_published + 1)):
         for key, value in cursor.iternext():
             row_vbid, row_branch, row_seqno = keys.MANIFEST_KEY.unpack(key)
@@ -137,72 +126,70 @@ def load(environment: Environment, txn: Any, vbid: Vbid, known: Mapping[Manifest
         vbid=vbid,
         branch=Branch(branch),
         published_seqno=Seqno(published),
-        history_floor_seqno=Seqno(floor),
+        history_floor_seqno=Seqno(pub.floor_seqno),
         staging_branch=Branch(staging),
         staged_seqno=Seqno(staged),
         staging_published_seqno=Seqno(staging_published),
-        open_snapshot=snapshot,
-        failover_log=log,
-        source_purge_seqno=Seqno(purge),
-        local_purge_seqno=Seqno(purge_row(environment, txn, vbid).local_purge_seqno),
+        open_snapshot=row.open_snapshot,
+        failover_log=row.failover_log,
+        source_purge_seqno=Seqno(row.source_purge_seqno),
+        local_purge_seqno=Seqno(purge_row(txn, vbid).local_purge_seqno),
         manifest=manifest,
-        rollback_count=rollbacks,
-        last_rollback_ms=last,
-        stream_filter=stream_filter,
+        rollback_count=row.rollback_count,
+        last_rollback_ms=row.last_rollback_ms,
+        stream_filter=row.stream_filter,
     )
     counters = Counters(0, 0)
     if staging_published:
-        links = chain.load(environment, txn, vbid, staging, staging_published)
-        boundary = chain.newest_boundary(environment, txn, vbid, links, staging_published)
+        links = chain.load(txn, vbid, staging, staging_published)
+        boundary = chain.newest_boundary(txn, vbid, links, staging_published)
         if boundary is not None:
             counters = Counters(boundary.ordinal, boundary.row_bytes)
-    return Loaded(state, indexed, manifest_key, above, depth, counters)
+    return Loaded(state, row.indexed_seqno, manifest_key, above, depth, counters)
 
 
-def purge_row(environment: Environment, txn: Any, vbid: int) -> PurgeRow:
+def purge_row(txn: Transaction, vbid: int) -> PurgeRow:
     """How far the purger is; zeros before the first purge."""
-    data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PURGE))
+    data = txn.get(keys.DB_PURGE, keys.VBID_KEY.pack(vbid))
     if data is None:
         return PurgeRow()
     if len(data) != keys.PURGE.size:
-        raise CorruptedError("the purge record is damaged", path=environment.path, vbid=vbid)
+        raise CorruptedError("the purge record is damaged", path=txn.path, vbid=vbid)
     return PurgeRow(*keys.PURGE.unpack(data))
 
 
-def draw_chain_id(environment: Environment, txn: Any, vbid: int) -> None:
+def draw_chain_id(txn: Transaction, vbid: int) -> None:
     """Have readers read the vbucket's chains again."""
-    row = purge_row(environment, txn, vbid)
-    put_purge_row(environment, txn, vbid, row._replace(chain_id=secrets.randbits(64) or 1))
+    row = purge_row(txn, vbid)
+    put_purge_row(txn, vbid, row._replace(chain_id=secrets.randbits(64) or 1))
 
 
-def purge_state(environment: Environment, txn: Any, vbid: int) -> tuple[int, int]:
+def purge_state(txn: Transaction, vbid: int) -> tuple[int, int]:
     """What the purger changes of a vbucket's state: the floor, and the newest tombstone that it took."""
-    pub = unpack_pub(txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid)
-    return pub[2], purge_row(environment, txn, vbid).local_purge_seqno
+    return txn.pub(vbid).floor_seqno, purge_row(txn, vbid).local_purge_seqno
 
 
-def put_purge_row(environment: Environment, txn: Any, vbid: int, row: PurgeRow) -> None:
+def put_purge_row(txn: Transaction, vbid: int, row: PurgeRow) -> None:
     """Write a row of `purge`."""
-    txn.put(keys.VBID_KEY.pack(vbid), keys.PURGE.pack(*row), db=environment.db(keys.DB_PURGE))
+    txn.put(keys.DB_PURGE, keys.VBID_KEY.pack(vbid), keys.PURGE.pack(*row))
 
 
-def newest_moment(environment: Environment, txn: Any, vbid: Vbid) -> Moment:
+def newest_moment(txn: Transaction, vbid: Vbid) -> Moment:
     """When the newest published boundary, or the branch that is served, was written; zeros: nothing was yet."""
-    vbid_key = keys.VBID_KEY.pack(vbid)
-    pub = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
-    served = get_branch(environment, txn, vbid, pub[0])
+    pub = txn.pub(vbid)
+    served = get_branch(txn, vbid, pub.branch)
     opened = Moment(served.time_ms, served.history_ms)
-    links = chain.load(environment, txn, vbid, pub[0], pub[1])
-    boundary = chain.newest_boundary(environment, txn, vbid, links, pub[1])
+    links = chain.load(txn, vbid, pub.branch, pub.seqno)
+    boundary = chain.newest_boundary(txn, vbid, links, pub.seqno)
     if boundary is None:
         return opened
     return max(opened, Moment(boundary.time_ms, boundary.history_ms), key=attrgetter("history_ms"))
 
 
-def all_branches(environment: Environment, txn: Any, vbid: int) -> Known:
+def all_branches(txn: Transaction, vbid: int) -> Known:
     """Every branch of a vbucket by number, rising."""
     found = {}
-    cursor = txn.cursor(environment.db(keys.DB_BRANCH))
+    cursor = txn.cursor(keys.DB_BRANCH)
     if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 0)):
         for key, value in cursor.iternext():
             row_vbid, branch = keys.BRANCH_KEY.unpack(key)
@@ -212,21 +199,21 @@ def all_branches(environment: Environment, txn: Any, vbid: int) -> Known:
     return found
 
 
-def put_branch(environment: Environment, txn: Any, vbid: int, branch: int, row: records.BranchRow) -> None:
+def put_branch(txn: Transaction, vbid: int, branch: int, row: records.BranchRow) -> None:
     """Write a row of `branch`."""
-    txn.put(keys.BRANCH_KEY.pack(vbid, branch), records.encode_branch(row), db=environment.db(keys.DB_BRANCH))
+    txn.put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, branch), records.encode_branch(row))
 
 
-def get_branch(environment: Environment, txn: Any, vbid: int, branch: int) -> records.BranchRow:
+def get_branch(txn: Transaction, vbid: int, branch: int) -> records.BranchRow:
     """Read a row of `branch`."""
-    return records.decode_branch(txn.get(keys.BRANCH_KEY.pack(vbid, branch), db=environment.db(keys.DB_BRANCH)))
+    return records.decode_branch(txn.get(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, branch)))
 
 
-def refills(environment: Environment, txn: Any, vbid: int) -> tuple[tuple[int, ...], int]:
+def refills(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
     """When readers first saw a refilled copy, as far as branches of it are left; and how often they ever did."""
     vbid_key = keys.VBID_KEY.pack(vbid)
     moments = []
-    cursor = txn.cursor(environment.db(keys.DB_BRANCH))
+    cursor = txn.cursor(keys.DB_BRANCH)
     if cursor.set_range(vbid_key):
         for key, value in cursor.iternext():
             if key[:2] != vbid_key:
@@ -234,10 +221,10 @@ def refills(environment: Environment, txn: Any, vbid: int) -> tuple[tuple[int, .
             row = records.decode_branch(value)
             if row.reason == BranchReason.REFILL and row.time_ms:
                 moments.append(row.time_ms)
-    return tuple(moments), purge_row(environment, txn, vbid).refills_gone + len(moments)
+    return tuple(moments), purge_row(txn, vbid).refills_gone + len(moments)
 
 
-def forget(environment: Environment, txn: Any, vbid: int, numbers: list[int]) -> None:
+def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
     """Remove what is left of branches without rows: their rows in `branch`, copies of boundaries, leaps, manifests,
     prepares.
 
@@ -245,30 +232,27 @@ def forget(environment: Environment, txn: Any, vbid: int, numbers: list[int]) ->
     """
     refills = 0
     for number in numbers:
-        row = get_branch(environment, txn, vbid, number)
+        row = get_branch(txn, vbid, number)
         refills += row.reason == BranchReason.REFILL and row.time_ms > 0
-        txn.delete(keys.ROW.pack(number, row.base_seqno) + keys.BOUNDARY_SUFFIX, db=environment.db(keys.rows_db(vbid)))
-        txn.delete(keys.BRANCH_KEY.pack(vbid, number), db=environment.db(keys.DB_BRANCH))
+        txn.delete(keys.rows_db(vbid), keys.ROW.pack(number, row.base_seqno) + keys.BOUNDARY_SUFFIX)
+        txn.delete(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, number))
         prefix = keys.BRANCH_KEY.pack(vbid, number)
         for tree in (keys.DB_MANIFEST, keys.DB_SPAN):
-            cursor = txn.cursor(environment.db(tree))
+            cursor = txn.cursor(tree)
             there = cursor.set_range(prefix)
             while there and cursor.key()[: len(prefix)] == prefix:
                 there = cursor.delete()
-    prepares.forget_branches(environment, txn, vbid, frozenset(numbers))
-    purged = purge_row(environment, txn, vbid)
-    put_purge_row(environment, txn, vbid, purged._replace(refills_gone=purged.refills_gone + refills))
-    draw_chain_id(environment, txn, vbid)
+    prepares.forget_branches(txn, vbid, frozenset(numbers))
+    purged = purge_row(txn, vbid)
+    put_purge_row(txn, vbid, purged._replace(refills_gone=purged.refills_gone + refills))
+    draw_chain_id(txn, vbid)
 
 
-def move_manifests(
-    environment: Environment, txn: Any, vbid: int, branch: int, parent: int, base_seqno: int, to_seqno: int
-) -> None:
+def move_manifests(txn: Transaction, vbid: int, branch: int, parent: int, base_seqno: int, to_seqno: int) -> None:
     """Let the manifests of a branch up to `to_seqno` be its parent's (`merge`); those that the parent has above the
     base of the branch are of a history that was lost.
     """
-    tree = environment.db(keys.DB_MANIFEST)
-    cursor = txn.cursor(tree)
+    cursor = txn.cursor(keys.DB_MANIFEST)
     there = cursor.set_range(keys.MANIFEST_KEY.pack(vbid, parent, base_seqno + 1))
     while there and cursor.key()[:6] == keys.BRANCH_KEY.pack(vbid, parent):
         there = cursor.delete()
@@ -280,16 +264,14 @@ def move_manifests(
         moved.append((keys.BRANCH_KEY.pack(vbid, parent) + cursor.key()[6:], cursor.value()))
         there = cursor.delete()
     for key, value in moved:
-        txn.put(key, value, db=tree)
-    vbid_key = keys.VBID_KEY.pack(vbid)
-    pub = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
-    if pub[3] == branch and pub[4] <= to_seqno:
-        txn.put(vbid_key, keys.PUB.pack(*pub[:3], parent, *pub[4:]), db=environment.db(keys.DB_PUB))
+        txn.put(keys.DB_MANIFEST, key, value)
+    pub = txn.pub(vbid)
+    if pub.manifest_branch == branch and pub.manifest_seqno <= to_seqno:
+        txn.put_pub(vbid, pub._replace(manifest_branch=parent))
 
 
 def read_manifest(
-    environment: Environment,
-    txn: Any,
+    txn: Transaction,
     vbid: int,
     key: ManifestKey,
     known: Mapping[ManifestKey, Manifest] | None = None,
@@ -304,7 +286,7 @@ def read_manifest(
         return remembered, 0
     base = Manifest.initial()
     changes: list[ManifestChange] = []
-    for at, value in manifest_rows(environment, txn, vbid, chain.load(environment, txn, vbid, *key)):
+    for at, value in manifest_rows(txn, vbid, chain.load(txn, vbid, *key)):
         if not changes and at != key:
             break
         if (remembered := known.get(at)) is not None:
@@ -316,7 +298,7 @@ def read_manifest(
     if not changes:
         raise CorruptedError(
             f"the manifest record {key[0]}:{key[1]} is missing",
-            path=environment.path,
+            path=txn.path,
             vbid=vbid,
             hint="run `dcp-mirror check`",
         )
@@ -324,11 +306,9 @@ def read_manifest(
     return base.changed(*changes), len(changes)
 
 
-def manifest_rows(
-    environment: Environment, txn: Any, vbid: int, links: chain.Chain
-) -> Iterator[tuple[ManifestKey, bytes]]:
+def manifest_rows(txn: Transaction, vbid: int, links: chain.Chain) -> Iterator[tuple[ManifestKey, bytes]]:
     """Generate the manifest rows that a chain sees, newest first."""
-    cursor = txn.cursor(environment.db(keys.DB_MANIFEST))
+    cursor = txn.cursor(keys.DB_MANIFEST)
     for link in links:
         limit = keys.MANIFEST_KEY.pack(vbid, link.branch, link.cut)
         found = cursor.prev() if cursor.set_range(limit + b"\x00") else cursor.last()
@@ -338,30 +318,26 @@ def manifest_rows(
             found = cursor.prev()
 
 
-def forget_manifests_before(
-    environment: Environment, txn: Any, vbid: int, links: chain.Chain, key: ManifestKey
-) -> bool:
+def forget_manifests_before(txn: Transaction, vbid: int, links: chain.Chain, key: ManifestKey) -> bool:
     """Where a row is a whole manifest, remove those before it on the chain: what is read from here on needs none of
     them. False where it is not whole.
     """
-    tree = environment.db(keys.DB_MANIFEST)
-    data = txn.get(keys.MANIFEST_KEY.pack(vbid, *key), db=tree)
+    data = txn.get(keys.DB_MANIFEST, keys.MANIFEST_KEY.pack(vbid, *key))
     if data is None or not records.decode_manifest(data).whole:
         return False
-    older = [at for at, _ in manifest_rows(environment, txn, vbid, chain.recut(links, key[1] - 1))]
+    older = [at for at, _ in manifest_rows(txn, vbid, chain.recut(links, key[1] - 1))]
     for at in older:
-        txn.delete(keys.MANIFEST_KEY.pack(vbid, *at), db=tree)
+        txn.delete(keys.DB_MANIFEST, keys.MANIFEST_KEY.pack(vbid, *at))
     return bool(older)
 
 
-def manifest_key_on(environment: Environment, txn: Any, vbid: int, links: chain.Chain) -> ManifestKey:
+def manifest_key_on(txn: Transaction, vbid: int, links: chain.Chain) -> ManifestKey:
     """The newest manifest row that a chain sees."""
-    return next((key for key, _ in manifest_rows(environment, txn, vbid, links)), (0, 0))
+    return next((key for key, _ in manifest_rows(txn, vbid, links)), (0, 0))
 
 
 def put_published(
-    environment: Environment,
-    txn: Any,
+    txn: Transaction,
     state: VbucketState,
     branch: int,
     seqno: int,
@@ -375,32 +351,29 @@ def put_published(
     The branch of a refill, an OSO snapshot or a deferred rollback gets its time now, by which the purger knows that
     readers have seen it, and since when; where it has no parent the purger then starts on it from its beginning.
     """
-    vbid_key = keys.VBID_KEY.pack(state.vbid)
     if branch != state.branch:
-        row = get_branch(environment, txn, state.vbid, branch)
-        put_branch(environment, txn, state.vbid, branch, row._replace(time_ms=now.wall_ms, history_ms=now.history_ms))
+        row = get_branch(txn, state.vbid, branch)
+        put_branch(txn, state.vbid, branch, row._replace(time_ms=now.wall_ms, history_ms=now.history_ms))
         if state.rollback_deferred:
-            _put_rollback(environment, txn, state, branch, row.base_seqno, row.vbuuid, now.wall_ms, reached_seqno=seqno)
+            _put_rollback(txn, state, branch, row.base_seqno, row.vbuuid, now.wall_ms, reached_seqno=seqno)
         else:
-            purged = purge_row(environment, txn, state.vbid)
-            put_purge_row(environment, txn, state.vbid, purged._replace(purged_seqno=0, local_purge_seqno=0))
+            purged = purge_row(txn, state.vbid)
+            put_purge_row(txn, state.vbid, purged._replace(purged_seqno=0, local_purge_seqno=0))
     floor = state.history_floor_seqno if state.staging_published_seqno else seqno
-    pub = keys.PUB.pack(branch, seqno, floor, *manifest_key, 0)
-    txn.put(vbid_key, pub, db=environment.db(keys.DB_PUB))
+    txn.put_pub(state.vbid, records.Pub(branch, seqno, floor, *manifest_key))
     if state.rollback_deferred and seqno == state.staging_published_seqno:
         return counters  # its boundary is there since the branch was opened
     if not seqno and branch == state.branch:
         return counters  # the source has nothing: `state` says so, and there is nothing to go back to
     if seqno == state.staging_published_seqno:
         counters = counters._replace(ordinal=counters.ordinal - 1)  # it takes the place of the one that is there
-    put_boundary(environment, txn, state, branch, seqno, snap_start_seqno, now, counters)
-    chain.put_span(environment, txn, state.vbid, branch, seqno, state.staging_published_seqno)
+    put_boundary(txn, state, branch, seqno, snap_start_seqno, now, counters)
+    chain.put_span(txn, state.vbid, branch, seqno, state.staging_published_seqno)
     return Counters(counters.ordinal + 1, counters.row_bytes)
 
 
 def put_boundary(
-    environment: Environment,
-    txn: Any,
+    txn: Transaction,
     state: VbucketState,
     branch: int,
     seqno: int,
@@ -414,7 +387,7 @@ def put_boundary(
     value = keys.BOUNDARY.pack(
         min(start, seqno), vbuuid, now.wall_ms, now.history_ms, counters.ordinal + 1, counters.row_bytes
     )
-    txn.put(key, value, db=environment.db(keys.rows_db(state.vbid)))
+    txn.put(keys.rows_db(state.vbid), key, value)
 
 
 def vbuuid_at(log: tuple[FailoverEntry, ...], seqno: int) -> int:
@@ -425,18 +398,15 @@ def vbuuid_at(log: tuple[FailoverEntry, ...], seqno: int) -> int:
     return 0
 
 
-def _next_branch(environment: Environment, txn: Any, vbid: int) -> int:
-    cursor = txn.cursor(environment.db(keys.DB_BRANCH))
-    last = cursor.prev() if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
-    if not last or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):
-        raise CorruptedError("the vbucket has no branch", path=environment.path, vbid=vbid)
-    number: int = keys.BRANCH_KEY.unpack(cursor.key())[1] + 1
-    return number
+def _next_branch(txn: Transaction, vbid: int) -> int:
+    newest = txn.newest_branch(vbid)
+    if not newest:
+        raise CorruptedError("the vbucket has no branch", path=txn.path, vbid=vbid)
+    return newest + 1
 
 
 def _open_branch(
-    environment: Environment,
-    txn: Any,
+    txn: Transaction,
     vbid: int,
     parent: int | None,
     base: int,
@@ -446,8 +416,8 @@ def _open_branch(
     history_ids: records.HistoryIds = (),
     first_branch: int = 0,
 ) -> int:
-    number = _next_branch(environment, txn, vbid)
-    history_ids = (*history_ids, (environment.history_id, base))
+    number = _next_branch(txn, vbid)
+    history_ids = (*history_ids, (txn.environment.history_id, base))
     row = records.BranchRow(
         parent,
         base,
@@ -458,7 +428,7 @@ def _open_branch(
         first_branch=first_branch,
         history_ids=history_ids,
     )
-    put_branch(environment, txn, vbid, number, row)
+    put_branch(txn, vbid, number, row)
     return number
 
 
@@ -468,41 +438,37 @@ def with_history(history_ids: records.HistoryIds, history_id: int, above_seqno: 
     return (*kept, (history_id, above_seqno))[-HISTORY_IDS_MAX:]
 
 
-def begin_history(environment: Environment, txn: Any, vbid: int) -> None:
+def begin_history(txn: Transaction, vbid: int) -> None:
     """Let positions above what is published be of a new history.
 
     To be called where commits that readers saw may have been undone (a power cut, an older copy of the file): positions
     that were given out above what is published now must not be taken for those that the next commits make.
     """
-    vbid_key = keys.VBID_KEY.pack(vbid)
-    pub = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
-    branch, published = pub[:2]
-    staging = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))[0]
-    row = get_branch(environment, txn, vbid, branch)
-    history_ids = with_history(row.history_ids, environment.history_id, published)
-    put_branch(environment, txn, vbid, branch, row._replace(history_ids=history_ids))
-    if staging != branch:  # never published as far as this file knows
-        row = get_branch(environment, txn, vbid, staging)
-        put_branch(environment, txn, vbid, staging, row._replace(history_ids=((environment.history_id, 0),)))
+    history_id = txn.environment.history_id
+    pub = txn.pub(vbid)
+    staging = txn.state_row(vbid).staging_branch
+    row = get_branch(txn, vbid, pub.branch)
+    put_branch(txn, vbid, pub.branch, row._replace(history_ids=with_history(row.history_ids, history_id, pub.seqno)))
+    if staging != pub.branch:  # never published as far as this file knows
+        row = get_branch(txn, vbid, staging)
+        put_branch(txn, vbid, staging, row._replace(history_ids=((history_id, 0),)))
 
 
-def _put_state(
-    environment: Environment, txn: Any, state: VbucketState, branch: int, seqno: int, **changes: Any
-) -> None:
+def _put_state(txn: Transaction, state: VbucketState, branch: int, seqno: int, **changes: Any) -> None:
     """`state` of a vbucket that stands on `branch` at the complete end `seqno`, with nothing staged above it."""
-    row = records.encode_state(
+    row = records.StateRow(
         branch,
         seqno,
         seqno,
         seqno,
         None,
-        changes.get("failover_log", state.failover_log),
-        changes.get("source_purge_seqno", state.source_purge_seqno),
-        changes.get("rollback_count", state.rollback_count),
-        changes.get("last_rollback_ms", state.last_rollback_ms),
-        changes.get("stream_filter", state.stream_filter),
+        state.failover_log,
+        state.source_purge_seqno,
+        state.rollback_count,
+        state.last_rollback_ms,
+        state.stream_filter,
     )
-    txn.put(keys.VBID_KEY.pack(state.vbid), row, db=environment.db(keys.DB_STATE))
+    txn.put_state_row(state.vbid, row._replace(**changes))
 
 
 def prune_failover_log(log: tuple[FailoverEntry, ...], boundary: Boundary) -> tuple[FailoverEntry, ...]:
@@ -513,7 +479,7 @@ def prune_failover_log(log: tuple[FailoverEntry, ...], boundary: Boundary) -> tu
     return kept
 
 
-def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary: Boundary, now: Moment) -> None:
+def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Moment) -> None:
     """Open a branch at a kept boundary of the served chain and serve it.
 
     While a refill is under way the failover log is that of its stream, which the served copy may share nothing with:
@@ -523,18 +489,16 @@ def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary:
     own_log = state.failover_log if state.staging_branch == state.branch or state.rollback_deferred else ()
     log = prune_failover_log(own_log, boundary)
     to_vbuuid = vbuuid_at(log, at)
-    served = chain.load(environment, txn, vbid, state.branch, at)
-    manifest_key = manifest_key_on(environment, txn, vbid, served)
-    branch = _open_branch(environment, txn, vbid, state.branch, at, to_vbuuid, BranchReason.ROLLBACK, now)
-    pub = keys.PUB.pack(branch, at, min(state.history_floor_seqno, at), *manifest_key, 0)
-    txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
-    _copy_boundary(environment, txn, vbid, branch, boundary, to_vbuuid)
-    _put_rollback(environment, txn, state, branch, at, to_vbuuid, now.wall_ms)
+    served = chain.load(txn, vbid, state.branch, at)
+    manifest_key = manifest_key_on(txn, vbid, served)
+    branch = _open_branch(txn, vbid, state.branch, at, to_vbuuid, BranchReason.ROLLBACK, now)
+    txn.put_pub(vbid, records.Pub(branch, at, min(state.history_floor_seqno, at), *manifest_key))
+    _copy_boundary(txn, vbid, branch, boundary, to_vbuuid)
+    _put_rollback(txn, state, branch, at, to_vbuuid, now.wall_ms)
     # What the streams of the served copy were filtered to was forgotten when the refill began: then nobody knows.
     other_copy = state.staging_branch != state.branch and not state.rollback_deferred
     unknown = state.stream_filter is not None and other_copy
     _put_state(
-        environment,
         txn,
         state,
         branch,
@@ -546,18 +510,15 @@ def roll_back(environment: Environment, txn: Any, state: VbucketState, boundary:
     )
 
 
-def _copy_boundary(
-    environment: Environment, txn: Any, vbid: Vbid, branch: int, boundary: Boundary, vbuuid: int
-) -> None:
+def _copy_boundary(txn: Transaction, vbid: Vbid, branch: int, boundary: Boundary, vbuuid: int) -> None:
     """A branch that continues a boundary begins with a copy of it."""
     key = keys.ROW.pack(branch, boundary.seqno) + keys.BOUNDARY_SUFFIX
     value = chain.boundary_value(replace(boundary, vbuuid=Vbuuid(vbuuid)))
-    txn.put(key, value, db=environment.db(keys.rows_db(vbid)))
+    txn.put(keys.rows_db(vbid), key, value)
 
 
 def _put_rollback(
-    environment: Environment,
-    txn: Any,
+    txn: Transaction,
     state: VbucketState,
     branch: int,
     to_seqno: int,
@@ -567,17 +528,17 @@ def _put_rollback(
 ) -> None:
     """The record of a rollback from what is served."""
     vbid = state.vbid
-    served = chain.load(environment, txn, vbid, state.branch, state.published_seqno)
-    newest = chain.newest_boundary(environment, txn, vbid, served, state.published_seqno)
+    served = chain.load(txn, vbid, state.branch, state.published_seqno)
+    newest = chain.newest_boundary(txn, vbid, served, state.published_seqno)
     from_vbuuid = newest.vbuuid if newest is not None else 0
     record = records.encode_rollback(
         state.branch, state.published_seqno, branch, to_seqno, from_vbuuid, to_vbuuid, now_ms, reached_seqno
     )
     key = keys.ROLLBACK_KEY.pack(vbid, state.rollback_count + 1)
-    txn.put(key, record, db=environment.db(keys.DB_ROLLBACK))
+    txn.put(keys.DB_ROLLBACK, key, record)
 
 
-def defer_rollback(environment: Environment, txn: Any, state: VbucketState, boundary: Boundary) -> None:
+def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) -> None:
     """Open a branch at a kept boundary of the served chain, and stage on it; readers stay where they are.
 
     Its first publish is the rollback (`put_published`): then readers go from what they see to that end in one step.
@@ -585,21 +546,21 @@ def defer_rollback(environment: Environment, txn: Any, state: VbucketState, boun
     log = prune_failover_log(state.failover_log, boundary)
     vbuuid = vbuuid_at(log, boundary.seqno)
     branch = _open_branch(
-        environment, txn, state.vbid, state.branch, boundary.seqno, vbuuid, BranchReason.DEFERRED_ROLLBACK, Moment(0, 0)
+        txn, state.vbid, state.branch, boundary.seqno, vbuuid, BranchReason.DEFERRED_ROLLBACK, Moment(0, 0)
     )
-    _copy_boundary(environment, txn, state.vbid, branch, boundary, vbuuid)
-    _put_state(environment, txn, state, branch, boundary.seqno, failover_log=log)
+    _copy_boundary(txn, state.vbid, branch, boundary, vbuuid)
+    _put_state(txn, state, branch, boundary.seqno, failover_log=log)
 
 
-def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_key: ManifestKey, now: Moment) -> None:
+def abandon(txn: Transaction, state: VbucketState, manifest_key: ManifestKey, now: Moment) -> None:
     """Leave rows of an unfinished snapshot behind on their branch, where no chain will ever see them."""
     vbid = state.vbid
     base = state.published_seqno
     if state.rollback_deferred:
-        defer_rollback(environment, txn, state, _boundary_at(environment, txn, state, state.staging_published_seqno))
+        defer_rollback(txn, state, _boundary_at(txn, state, state.staging_published_seqno))
         return
-    if staging_reason(environment, txn, state) is BranchReason.REFILL:
-        begin_refill(environment, txn, state, BranchReason.REFILL)
+    if staging_reason(txn, state) is BranchReason.REFILL:
+        begin_refill(txn, state, BranchReason.REFILL)
         return
     # Also for a broken OSO snapshot: rows of its branch are in the tree, so going on needs a newer branch to append to.
     # Its failover log is not that of the copy which is served again: that one's was replaced, so it names no history.
@@ -610,65 +571,56 @@ def abandon(environment: Environment, txn: Any, state: VbucketState, manifest_ke
     parent: int = state.branch
     first_branch = parent + 1
     history_ids: records.HistoryIds = ()
-    left = get_branch(environment, txn, vbid, parent)
+    left = get_branch(txn, vbid, parent)
     if left.reason == BranchReason.ABANDONED and left.base_seqno == base and left.parent is not None:
         # Nothing was published on the one that is left: the new one takes its place on the chain, and its positions.
         parent, first_branch, history_ids = left.parent, left.first_branch, left.history_ids[:1]
-    branch = _open_branch(
-        environment, txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now, history_ids, first_branch
-    )
-    pub = keys.PUB.pack(branch, base, state.history_floor_seqno, *manifest_key, 0)
-    txn.put(keys.VBID_KEY.pack(vbid), pub, db=environment.db(keys.DB_PUB))
+    branch = _open_branch(txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now, history_ids, first_branch)
+    txn.put_pub(vbid, records.Pub(branch, base, state.history_floor_seqno, *manifest_key))
     if base:
-        boundary = _boundary_at(environment, txn, state, base)
-        _copy_boundary(environment, txn, vbid, branch, boundary, boundary.vbuuid)
+        boundary = _boundary_at(txn, state, base)
+        _copy_boundary(txn, vbid, branch, boundary, boundary.vbuuid)
     stream_filter = "" if other_copy and state.stream_filter is not None else state.stream_filter
-    _put_state(environment, txn, state, branch, base, failover_log=log, stream_filter=stream_filter)
+    _put_state(txn, state, branch, base, failover_log=log, stream_filter=stream_filter)
 
 
-def _boundary_at(environment: Environment, txn: Any, state: VbucketState, seqno: int) -> Boundary:
+def _boundary_at(txn: Transaction, state: VbucketState, seqno: int) -> Boundary:
     """The boundary of the served chain that is at `seqno`."""
-    served = chain.load(environment, txn, state.vbid, state.branch, seqno)
-    boundary = chain.newest_boundary(environment, txn, state.vbid, served, seqno)
+    served = chain.load(txn, state.vbid, state.branch, seqno)
+    boundary = chain.newest_boundary(txn, state.vbid, served, seqno)
     if boundary is None or boundary.seqno != seqno:
-        raise CorruptedError(f"published seqno {seqno} has no boundary", path=environment.path, vbid=state.vbid)
+        raise CorruptedError(f"published seqno {seqno} has no boundary", path=txn.path, vbid=state.vbid)
     return boundary
 
 
-def set_unavailable(environment: Environment, txn: Any, vbid: int, unavailable: bool) -> bool:
+def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> bool:
     """Have readers of a vbucket that is being refilled refused, or not; False when nothing had to be changed."""
-    vbid_key = keys.VBID_KEY.pack(vbid)
-    *pub, flags = unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)
-    if not flags & keys.PUB_STALE or bool(flags & keys.PUB_UNAVAILABLE) == unavailable:
+    pub = txn.pub(vbid)
+    if not pub.is_stale or pub.is_unavailable == unavailable:
         return False
-    txn.put(vbid_key, keys.PUB.pack(*pub, flags ^ keys.PUB_UNAVAILABLE), db=environment.db(keys.DB_PUB))
+    txn.put_pub(vbid, pub._replace(flags=pub.flags ^ keys.PUB_UNAVAILABLE))
     return True
 
 
-def staging_reason(environment: Environment, txn: Any, state: VbucketState) -> BranchReason:
+def staging_reason(txn: Transaction, state: VbucketState) -> BranchReason:
     """Why the staging branch was opened."""
-    reason = BranchReason(get_branch(environment, txn, state.vbid, state.staging_branch).reason)
+    reason = BranchReason(get_branch(txn, state.vbid, state.staging_branch).reason)
     assert (state.staging_branch == state.branch) or reason in (BranchReason.REFILL, BranchReason.OSO), state
     # A published refill or OSO branch is served like any other.
     return reason if state.staging_branch != state.branch else BranchReason.FIRST
 
 
-def begin_refill(
-    environment: Environment, txn: Any, state: VbucketState, reason: BranchReason, *, unavailable: bool = False
-) -> None:
+def begin_refill(txn: Transaction, state: VbucketState, reason: BranchReason, *, unavailable: bool = False) -> None:
     """A staging branch without parent, beside what is served; its time stays 0 until readers see it.
 
     The flag in `pub` says that a refill is under way. An OSO snapshot keeps the failover log: it is that of its stream,
     which was accepted, and its log saved, before its first message.
     """
-    branch = _open_branch(environment, txn, state.vbid, None, 0, 0, reason, Moment(0, 0))
-    vbid_key = keys.VBID_KEY.pack(state.vbid)
-    pub = list(unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, state.vbid))
+    branch = _open_branch(txn, state.vbid, None, 0, 0, reason, Moment(0, 0))
     if reason is BranchReason.REFILL:
-        pub[5] |= keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
-    txn.put(vbid_key, keys.PUB.pack(*pub), db=environment.db(keys.DB_PUB))
+        pub = txn.pub(state.vbid)
+        flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
+        txn.put_pub(state.vbid, pub._replace(flags=pub.flags | flags))
     log = state.failover_log if reason is BranchReason.OSO else ()
     kept_filter = state.stream_filter if reason is BranchReason.OSO else None
-    _put_state(
-        environment, txn, state, branch, 0, failover_log=log, source_purge_seqno=Seqno(0), stream_filter=kept_filter
-    )
+    _put_state(txn, state, branch, 0, failover_log=log, source_purge_seqno=Seqno(0), stream_filter=kept_filter)

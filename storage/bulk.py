@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from storage import keys, seal
 from storage.errors import CorruptedError
 from storage.model import Kind
+from storage.transaction import Transaction
 from storage.view import CHUNK_BYTES, Pin, View
 
 ROWS_MAX = 2_000
@@ -92,7 +93,7 @@ class _Read:
         self._environment = self._opened.environment
         self._standing = view.standing(pin)
         with self._environment.read() as txn:
-            manifest = view._manifest(self._environment, txn, pin.vbid, self._standing.manifest_key)
+            manifest = view._manifest(txn, pin.vbid, self._standing.manifest_key)
         asked = manifest.collections if collection_ids is None else manifest.collections.keys() & set(collection_ids)
         self._collections = sorted(
             (keys.encode_collection_id(each), each, manifest.collections[each].begin_seqno.to_bytes(8, "big"))
@@ -118,7 +119,7 @@ class _Read:
                 taken: list[list[bytes]] = [[] for _ in self._collections]
                 byte_counts = [0 for _ in self._collections]
                 with self._transaction() as txn:
-                    cursor = txn.cursor(self._opened.rows)
+                    cursor = txn.raw.cursor(self._opened.rows)
                     for _ in range(0, self._rows_max, GET_ROWS):
                         frames, position = self._run(cursor, position, first)
                         row_count += len(frames)
@@ -207,7 +208,7 @@ class _Read:
                     ]
                     frames: list[bytes] = []
                     byte_count = 0
-                    rows = txn.cursor(self._opened.rows)
+                    rows = txn.raw.cursor(self._opened.rows)
                     while len(frames) < len(found):
                         run = found[len(frames) : len(frames) + GET_ROWS]
                         got = rows.getmulti([versions[key][:12] for key in run])
@@ -231,17 +232,17 @@ class _Read:
         return Chunk(collection_id, [each[: -seal.SIZE] for each in stored], byte_count - seal.SIZE * len(stored))
 
     @contextmanager
-    def _transaction(self) -> Iterator[Any]:
+    def _transaction(self) -> Iterator[Transaction]:
         """A read of what is certainly there still."""
         with self._environment.read() as txn:
-            self._view._revalidate(self._environment, txn, self._vbid, self._standing)
+            self._view._revalidate(txn, self._vbid, self._standing)
             yield txn
 
     def _versions(
-        self, txn: Any, position: bytes, prefix: bytes, end: bytes | None
+        self, txn: Transaction, position: bytes, prefix: bytes, end: bytes | None
     ) -> tuple[dict[bytes, bytes], bytes]:
         """The newest visible version of some keys from `position` on, and where to go on (empty: the end)."""
-        cursor = txn.cursor(self._opened.keys)
+        cursor = txn.raw.cursor(self._opened.keys)
         if not cursor.set_range(position):
             return {}, b""
         entries = cursor.iternext()
@@ -267,7 +268,7 @@ def collection_names(view: View, pin: Pin) -> dict[int, str]:
     opened = view._open(pin.vbid)
     with opened.environment.read() as txn:
         standing = view._standing(opened, txn, pin)
-        manifest = view._manifest(opened.environment, txn, pin.vbid, standing.manifest_key)
+        manifest = view._manifest(txn, pin.vbid, standing.manifest_key)
     return {
         each.collection_id: f"{manifest.scopes.get(each.scope_id, '?')}.{each.name}"
         for each in manifest.collections.values()

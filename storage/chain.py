@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from storage import keys, records
-from storage.environment import Environment
 from storage.errors import CorruptedError
 from storage.model import SEQNO_MAX, Boundary, Branch, Seqno, Vbid, Vbuuid
+from storage.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,20 @@ SPAN_SEQNOS = 100
 """A snapshot with more seqnos than this is leapt over when boundaries are looked for."""
 
 
-def load(environment: Environment, txn: Any, vbid: int, branch: int, cut: int) -> Chain:
+def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
     """The chain of `branch` cut at `cut`, newest first."""
     links: list[Link] = []
-    db = environment.db(keys.DB_BRANCH)
     current: int | None = branch
     while current is not None:
-        data = txn.get(keys.BRANCH_KEY.pack(vbid, current), db=db)
+        data = txn.get(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, current))
         if data is None and not links:
-            data = _successor(txn.cursor(db), vbid, current)
+            data = _successor(txn.cursor(keys.DB_BRANCH), vbid, current)
         try:
             row = records.decode_branch(data)
         except CorruptedError as error:
-            raise CorruptedError(f"branch {current}: {error.message}", path=environment.path, vbid=vbid) from error
+            raise CorruptedError(f"branch {current}: {error.message}", path=txn.path, vbid=vbid) from error
         if row.parent is not None and row.parent >= current:
-            raise CorruptedError(f"branch {current} has parent {row.parent}", path=environment.path, vbid=vbid)
+            raise CorruptedError(f"branch {current} has parent {row.parent}", path=txn.path, vbid=vbid)
         links.append(Link(current, row.base_seqno, cut, row.kept_seqno, row.first_branch or current, row.history_ids))
         cut = min(cut, row.base_seqno)
         current = row.parent
@@ -164,21 +163,21 @@ def boundary_value(boundary: Boundary) -> bytes:
     )
 
 
-def newest_boundary(environment: Environment, txn: Any, vbid: Vbid, chain: Chain, to_seqno: int) -> Boundary | None:
+def newest_boundary(txn: Transaction, vbid: Vbid, chain: Chain, to_seqno: int) -> Boundary | None:
     """The newest kept boundary of the chain with seqno <= `to_seqno`; None when there is none above 0."""
-    for boundary in boundaries(environment, txn, vbid, recut(chain, to_seqno)):
+    for boundary in boundaries(txn, vbid, recut(chain, to_seqno)):
         return boundary
     return None
 
 
-def boundaries(environment: Environment, txn: Any, vbid: Vbid, chain: Chain) -> Iterator[Boundary]:
+def boundaries(txn: Transaction, vbid: Vbid, chain: Chain) -> Iterator[Boundary]:
     """Generate the kept boundaries of a chain, newest first. Each once, though a rollback's branch repeats its base.
 
     Walks rows backwards, but leaps over those of long snapshots (`span`): from one boundary to the next it costs at
     most `SPAN_SEQNOS` rows.
     """
-    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
-    spans = txn.cursor(environment.db(keys.DB_SPAN))
+    cursor = txn.cursor(keys.rows_db(vbid))
+    spans = txn.cursor(keys.DB_SPAN)
     last = None
     for link in chain:
         prefix = keys.PREFIX.pack(link.branch)
@@ -202,14 +201,12 @@ def boundaries(environment: Environment, txn: Any, vbid: Vbid, chain: Chain) -> 
                         break
 
 
-def boundaries_after(
-    environment: Environment, txn: Any, vbid: Vbid, chain: Chain, after_seqno: int
-) -> Iterator[Boundary]:
+def boundaries_after(txn: Transaction, vbid: Vbid, chain: Chain, after_seqno: int) -> Iterator[Boundary]:
     """Generate the boundaries of a chain above a seqno, rising. From one to the next it costs `SPAN_SEQNOS` rows at
     most, as `boundaries` does.
     """
-    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
-    spans = txn.cursor(environment.db(keys.DB_SPAN))
+    cursor = txn.cursor(keys.rows_db(vbid))
+    spans = txn.cursor(keys.DB_SPAN)
     for link in reversed(chain):
         limit = keys.ROW.pack(link.branch, link.cut) + b"\xff"
         position = max(after_seqno, link.base_seqno)
@@ -241,8 +238,8 @@ def _before_span(spans: Any, vbid: int, link: Link) -> int:
     return link.cut
 
 
-def put_span(environment: Environment, txn: Any, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
+def put_span(txn: Transaction, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
     """Remember that no boundary lies between two seqnos of a branch, where that spares a long walk."""
     if end_seqno - before_seqno > SPAN_SEQNOS:
         key = keys.SPAN_KEY.pack(vbid, branch, end_seqno)
-        txn.put(key, keys.SEQNO.pack(before_seqno), db=environment.db(keys.DB_SPAN))
+        txn.put(keys.DB_SPAN, key, keys.SEQNO.pack(before_seqno))

@@ -10,14 +10,14 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import lmdb
 
 from storage import branches, chain, directory, keys, prepares, records, seal
-from storage.environment import DATA_FILE, MAP_SIZE, SHARED, Environment
+from storage.environment import DATA_FILE, MAP_SIZE, SHARED
 from storage.errors import CorruptedError, StorageError
 from storage.model import SEQNO_MAX, BranchReason, Identity, Kind, Vbid
+from storage.transaction import Transaction
 
 PROBLEMS_MAX = 1000
 """A damaged file can hold millions of contradictions; the first thousand tell the story."""
@@ -77,15 +77,15 @@ def _check_group(
             return
         environment.open_all()
         with environment.read() as txn:
-            stored = txn.get(b"identity", db=environment.db(keys.DB_META))
+            stored = txn.get(keys.DB_META, b"identity")
             directory.check_identity(stored, identity, group, folder)
-            if len(txn.get(b"fence", db=environment.db(keys.DB_META)) or b"") != keys.SEQNO.size:
+            if len(txn.get(keys.DB_META, b"fence") or b"") != keys.SEQNO.size:
                 report.add(f"group {group}", "its fence is not a number of 8 bytes")
-            _check_strays(environment, txn, set(vbids), group, report)
+            _check_strays(txn, set(vbids), group, report)
         for vbid in vbids:
             try:
                 with environment.read() as txn:
-                    _Walk(environment, txn, Vbid(vbid), report).run()
+                    _Walk(txn, Vbid(vbid), report).run()
             except (StorageError, struct.error, ValueError, IndexError) as error:
                 report.add(f"vbucket {vbid}", str(error))
             report.vbuckets += 1
@@ -108,12 +108,12 @@ def _check_pages(folder: str, group: int, report: Report) -> bool:
     return not problems
 
 
-def _check_strays(environment: Environment, txn: Any, vbids: set[int], group: int, report: Report) -> None:
+def _check_strays(txn: Transaction, vbids: set[int], group: int, report: Report) -> None:
     """Rows of shared trees that speak of vbuckets of other groups."""
     for name in keys.SHARED_DBS:
-        if name == keys.DB_META or not environment.has(name):
+        if name == keys.DB_META or not txn.environment.has(name):
             continue
-        for key, _ in txn.cursor(environment.db(name)).iternext():
+        for key, _ in txn.cursor(name).iternext():
             vbid = int.from_bytes(key[:2], "big")
             if vbid not in vbids:
                 report.add(f"group {group}", f"tree {name.decode()} has a row of vbucket {vbid}")
@@ -122,8 +122,7 @@ def _check_strays(environment: Environment, txn: Any, vbids: set[int], group: in
 class _Walk:
     """The walk over one vbucket, in one transaction."""
 
-    def __init__(self, environment: Environment, txn: Any, vbid: Vbid, report: Report) -> None:
-        self.environment = environment
+    def __init__(self, txn: Transaction, vbid: Vbid, report: Report) -> None:
         self.txn = txn
         self.vbid = vbid
         self.report = report
@@ -132,17 +131,17 @@ class _Walk:
         self.report.add(f"vbucket {self.vbid}", what)
 
     def run(self) -> None:
-        loaded = branches.load(self.environment, self.txn, self.vbid)
+        loaded = branches.load(self.txn, self.vbid)
         self.state = loaded.state
         self.indexed = loaded.indexed_seqno
         self._check_state()
         known = self._check_branches()
-        self.served = chain.load(self.environment, self.txn, self.vbid, self.state.branch, self.state.published_seqno)
+        self.served = chain.load(self.txn, self.vbid, self.state.branch, self.state.published_seqno)
         self._check_boundaries()
         references = self._check_rows(known)
         self._check_keys(references)
         self._check_manifests()
-        if self.environment.has(keys.DB_PREPARE):
+        if self.txn.environment.has(keys.DB_PREPARE):
             self._check_prepares(known)
 
     def _check_state(self) -> None:
@@ -169,7 +168,7 @@ class _Walk:
 
     def _check_branches(self) -> set[int]:
         known: dict[int, tuple[int | None, int]] = {}
-        cursor = self.txn.cursor(self.environment.db(keys.DB_BRANCH))
+        cursor = self.txn.cursor(keys.DB_BRANCH)
         if cursor.set_range(keys.BRANCH_KEY.pack(self.vbid, 0)):
             for key, value in cursor.iternext():
                 vbid, branch = keys.BRANCH_KEY.unpack(key)
@@ -195,7 +194,7 @@ class _Walk:
         state = self.state
         last = None
         found = []
-        for boundary in chain.boundaries(self.environment, self.txn, self.vbid, self.served):
+        for boundary in chain.boundaries(self.txn, self.vbid, self.served):
             if last is not None and boundary.seqno >= last:
                 self._add(f"boundaries do not fall: {boundary.seqno} below {last}")
             if boundary.snap_start_seqno > boundary.seqno:
@@ -212,7 +211,7 @@ class _Walk:
 
     def _check_counters(self) -> None:
         """From the floor on, each boundary counts the one before it and the rows between."""
-        cursor = self.txn.cursor(self.environment.db(keys.rows_db(self.vbid)))
+        cursor = self.txn.cursor(keys.rows_db(self.vbid))
         before = None
         row_bytes = 0
         for link in reversed(self.served):
@@ -239,8 +238,8 @@ class _Walk:
 
     def _check_spans(self) -> None:
         """Where `span` says that no boundary lies, none lies."""
-        cursor = self.txn.cursor(self.environment.db(keys.DB_SPAN))
-        rows = self.txn.cursor(self.environment.db(keys.rows_db(self.vbid)))
+        cursor = self.txn.cursor(keys.DB_SPAN)
+        rows = self.txn.cursor(keys.rows_db(self.vbid))
         if not cursor.set_range(keys.SPAN_KEY.pack(self.vbid, 0, 0)):
             return
         for key, value in cursor.iternext():
@@ -263,7 +262,7 @@ class _Walk:
         """
         state = self.state
         references: dict[bytes, int] | None = {}
-        for key, value in self.txn.cursor(self.environment.db(keys.rows_db(self.vbid))).iternext():
+        for key, value in self.txn.cursor(keys.rows_db(self.vbid)).iternext():
             if len(key) == keys.BOUNDARY_KEY_SIZE and key[-1:] == keys.BOUNDARY_SUFFIX:
                 chain.boundary_of(key, value, self.vbid)
                 continue
@@ -279,7 +278,7 @@ class _Walk:
             if seqno <= self.bases[branch]:
                 self._add(f"{where} is not above its branch's base {self.bases[branch]}")
             try:
-                frame = seal.frame_of(value, key, self.vbid, self.environment.path)
+                frame = seal.frame_of(value, key, self.vbid, self.txn.path)
                 document = records.decode_row(self.vbid, branch, frame)
             except CorruptedError as error:
                 self._add(f"{where}: {error.message}")
@@ -299,7 +298,7 @@ class _Walk:
         return references
 
     def _is_oso(self, branch: int) -> bool:
-        row = branches.get_branch(self.environment, self.txn, self.vbid, branch)
+        row = branches.get_branch(self.txn, self.vbid, branch)
         return branch != self.state.branch and row.reason == BranchReason.OSO
 
     def _must_have_key_row(self, branch: int, seqno: int) -> bool:
@@ -310,10 +309,10 @@ class _Walk:
 
     def _check_keys(self, references: dict[bytes, int] | None) -> None:
         """Every key row points to a row of that key and kind, and every visible row is pointed to."""
-        rows_db = self.environment.db(keys.rows_db(self.vbid))
+        rows_db = keys.rows_db(self.vbid)
         pointed = 0
         previous = b""
-        for wire_key, dup in self.txn.cursor(self.environment.db(keys.keys_db(self.vbid))).iternext():
+        for wire_key, dup in self.txn.cursor(keys.keys_db(self.vbid)).iternext():
             self.report.key_rows += 1
             if len(dup) != keys.DUP_SIZE:
                 self._add(f"key {wire_key!r} has a reference of {len(dup)} bytes")
@@ -330,7 +329,7 @@ class _Walk:
                     self._add(f"key {wire_key!r} points to row {_show(position)}, which is another document's")
                 pointed += 1
                 continue
-            frame = self.txn.get(position, db=rows_db)
+            frame = self.txn.get(rows_db, position)
             if frame is None:
                 self._add(f"key {wire_key!r} points to row {_show(position)}, which is missing")
             elif records.key_rows([(position, frame)]) != [(wire_key, dup)]:
@@ -339,7 +338,7 @@ class _Walk:
             self._report_unpointed(references)
 
     def _report_unpointed(self, references: dict[bytes, int]) -> None:
-        key_tree = self.txn.cursor(self.environment.db(keys.keys_db(self.vbid)))
+        key_tree = self.txn.cursor(keys.keys_db(self.vbid))
         for _, dup in key_tree.iternext():
             references.pop(dup[:12], None)
         for position in references:
@@ -348,10 +347,10 @@ class _Walk:
     def _check_prepares(self, known: set[int]) -> None:
         """Every prepare is whole, lies where its branch may have it, and is the only open one of its key."""
         state = self.state
-        links = chain.load(self.environment, self.txn, self.vbid, state.staging_branch, state.staged_seqno)
+        links = chain.load(self.txn, self.vbid, state.staging_branch, state.staged_seqno)
         cuts = {link.branch: link.cut for link in links}
         found: set[bytes] = set()
-        for at, settled, frame in prepares.rows(self.environment, self.txn, self.vbid):
+        for at, settled, frame in prepares.rows(self.txn, self.vbid):
             where = f"prepare {at[0]}:{at[1]}"
             if at[0] not in known:
                 self._add(f"{where} is of an unknown branch")
@@ -371,7 +370,7 @@ class _Walk:
                 found.add(key)
 
     def _check_manifests(self) -> None:
-        cursor = self.txn.cursor(self.environment.db(keys.DB_MANIFEST))
+        cursor = self.txn.cursor(keys.DB_MANIFEST)
         if cursor.set_range(keys.MANIFEST_KEY.pack(self.vbid, 0, 0)):
             for key, value in cursor.iternext():
                 vbid, branch, seqno = keys.MANIFEST_KEY.unpack(key)

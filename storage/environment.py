@@ -21,6 +21,7 @@ import lmdb
 
 from storage import keys
 from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError, ViewInvalidated
+from storage.transaction import Transaction
 
 MAP_SIZE = 64 << 30
 """Address space reserved per environment, bytes. The file only takes what is written; the writer grows it when full."""
@@ -309,11 +310,11 @@ class Environment:
         self.running.pop()
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[Any]:
+    def read(self) -> Iterator[Transaction]:
         """A read transaction as a context; LMDB errors leave it by their names here."""
         txn = self.begin()
         try:
-            yield txn
+            yield Transaction(self, txn)
         except lmdb.Error as error:
             raise storage_error(error, self.path) from error
         finally:

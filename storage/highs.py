@@ -6,18 +6,15 @@ the work of one call is bounded, and where it was not enough the caller is told 
 
 from __future__ import annotations
 
-from typing import Any
-
 from storage import chain, keys
-from storage.environment import Environment
 from storage.model import Kind
+from storage.transaction import Transaction
 
 _HEADER_SIZE = 24
 
 
 def newest_of_collection(
-    environment: Environment,
-    txn: Any,
+    txn: Transaction,
     vbid: int,
     links: chain.Chain,
     collection_id: int,
@@ -29,7 +26,7 @@ def newest_of_collection(
     (`below` of the next call; 0: there is nothing more to look at).
     """
     wanted = keys.encode_collection_id(collection_id)
-    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    cursor = txn.cursor(keys.rows_db(vbid))
     left = rows_max
     for link in links:
         prefix, top, bottom = keys.PREFIX.pack(link.branch), min(link.cut, below), max(link.base_seqno, down_to)

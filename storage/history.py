@@ -7,11 +7,11 @@ for their key rows.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from storage import branches, chain, keys
-from storage.environment import Environment
 from storage.model import Seqno, Vbid
+from storage.transaction import Transaction
 
 
 class History(NamedTuple):
@@ -38,17 +38,16 @@ class History(NamedTuple):
     """When readers first saw the last such copy that history still knows of."""
 
 
-def of(environment: Environment, txn: Any, vbid: int) -> History:
+def of(txn: Transaction, vbid: int) -> History:
     """The history of a vbucket as of the transaction."""
-    data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
-    branch, published, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
-    links = chain.load(environment, txn, vbid, branch, published)
-    boundary = chain.newest_boundary(environment, txn, Vbid(vbid), links, floor) if floor else None
-    loaded = branches.load(environment, txn, Vbid(vbid))
-    rows, references = (txn.stat(environment.db(tree(vbid))) for tree in (keys.rows_db, keys.keys_db))
+    branch, published, floor, *_ = txn.pub(vbid)
+    links = chain.load(txn, vbid, branch, published)
+    boundary = chain.newest_boundary(txn, Vbid(vbid), links, floor) if floor else None
+    loaded = branches.load(txn, Vbid(vbid))
+    rows, references = (txn.stat(tree(vbid)) for tree in (keys.rows_db, keys.keys_db))
     all_indexed = loaded.indexed_seqno == loaded.state.staged_seqno
-    purged_seqno, local_purge_seqno, *_ = branches.purge_row(environment, txn, vbid)
-    refills_ms, refill_count = branches.refills(environment, txn, vbid)
+    purged_seqno, local_purge_seqno, *_ = branches.purge_row(txn, vbid)
+    refills_ms, refill_count = branches.refills(txn, vbid)
     return History(
         floor_seqno=Seqno(floor),
         floor_ms=boundary.time_ms if boundary is not None else None,

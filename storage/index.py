@@ -14,12 +14,13 @@ import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
-from typing import IO, Any
+from typing import IO
 
 import msgpack
 
 from storage import keys
 from storage.environment import Environment
+from storage.transaction import Transaction
 
 RUN_ROWS = 200_000
 """Key rows sorted in memory at once: about 40 MB."""
@@ -53,7 +54,7 @@ class IndexJob:
             return False
         with self.environment.read() as txn:
             key_rows, count, last_seqno, row_bytes = key_rows_between(
-                self.environment, txn, self.vbid, self.prefix, self._position, self.to_seqno, SLICE_ROWS
+                txn, self.vbid, self.prefix, self._position, self.to_seqno, SLICE_ROWS
             )
         self._read_all = count < SLICE_ROWS
         self.row_bytes += row_bytes
@@ -90,11 +91,11 @@ class IndexJob:
         assert self._sorted is not None
         self._slice = list(islice(self._sorted, SLICE_ROWS))
 
-    def write_slice(self, txn: Any) -> bool:
+    def write_slice(self, txn: Transaction) -> bool:
         """Insert the slice that was taken in `txn`, which the caller commits; again, where an earlier try did not
         succeed. False when nothing is left.
         """
-        put_key_rows(self.environment, txn, self.vbid, self._slice)
+        put_key_rows(txn, self.vbid, self._slice)
         return len(self._slice) == SLICE_ROWS
 
     def close(self) -> None:
@@ -112,8 +113,7 @@ def _read_run(file: IO[bytes]) -> Iterator[KeyRow]:
 
 
 def rows_between(
-    environment: Environment,
-    txn: Any,
+    txn: Transaction,
     vbid: int,
     prefix: bytes,
     after_seqno: int,
@@ -126,7 +126,7 @@ def rows_between(
     With `bytes_max` no more than the rows that fit into it, and at least one.
     """
     left = bytes_max if bytes_max is not None else float("inf")
-    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    cursor = txn.cursor(keys.rows_db(vbid))
     end = prefix + to_seqno.to_bytes(8, "big")
     rows: list[tuple[bytes, bytes]] = []
     if after_seqno >= to_seqno or not cursor.set_range(prefix + (after_seqno + 1).to_bytes(8, "big")):
@@ -145,14 +145,14 @@ def rows_between(
 
 
 def key_rows_between(
-    environment: Environment, txn: Any, vbid: int, prefix: bytes, after_seqno: int, to_seqno: int, limit: int
+    txn: Transaction, vbid: int, prefix: bytes, after_seqno: int, to_seqno: int, limit: int
 ) -> tuple[list[KeyRow], int, int, int]:
     """Key rows of the next `limit` rows after `after_seqno`, how many rows that were, the last one's seqno, and the
     bytes of the rows.
 
     Reading and taking apart in one loop, without holding the rows, takes a third of the time of doing both in turn.
     """
-    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    cursor = txn.cursor(keys.rows_db(vbid))
     end = prefix + to_seqno.to_bytes(8, "big")
     found: list[KeyRow] = []
     count = row_bytes = 0
@@ -177,8 +177,8 @@ def sort_key_rows(rows: list[KeyRow]) -> None:
     rows.sort(key=itemgetter(0))
 
 
-def put_key_rows(environment: Environment, txn: Any, vbid: int, rows: list[KeyRow]) -> None:
+def put_key_rows(txn: Transaction, vbid: int, rows: list[KeyRow]) -> None:
     """Insert sorted key rows; pairs that are there already stay as they are."""
     if rows:
-        consumed, _ = txn.cursor(environment.db(keys.keys_db(vbid))).putmulti(rows, dupdata=False)
+        consumed, _ = txn.cursor(keys.keys_db(vbid)).putmulti(rows, dupdata=False)
         assert consumed == len(rows), (vbid, consumed, len(rows))

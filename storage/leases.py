@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from storage import branches, chain, keys
-from storage.environment import Environment
+from storage import chain
 from storage.errors import CorruptedError, NoSuchBoundary
 from storage.model import Vbid
+from storage.transaction import Transaction
 
 LEASES_MAX = 256
 """Leases of a group at once: each costs the purger a look. A job holds one."""
@@ -76,33 +75,32 @@ class Leases:
         active = (lease.positions for lease in self._held.values() if lease.until_ms > now_ms)
         return [positions[vbid] for positions in active if vbid in positions and positions[vbid][1]]
 
-    def floor_max(self, environment: Environment, txn: Any, vbid: Vbid, served: chain.Chain, now_ms: int) -> int | None:
+    def floor_max(self, txn: Transaction, vbid: Vbid, served: chain.Chain, now_ms: int) -> int | None:
         """The seqno that the floor of the served chain may not pass; None: any."""
         limits = [
             common
             for branch, seqno in self.of(vbid, now_ms)
-            if (common := chain.common_seqno(served, chain.load(environment, txn, vbid, branch, seqno))) is not None
+            if (common := chain.common_seqno(served, chain.load(txn, vbid, branch, seqno))) is not None
         ]
         if not limits:
             return None
-        boundary = chain.newest_boundary(environment, txn, vbid, served, min(limits))
+        boundary = chain.newest_boundary(txn, vbid, served, min(limits))
         return boundary.seqno if boundary is not None else 0
 
-    def held_rows(self, environment: Environment, txn: Any, vbid: Vbid, now_ms: int) -> Iterator[chain.Link]:
+    def held_rows(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[chain.Link]:
         """Branches and cuts whose rows somebody holds."""
         for branch, seqno in self.of(vbid, now_ms):
-            yield from chain.load(environment, txn, vbid, branch, seqno)
+            yield from chain.load(txn, vbid, branch, seqno)
 
 
-def check_kept(environment: Environment, txn: Any, vbid: Vbid, position: Position) -> None:
+def check_kept(txn: Transaction, vbid: Vbid, position: Position) -> None:
     """Raise NoSuchBoundary unless all that a lease of the position would hold is still there."""
     if not position[1]:
         return
-    data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
-    branch, published, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
-    served = chain.load(environment, txn, vbid, branch, published)
+    branch, published, floor, *_ = txn.pub(vbid)
+    served = chain.load(txn, vbid, branch, published)
     try:
-        wanted = chain.load(environment, txn, vbid, *position)
+        wanted = chain.load(txn, vbid, *position)
     except CorruptedError:
         wanted = ()
     common = chain.common_seqno(served, wanted)

@@ -19,11 +19,11 @@ Invariants:
 from __future__ import annotations
 
 import secrets
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from storage import branches, chain, keys, prepares, records
-from storage.environment import Environment
 from storage.model import SEQNO_MAX, BranchReason, Vbid
+from storage.transaction import Transaction
 
 LINKS_MAX = 16
 """Links of a chain that may lie below the floor: a mirror of few failovers never moves a row for this."""
@@ -50,9 +50,7 @@ class Moved(NamedTuple):
     to_seqno: int
 
 
-def next_pair(
-    environment: Environment, txn: Any, vbid: int, links: chain.Chain, floor_seqno: int, known: branches.Known
-) -> Pair | None:
+def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
     """Which two links of the served chain to merge next; None: there are few below the floor, or none can be yet.
 
     Everything below the floor was purged. `known`: every branch of the vbucket.
@@ -74,18 +72,16 @@ def next_pair(
             link.base_seqno,
             max(link.base_seqno, link.cut),
         )
-        if _is_ready(environment, txn, vbid, pair, min(link.base_seqno, link.cut), known):
+        if _is_ready(txn, vbid, pair, min(link.base_seqno, link.cut), known):
             return pair
     return None
 
 
-def _is_ready(
-    environment: Environment, txn: Any, vbid: int, pair: Pair, above_seqno: int, known: branches.Known
-) -> bool:
+def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: branches.Known) -> bool:
     """Whether nothing but the visible rows is left of both, and nothing else goes on from the branch."""
     if [branch for branch, row in known.items() if row.parent == pair.branch] != [pair.child]:
         return False
-    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    cursor = txn.cursor(keys.rows_db(vbid))
     return not any(
         cursor.set_range(keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX + b"\0")
         and cursor.key()[:4] == keys.PREFIX.pack(branch)
@@ -93,20 +89,20 @@ def _is_ready(
     )
 
 
-def step(environment: Environment, txn: Any, vbid: Vbid, pair: Pair, limit: int) -> Moved:
+def step(txn: Transaction, vbid: Vbid, pair: Pair, limit: int) -> Moved:
     """Move the next rows, `limit` at most, and all that goes with them."""
-    to_seqno = _move_rows(environment, txn, vbid, pair, limit)
+    to_seqno = _move_rows(txn, vbid, pair, limit)
     done = to_seqno == pair.top_seqno
-    branches.move_manifests(environment, txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno)
-    prepares.move(environment, txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno, done=done)
-    _move_base(environment, txn, vbid, pair, to_seqno, done)
-    branches.draw_chain_id(environment, txn, vbid)
+    branches.move_manifests(txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno)
+    prepares.move(txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno, done=done)
+    _move_base(txn, vbid, pair, to_seqno, done)
+    branches.draw_chain_id(txn, vbid)
     return Moved(pair.branch, pair.parent, to_seqno)
 
 
-def _move_rows(environment: Environment, txn: Any, vbid: int, pair: Pair, limit: int) -> int:
+def _move_rows(txn: Transaction, vbid: int, pair: Pair, limit: int) -> int:
     """Rows and their key rows; boundaries among them are below the floor, and go. Returns how far that was."""
-    rows_db, keys_db = environment.db(keys.rows_db(vbid)), environment.db(keys.keys_db(vbid))
+    rows_db, keys_db = keys.rows_db(vbid), keys.keys_db(vbid)
     prefix = keys.PREFIX.pack(pair.branch)
     cursor = txn.cursor(rows_db)
     there = cursor.set_range(keys.ROW.pack(pair.branch, pair.base_seqno))
@@ -121,32 +117,32 @@ def _move_rows(environment: Environment, txn: Any, vbid: int, pair: Pair, limit:
         there = cursor.delete()
     parent = keys.PREFIX.pack(pair.parent)
     for row_key, stored in taken:
-        txn.put(parent + row_key[4:], stored, db=rows_db)
+        txn.put(rows_db, parent + row_key[4:], stored)
     for wire_key, dup in sorted(records.key_rows(taken)):
-        txn.delete(wire_key, dup, db=keys_db)
-        txn.put(wire_key, parent + dup[4:], db=keys_db)
+        txn.delete(keys_db, wire_key, dup)
+        txn.put(keys_db, wire_key, parent + dup[4:])
     return to_seqno
 
 
-def _move_base(environment: Environment, txn: Any, vbid: int, pair: Pair, to_seqno: int, done: bool) -> None:
-    row = branches.get_branch(environment, txn, vbid, pair.branch)
-    parent = branches.get_branch(environment, txn, vbid, pair.parent)
+def _move_base(txn: Transaction, vbid: int, pair: Pair, to_seqno: int, done: bool) -> None:
+    row = branches.get_branch(txn, vbid, pair.branch)
+    parent = branches.get_branch(txn, vbid, pair.parent)
     if row.reason != BranchReason.MERGING and pair.top_seqno > pair.base_seqno:
         ids = branches.with_history(parent.history_ids, secrets.randbits(64) or 1, pair.base_seqno)
         parent = parent._replace(history_ids=ids, kept_seqno=SEQNO_MAX)
-        branches.put_branch(environment, txn, vbid, pair.parent, parent)
+        branches.put_branch(txn, vbid, pair.parent, parent)
     if not done:
         row = row._replace(base_seqno=to_seqno, reason=BranchReason.MERGING)
-        branches.put_branch(environment, txn, vbid, pair.branch, row)
+        branches.put_branch(txn, vbid, pair.branch, row)
         return
-    child = branches.get_branch(environment, txn, vbid, pair.child)
-    branches.put_branch(environment, txn, vbid, pair.child, child._replace(parent=pair.parent))
-    branches.forget(environment, txn, vbid, [pair.branch])
+    child = branches.get_branch(txn, vbid, pair.child)
+    branches.put_branch(txn, vbid, pair.child, child._replace(parent=pair.parent))
+    branches.forget(txn, vbid, [pair.branch])
 
 
-def old_rollbacks(environment: Environment, txn: Any, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
+def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
     """Keys of `rollback` that say nothing of kept history, oldest first; the newest `ROLLBACKS_KEPT` always do."""
-    cursor = txn.cursor(environment.db(keys.DB_ROLLBACK))
+    cursor = txn.cursor(keys.DB_ROLLBACK)
     there = cursor.prev() if cursor.set_range(keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
     if not there or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):
         return []
@@ -158,7 +154,7 @@ def old_rollbacks(environment: Environment, txn: Any, vbid: int, floor_seqno: in
             break
         _, _, to_branch, to_seqno, *_ = records.decode_rollback(value)
         branch_key = keys.BRANCH_KEY.pack(vbid, to_branch)
-        if to_seqno >= floor_seqno and txn.get(branch_key, db=environment.db(keys.DB_BRANCH)) is not None:
+        if to_seqno >= floor_seqno and txn.get(keys.DB_BRANCH, branch_key) is not None:
             break
         found.append(key)
     return found

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Any
 
 from storage import chain, keys, records
 from storage.environment import Environment
 from storage.errors import CorruptedError, SeqnoOrder
 from storage.model import SEQNO_MAX, Manifest, VbucketState
+from storage.transaction import Transaction
 
 OPEN_MAX = 65_536
 """Open prepares of one vbucket. Writers wait for each durable write: so many mean aborts that never came."""
@@ -71,24 +71,24 @@ def check_frame(frame: bytes, seqno: int) -> None:
         raise CorruptedError(f"it holds the prepare of seqno {int.from_bytes(frame[24:32])}")
 
 
-def rows(environment: Environment, txn: Any, vbid: int) -> Iterable[tuple[Position, Position, bytes]]:
+def rows(txn: Transaction, vbid: int) -> Iterable[tuple[Position, Position, bytes]]:
     """Generate the rows of a vbucket, rising: where it was prepared, where it was settled ((0, 0): nowhere), frame."""
-    cursor = txn.cursor(environment.db(keys.DB_PREPARE))
+    cursor = txn.cursor(keys.DB_PREPARE)
     if cursor.set_range(keys.VBID_KEY.pack(vbid)):
         for key, value in cursor.iternext():
             if key[:2] != keys.VBID_KEY.pack(vbid):
                 break
             if len(key) != keys.PREPARE_KEY.size or len(value) < _SETTLED.size + _FRAME_MIN:
-                raise CorruptedError("a row of the prepares is damaged", path=environment.path, vbid=vbid)
+                raise CorruptedError("a row of the prepares is damaged", path=txn.path, vbid=vbid)
             _, branch, seqno = keys.PREPARE_KEY.unpack(key)
             yield (branch, seqno), _SETTLED.unpack_from(value), value[_SETTLED.size :]
 
 
-def open_at(environment: Environment, txn: Any, vbid: int, links: chain.Chain) -> dict[bytes, Position]:
+def open_at(txn: Transaction, vbid: int, links: chain.Chain) -> dict[bytes, Position]:
     """The prepares that are open at the tip of a chain: prefixed key -> where it was prepared."""
     cuts = {link.branch: link.cut for link in links}
     found: dict[bytes, Position] = {}
-    for at, settled, frame in rows(environment, txn, vbid):
+    for at, settled, frame in rows(txn, vbid):
         if at[1] <= cuts.get(at[0], -1) and not (settled != _NOT_SETTLED and settled[1] <= cuts.get(settled[0], -1)):
             found[key_of(frame)] = at
     return found
@@ -108,15 +108,15 @@ class Prepares:
         self._settled: dict[Position, Position] = {}
 
     @staticmethod
-    def load(environment: Environment, txn: Any, state: VbucketState) -> Prepares:
+    def load(txn: Transaction, state: VbucketState) -> Prepares:
         """As they stand at what is staged."""
         loaded = Prepares()
-        cursor = txn.cursor(environment.db(keys.DB_PREPARE))
+        cursor = txn.cursor(keys.DB_PREPARE)
         prefix = keys.VBID_KEY.pack(state.vbid)
         if cursor.set_range(prefix) and cursor.key()[:2] == prefix:
             loaded._any_stored = True
-            links = chain.load(environment, txn, state.vbid, state.staging_branch, state.staged_seqno)
-            loaded.open = open_at(environment, txn, state.vbid, links)
+            links = chain.load(txn, state.vbid, state.staging_branch, state.staged_seqno)
+            loaded.open = open_at(txn, state.vbid, links)
         return loaded
 
     # -- accepting ------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Prepares:
         if at in self._new:
             return self._new[at]
         with environment.read() as txn:
-            value = txn.get(keys.PREPARE_KEY.pack(vbid, *at), db=environment.db(keys.DB_PREPARE))
+            value = txn.get(keys.DB_PREPARE, keys.PREPARE_KEY.pack(vbid, *at))
         if value is None:
             raise CorruptedError(f"the prepare {at[0]}:{at[1]} is missing", path=environment.path, vbid=vbid)
         return bytes(value[_SETTLED.size :])
@@ -174,9 +174,7 @@ class Prepares:
 
     # -- committing -----------------------------------------------------------------------------------------------
 
-    def put(
-        self, environment: Environment, txn: Any, state: VbucketState, staged_seqno: int, publish_seqno: int | None
-    ) -> None:
+    def put(self, txn: Transaction, state: VbucketState, staged_seqno: int, publish_seqno: int | None) -> None:
         """Write what belongs to the commit that says `staged_seqno`. Changes nothing in memory.
 
         With `publish_seqno` the commit publishes: whatever was prepared and settled since the boundary before it can
@@ -185,27 +183,26 @@ class Prepares:
         if not (self._any_stored or self._new):
             return
         vbid = state.vbid
-        tree = environment.db(keys.DB_PREPARE)
         for at, frame in self._new.items():
             by = self._settled.get(at, _NOT_SETTLED)
             if at[1] > staged_seqno or self._is_over(at, by, state, publish_seqno):
                 continue
             if by[1] > staged_seqno:
                 by = _NOT_SETTLED
-            txn.put(keys.PREPARE_KEY.pack(vbid, *at), _SETTLED.pack(*by) + frame, db=tree)
+            txn.put(keys.DB_PREPARE, keys.PREPARE_KEY.pack(vbid, *at), _SETTLED.pack(*by) + frame)
         for at, by in self._settled.items():
             if by[1] > staged_seqno or at in self._new:
                 continue
             row_key = keys.PREPARE_KEY.pack(vbid, *at)
             if self._is_over(at, by, state, publish_seqno):
-                txn.delete(row_key, db=tree)
+                txn.delete(keys.DB_PREPARE, row_key)
                 continue
-            value = txn.get(row_key, db=tree)
+            value = txn.get(keys.DB_PREPARE, row_key)
             if value is None:
-                raise CorruptedError(f"the prepare {at[0]}:{at[1]} is missing", path=environment.path, vbid=vbid)
-            txn.put(row_key, _SETTLED.pack(*by) + value[_SETTLED.size :], db=tree)
+                raise CorruptedError(f"the prepare {at[0]}:{at[1]} is missing", path=txn.path, vbid=vbid)
+            txn.put(keys.DB_PREPARE, row_key, _SETTLED.pack(*by) + value[_SETTLED.size :])
         if publish_seqno is not None and self._any_stored:
-            _forget(environment, txn, state, publish_seqno)
+            _forget(txn, state, publish_seqno)
 
     @staticmethod
     def _is_over(at: Position, by: Position, state: VbucketState, publish_seqno: int | None) -> bool:
@@ -229,9 +226,9 @@ class Prepares:
         return freed
 
 
-def forget_branches(environment: Environment, txn: Any, vbid: int, numbers: frozenset[int]) -> None:
+def forget_branches(txn: Transaction, vbid: int, numbers: frozenset[int]) -> None:
     """Remove the rows of branches that no chain has; what was settled there is open, since nobody sees that it was."""
-    cursor = txn.cursor(environment.db(keys.DB_PREPARE))
+    cursor = txn.cursor(keys.DB_PREPARE)
     there = cursor.set_range(keys.VBID_KEY.pack(vbid))
     while there and cursor.key()[:2] == keys.VBID_KEY.pack(vbid):
         value = cursor.value()
@@ -244,8 +241,7 @@ def forget_branches(environment: Environment, txn: Any, vbid: int, numbers: froz
 
 
 def move(
-    environment: Environment,
-    txn: Any,
+    txn: Transaction,
     vbid: int,
     branch: int,
     parent: int,
@@ -257,8 +253,7 @@ def move(
     """Let the prepares of a branch up to `to_seqno` be its parent's (`merge`). All of it is below the floor: what was
     settled there is settled for good, and what lies above the base on the parent was lost. `done`: so was the rest.
     """
-    tree = environment.db(keys.DB_PREPARE)
-    cursor = txn.cursor(tree)
+    cursor = txn.cursor(keys.DB_PREPARE)
     moved: list[tuple[bytes, bytes]] = []
     there = cursor.set_range(keys.VBID_KEY.pack(vbid))
     while there and cursor.key()[:2] == keys.VBID_KEY.pack(vbid):
@@ -280,14 +275,14 @@ def move(
             continue
         there = cursor.next()
     for key, value in moved:
-        txn.put(key, value, db=tree)
+        txn.put(keys.DB_PREPARE, key, value)
 
 
-def _forget(environment: Environment, txn: Any, state: VbucketState, publish_seqno: int) -> None:
+def _forget(txn: Transaction, state: VbucketState, publish_seqno: int) -> None:
     """Remove a few rows that can never be open again: dead ones, and those settled at or below the floor."""
     floor = state.history_floor_seqno if state.staging_published_seqno else publish_seqno
-    cuts = {link.branch: link.cut for link in chain.load(environment, txn, state.vbid, state.staging_branch, SEQNO_MAX)}
-    cursor = txn.cursor(environment.db(keys.DB_PREPARE))
+    cuts = {link.branch: link.cut for link in chain.load(txn, state.vbid, state.staging_branch, SEQNO_MAX)}
+    cursor = txn.cursor(keys.DB_PREPARE)
     there = cursor.set_range(keys.VBID_KEY.pack(state.vbid))
     for _ in range(FORGET_LOOKS):
         if not there or cursor.key()[:2] != keys.VBID_KEY.pack(state.vbid):

@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any
 
 from storage import branches, chain, keys, merge, records
 from storage.environment import Environment
 from storage.leases import Leases
 from storage.model import SEQNO_MAX, BranchReason, Vbid
 from storage.removal import Dead, Removal
+from storage.transaction import Transaction
 
 LOOK_VBUCKETS = 8
 """Vbuckets looked at for work in one call."""
@@ -115,39 +115,36 @@ class Purger:
         """True when every vbucket was looked at since work was last found."""
         return self._idle_looks >= len(self._vbids)
 
-    def step(self, txn: Any, vbid: Vbid, now_ms: int) -> int:
+    def step(self, txn: Transaction, vbid: Vbid, now_ms: int) -> int:
         """Do a bounded part of what a vbucket needs; returns how many rows went. `settle` follows the commit."""
-        environment = self.environment
         self.moved = None
         self._next_walk = self._walk
         if self._removal is None and (dead := next(iter(self._removable(txn, vbid, now_ms)), None)):
-            self._removal = Removal(environment, vbid, dead)
+            self._removal = Removal(vbid, dead)
         if self._removal is not None:
             self._announce_gap(txn, vbid, self._removal.dead)
             return self._removal.step(txn, self.pace.rows)
         if numbers := self._forgettable(txn, vbid, now_ms):
-            branches.forget(environment, txn, vbid, numbers[: self.pace.rows])
+            branches.forget(txn, vbid, numbers[: self.pace.rows])
             # The count that `_forgettable` goes by is the group's: another vbucket may open as many as went here.
             self._forgotten.pop(vbid, None)
             return 0
-        pub = branches.unpack_pub(
-            txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid
-        )
-        links = chain.load(environment, txn, vbid, pub[0], pub[1])
-        floor = pub[2]
-        purged = branches.purge_row(environment, txn, vbid).purged_seqno
+        pub = txn.pub(vbid)
+        links = chain.load(txn, vbid, pub.branch, pub.seqno)
+        floor = pub.floor_seqno
+        purged = branches.purge_row(txn, vbid).purged_seqno
         if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
             return self._purge_versions(txn, vbid, links, purged, floor)
         if purged == floor and (pair := self._next_pair(txn, vbid, links, floor)) is not None:
-            self.moved = merge.step(environment, txn, vbid, pair, self.pace.rows)
+            self.moved = merge.step(txn, vbid, pair, self.pace.rows)
             self._ranges.pop(vbid, None)  # what was found dead, and empty, may have rows now
             self._forgotten.pop(vbid, None)
             return 0
-        for key in merge.old_rollbacks(environment, txn, vbid, floor, self.pace.rows):
-            txn.delete(key, db=environment.db(keys.DB_ROLLBACK))
+        for key in merge.old_rollbacks(txn, vbid, floor, self.pace.rows):
+            txn.delete(keys.DB_ROLLBACK, key)
         target = self._target_floor(txn, vbid, links, floor, now_ms, self.pace.rows)
         if target > floor:
-            txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*pub[:2], target, *pub[3:]), db=environment.db(keys.DB_PUB))
+            txn.put_pub(vbid, pub._replace(floor_seqno=target))
         return 0
 
     def settle(self, removed_rows: int, elapsed_ms: int) -> None:
@@ -158,54 +155,54 @@ class Purger:
         if self._removal is not None and not self._removal.settle():
             self._removal = None
 
-    def _has_work(self, txn: Any, vbid: Vbid, now_ms: int) -> bool:
-        environment = self.environment
-        data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
-        branch, published, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
+    def _has_work(self, txn: Transaction, vbid: Vbid, now_ms: int) -> bool:
+        branch, published, floor, *_ = txn.pub(vbid)
         if next(iter(self._removable(txn, vbid, now_ms)), None) is not None or self._forgettable(txn, vbid, now_ms):
             return True
-        if merge.old_rollbacks(environment, txn, vbid, floor, 1):
+        if merge.old_rollbacks(txn, vbid, floor, 1):
             return True
-        purged = branches.purge_row(environment, txn, vbid).purged_seqno
+        purged = branches.purge_row(txn, vbid).purged_seqno
         if published == floor == purged and self._short.get(vbid) == branch:
             return False
-        links = chain.load(environment, txn, vbid, branch, published)
+        links = chain.load(txn, vbid, branch, published)
         if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
             return True
         if purged == floor and self._next_pair(txn, vbid, links, floor) is not None:
             return True
         return self._target_floor(txn, vbid, links, floor, now_ms, 1) > floor
 
-    def _next_pair(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int) -> merge.Pair | None:
+    def _next_pair(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int) -> merge.Pair | None:
         if len(links) <= merge.LINKS_MAX + 1:
             self._short[vbid] = links[0].branch
             return None
-        known = branches.all_branches(self.environment, txn, vbid)
-        return merge.next_pair(self.environment, txn, vbid, links, floor, known)
+        known = branches.all_branches(txn, vbid)
+        return merge.next_pair(txn, vbid, links, floor, known)
 
     # -- the floor ------------------------------------------------------------------------------------------------
 
-    def _is_history(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> bool:
+    def _is_history(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> bool:
         """Whether what lies below the floor may go. The floor of a fresh mirror is its first boundary, which nobody
         raised: till that is as old as the window, its tombstones are kept like any others.
         """
         window = self.window
         if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
             return True
-        boundary = chain.newest_boundary(self.environment, txn, vbid, links, floor)
+        boundary = chain.newest_boundary(txn, vbid, links, floor)
         return boundary is None or boundary.history_ms <= now_ms - window.time_ms
 
-    def _target_floor(self, txn: Any, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int, looks: int) -> int:
+    def _target_floor(
+        self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int, looks: int
+    ) -> int:
         """Where the floor belongs, or on the way there: it is raised by `looks` boundaries at most.
 
         The counters of the boundaries say how much lies above one, so nothing is walked but what the floor passes.
         """
-        environment, window = self.environment, self.window
-        tip = chain.newest_boundary(environment, txn, vbid, links, links[0].cut)
-        at = chain.newest_boundary(environment, txn, vbid, links, floor)
+        window = self.window
+        tip = chain.newest_boundary(txn, vbid, links, links[0].cut)
+        at = chain.newest_boundary(txn, vbid, links, floor)
         if tip is None or at is None:
             return floor
-        for boundary in islice(chain.boundaries_after(environment, txn, vbid, links, floor), looks):
+        for boundary in islice(chain.boundaries_after(txn, vbid, links, floor), looks):
             if not (
                 (window.time_ms is not None and boundary.history_ms <= now_ms - window.time_ms)
                 or (window.boundaries is not None and tip.ordinal - at.ordinal >= window.boundaries)
@@ -214,25 +211,23 @@ class Purger:
                 break
             at = boundary
         target = int(at.seqno)
-        if target > floor and (held := self.leases.floor_max(environment, txn, vbid, links, now_ms)) is not None:
+        if target > floor and (held := self.leases.floor_max(txn, vbid, links, now_ms)) is not None:
             target = max(floor, min(target, held))
         if target > floor and (base := self._deferred_base(txn, vbid, links[0].branch)) is not None:
             target = max(floor, min(target, base))
         return max(floor, target)
 
-    def _deferred_base(self, txn: Any, vbid: Vbid, served: int) -> int | None:
+    def _deferred_base(self, txn: Transaction, vbid: Vbid, served: int) -> int | None:
         """Where a deferred rollback goes on from: what its readers will need of the served history lies below."""
-        state = records.decode_state(txn.get(keys.VBID_KEY.pack(vbid), db=self.environment.db(keys.DB_STATE)))
-        return state[2] if state[0] != served and state[2] else None
+        state = txn.state_row(vbid)
+        return state.staging_published_seqno or None if state.staging_branch != served else None
 
     # -- versions below the floor ---------------------------------------------------------------------------------
 
-    def _purge_versions(self, txn: Any, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> int:
+    def _purge_versions(self, txn: Transaction, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> int:
         """Visit rows in (purged, floor]: each makes its predecessors go, a tombstone perhaps itself. How many went."""
-        environment = self.environment
         limit = self.pace.rows
-        key_tree = environment.db(keys.keys_db(vbid))
-        row_tree = environment.db(keys.rows_db(vbid))
+        key_tree, row_tree = keys.keys_db(vbid), keys.rows_db(vbid)
         at_floor = chain.recut(links, floor)
         victims: list[tuple[bytes, bytes]] = []
         seen: set[tuple[bytes, bytes]] = set()
@@ -241,7 +236,7 @@ class Purger:
         local_purge = 0
         cursor = txn.cursor(key_tree)
         visited = 0
-        for key, frame in _forward(environment, txn, vbid, links, purged):
+        for key, frame in _forward(txn, vbid, links, purged):
             seqno = int.from_bytes(key[4:12], "big")
             if seqno > floor:
                 break
@@ -261,7 +256,7 @@ class Purger:
                     self._next_walk = (vbid, key[:12], following)
                     position = seqno - 1
                     break
-                if branches.forget_manifests_before(environment, txn, vbid, links, keys.ROW.unpack(key)):
+                if branches.forget_manifests_before(txn, vbid, links, keys.ROW.unpack(key)):
                     local_purge = seqno
                 continue
             ((wire_key, dup),) = records.key_rows([(key, frame)])
@@ -278,39 +273,38 @@ class Purger:
         removed = self._delete(txn, key_tree, row_tree, victims)
         for key in boundaries:
             if int.from_bytes(key[4:12], "big") <= position:
-                txn.delete(key, db=row_tree)
-                txn.delete(keys.VBID_KEY.pack(vbid) + key[:12], db=environment.db(keys.DB_SPAN))
+                txn.delete(row_tree, key)
+                txn.delete(keys.DB_SPAN, keys.VBID_KEY.pack(vbid) + key[:12])
         for (
             link
         ) in links:  # boundaries that `_forward` does not come by: the old floor's, and copies at a branch's base
             for seqno in {purged, link.base_seqno}:
                 if purged <= seqno < floor and seqno <= position:
-                    txn.delete(keys.ROW.pack(link.branch, seqno) + keys.BOUNDARY_SUFFIX, db=row_tree)
-                    txn.delete(keys.SPAN_KEY.pack(vbid, link.branch, seqno), db=environment.db(keys.DB_SPAN))
-        row = branches.purge_row(environment, txn, vbid)
+                    txn.delete(row_tree, keys.ROW.pack(link.branch, seqno) + keys.BOUNDARY_SUFFIX)
+                    txn.delete(keys.DB_SPAN, keys.SPAN_KEY.pack(vbid, link.branch, seqno))
+        row = branches.purge_row(txn, vbid)
         row = row._replace(purged_seqno=position, local_purge_seqno=max(local_purge, row.local_purge_seqno))
-        branches.put_purge_row(environment, txn, vbid, row)
+        branches.put_purge_row(txn, vbid, row)
         return removed
 
     def _of_dropped_collections(
-        self, txn: Any, vbid: Vbid, links: chain.Chain, seqno: int, looks: int
+        self, txn: Transaction, vbid: Vbid, links: chain.Chain, seqno: int, looks: int
     ) -> tuple[list[tuple[bytes, bytes]], bytes]:
         """Key rows of collections that the system event at `seqno` ended or emptied, among the next `looks`; and the
         key to go on from (empty: that was all).
 
         Where a walk stands is kept in memory: a process that begins in the middle of one begins it again.
         """
-        environment = self.environment
         event = keys.ROW.pack(next(link.branch for link in links if link.base_seqno < seqno), seqno)
         start = self._walk[2] if self._walk is not None and self._walk[:2] == (vbid, event) else b""
-        data = txn.get(keys.VBID_KEY.pack(vbid) + event, db=environment.db(keys.DB_MANIFEST))
+        data = txn.get(keys.DB_MANIFEST, keys.VBID_KEY.pack(vbid) + event)
         if data is None:  # an event of an OSO snapshot: nothing was there before that
             return [], b""
         change = records.decode_manifest(data)
         found: list[tuple[bytes, bytes]] = []
         cuts = {link.branch: min(link.cut, seqno) for link in links}
         ended = change.emptied
-        cursor = txn.cursor(environment.db(keys.keys_db(vbid)))
+        cursor = txn.cursor(keys.keys_db(vbid))
         looked = 0
         current = b""
         for prefix in sorted(map(keys.encode_collection_id, ended)):
@@ -331,28 +325,24 @@ class Purger:
         return found, b""
 
     @staticmethod
-    def _delete(txn: Any, key_tree: Any, row_tree: Any, victims: list[tuple[bytes, bytes]]) -> int:
+    def _delete(txn: Transaction, key_tree: bytes, row_tree: bytes, victims: list[tuple[bytes, bytes]]) -> int:
         """Take versions out of both trees, each in its own order."""
         unique = sorted(set(victims))
         for wire_key, dup in unique:
-            removed = txn.delete(wire_key, dup, db=key_tree)
+            removed = txn.delete(key_tree, wire_key, dup)
             assert removed, (wire_key, dup)
         for row_key in sorted(dup[:12] for _, dup in unique):
-            txn.delete(row_key, db=row_tree)
+            txn.delete(row_tree, row_key)
         return len(unique)
 
     # -- branches that nobody sees any more -----------------------------------------------------------------------
 
-    def _removable(self, txn: Any, vbid: Vbid, now_ms: int) -> Iterator[Dead]:
+    def _removable(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[Dead]:
         """Dead rows that may go now and are still there."""
-        environment = self.environment
         window_ms = self.window.time_ms
-        pub = branches.unpack_pub(
-            txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid
-        )
-        floor = pub[2]
-        ranges = self._dead_ranges(txn, vbid, pub[0])
-        cursor = txn.cursor(environment.db(keys.rows_db(vbid))) if ranges else None
+        served, _, floor, *_ = txn.pub(vbid)
+        ranges = self._dead_ranges(txn, vbid, served)
+        cursor = txn.cursor(keys.rows_db(vbid)) if ranges else None
         for dead in list(ranges):
             in_window = window_ms is None or (dead.since_ms or 0) > now_ms - window_ms
             if dead.since_ms is not None and (
@@ -365,56 +355,51 @@ class Purger:
             else:
                 ranges.remove(dead)  # nothing is ever written there again
 
-    def _forgettable(self, txn: Any, vbid: Vbid, now_ms: int) -> list[int]:
+    def _forgettable(self, txn: Transaction, vbid: Vbid, now_ms: int) -> list[int]:
         """`forgettable`, but for what a lease names."""
         found = self._not_needed(txn, vbid)
         if found:
-            held = {link.branch for link in self.leases.held_rows(self.environment, txn, vbid, now_ms)}
+            held = {link.branch for link in self.leases.held_rows(txn, vbid, now_ms)}
             found = [branch for branch in found if branch not in held]
         return found
 
-    def _not_needed(self, txn: Any, vbid: Vbid) -> list[int]:
+    def _not_needed(self, txn: Transaction, vbid: Vbid) -> list[int]:
         """`forgettable`, looked for again only when branches or their rows have changed."""
-        environment = self.environment
-        pub = branches.unpack_pub(
-            txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB)), environment.path, vbid
-        )
-        ranges = self._dead_ranges(txn, vbid, pub[0])
-        seen = (self._ranges[vbid][0], len(ranges), txn.stat(environment.db(keys.DB_BRANCH))["entries"])
+        served = txn.pub(vbid).branch
+        ranges = self._dead_ranges(txn, vbid, served)
+        seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
         known = self._forgotten.get(vbid)
         if known is not None and known[0] == seen:
             return known[1]
-        staging = records.decode_state(txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_STATE)))[0]
+        staging = txn.state_row(vbid).staging_branch
         with_rows = {dead.branch for dead in ranges}
-        found = forgettable(branches.all_branches(environment, txn, vbid), pub[0], staging, with_rows)
+        found = forgettable(branches.all_branches(txn, vbid), served, staging, with_rows)
         self._forgotten[vbid] = (seen, found)
         return found
 
-    def _is_held(self, txn: Any, vbid: Vbid, dead: Dead, now_ms: int) -> bool:
-        held = self.leases.held_rows(self.environment, txn, vbid, now_ms)
+    def _is_held(self, txn: Transaction, vbid: Vbid, dead: Dead, now_ms: int) -> bool:
+        held = self.leases.held_rows(txn, vbid, now_ms)
         return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
 
-    def _dead_ranges(self, txn: Any, vbid: Vbid, served: int) -> list[Dead]:
+    def _dead_ranges(self, txn: Transaction, vbid: Vbid, served: int) -> list[Dead]:
         """`dead_ranges`, found again only when a branch was opened or published."""
-        cursor = txn.cursor(self.environment.db(keys.DB_BRANCH))
-        there = cursor.prev() if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
-        newest = keys.BRANCH_KEY.unpack(cursor.key())[1] if there else 0
+        newest = txn.newest_branch(vbid)
         known = self._ranges.get(vbid)
         if known is None or known[0] != (served, newest):
-            known = self._ranges[vbid] = ((served, newest), dead_ranges(self.environment, txn, vbid))
+            known = self._ranges[vbid] = ((served, newest), dead_ranges(txn, vbid))
         return known[1]
 
-    def _announce_gap(self, txn: Any, vbid: Vbid, dead: Dead) -> None:
+    def _announce_gap(self, txn: Transaction, vbid: Vbid, dead: Dead) -> None:
         """Before the first row goes, let readers know that there is a gap; leaps and manifests in it go with it."""
-        row = branches.get_branch(self.environment, txn, vbid, dead.branch)
+        row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
             kept = row._replace(kept_seqno=dead.after_seqno)
-            branches.put_branch(self.environment, txn, vbid, dead.branch, kept)
+            branches.put_branch(txn, vbid, dead.branch, kept)
         if dead.after_seqno == SEQNO_MAX:
             return
         last = keys.SPAN_KEY.pack(vbid, dead.branch, dead.to_seqno)
         for tree in (keys.DB_SPAN, keys.DB_MANIFEST):  # their keys are of the same form
-            cursor = txn.cursor(self.environment.db(tree))
+            cursor = txn.cursor(tree)
             there = cursor.set_range(keys.SPAN_KEY.pack(vbid, dead.branch, dead.after_seqno + 1))
             for _ in range(self.pace.rows):
                 if not there or not cursor.key() or cursor.key() > last:
@@ -422,14 +407,13 @@ class Purger:
                 there = cursor.delete()
 
 
-def dead_ranges(environment: Environment, txn: Any, vbid: Vbid) -> list[Dead]:
+def dead_ranges(txn: Transaction, vbid: Vbid) -> list[Dead]:
     """Every range of rows that no view of the served branch, nor the staging branch, will ever see."""
-    known = branches.all_branches(environment, txn, vbid)
+    known = branches.all_branches(txn, vbid)
     if len(known) == 1:
         return []
-    vbid_key = keys.VBID_KEY.pack(vbid)
-    served = branches.unpack_pub(txn.get(vbid_key, db=environment.db(keys.DB_PUB)), environment.path, vbid)[0]
-    staging = records.decode_state(txn.get(vbid_key, db=environment.db(keys.DB_STATE)))[0]
+    served = txn.pub(vbid).branch
+    staging = txn.state_row(vbid).staging_branch
     found = []
     links: list[list[int]] = []  # of what was served, root to tip: branch, base seqno, cut
     for branch, row in known.items():
@@ -488,11 +472,9 @@ def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[i
     return [branch for branch, copy in copy_of.items() if copy not in in_use]
 
 
-def _forward(
-    environment: Environment, txn: Any, vbid: Vbid, links: chain.Chain, after_seqno: int
-) -> Iterator[tuple[bytes, bytes]]:
+def _forward(txn: Transaction, vbid: Vbid, links: chain.Chain, after_seqno: int) -> Iterator[tuple[bytes, bytes]]:
     """Rows and boundaries of a chain above a seqno, rising; the boundary that ends `after_seqno` itself is left out."""
-    cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+    cursor = txn.cursor(keys.rows_db(vbid))
     for link in reversed(links):
         start = max(after_seqno, link.base_seqno)
         if start >= link.cut or not cursor.set_range(keys.ROW.pack(link.branch, start + 1)):

@@ -8,7 +8,7 @@ msgpack array whose first element is the record's version.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -210,9 +210,6 @@ def encode_deletion(
 
 
 _T = TypeVar("_T")
-StateFields = tuple[
-    int, int, int, int, SnapshotRange | None, tuple[FailoverEntry, ...], int, int, int | None, str | None
-]
 
 
 def _reads(what: str) -> Callable[[Callable[[bytes | None], _T]], Callable[[bytes | None], _T]]:
@@ -263,6 +260,41 @@ def history_id_at(history_ids: HistoryIds, seqno: int) -> int:
     return found
 
 
+class Pub(NamedTuple):
+    """A row of `pub`: what a vbucket serves."""
+
+    branch: int
+    seqno: int
+    floor_seqno: int
+    """The oldest kept boundary."""
+    manifest_branch: int
+    """0: the initial manifest, for which there is no row."""
+    manifest_seqno: int
+    flags: int = 0
+
+    @property
+    def manifest_key(self) -> tuple[int, int]:
+        """Where the row of its manifest lies."""
+        return self.manifest_branch, self.manifest_seqno
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a resync is under way."""
+        return bool(self.flags & keys.PUB_STALE)
+
+    @property
+    def is_unavailable(self) -> bool:
+        """Whether readers are refused until the resync has ended."""
+        return bool(self.flags & keys.PUB_UNAVAILABLE)
+
+
+def decode_pub(data: bytes | None) -> Pub:
+    """A Pub from its bytes."""
+    if data is None or len(data) != keys.PUB.size:
+        raise CorruptedError("the pub record is missing or damaged")
+    return Pub(*keys.PUB.unpack(data))
+
+
 class BranchRow(NamedTuple):
     """A row of `branch`."""
 
@@ -297,39 +329,44 @@ def decode_branch(data: bytes | None) -> BranchRow:
         raise CorruptedError("the branch record has an unknown shape") from error
 
 
-def encode_state(
-    staging_branch: int,
-    staged_seqno: int,
-    staging_published_seqno: int,
-    indexed_seqno: int,
-    open_snapshot: SnapshotRange | None,
-    failover_log: Sequence[FailoverEntry],
-    source_purge_seqno: int,
-    rollback_count: int,
-    last_rollback_ms: int | None,
-    stream_filter: str | None = None,
-) -> bytes:
+class StateRow(NamedTuple):
+    """A row of `state`: what the writer goes on from (`VbucketState` says what the fields mean)."""
+
+    staging_branch: int
+    staged_seqno: int
+    staging_published_seqno: int
+    indexed_seqno: int
+    open_snapshot: SnapshotRange | None
+    failover_log: tuple[FailoverEntry, ...]
+    source_purge_seqno: int
+    rollback_count: int
+    last_rollback_ms: int | None
+    stream_filter: str | None = None
+
+
+def encode_state(row: StateRow) -> bytes:
     """A row of `state`."""
+    staging_branch, staged, published, indexed, snapshot, log, purge, rollbacks, last, stream_filter = row
     return _pack(
         staging_branch,
-        staged_seqno,
-        staging_published_seqno,
-        indexed_seqno,
-        (open_snapshot.start_seqno, open_snapshot.end_seqno, open_snapshot.flags) if open_snapshot else None,
-        [(entry.vbuuid, entry.seqno) for entry in failover_log],
-        source_purge_seqno,
-        rollback_count,
-        last_rollback_ms,
+        staged,
+        published,
+        indexed,
+        (snapshot.start_seqno, snapshot.end_seqno, snapshot.flags) if snapshot else None,
+        [(entry.vbuuid, entry.seqno) for entry in log],
+        purge,
+        rollbacks,
+        last,
         *(() if stream_filter is None else (stream_filter,)),
     )
 
 
 @_reads("state")
-def decode_state(data: bytes | None) -> StateFields:
-    """The fields of `encode_state`, in its order."""
+def decode_state(data: bytes | None) -> StateRow:
+    """A StateRow from its bytes."""
     fields = _unpack(data, "state", 9, 10)
     branch, staged, published, indexed, snapshot, log, purge, rollbacks, last = fields[:9]
-    return (
+    return StateRow(
         branch,
         staged,
         published,

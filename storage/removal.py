@@ -14,10 +14,10 @@ import itertools
 from bisect import bisect_left
 from enum import Enum, auto
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from storage import keys
-from storage.environment import Environment
+from storage.transaction import Transaction
 
 RUN_ROWS = 400_000
 """Rows whose key rows are removed in one pass over the key tree: some 40 MB."""
@@ -85,12 +85,12 @@ class Phase(Enum):
 class Removal:
     """Removes one dead range of a vbucket: reads a run, removes its key rows, removes its rows, and so on."""
 
-    def __init__(self, environment: Environment, vbid: int, dead: Dead) -> None:
+    def __init__(self, vbid: int, dead: Dead) -> None:
         """Nothing is read or removed before the first step."""
         self.dead = dead
         self.vbid = vbid
-        self._rows = environment.db(keys.rows_db(vbid))
-        self._keys = environment.db(keys.keys_db(vbid))
+        self._rows = keys.rows_db(vbid)
+        self._keys = keys.keys_db(vbid)
         self._begin_run(dead.first_key)
 
     def _begin_run(self, position: bytes | None) -> None:
@@ -104,7 +104,7 @@ class Removal:
         self._batch: list[bytes] = []
         self._count = 0
 
-    def step(self, txn: Any, limit: int) -> int:
+    def step(self, txn: Transaction, limit: int) -> int:
         """Do a bounded part in `txn`; returns how many rows were removed."""
         if self._phase is Phase.READ:
             self._slice = self._read(txn, limit * READ_SHARE)
@@ -142,7 +142,7 @@ class Removal:
             self._phase = Phase.KEYS
         return self._left > 0 or self._position is not None
 
-    def _read(self, txn: Any, limit: int) -> Slice:
+    def _read(self, txn: Transaction, limit: int) -> Slice:
         assert self._position is not None, "all was read"
         cursor = txn.cursor(self._rows)
         last_key = self.dead.last_key
@@ -163,7 +163,7 @@ class Removal:
         found.sort()
         return Slice(found, count, next_key)
 
-    def _remove_keys(self, txn: Any, limit: int) -> None:
+    def _remove_keys(self, txn: Transaction, limit: int) -> None:
         self._count = 0
         if self._slices:  # merging them all in one go would take too long for a step
             for _ in range(min(DEAL_SLICES, len(self._slices))):
@@ -171,12 +171,12 @@ class Removal:
             return
         if not self._batch and self._batches:
             self._batch = sorted(itertools.chain.from_iterable(self._batches.pop()))
-        delete, tree, size = txn.delete, self._keys, keys.DUP_SIZE
+        delete, tree, size = txn.raw.delete, txn.environment.db(self._keys), keys.DUP_SIZE
         self._count = min(limit, len(self._batch))
         for reference in islice(self._batch, self._count):
             delete(reference[:-size], reference[-size:], tree)  # absent where the rows were never indexed
 
-    def _remove_rows(self, txn: Any, limit: int) -> int:
+    def _remove_rows(self, txn: Transaction, limit: int) -> int:
         cursor = txn.cursor(self._rows)
         last_key = self.dead.last_key
         count = rows = 0

@@ -16,11 +16,12 @@ raised; everything later came in full.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from storage import branches, chain, keys, records
+from storage import branches, chain, keys
 from storage.errors import ViewInvalidated
 from storage.model import FailoverEntry, Manifest, Vbid
+from storage.transaction import Transaction
 from storage.view import Opened, View
 
 PIECE_ROWS = 2_000
@@ -71,17 +72,25 @@ class Standing(NamedTuple):
 def standing(view: View, vbid: int) -> Standing:
     """What a vbucket serves now. Raises StorageError."""
     opened = view._open(vbid)
-    environment = opened.environment
-    with environment.read() as txn:
-        data = txn.get(opened.vbid_key, db=opened.pub)
-        branch, seqno, floor, m_branch, m_seqno, _ = branches.unpack_pub(data, environment.path, vbid)
-        links = chain.recut(view._whole_chain(environment, txn, vbid, branch), seqno)
-        manifest = view._manifest(environment, txn, vbid, (m_branch, m_seqno))
-        state = records.decode_state(txn.get(opened.vbid_key, db=environment.db(keys.DB_STATE)))
-        local_purge_seqno = branches.purge_row(environment, txn, vbid).local_purge_seqno
-    staging, staged, _, _, open_snapshot, log, source_purge_seqno, *_ = state
-    whole = staging == branch and bool(log) and (seqno > 0 or (not staged and open_snapshot is None))
-    return Standing(branch, seqno, links, floor, log, source_purge_seqno, local_purge_seqno, manifest, whole)
+    with opened.environment.read() as txn:
+        pub = txn.pub(vbid)
+        links = chain.recut(view._whole_chain(txn, vbid, pub.branch), pub.seqno)
+        manifest = view._manifest(txn, vbid, pub.manifest_key)
+        state = txn.state_row(vbid)
+        local_purge_seqno = branches.purge_row(txn, vbid).local_purge_seqno
+    log, is_empty = state.failover_log, not state.staged_seqno and state.open_snapshot is None
+    whole = state.staging_branch == pub.branch and bool(log) and (pub.seqno > 0 or is_empty)
+    return Standing(
+        pub.branch,
+        pub.seqno,
+        links,
+        pub.floor_seqno,
+        log,
+        state.source_purge_seqno,
+        local_purge_seqno,
+        manifest,
+        whole,
+    )
 
 
 def shared_seqno(view: View, vbid: int, pinned: Standing, seqno: int) -> int:
@@ -98,7 +107,7 @@ def shared_seqno(view: View, vbid: int, pinned: Standing, seqno: int) -> int:
             return link.base_seqno
     opened = view._open(vbid)
     with opened.environment.read() as txn:
-        found = chain.newest_boundary(opened.environment, txn, Vbid(vbid), pinned.links, seqno)
+        found = chain.newest_boundary(txn, Vbid(vbid), pinned.links, seqno)
     return int(found.seqno) if found is not None and found.seqno >= pinned.floor_seqno else 0
 
 
@@ -120,7 +129,7 @@ class Commits:
                 continue
             self._numbers[group] = number
             with opened.environment.read() as txn:
-                for key, data in txn.cursor(opened.pub).iternext():
+                for key, data in txn.raw.cursor(opened.pub).iternext():
                     each = int.from_bytes(key, "big")
                     if self._seen.get(each) != data:
                         self._seen[each] = data
@@ -181,33 +190,33 @@ def last_document_seqno(view: View, vbid: int, pinned: Standing, after_seqno: in
     return after_seqno
 
 
-def _check(view: View, opened: Opened, txn: Any, vbid: int, pinned: Standing, tombstones_from: int | None) -> None:
+def _check(
+    view: View, opened: Opened, txn: Transaction, vbid: int, pinned: Standing, tombstones_from: int | None
+) -> None:
     """Raise Left unless all that `pinned` sees is still served and kept."""
-    environment = opened.environment
-    data = txn.get(opened.vbid_key, db=opened.pub)
-    branch, seqno, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
+    branch, seqno, floor, *_ = txn.pub(vbid)
     try:
-        view.check_unmoved(environment, txn, vbid, pinned.links)
+        view.check_unmoved(txn, vbid, pinned.links)
     except ViewInvalidated as error:
         raise Left(error.message, rolled_back=False) from error
     if branch != pinned.branch or seqno < pinned.seqno:
-        links = chain.recut(view._whole_chain(environment, txn, vbid, branch), seqno)
+        links = chain.recut(view._whole_chain(txn, vbid, branch), seqno)
         if not chain.sees(links, pinned.branch, pinned.seqno):
             raise Left(f"a rollback or refill passed seqno {pinned.seqno}", rolled_back=True)
     if floor > pinned.seqno:
         raise Left(f"history before seqno {floor} is gone", rolled_back=False)
-    if tombstones_from is not None and tombstones_from < branches.purge_row(environment, txn, vbid).local_purge_seqno:
+    if tombstones_from is not None and tombstones_from < branches.purge_row(txn, vbid).local_purge_seqno:
         raise Left(f"tombstones above seqno {tombstones_from} are gone", rolled_back=False)
 
 
 def _look(
-    opened: Opened, txn: Any, links: chain.Chain, after_seqno: int, rows_max: int, bytes_max: int
+    opened: Opened, txn: Transaction, links: chain.Chain, after_seqno: int, rows_max: int, bytes_max: int
 ) -> tuple[list[Row], int]:
     """The rows of the chain that come next, all versions, and how far that is."""
     found: list[Row] = []
     add = found.append
     left = bytes_max
-    cursor = txn.cursor(opened.rows)
+    cursor = txn.raw.cursor(opened.rows)
     for link in reversed(links):
         low = max(after_seqno, link.base_seqno)
         prefix = keys.PREFIX.pack(link.branch)
@@ -226,10 +235,10 @@ def _look(
     return found, links[0].cut
 
 
-def _look_back(opened: Opened, txn: Any, prefix: bytes, low: int, high: int) -> list[Row]:
+def _look_back(opened: Opened, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:
     """At most PIECE_ROWS rows (low, high] of a branch, falling."""
     found: list[Row] = []
-    cursor = txn.cursor(opened.rows)
+    cursor = txn.raw.cursor(opened.rows)
     first = prefix + low.to_bytes(8) + b"\xff"
     if cursor.prev() if cursor.set_range(prefix + high.to_bytes(8) + b"\xff") else cursor.last():
         for row in cursor.iterprev():
@@ -255,9 +264,9 @@ def _is_wanted(row: Row, begins: Mapping[int, int]) -> bool:
     return begin is not None and int.from_bytes(key[4:]) > begin
 
 
-def _newest(opened: Opened, txn: Any, links: chain.Chain, found: list[Row], *, all_there: bool) -> list[Row]:
+def _newest(opened: Opened, txn: Transaction, links: chain.Chain, found: list[Row], *, all_there: bool) -> list[Row]:
     """Those that no later version replaces. `all_there`: no row follows these."""
-    cursor = txn.cursor(opened.keys)
+    cursor = txn.raw.cursor(opened.keys)
     seek = cursor.set_range_dup
     cuts = {keys.PREFIX.pack(link.branch): link.cut.to_bytes(8) for link in links}
     seen: set[bytes] = set()

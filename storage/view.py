@@ -49,6 +49,7 @@ from storage.model import (
     VbucketState,
     Vbuuid,
 )
+from storage.transaction import Transaction
 
 CHUNK_ROWS = 2_000
 """Rows that a scan reads in one transaction."""
@@ -361,7 +362,7 @@ class View:
         opened = self._open(vbid)
         with opened.environment.read() as txn:
             try:
-                whole = self._whole_chain(opened.environment, txn, vbid, branch)
+                whole = self._whole_chain(txn, vbid, branch)
             except CorruptedError:
                 return ()
         return tuple(history_id for history_id, _ in whole[0].history_ids)
@@ -394,8 +395,8 @@ class View:
             try:
                 environment.open_all()
                 with environment.read() as txn:
-                    meta = environment.db(keys.DB_META)
-                    directory.check_identity(txn.get(b"identity", db=meta), self.identity, group, environment.path)
+                    stored = txn.get(keys.DB_META, b"identity")
+                    directory.check_identity(stored, self.identity, group, environment.path)
             except BaseException:
                 SHARED.release(environment)
                 raise
@@ -429,16 +430,15 @@ class View:
             self._opened[vbid] = opened
         return opened
 
-    def _served(self, environment: Environment, txn: Any, vbid: int) -> Served:
-        data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
-        branch, seqno, floor, m_branch, m_seqno, flags = branches.unpack_pub(data, environment.path, vbid)
-        links = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
-        unavailable = bool(flags & keys.PUB_UNAVAILABLE) and not self._stale_reads
-        return Served(branch, seqno, floor, (m_branch, m_seqno), bool(flags & keys.PUB_STALE), links, unavailable)
+    def _served(self, txn: Transaction, vbid: int) -> Served:
+        pub = txn.pub(vbid)
+        links = chain.recut(self._whole_chain(txn, vbid, pub.branch), pub.seqno)
+        unavailable = pub.is_unavailable and not self._stale_reads
+        return Served(pub.branch, pub.seqno, pub.floor_seqno, pub.manifest_key, pub.is_stale, links, unavailable)
 
-    def _readable(self, environment: Environment, txn: Any, vbid: int) -> Served:
+    def _readable(self, txn: Transaction, vbid: int) -> Served:
         """What is served, unless readers are to wait for a refill."""
-        served = self._served(environment, txn, vbid)
+        served = self._served(txn, vbid)
         if served.unavailable:
             raise Unavailable(
                 "temporarily unavailable: it is being resynced",
@@ -447,47 +447,47 @@ class View:
             )
         return served
 
-    def _known_of(self, environment: Environment, txn: Any, vbid: int) -> Known:
+    def _known_of(self, txn: Transaction, vbid: int) -> Known:
         """What is remembered of a vbucket and is true in this transaction."""
-        chain_id = branches.purge_row(environment, txn, vbid).chain_id
+        chain_id = branches.purge_row(txn, vbid).chain_id
         known = self._known.get(vbid)
         if known is None or known.chain_id != chain_id:
             known = self._known[vbid] = Known(chain_id)
         return known
 
-    def _whole_chain(self, environment: Environment, txn: Any, vbid: int, branch: int) -> chain.Chain:
+    def _whole_chain(self, txn: Transaction, vbid: int, branch: int) -> chain.Chain:
         """A branch's chain never changes but for its chain id, so it is read once."""
-        chains = self._known_of(environment, txn, vbid).chains
+        chains = self._known_of(txn, vbid).chains
         links = chains.get(branch)
         if links is None:
             if len(chains) >= CHAINS_MAX:
                 chains.clear()
-            links = chains[branch] = chain.load(environment, txn, vbid, branch, SEQNO_MAX)
+            links = chains[branch] = chain.load(txn, vbid, branch, SEQNO_MAX)
         return links
 
-    def _manifest(self, environment: Environment, txn: Any, vbid: int, key: tuple[int, int]) -> Manifest:
-        manifests = self._known_of(environment, txn, vbid).manifests
+    def _manifest(self, txn: Transaction, vbid: int, key: tuple[int, int]) -> Manifest:
+        manifests = self._known_of(txn, vbid).manifests
         manifest = manifests.get(key)
         if manifest is None:
-            manifest = branches.read_manifest(environment, txn, vbid, key, manifests)[0]
+            manifest = branches.read_manifest(txn, vbid, key, manifests)[0]
             if len(manifests) >= MANIFESTS_MAX:
                 manifests.clear()
             manifests[key] = manifest
         return manifest
 
-    def _as_of(self, environment: Environment, txn: Any, vbid: int, as_of: AsOf) -> tuple[Served, Boundary | None]:
+    def _as_of(self, txn: Transaction, vbid: int, as_of: AsOf) -> tuple[Served, Boundary | None]:
         """What is served as of a seqno or a time: the newest kept boundary not after it."""
-        served = self._readable(environment, txn, vbid)
+        served = self._readable(txn, vbid)
         if as_of is None or (isinstance(as_of, Time) and not served.seqno):  # nothing published: never was anything
             return served, None
         boundary = None
         if isinstance(as_of, Time):
-            for candidate in chain.boundaries(environment, txn, Vbid(vbid), served.links):
+            for candidate in chain.boundaries(txn, Vbid(vbid), served.links):
                 if candidate.time_ms <= as_of.ms:
                     boundary = candidate
                     break
         else:
-            boundary = chain.newest_boundary(environment, txn, Vbid(vbid), served.links, as_of)
+            boundary = chain.newest_boundary(txn, Vbid(vbid), served.links, as_of)
         if boundary is None or boundary.seqno < served.floor_seqno:
             raise NoSuchBoundary(
                 f"nothing is kept as of {as_of}; history begins at seqno {served.floor_seqno}",
@@ -495,7 +495,7 @@ class View:
                 hint="ask for a later point, or keep more history",
             )
         links = chain.recut(served.links, boundary.seqno)
-        manifest_key = branches.manifest_key_on(environment, txn, vbid, links)
+        manifest_key = branches.manifest_key_on(txn, vbid, links)
         return Served(served.branch, boundary.seqno, served.floor_seqno, manifest_key, served.stale, links), boundary
 
     # -- collections ----------------------------------------------------------------------------------------------
@@ -505,14 +505,14 @@ class View:
         vbid = self.vbids[0] if vbid is None else vbid
         environment = self._environment(vbid)
         with environment.read() as txn:
-            return self._manifest(environment, txn, vbid, self._served(environment, txn, vbid).manifest_key)
+            return self._manifest(txn, vbid, self._served(txn, vbid).manifest_key)
 
     def manifest_of(self, pin: Pin) -> Manifest:
         """Scopes and collections as they were at the boundary of a pin. Raises ViewInvalidated."""
         opened = self._open(pin.vbid)
         with opened.environment.read() as txn:
-            key = branches.manifest_key_on(opened.environment, txn, pin.vbid, self._chain_of(opened, txn, pin))
-            return self._manifest(opened.environment, txn, pin.vbid, key)
+            key = branches.manifest_key_on(txn, pin.vbid, self._chain_of(opened, txn, pin))
+            return self._manifest(txn, pin.vbid, key)
 
     def _collection_id(self, manifest: Manifest, name: CollectionName | None) -> int:
         if name is None:
@@ -583,7 +583,7 @@ class View:
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             return None
                         return document
-            return self._get(txn, opened, vbid, key, collection, as_of, now, raw)
+            return self._get(Transaction(environment, txn), opened, vbid, key, collection, as_of, now, raw)
         except (struct.error, lmdb.Error) as error:
             raise self._damaged(error, opened, vbid) from error
         finally:
@@ -685,11 +685,10 @@ class View:
             collection_id, key = keys.split_key(wire_key)
         vbid = ((crc32(key) >> 16) & 0x7FFF) % self._count
         opened = self._open(vbid)
-        environment = opened.environment
-        txn = _begin(opened)
+        txn = Transaction(opened.environment, _begin(opened))
         try:
-            branch, seqno, _, m_branch, m_seqno, flags = unpack_pub(txn.get(opened.vbid_key, b"", opened.pub))
-            manifest = self._manifest(environment, txn, vbid, (m_branch, m_seqno))
+            branch, seqno, _, m_branch, m_seqno, flags = unpack_pub(txn.raw.get(opened.vbid_key, b"", opened.pub))
+            manifest = self._manifest(txn, vbid, (m_branch, m_seqno))
             collection = manifest.collections.get(collection_id)
             stale = bool(flags & keys.PUB_STALE)
             document = None
@@ -703,23 +702,25 @@ class View:
         except (struct.error, lmdb.Error) as error:
             raise self._damaged(error, opened, vbid) from error
         finally:
-            environment.end(txn)
+            opened.environment.end(txn.raw)
 
-    def _newest(self, txn: Any, opened: Opened, vbid: int, wire_key: bytes, branch: int, seqno: int) -> bytes | None:
+    def _newest(
+        self, txn: Transaction, opened: Opened, vbid: int, wire_key: bytes, branch: int, seqno: int
+    ) -> bytes | None:
         """The newest version of a key that a view at (branch, seqno) sees."""
-        cursor = txn.cursor(opened.keys)
+        cursor = txn.raw.cursor(opened.keys)
         if not cursor.set_key(wire_key) or not cursor.last_dup():
             return None
         dup: bytes = cursor.value()
         dup_branch, dup_seqno, _ = unpack_dup(dup)
         if dup_branch == branch and dup_seqno <= seqno:
             return dup
-        links = chain.recut(self._whole_chain(opened.environment, txn, vbid, branch), seqno)
+        links = chain.recut(self._whole_chain(txn, vbid, branch), seqno)
         return chain.newest_version(cursor, wire_key, links)
 
     def _get(
         self,
-        txn: Any,
+        txn: Transaction,
         opened: Opened,
         vbid: int,
         key: bytes,
@@ -731,12 +732,12 @@ class View:
     ) -> Document | None:
         links: chain.Chain | None = None
         if as_of is None:
-            branch, seqno, _, m_branch, m_seqno, flags = keys.PUB.unpack(txn.get(opened.vbid_key, db=opened.pub) or b"")
+            branch, seqno, _, m_branch, m_seqno, flags = keys.PUB.unpack(txn.raw.get(opened.vbid_key, b"", opened.pub))
             if flags & keys.PUB_UNAVAILABLE:
-                self._readable(opened.environment, txn, vbid)
+                self._readable(txn, vbid)
             manifest_key = (m_branch, m_seqno)
         else:
-            served, boundary = self._as_of(opened.environment, txn, vbid, as_of)
+            served, boundary = self._as_of(txn, vbid, as_of)
             branch, seqno, links, manifest_key = served.links[0].branch, served.seqno, served.links, served.manifest_key
             if now is None and boundary is not None:
                 now = boundary.time_ms / 1000
@@ -744,17 +745,17 @@ class View:
             manifest = None
             wire_key = b"\x00" + key
         else:
-            manifest = self._manifest(opened.environment, txn, vbid, manifest_key)
+            manifest = self._manifest(txn, vbid, manifest_key)
             collection_id = self._collection_id(manifest, collection)
             wire_key = keys.encode_collection_id(collection_id) + key
-        cursor = txn.cursor(opened.keys)
+        cursor = txn.raw.cursor(opened.keys)
         if not cursor.set_key(wire_key) or not cursor.last_dup():
             return None
         dup: bytes | None = cursor.value()
         dup_branch, dup_seqno, kind = keys.DUP.unpack(dup or b"")
         if dup_branch != branch or dup_seqno > seqno:  # there are rows that this view does not see: look further
             if links is None:
-                links = chain.recut(self._whole_chain(opened.environment, txn, vbid, branch), seqno)
+                links = chain.recut(self._whole_chain(txn, vbid, branch), seqno)
             dup = chain.newest_version(cursor, wire_key, links)
             if dup is None:
                 return None
@@ -766,8 +767,10 @@ class View:
             return None
         return document
 
-    def _row(self, txn: Any, opened: Opened, vbid: int, dup: bytes, raw: bool, lenient: bool = False) -> Document:
-        frame = txn.get(dup[:12], db=opened.rows)
+    def _row(
+        self, txn: Transaction, opened: Opened, vbid: int, dup: bytes, raw: bool, lenient: bool = False
+    ) -> Document:
+        frame = txn.raw.get(dup[:12], db=opened.rows)
         if frame is None:
             raise CorruptedError("a key points to a row that is missing", path=opened.environment.path, vbid=vbid)
         if self._verify_reads and crc32c(frame) != seal.RESIDUE:  # written out here too: a scan does it for each row
@@ -834,8 +837,8 @@ class View:
     ) -> Iterator[Document]:
         opened = self._open(vbid)
         with opened.environment.read() as txn:
-            served, boundary = self._as_of(opened.environment, txn, vbid, as_of)
-            manifest = self._manifest(opened.environment, txn, vbid, served.manifest_key)
+            served, boundary = self._as_of(txn, vbid, as_of)
+            manifest = self._manifest(txn, vbid, served.manifest_key)
         if now is None:
             now = boundary.time_ms / 1000 if boundary is not None else time.time()
         ids = list(manifest.collections) if collection is None else [self._collection_id(manifest, collection)]
@@ -858,7 +861,7 @@ class View:
         """Name what a vbucket serves (now, or as of a boundary), for `scan_page`. Raises NoSuchBoundary."""
         opened = self._open(vbid)
         with opened.environment.read() as txn:
-            served, boundary = self._as_of(opened.environment, txn, vbid, as_of)
+            served, boundary = self._as_of(txn, vbid, as_of)
         if boundary is not None and now is None:
             now_ms = boundary.time_ms
         else:
@@ -871,9 +874,9 @@ class View:
         opened = self._open(vbid)
         with opened.environment.read() as txn:
             if branch is None or seqno is None:
-                served = self._readable(opened.environment, txn, vbid)
+                served = self._readable(txn, vbid)
                 branch, seqno = served.branch, served.seqno
-            history_id = self._whole_chain(opened.environment, txn, vbid, branch)[0].history_id(seqno)
+            history_id = self._whole_chain(txn, vbid, branch)[0].history_id(seqno)
         return Token(Vbid(vbid), Branch(branch), Seqno(seqno), history_id)
 
     def scan_page(
@@ -898,8 +901,8 @@ class View:
         opened = self._open(pin.vbid)
         with opened.environment.read() as txn:
             links = self._chain_of(opened, txn, pin)
-            manifest_key = branches.manifest_key_on(opened.environment, txn, pin.vbid, links)
-            manifest = self._manifest(opened.environment, txn, pin.vbid, manifest_key)
+            manifest_key = branches.manifest_key_on(txn, pin.vbid, links)
+            manifest = self._manifest(txn, pin.vbid, manifest_key)
         collection_id = self._collection_id(manifest, collection)
         if collection_id not in manifest.collections:
             return [], b""
@@ -945,8 +948,8 @@ class View:
         seen = 0
         next_position = b""
         with opened.environment.read() as txn:
-            self._revalidate(opened.environment, txn, vbid, served)
-            cursor = txn.cursor(opened.keys)
+            self._revalidate(txn, vbid, served)
+            cursor = txn.raw.cursor(opened.keys)
             if not cursor.set_range(position):
                 return [], b""
             for key, dup in cursor.iternext():
@@ -978,16 +981,15 @@ class View:
                 documents.append(document)
             return documents, next_position
 
-    def _revalidate(self, environment: Environment, txn: Any, vbid: int, pinned: Served) -> None:
+    def _revalidate(self, txn: Transaction, vbid: int, pinned: Served) -> None:
         """Raise ViewInvalidated unless everything that `pinned` sees is still on the served chain and kept."""
-        data = txn.get(keys.VBID_KEY.pack(vbid), db=environment.db(keys.DB_PUB))
-        branch, seqno, floor, _, _, _ = branches.unpack_pub(data, environment.path, vbid)
-        self.check_unmoved(environment, txn, vbid, pinned.links)
+        branch, seqno, floor, *_ = txn.pub(vbid)
+        self.check_unmoved(txn, vbid, pinned.links)
         if pinned.anywhere:
-            return self._check_kept(environment, txn, vbid, pinned, branch, seqno, floor)
+            return self._check_kept(txn, vbid, pinned, branch, seqno, floor)
         tip = pinned.links[0]
         if branch != tip.branch or seqno < pinned.seqno:
-            links = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
+            links = chain.recut(self._whole_chain(txn, vbid, branch), seqno)
             if not chain.sees(links, tip.branch, pinned.seqno):
                 raise ViewInvalidated(
                     f"a rollback or refill passed seqno {pinned.seqno}", vbid=vbid, hint="start the read again"
@@ -996,10 +998,10 @@ class View:
             raise ViewInvalidated(f"history before seqno {floor} is gone", vbid=vbid, hint="start the read again")
         return None
 
-    def check_unmoved(self, environment: Environment, txn: Any, vbid: int, links: chain.Chain) -> None:
+    def check_unmoved(self, txn: Transaction, vbid: int, links: chain.Chain) -> None:
         """Raise ViewInvalidated where branches of a chain were merged or removed since it was read."""
         try:
-            whole = self._whole_chain(environment, txn, vbid, links[0].branch)
+            whole = self._whole_chain(txn, vbid, links[0].branch)
         except CorruptedError:
             whole = ()
         if not chain.same(links, chain.recut(whole, links[0].cut)):
@@ -1007,27 +1009,25 @@ class View:
                 "the branches that it reads were merged or removed meanwhile", vbid=vbid, hint="start the read again"
             )
 
-    def _check_kept(
-        self, environment: Environment, txn: Any, vbid: int, pinned: Served, branch: int, seqno: int, floor: int
-    ) -> None:
+    def _check_kept(self, txn: Transaction, vbid: int, pinned: Served, branch: int, seqno: int, floor: int) -> None:
         """Raise ViewInvalidated unless everything that `pinned` sees is there, on whatever chain."""
-        served = chain.recut(self._whole_chain(environment, txn, vbid, branch), seqno)
+        served = chain.recut(self._whole_chain(txn, vbid, branch), seqno)
         common = chain.common_seqno(served, pinned.links)
         if common is not None and floor > common:
             raise ViewInvalidated(f"history before seqno {floor} is gone", vbid=vbid, hint="start the read again")
         if common is None:
-            self._check_left(environment, txn, vbid, pinned)
+            self._check_left(txn, vbid, pinned)
         for link in pinned.links:
             if link.cut <= link.base_seqno:
                 continue  # nothing of it is seen, and it may be forgotten
-            kept_seqno = branches.get_branch(environment, txn, vbid, link.branch).kept_seqno
+            kept_seqno = branches.get_branch(txn, vbid, link.branch).kept_seqno
             if kept_seqno < link.cut and (common is None or common < link.cut):
                 raise ViewInvalidated(
                     "what was rolled back is gone from history", vbid=vbid, hint="start the read again"
                 )
 
     @staticmethod
-    def _check_left(environment: Environment, txn: Any, vbid: int, pinned: Served) -> None:
+    def _check_left(txn: Transaction, vbid: int, pinned: Served) -> None:
         """Raise ViewInvalidated if the purger was at what `pinned` sees before a refill took the place of its chain.
 
         The floor of then is forgotten. But a boundary goes before, or together with, the first version that is not
@@ -1036,7 +1036,7 @@ class View:
         seqno = pinned.seqno
         below = [link.branch for link in pinned.links if link.base_seqno < seqno]
         shared = {pinned.branch, *below[:1]}  # a branch that nothing was published on is nobody's parent
-        for branch, row in branches.all_branches(environment, txn, vbid).items():
+        for branch, row in branches.all_branches(txn, vbid).items():
             if branch > pinned.branch and row.parent in shared:
                 shared.add(branch)
                 seqno = min(seqno, row.base_seqno)
@@ -1044,7 +1044,7 @@ class View:
             return
         owner = next(link.branch for link in pinned.links if link.base_seqno < seqno)
         key = keys.ROW.pack(owner, seqno) + keys.BOUNDARY_SUFFIX
-        if txn.get(key, db=environment.db(keys.rows_db(vbid))) is None:
+        if txn.get(keys.rows_db(vbid), key) is None:
             raise ViewInvalidated(f"history at seqno {seqno} is gone", vbid=vbid, hint="start the read again")
 
     def standing(self, pin: Pin) -> Served:
@@ -1056,24 +1056,22 @@ class View:
         with opened.environment.read() as txn:
             return self._standing(opened, txn, pin)
 
-    def _standing(self, opened: Opened, txn: Any, at: Pin | Token) -> Served:
+    def _standing(self, opened: Opened, txn: Transaction, at: Pin | Token) -> Served:
         links = self._chain_of(opened, txn, at)
-        manifest_key = branches.manifest_key_on(opened.environment, txn, at.vbid, links)
+        manifest_key = branches.manifest_key_on(txn, at.vbid, links)
         pinned = Served(at.branch, at.seqno, 0, manifest_key, False, links, anywhere=True)
-        self._revalidate(opened.environment, txn, at.vbid, pinned)
+        self._revalidate(txn, at.vbid, pinned)
         return pinned
 
-    def _chain_of(self, opened: Opened, txn: Any, at: Pin | Token) -> chain.Chain:
-        return self._chain_to(opened.environment, txn, at.vbid, at.branch, at.seqno, at.history_id)
+    def _chain_of(self, opened: Opened, txn: Transaction, at: Pin | Token) -> chain.Chain:
+        return self._chain_to(txn, at.vbid, at.branch, at.seqno, at.history_id)
 
-    def _chain_to(
-        self, environment: Environment, txn: Any, vbid: int, branch: int, seqno: int, history_id: int
-    ) -> chain.Chain:
+    def _chain_to(self, txn: Transaction, vbid: int, branch: int, seqno: int, history_id: int) -> chain.Chain:
         """The chain up to a position that somebody was given. Raises ViewInvalidated where it is not of a history that
         this mirror has.
         """
         try:
-            whole = self._whole_chain(environment, txn, vbid, branch)
+            whole = self._whole_chain(txn, vbid, branch)
         except CorruptedError as error:
             raise ViewInvalidated(
                 f"this mirror knows no branch {branch} (any more)", vbid=vbid, hint="start the read again"
@@ -1094,7 +1092,7 @@ class View:
         """
         opened = self._open(vbid)
         with opened.environment.read() as txn:
-            served = self._readable(opened.environment, txn, vbid)
+            served = self._readable(txn, vbid)
         yield from self._rows_of(opened, vbid, served, after_seqno, min(to_seqno, served.seqno), raw)
 
     def _rows_of(
@@ -1118,10 +1116,8 @@ class View:
             prefix = keys.PREFIX.pack(link.branch)
             while position < last:
                 with opened.environment.read() as txn:
-                    self._revalidate(opened.environment, txn, vbid, served)
-                    rows = index.rows_between(
-                        opened.environment, txn, vbid, prefix, position, last, CHUNK_ROWS, pieces.bytes_max
-                    )
+                    self._revalidate(txn, vbid, served)
+                    rows = index.rows_between(txn, vbid, prefix, position, last, CHUNK_ROWS, pieces.bytes_max)
                 if not rows:
                     break
                 rows.reverse()
@@ -1138,14 +1134,14 @@ class View:
         """Live documents of a vbucket, counted by walking its keys (expiry is not looked at)."""
         opened = self._open(vbid)
         with opened.environment.read() as txn:
-            served = self._served(opened.environment, txn, vbid)
-            manifest = self._manifest(opened.environment, txn, vbid, served.manifest_key)
+            served = self._served(txn, vbid)
+            manifest = self._manifest(txn, vbid, served.manifest_key)
             begin = {cid: entry.begin_seqno for cid, entry in manifest.collections.items()}
             cuts = {link.branch: link.cut for link in served.links}
             total = 0
             current = b""
             alive = 0
-            for key, dup in txn.cursor(opened.keys).iternext():
+            for key, dup in txn.raw.cursor(opened.keys).iternext():
                 if key != current:
                     total += alive
                     alive, current = 0, key
@@ -1162,10 +1158,10 @@ class View:
         """The stored state of one vbucket."""
         environment = self._environment(vbid)
         with environment.read() as txn:
-            served = self._served(environment, txn, vbid)
-            self._manifest(environment, txn, vbid, served.manifest_key)  # to be remembered
-            known = self._known_of(environment, txn, vbid).manifests
-            return branches.load(environment, txn, Vbid(vbid), known).state
+            served = self._served(txn, vbid)
+            self._manifest(txn, vbid, served.manifest_key)  # to be remembered
+            known = self._known_of(txn, vbid).manifests
+            return branches.load(txn, Vbid(vbid), known).state
 
     def states(self) -> list[VbucketState]:
         """The stored states of all vbuckets, in rising vbid."""
@@ -1177,12 +1173,12 @@ class View:
         for first in self.vbids[: self._groups]:  # one of each group
             environment = self._environment(first)
             with environment.read() as txn:
-                for key, data in txn.cursor(environment.db(keys.DB_PUB)).iternext():
+                for key, data in txn.cursor(keys.DB_PUB).iternext():
                     vbid = int.from_bytes(key, "big")
-                    branch, seqno, floor, _, _, flags = branches.unpack_pub(data, environment.path, vbid)
-                    stale = bool(flags & keys.PUB_STALE)
-                    history_id = self._whole_chain(environment, txn, vbid, branch)[0].history_id(seqno)
-                    found[vbid] = Published(Branch(branch), Seqno(seqno), Seqno(floor), stale, history_id)
+                    pub = txn.pub_of(vbid, data)
+                    history_id = self._whole_chain(txn, vbid, pub.branch)[0].history_id(pub.seqno)
+                    branch, seqno, floor = Branch(pub.branch), Seqno(pub.seqno), Seqno(pub.floor_seqno)
+                    found[vbid] = Published(branch, seqno, floor, pub.is_stale, history_id)
         return [found[vbid] for vbid in self.vbids]
 
     def newest_of(
@@ -1195,13 +1191,12 @@ class View:
         opened = self._open(pin.vbid)
         with opened.environment.read() as txn:
             links = self._chain_of(opened, txn, pin)
-            self._revalidate(opened.environment, txn, pin.vbid, Served(pin.branch, pin.seqno, 0, (0, 0), False, links))
-            key = branches.manifest_key_on(opened.environment, txn, pin.vbid, links)
-            collection = self._manifest(opened.environment, txn, pin.vbid, key).collections.get(collection_id)
+            self._revalidate(txn, pin.vbid, Served(pin.branch, pin.seqno, 0, (0, 0), False, links))
+            key = branches.manifest_key_on(txn, pin.vbid, links)
+            collection = self._manifest(txn, pin.vbid, key).collections.get(collection_id)
             if collection is None:
                 raise UnknownCollection(f"no collection {collection_id:#x}", vbid=pin.vbid)
             found, following = newest_of_collection(
-                opened.environment,
                 txn,
                 pin.vbid,
                 links,
@@ -1216,38 +1211,37 @@ class View:
         """How far back a vbucket can be read, and when it was resynced."""
         environment = self._environment(vbid)
         with environment.read() as txn:
-            served = self._served(environment, txn, vbid)
-            floor = chain.newest_boundary(environment, txn, Vbid(vbid), served.links, served.floor_seqno)
-            refills_ms, refill_count = branches.refills(environment, txn, vbid)
+            served = self._served(txn, vbid)
+            floor = chain.newest_boundary(txn, Vbid(vbid), served.links, served.floor_seqno)
+            refills_ms, refill_count = branches.refills(txn, vbid)
         return Past(floor, refills_ms, refill_count)
 
     def history(self, vbid: int) -> History:
         """How far back a vbucket's history reaches and what it takes."""
         environment = self._environment(vbid)
         with environment.read() as txn:
-            return history.of(environment, txn, vbid)
+            return history.of(txn, vbid)
 
     def stale(self, vbid: int) -> bool:
         """True while a refill from 0 is under way beside what is served."""
         environment = self._environment(vbid)
         with environment.read() as txn:
-            return self._served(environment, txn, vbid).stale
+            return self._served(txn, vbid).stale
 
     def boundaries(self, vbid: int) -> list[Boundary]:
         """The kept boundaries of the served history, newest first."""
         opened = self._open(vbid)
         with opened.environment.read() as txn:
-            served = self._served(opened.environment, txn, vbid)
-            found = chain.boundaries(opened.environment, txn, Vbid(vbid), served.links)
+            served = self._served(txn, vbid)
+            found = chain.boundaries(txn, Vbid(vbid), served.links)
             return [boundary for boundary in found if boundary.seqno >= served.floor_seqno]
 
     def rollbacks(self, vbid: int) -> list[Rollback]:
         """Rollbacks of a vbucket, oldest first."""
         environment = self._environment(vbid)
-        db = environment.db(keys.DB_ROLLBACK)
         found = []
         with environment.read() as txn:
-            cursor = txn.cursor(db)
+            cursor = txn.cursor(keys.DB_ROLLBACK)
             if cursor.set_range(keys.ROLLBACK_KEY.pack(vbid, 0)):
                 for key, value in cursor.iternext():
                     if key[:2] != keys.VBID_KEY.pack(vbid):
@@ -1343,13 +1337,13 @@ class View:
     ) -> tuple[Served, chain.Chain, Seqno]:
         """What is served (or stands at `end`), the chain that `token` stood on if it was left, and where both part."""
         with opened.environment.read() as txn:
-            served = self._readable(opened.environment, txn, vbid) if end is None else self._standing(opened, txn, end)
+            served = self._readable(txn, vbid) if end is None else self._standing(opened, txn, end)
             lost: chain.Chain = ()
             after = token.seqno if token else Seqno(0)
             if token is not None:
                 self._chain_of(opened, txn, token)
                 if not chain.sees(served.links, token.branch, token.seqno):
-                    lost = chain.load(opened.environment, txn, vbid, token.branch, token.seqno)
+                    lost = chain.load(txn, vbid, token.branch, token.seqno)
                     if token.seqno < lost[0].base_seqno:
                         raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
                     cuts = {link.branch: link.cut for link in served.links}
@@ -1364,7 +1358,7 @@ class View:
                         raise ViewInvalidated(
                             "the token is ahead of what is published", vbid=vbid, hint="read it from the beginning"
                         )
-                purged = branches.purge_row(opened.environment, txn, vbid).local_purge_seqno
+                purged = branches.purge_row(txn, vbid).local_purge_seqno
                 gap = any(link.kept_seqno < link.cut and after < link.cut for link in lost)
                 if gap or (after < purged and token.seqno > 0):
                     what = "what was rolled back is" if gap else f"tombstones up to seqno {purged} are"
@@ -1423,7 +1417,7 @@ class View:
         """True if the reader had this very version, at or below the end of the history that was left."""
         link = next(link for link in reversed(lost) if document.seqno <= link.cut)
         with opened.environment.read() as txn:
-            frame = txn.get(keys.ROW.pack(link.branch, document.seqno), db=opened.rows)
+            frame = txn.raw.get(keys.ROW.pack(link.branch, document.seqno), db=opened.rows)
         if frame is None:
             return False
         frame = self._frame(opened.environment, document.vbid, keys.ROW.pack(link.branch, document.seqno), frame)
@@ -1439,8 +1433,8 @@ class View:
         """
         opened = self._open(vbid)
         with opened.environment.read() as txn:
-            served = self._served(opened.environment, txn, vbid)
-            boundary = chain.newest_boundary(opened.environment, txn, Vbid(vbid), served.links, to_seqno)
+            served = self._served(txn, vbid)
+            boundary = chain.newest_boundary(txn, Vbid(vbid), served.links, to_seqno)
         if boundary is None or boundary.seqno < served.floor_seqno:
             raise NoSuchBoundary(
                 f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {served.floor_seqno}",
@@ -1471,11 +1465,9 @@ class View:
             prefix = keys.PREFIX.pack(link.branch)
             while position < link.cut:
                 with opened.environment.read() as txn:
-                    self._revalidate(opened.environment, txn, vbid, served)
-                    rows = index.rows_between(
-                        opened.environment, txn, vbid, prefix, position, link.cut, CHUNK_ROWS, CHUNK_BYTES
-                    )
-                    kept_seqno = branches.get_branch(opened.environment, txn, vbid, link.branch).kept_seqno
+                    self._revalidate(txn, vbid, served)
+                    rows = index.rows_between(txn, vbid, prefix, position, link.cut, CHUNK_ROWS, CHUNK_BYTES)
+                    kept_seqno = branches.get_branch(txn, vbid, link.branch).kept_seqno
                     if kept_seqno < link.cut:
                         raise ViewInvalidated(
                             "what was rolled back is gone from history", vbid=vbid, hint="read it from the beginning"
@@ -1506,9 +1498,7 @@ class View:
         """
         with opened.environment.read() as txn:
             before, after = (
-                self._manifest(
-                    opened.environment, txn, vbid, branches.manifest_key_on(opened.environment, txn, vbid, links)
-                )
+                self._manifest(txn, vbid, branches.manifest_key_on(txn, vbid, links))
                 for links in (lost, restored_links)
             )
         return {
@@ -1519,7 +1509,7 @@ class View:
 
     def _retracted_pairs(
         self,
-        txn: Any,
+        txn: Transaction,
         opened: Opened,
         vbid: int,
         rows: list[tuple[bytes, bytes]],
@@ -1531,9 +1521,9 @@ class View:
     ) -> list[tuple[Document, Document | None]]:
         """Each with what is visible again in its place; but for the collections of `back`, which come back whole."""
         pairs = []
-        cursor = txn.cursor(opened.keys)
-        manifest_key = branches.manifest_key_on(opened.environment, txn, vbid, replacing or restored_links)
-        manifest = self._manifest(opened.environment, txn, vbid, manifest_key)
+        cursor = txn.raw.cursor(opened.keys)
+        manifest_key = branches.manifest_key_on(txn, vbid, replacing or restored_links)
+        manifest = self._manifest(txn, vbid, manifest_key)
         for wire_key, dup in records.key_rows(rows):
             if chain.newest_version(cursor, wire_key, lost) != dup:
                 continue  # superseded within the lost history: the reader's last word on this key comes later

@@ -41,6 +41,7 @@ from storage.model import (
 )
 from storage.prepares import Prepares, committed_row
 from storage.purge import Purger, Window
+from storage.transaction import Transaction
 
 INLINE_INDEX_ROWS = 20_000
 """Deferred rows up to this count get their key rows in the publishing transaction itself; more go to an IndexJob."""
@@ -294,15 +295,14 @@ class GroupWriter:
         self.environment = Environment(self.path, self.vbids, writable=True, sync=self.sync, map_size=self.map_size)
         try:
             self.environment.open_all()
-            meta = self.environment.db(keys.DB_META)
             with self.environment.read() as txn:
-                directory.check_identity(txn.get(b"identity", db=meta), self.identity, self.group, self.path)
-                fence = int.from_bytes(txn.get(b"fence", db=meta) or b"", "big")
+                directory.check_identity(txn.get(keys.DB_META, b"identity"), self.identity, self.group, self.path)
+                fence = int.from_bytes(txn.get(keys.DB_META, b"fence") or b"", "big")
                 here = directory.place(self.path)
-                moved = txn.get(b"place", db=meta) != here
+                moved = txn.get(keys.DB_META, b"place") != here
             if claim:
                 self._fence = fence + 1
-                self._while_opening(lambda txn: txn.put(b"fence", self._fence.to_bytes(8, "big"), db=meta))
+                self._while_opening(lambda txn: txn.put(keys.DB_META, b"fence", self._fence.to_bytes(8, "big")))
             if moved:
                 self._while_opening(lambda txn: self._begin_history(txn, here))
             seen = [] if claim else [vbucket.base for vbucket in self._vbuckets.values()]
@@ -335,7 +335,7 @@ class GroupWriter:
         newest = branches.Moment(0, 0)
         with self.environment.read() as txn:
             for vbid in self.vbids:
-                newest = max(newest, branches.newest_moment(self.environment, txn, vbid), key=attrgetter("history_ms"))
+                newest = max(newest, branches.newest_moment(txn, vbid), key=attrgetter("history_ms"))
         return HistoryClock(
             self.clock_ms,
             self._monotonic_ms,
@@ -344,27 +344,27 @@ class GroupWriter:
             downtime_max_ms=(self.window.time_ms or 0) // 2,
         )
 
-    def _begin_history(self, txn: Any, here: bytes) -> None:
+    def _begin_history(self, txn: Transaction, here: bytes) -> None:
         for vbid in self.vbids:
-            branches.begin_history(self.environment, txn, vbid)
-        txn.put(b"place", here, db=self.environment.db(keys.DB_META))
+            branches.begin_history(txn, vbid)
+        txn.put(keys.DB_META, b"place", here)
 
     def _settle_refill_reads(self) -> None:
         """Refills that are under way follow the setting as it is now."""
         unavailable = self.refill_reads == "unavailable"
 
-        def write(txn: Any) -> None:
+        def write(txn: Transaction) -> None:
             for vbid in self.vbids:
-                branches.set_unavailable(self.environment, txn, vbid, unavailable)
+                branches.set_unavailable(txn, vbid, unavailable)
 
         self._while_opening(write)
 
-    def _while_opening(self, work: Callable[[Any], Any]) -> None:
+    def _while_opening(self, work: Callable[[Transaction], Any]) -> None:
         """A small write of its own. A file that has outgrown the map it is opened with is full at once."""
         for _ in range(GROW_TRIES_MAX):
             try:
                 with self.environment.begin(write=True) as txn:
-                    work(txn)
+                    work(Transaction(self.environment, txn))
             except lmdb.MapFullError:
                 self.environment.grow()
             else:
@@ -382,9 +382,9 @@ class GroupWriter:
         for vbid in self.vbids:
             self._finish_complete(vbid)
 
-    def _read_vbucket(self, txn: Any, vbid: Vbid) -> Vbucket:
-        loaded = branches.load(self.environment, txn, vbid)
-        return Vbucket(loaded, Prepares.load(self.environment, txn, loaded.state))
+    def _read_vbucket(self, txn: Transaction, vbid: Vbid) -> Vbucket:
+        loaded = branches.load(txn, vbid)
+        return Vbucket(loaded, Prepares.load(txn, loaded.state))
 
     def _finish_complete(self, vbid: Vbid) -> None:
         """A snapshot that was complete on disk when the last writer ended lacks its key rows alone: make them now.
@@ -494,7 +494,7 @@ class GroupWriter:
     def histories(self) -> dict[int, history.History]:
         """How far back each vbucket's history reaches and what it takes, as of the last commit."""
         with self.environment.read() as txn:
-            return {vbid: history.of(self.environment, txn, vbid) for vbid in self.vbids}
+            return {vbid: history.of(txn, vbid) for vbid in self.vbids}
 
     # -- accepting ------------------------------------------------------------------------------------------------
 
@@ -689,30 +689,29 @@ class GroupWriter:
         """False while all that is pending are rows of an open snapshot: they wait in memory for its end."""
         return vbucket.complete_seqno is not None or not vbucket.rows
 
-    def _write(self, work: Callable[[Any], Any]) -> Any:
+    def _write(self, work: Callable[[Transaction], Any]) -> Any:
         """Run `work(txn)` in a write transaction under the fence; grow the map and run it again when it is full."""
-        meta = self.environment.db(keys.DB_META)
         fence = self._fence.to_bytes(8, "big")
         for _ in range(GROW_TRIES_MAX):
-            txn = self.environment.begin(write=True)
+            txn = Transaction(self.environment, self.environment.begin(write=True))
             try:
-                if txn.get(b"fence", db=meta) != fence:
+                if txn.get(keys.DB_META, b"fence") != fence:
                     raise Locked("another process took this group over", path=self.path)
                 result = work(txn)
-                txn.commit()
+                txn.raw.commit()
             except lmdb.MapFullError:
-                txn.abort()
+                txn.raw.abort()
                 try:
                     self.environment.grow()
                 except lmdb.Error as error:
                     self._reload()
                     raise storage_error(error, self.path) from error
             except Exception as error:
-                txn.abort()
+                txn.raw.abort()
                 self._reload()
                 raise storage_error(error, self.path) from error
             except BaseException:
-                txn.abort()
+                txn.raw.abort()
                 raise
             else:
                 self.commit_count += 1
@@ -721,9 +720,8 @@ class GroupWriter:
         self._reload()
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
-    def _put_vbucket(self, txn: Any, vbucket: Vbucket, flush_open: bool) -> Plan:
+    def _put_vbucket(self, txn: Transaction, vbucket: Vbucket, flush_open: bool) -> Plan:
         """Write one vbucket's part. Changes nothing in memory."""
-        environment = self.environment
         state = vbucket.state
         vbid = state.vbid
         count = len(vbucket.rows) if flush_open else vbucket.complete_count
@@ -731,7 +729,7 @@ class GroupWriter:
             vbucket.rows.sort()
         rows = vbucket.rows if count == len(vbucket.rows) else vbucket.rows[:count]
         if rows:
-            cursor = txn.cursor(environment.db(keys.rows_db(vbid)))
+            cursor = txn.cursor(keys.rows_db(vbid))
             consumed, added = cursor.putmulti(rows, append=not vbucket.unordered)
             if consumed != added or consumed != len(rows):
                 raise SeqnoOrder(f"of {len(rows)} rows {added} rise in seqno", path=self.path, vbid=vbid)
@@ -747,13 +745,13 @@ class GroupWriter:
                 if vbucket.unindexed_count and vbucket.indexed_seqno < until:
                     # Rows of an OSO snapshot lie among each other: those of this commit are found with the earlier.
                     earlier, _, _, earlier_bytes = index.key_rows_between(
-                        environment, txn, vbid, vbucket.prefix, vbucket.indexed_seqno, until,
+                        txn, vbid, vbucket.prefix, vbucket.indexed_seqno, until,
                         vbucket.unindexed_count + (len(complete) if vbucket.unordered else 0),
                     )  # fmt: skip
                     key_rows = earlier if vbucket.unordered else earlier + key_rows
                     row_bytes = earlier_bytes if vbucket.unordered else earlier_bytes + row_bytes
                 index.sort_key_rows(key_rows)
-                index.put_key_rows(environment, txn, vbid, key_rows)
+                index.put_key_rows(txn, vbid, key_rows)
                 publish = True
                 counters = branches.Counters(counters.ordinal, counters.row_bytes + row_bytes)
         now = self._moment()
@@ -762,21 +760,20 @@ class GroupWriter:
             if flush_open or seqno <= (vbucket.complete_seqno or 0):
                 manifest_count += 1
                 key = keys.MANIFEST_KEY.pack(vbid, state.staging_branch, seqno)
-                txn.put(key, records.encode_manifest(change), db=environment.db(keys.DB_MANIFEST))
+                txn.put(keys.DB_MANIFEST, key, records.encode_manifest(change))
         if publish:
             counters = self._put_publish(txn, vbucket, now, counters)
         staged_seqno = self._put_state(txn, vbucket, rows, publish, now.wall_ms)
-        vbucket.prepares.put(environment, txn, state, staged_seqno, vbucket.complete_seqno if publish else None)
+        vbucket.prepares.put(txn, state, staged_seqno, vbucket.complete_seqno if publish else None)
         return Plan(len(rows), publish, staged_seqno, now.wall_ms, counters, manifest_count)
 
     def _put_publish(
-        self, txn: Any, vbucket: Vbucket, now: branches.Moment, counters: branches.Counters
+        self, txn: Transaction, vbucket: Vbucket, now: branches.Moment, counters: branches.Counters
     ) -> branches.Counters:
         """Returns what counts from the new boundary on."""
         state = vbucket.state
         assert vbucket.complete_seqno is not None
         return branches.put_published(
-            self.environment,
             txn,
             state,
             state.staging_branch,
@@ -795,7 +792,7 @@ class GroupWriter:
         return (branch, below[-1]) if below else vbucket.manifest_key
 
     def _put_state(
-        self, txn: Any, vbucket: Vbucket, rows: list[tuple[bytes, bytes]], publish: bool, now_ms: int
+        self, txn: Transaction, vbucket: Vbucket, rows: list[tuple[bytes, bytes]], publish: bool, now_ms: int
     ) -> int:
         """The `state` row; returns the staged seqno that it says. What stays in memory (rows of an open snapshot) must
         not be counted as staged.
@@ -818,22 +815,19 @@ class GroupWriter:
         rolled_back = publish and state.rollback_deferred
         # A log on disk without anything of its history says that the source has nothing: not before that is known.
         log = state.failover_log if staged or published or publish or vbucket.known_empty else ()
-        txn.put(
-            keys.VBID_KEY.pack(state.vbid),
-            records.encode_state(
-                state.staging_branch,
-                staged,
-                published,
-                indexed,
-                open_snapshot,
-                log,
-                state.source_purge_seqno,
-                state.rollback_count + rolled_back,
-                now_ms if rolled_back else state.last_rollback_ms,
-                state.stream_filter,
-            ),
-            db=self.environment.db(keys.DB_STATE),
+        row = records.StateRow(
+            state.staging_branch,
+            staged,
+            published,
+            indexed,
+            open_snapshot,
+            log,
+            state.source_purge_seqno,
+            state.rollback_count + rolled_back,
+            now_ms if rolled_back else state.last_rollback_ms,
+            state.stream_filter,
         )
+        txn.put_state_row(state.vbid, row)
         return staged
 
     def _settle(self, vbucket: Vbucket, plan: Plan) -> bool:
@@ -940,7 +934,7 @@ class GroupWriter:
             raise StorageError("too many leases are held", path=self.path, hint="release some, or wait")
         with self.environment.read() as txn:
             for vbid, position in positions.items():
-                check_kept(self.environment, txn, Vbid(vbid), position)
+                check_kept(txn, Vbid(vbid), position)
         self.leases.put(name, positions, self._lease_end_ms(until_ms))
 
     def renew_lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> bool:
@@ -969,7 +963,7 @@ class GroupWriter:
         removed_rows = self._write(lambda txn: purger.step(txn, vbid, now_ms))
         purger.settle(removed_rows, self._clock.now_ms() - now_ms)
         with self.environment.read() as txn:
-            floor_seqno, local_purge_seqno = branches.purge_state(self.environment, txn, vbid)
+            floor_seqno, local_purge_seqno = branches.purge_state(txn, vbid)
         vbucket = self._vbuckets[vbid]
         vbucket.change(history_floor_seqno=Seqno(floor_seqno), local_purge_seqno=Seqno(local_purge_seqno))
         if purger.moved is not None:
@@ -1011,7 +1005,7 @@ class GroupWriter:
         """Rows on disk that lack their key rows; None: too many for one commit."""
         with self.environment.read() as txn:
             _, count, _, _ = index.key_rows_between(
-                self.environment, txn, vbucket.base.vbid, vbucket.prefix, vbucket.indexed_seqno,
+                txn, vbucket.base.vbid, vbucket.prefix, vbucket.indexed_seqno,
                 vbucket.flushed_seqno, INLINE_INDEX_ROWS + 1,
             )  # fmt: skip
         return count if count <= INLINE_INDEX_ROWS else None
@@ -1046,8 +1040,8 @@ class GroupWriter:
 
     def _boundary_at(self, state: VbucketState, to_seqno: int) -> Boundary | None:
         with self.environment.read() as txn:
-            served = chain.load(self.environment, txn, state.vbid, state.branch, state.published_seqno)
-            return chain.newest_boundary(self.environment, txn, state.vbid, served, to_seqno)
+            served = chain.load(txn, state.vbid, state.branch, state.published_seqno)
+            return chain.newest_boundary(txn, state.vbid, served, to_seqno)
 
     @_contained
     def rollback(self, vbid: int, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
@@ -1067,9 +1061,9 @@ class GroupWriter:
         self._discard_pending(vbucket)
         now = self._moment()
         if deferred:
-            self._write(lambda txn: branches.defer_rollback(self.environment, txn, state, boundary))
+            self._write(lambda txn: branches.defer_rollback(txn, state, boundary))
         else:
-            self._write(lambda txn: branches.roll_back(self.environment, txn, state, boundary, now))
+            self._write(lambda txn: branches.roll_back(txn, state, boundary, now))
         self._reread(vbid)
         after = self._vbuckets[vbid].state
         return RollbackResult(boundary.seqno, state.published_seqno, after.staging_branch, state.branch)
@@ -1095,7 +1089,7 @@ class GroupWriter:
             self._read_prepares(vbucket)
             return True
         now = self._moment()
-        self._write(lambda txn: branches.abandon(self.environment, txn, state, vbucket.manifest_key, now))
+        self._write(lambda txn: branches.abandon(txn, state, vbucket.manifest_key, now))
         self._reread(vbid)
         return True
 
@@ -1118,7 +1112,7 @@ class GroupWriter:
         self._discard_pending(vbucket)
         state = vbucket.state
         unavailable = self.refill_reads == "unavailable" and state.published_seqno > 0
-        self._write(lambda txn: branches.begin_refill(self.environment, txn, state, reason, unavailable=unavailable))
+        self._write(lambda txn: branches.begin_refill(txn, state, reason, unavailable=unavailable))
         self._reread(vbid)
 
     def begin_oso(self, vbid: int) -> None:
@@ -1134,13 +1128,13 @@ class GroupWriter:
         vbucket.manifest_keys = [key for key in vbucket.manifest_keys if key[1] <= above_seqno]
         newest = vbucket.manifest_keys[-1] if vbucket.manifest_keys else vbucket.manifest_key
         with self.environment.read() as txn:
-            manifest, depth = branches.read_manifest(self.environment, txn, vbucket.base.vbid, newest)
+            manifest, depth = branches.read_manifest(txn, vbucket.base.vbid, newest)
         vbucket.manifest_depth = depth + len(kept)
         vbucket.change(manifest=manifest.changed(*(change for _, change in kept)))
 
     def _read_prepares(self, vbucket: Vbucket) -> None:
         with self.environment.read() as txn:
-            vbucket.prepares = Prepares.load(self.environment, txn, vbucket.state)
+            vbucket.prepares = Prepares.load(txn, vbucket.state)
 
     def _discard_pending(self, vbucket: Vbucket) -> None:
         """Forget rows in memory; what is on disk above the newest complete end stays hidden."""

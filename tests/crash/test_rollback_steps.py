@@ -302,9 +302,7 @@ def dump(data: str) -> list[tuple[bytes, bytes, bytes]]:
         found = []
         with environment.read() as txn:
             for name in names:
-                found += [
-                    (name, bytes(key), bytes(value)) for key, value in txn.cursor(environment.db(name)).iternext()
-                ]
+                found += [(name, bytes(key), bytes(value)) for key, value in txn.cursor(name).iternext()]
     finally:
         environment.close()
     return sorted((name, key, _without_ids(name, value)) for name, key, value in found if key not in _OF_ONE_OWNER)

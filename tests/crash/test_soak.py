@@ -77,8 +77,8 @@ def figures(service: Service) -> Figures:
         try:
             environment.open_all()
             with environment.read() as txn:
-                branches += txn.stat(environment.db(keys.DB_BRANCH))["entries"]
-                manifests += txn.stat(environment.db(keys.DB_MANIFEST))["entries"]
+                branches += txn.stat(keys.DB_BRANCH)["entries"]
+                manifests += txn.stat(keys.DB_MANIFEST)["entries"]
         finally:
             SHARED.release(environment)
     memory = sum(process.memory_info().rss for process in processes)

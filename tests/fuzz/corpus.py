@@ -73,7 +73,9 @@ SAMPLES: dict[str, list[bytes]] = {
         records.encode_mutation(b"key", b"value", 1),
         records.encode_deletion(b"key", 2),
         records.encode_branch(records.BranchRow(1, 2, 3, 4, 5)),
-        records.encode_state(1, 2, 1, 1, SnapshotRange(Seqno(1), Seqno(9)), _LOG, 0, 0, None, "collections 8"),
+        records.encode_state(
+            records.StateRow(1, 2, 1, 1, SnapshotRange(Seqno(1), Seqno(9)), _LOG, 0, 0, None, "collections 8")
+        ),
         records.encode_manifest(ManifestChange.between(Manifest(ManifestUid(1)), Manifest.initial())),
         records.encode_rollback(1, 2, 3, 4, 5, 6, 7, 8),
         keys.PUB.pack(1, 2, 0, 0, 0, 0),

@@ -29,7 +29,6 @@ from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.events import SystemEvent
 from mirror.wire.scan import Run, normalise, scan
 from storage import chain, prepares, records
-from storage.branches import unpack_pub
 from storage.errors import CorruptedError
 from storage.model import Branch, Vbid
 from storage.view import Token
@@ -149,7 +148,13 @@ def cluster_map(data: bytes) -> None:
 
 
 def stored_records(data: bytes) -> None:
-    for read in (records.decode_branch, records.decode_state, records.decode_manifest, records.decode_rollback):
+    for read in (
+        records.decode_branch,
+        records.decode_state,
+        records.decode_manifest,
+        records.decode_rollback,
+        records.decode_pub,
+    ):
         with suppress(CorruptedError):
             read(data)
     for raw in (False, True):
@@ -159,8 +164,6 @@ def stored_records(data: bytes) -> None:
         prepares.check_frame(data, 1)
     with suppress(CorruptedError):
         chain.boundary_of(b"\0" * 13, data, 0)
-    with suppress(CorruptedError):
-        unpack_pub(data, "path", 0)
 
 
 def tokens(data: bytes) -> None:

@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         _BRANCHES,
-        "put_purge_row(environment, txn, state.vbid, purged._replace(purged_seqno=0, local_purge_seqno=0))",
+        "put_purge_row(txn, state.vbid, purged._replace(purged_seqno=0, local_purge_seqno=0))",
         "pass",
         f"{_OF_PURGE} -k purge_record_of_its_own",
     ),
@@ -198,7 +198,7 @@ MUTATIONS = (
         "parent = parent._replace(kept_seqno=SEQNO_MAX)",
         _OF_MERGE,
     ),
-    Mutation(_MERGE, "    branches.draw_chain_id(environment, txn, vbid)", "    pass", _OF_MERGE),
+    Mutation(_MERGE, "    branches.draw_chain_id(txn, vbid)", "    pass", _OF_MERGE),
     Mutation(
         _MERGE,
         "for branch, seqno in ((pair.parent, above_seqno), (pair.branch, pair.top_seqno))",

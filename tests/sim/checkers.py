@@ -30,6 +30,7 @@ from storage.check import check
 from storage.environment import SHARED
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.model import SEQNO_MAX, Document
+from storage.records import Pub
 from storage.removal import Dead
 from storage.view import Change, Rollback, Time, Token, View
 from storage.writer import GroupWriter, RollbackResult
@@ -65,7 +66,7 @@ def wire_key(document: Document) -> bytes:
 class Watched:
     """What the checker knows of a vbucket of the mirror."""
 
-    pub: bytes = b""
+    pub: Pub | None = None
     branch: int = 1
     seqno: int = 0
     floor: int = 0
@@ -168,9 +169,7 @@ class Checker:
             return
         self.counts["commits"] += 1
         with writer.environment.read() as txn:
-            pubs = {
-                vbid: txn.get(keys.VBID_KEY.pack(vbid), db=writer.environment.db(keys.DB_PUB)) for vbid in writer.vbids
-            }
+            pubs = {vbid: txn.pub(vbid) for vbid in writer.vbids}
         for vbid, pub in pubs.items():
             moved = pub != self.watched[vbid].pub
             if moved:
@@ -185,12 +184,12 @@ class Checker:
             if writer in self.mirror.writers:
                 self.on_commit(writer)
 
-    def _moved(self, writer: GroupWriter, vbid: int, pub: bytes) -> None:
+    def _moved(self, writer: GroupWriter, vbid: int, pub: Pub) -> None:
         watched = self.watched[vbid]
-        branch, seqno, floor, _, _, _ = keys.PUB.unpack(pub)
+        branch, seqno, floor, *_ = pub
         with writer.environment.read() as txn:
-            links = chain.load(writer.environment, txn, vbid, branch, SEQNO_MAX)
-            reason = branches.get_branch(writer.environment, txn, vbid, branch).reason
+            links = chain.load(txn, vbid, branch, SEQNO_MAX)
+            reason = branches.get_branch(txn, vbid, branch).reason
         if branch == watched.branch:
             assert seqno >= watched.seqno, f"vb {vbid}: published {seqno} after {watched.seqno}"
             if seqno > watched.seqno:

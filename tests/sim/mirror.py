@@ -27,9 +27,10 @@ from mirror.wire.constants import Feature
 from storage import directory
 from storage.environment import SHARED
 from storage.errors import StorageError
-from storage.model import Identity
+from storage.model import Identity, Vbid
 from storage.purge import Purger, Window
 from storage.removal import Dead
+from storage.transaction import Transaction
 from storage.view import View, open_view
 from storage.writer import GroupWriter, RollbackResult
 from tests.sim.loop import SimLoop, drive
@@ -73,7 +74,7 @@ class SimPurger(Purger):
 
     fate: Fate
 
-    def step(self, txn: Any, vbid: Any, now_ms: int) -> int:
+    def step(self, txn: Transaction, vbid: Vbid, now_ms: int) -> int:
         removed = super().step(txn, vbid, now_ms)
         if self.moved is not None:
             self.fate.counts["links merged"] += 1
@@ -98,7 +99,7 @@ class SimWriter(GroupWriter):
         purger.fate = self.fate
         self._purger = purger
 
-    def _write(self, work: Callable[[Any], Any]) -> Any:
+    def _write(self, work: Callable[[Transaction], Any]) -> Any:
         fate = self.fate
         if fate.dies(after=False):
             raise MirrorDied
@@ -107,7 +108,7 @@ class SimWriter(GroupWriter):
             if not fate.fail_in:
                 fate.before_failure()
 
-                def failing(txn: Any) -> Any:
+                def failing(txn: Transaction) -> Any:
                     work(txn)
                     raise fate.error()
 

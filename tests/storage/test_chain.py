@@ -12,6 +12,7 @@ from storage import chain, directory, keys, records
 from storage.environment import Environment
 from storage.errors import CorruptedError
 from storage.model import Vbid
+from storage.transaction import Transaction
 from tests.storage.model import IDENTITY
 
 # branch -> (parent, base_seqno): 1 is the root, 2 and 3 left it at 10, 4 left 3 at 15, 5 has no parent
@@ -34,19 +35,19 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
 
 def test_cuts_never_rise_towards_the_root(environment: Environment) -> None:
     with environment.read() as txn:
-        assert [(link.branch, link.cut) for link in chain.load(environment, txn, 0, 4, 99)] == [
+        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 4, 99)] == [
             (4, 99),
             (3, 15),
             (1, 10),
         ]
-        assert [(link.branch, link.cut) for link in chain.load(environment, txn, 0, 4, 12)] == [
+        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 4, 12)] == [
             (4, 12),
             (3, 12),
             (1, 10),
         ]
-        assert [(link.branch, link.cut) for link in chain.load(environment, txn, 0, 5, 7)] == [(5, 7)]
+        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 5, 7)] == [(5, 7)]
         with pytest.raises(CorruptedError, match="branch 9"):
-            chain.load(environment, txn, 0, 9, 1)
+            chain.load(txn, 0, 9, 1)
 
 
 ROWS = st.sets(st.tuples(st.integers(1, 5), st.integers(1, 20), st.sampled_from([0x57, 0x58])), max_size=25)
@@ -59,7 +60,7 @@ def test_the_newest_version_is_the_greatest_visible_one(
 ) -> None:
     dups = sorted({(b, s): keys.DUP.pack(b, s, kind) for b, s, kind in rows}.values())
     with environment.read() as txn:
-        links = chain.load(environment, txn, 0, branch, cut)
+        links = chain.load(txn, 0, branch, cut)
     cuts = {link.branch: link.cut for link in links}
     visible = [dup for dup in dups if keys.DUP.unpack(dup)[1] <= cuts.get(keys.DUP.unpack(dup)[0], -1)]
     txn = environment.begin(write=True)
@@ -82,7 +83,7 @@ def test_boundaries_of_a_chain_come_newest_first_and_once(
     environment: Environment, stored: set[tuple[int, int]], branch: int, cut: int, to_seqno: int
 ) -> None:
     with environment.read() as txn:
-        links = chain.load(environment, txn, 0, branch, cut)
+        links = chain.load(txn, 0, branch, cut)
     cuts = {link.branch: link.cut for link in links}
     visible = sorted({seqno for at, seqno in stored if seqno <= cuts.get(at, -1)}, reverse=True)
     if any(seqno <= TREE[at][1] for at, seqno in stored):
@@ -96,8 +97,8 @@ def test_boundaries_of_a_chain_come_newest_first_and_once(
             txn.put(
                 keys.ROW.pack(at, seqno) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 7, seqno, seqno, 0, 0), db=tree
             )
-        found = [b.seqno for b in chain.boundaries(environment, txn, Vbid(0), links)]
-        newest = chain.newest_boundary(environment, txn, Vbid(0), links, to_seqno)
+        found = [b.seqno for b in chain.boundaries(Transaction(environment, txn), Vbid(0), links)]
+        newest = chain.newest_boundary(Transaction(environment, txn), Vbid(0), links, to_seqno)
     finally:
         txn.abort()
     assert found == visible
@@ -119,13 +120,13 @@ def test_leaps_over_long_snapshots_leave_no_boundary_out(
             txn.put(
                 keys.ROW.pack(1, seqno) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 7, seqno, seqno, 0, 0), db=tree
             )
-            chain.put_span(environment, txn, 0, 1, seqno, before)
+            chain.put_span(Transaction(environment, txn), 0, 1, seqno, before)
             before = seqno
         kept = {seqno for seqno in ends if not purged or seqno > max(purged)}
         for seqno in ends - kept:
             txn.delete(keys.ROW.pack(1, seqno) + keys.BOUNDARY_SUFFIX, db=tree)
-        links = chain.load(environment, txn, 0, 1, cut)
-        found = [boundary.seqno for boundary in chain.boundaries(environment, txn, Vbid(0), links)]
+        links = chain.load(Transaction(environment, txn), 0, 1, cut)
+        found = [boundary.seqno for boundary in chain.boundaries(Transaction(environment, txn), Vbid(0), links)]
     finally:
         txn.abort()
     assert found == sorted((seqno for seqno in kept if seqno <= cut), reverse=True)
@@ -134,9 +135,9 @@ def test_leaps_over_long_snapshots_leave_no_boundary_out(
 def test_only_long_snapshots_are_remembered(environment: Environment) -> None:
     txn = environment.begin(write=True)
     try:
-        chain.put_span(environment, txn, 0, 1, chain.SPAN_SEQNOS, 0)
+        chain.put_span(Transaction(environment, txn), 0, 1, chain.SPAN_SEQNOS, 0)
         assert txn.stat(environment.db(keys.DB_SPAN))["entries"] == 0
-        chain.put_span(environment, txn, 0, 1, chain.SPAN_SEQNOS + 1, 0)
+        chain.put_span(Transaction(environment, txn), 0, 1, chain.SPAN_SEQNOS + 1, 0)
         assert txn.stat(environment.db(keys.DB_SPAN))["entries"] == 1
     finally:
         txn.abort()

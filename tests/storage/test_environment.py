@@ -243,10 +243,10 @@ def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_s
         def read_slowly() -> None:
             try:
                 with environment.read() as txn:
-                    before = txn.get(b"\0\0", db=environment.db(keys.DB_PUB))
+                    before = txn.get(keys.DB_PUB, b"\0\0")
                     begun.set()
                     grown.wait(5 if "another" in grown_by else 0.5)  # who meets the new size waits for this read
-                    seen.append(before == txn.get(b"\0\0", db=environment.db(keys.DB_PUB)))
+                    seen.append(before == txn.get(keys.DB_PUB, b"\0\0"))
             except Exception as error:
                 seen.append(error)
 
@@ -280,7 +280,7 @@ def test_a_read_that_stays_open_keeps_the_map_and_is_named(path: str, monkeypatc
         with environment.read() as txn:
             with pytest.raises(StorageError, match="stays open"):
                 environment.grow()
-            assert txn.get(b"\0\0", db=environment.db(b"pub")) is not None
+            assert txn.get(b"pub", b"\0\0") is not None
         assert environment.grow() > 0
 
 

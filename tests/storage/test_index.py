@@ -11,6 +11,7 @@ import pytest
 import storage.index
 from storage import directory, index, keys, records
 from storage.environment import Environment
+from storage.transaction import Transaction
 from tests.storage.model import IDENTITY, row
 
 PREFIX = keys.PREFIX.pack(1)
@@ -48,10 +49,10 @@ def run(environment: Environment, from_seqno: int, to_seqno: int) -> int:
     while more:
         job.next_slice()
         full = environment.begin(write=True)
-        more = job.write_slice(full)
+        more = job.write_slice(Transaction(environment, full))
         full.abort()  # as on a full map
         with environment.begin(write=True) as txn:
-            assert job.write_slice(txn) == more
+            assert job.write_slice(Transaction(environment, txn)) == more
         slices += 1
     job.close()
     return slices
@@ -59,7 +60,7 @@ def run(environment: Environment, from_seqno: int, to_seqno: int) -> int:
 
 def stored(environment: Environment) -> list[tuple[bytes, bytes]]:
     with environment.read() as txn:
-        return list(txn.cursor(environment.db(keys.keys_db(0))).iternext())
+        return list(txn.cursor(keys.keys_db(0)).iternext())
 
 
 @pytest.mark.parametrize("run_rows", [3, 10, 1000])
@@ -92,8 +93,8 @@ def test_rows_between_are_those_of_the_branch_without_boundaries(
     rows = fill(environment, 20)
     wanted = [r for n, r in enumerate(rows, 1) if after < n <= to][:limit]
     with environment.read() as txn:
-        assert index.rows_between(environment, txn, 0, PREFIX, after, to, limit) == wanted
-        found, count, last, row_bytes = index.key_rows_between(environment, txn, 0, PREFIX, after, to, limit)
+        assert index.rows_between(txn, 0, PREFIX, after, to, limit) == wanted
+        found, count, last, row_bytes = index.key_rows_between(txn, 0, PREFIX, after, to, limit)
     assert found == records.key_rows(wanted)
     assert (count, last) == (len(wanted), after + len(wanted))
     assert row_bytes == sum(len(frame) for _, frame in wanted)
@@ -110,6 +111,6 @@ def test_rows_between_fit_into_their_bytes_but_for_one_that_is_larger(environmen
 def test_key_rows_in_key_order_fill_their_pages(environment: Environment) -> None:
     rows = [(b"\0key-%08d" % n, keys.DUP.pack(1, n, 0x57)) for n in range(20_000)]
     with environment.begin(write=True) as txn:
-        index.put_key_rows(environment, txn, 0, rows)
+        index.put_key_rows(Transaction(environment, txn), 0, rows)
         leaf_pages = txn.stat(environment.db(keys.keys_db(0)))["leaf_pages"]
     assert leaf_pages * 4096 < 1.1 * sum(len(key) + len(dup) + 10 for key, dup in rows)

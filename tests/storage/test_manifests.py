@@ -67,7 +67,7 @@ def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[i
 
 def manifest_bytes(writer: GroupWriter) -> int:
     with writer.environment.read() as txn:
-        stat = txn.stat(writer.environment.db(keys.DB_MANIFEST))
+        stat = txn.stat(keys.DB_MANIFEST)
     return int(stat["psize"] * (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]))
 
 
@@ -114,7 +114,7 @@ def test_a_thousand_collections_take_a_thousand_times_one(tmp_path: Path, vbucke
 
 def rows_stored(writer: GroupWriter) -> int:
     with writer.environment.read() as txn:
-        return int(txn.stat(writer.environment.db(keys.DB_MANIFEST))["entries"])
+        return int(txn.stat(keys.DB_MANIFEST)["entries"])
 
 
 def change_one(rng: Random, manifest: Manifest, seqno: int) -> Manifest:

@@ -41,7 +41,7 @@ def stored(writer: GroupWriter) -> dict[str, int]:
     """Rows of the trees that speak of branches, and of the row tree."""
     names = (keys.DB_BRANCH, keys.DB_ROLLBACK, keys.DB_SPAN, b"v0", b"k0")
     with writer.environment.read() as txn:
-        return {name.decode(): txn.stat(writer.environment.db(name))["entries"] for name in names}
+        return {name.decode(): txn.stat(name)["entries"] for name in names}
 
 
 @pytest.fixture
@@ -299,9 +299,9 @@ def test_rows_that_were_lost_keep_a_link_from_being_merged_until_they_are_gone(
     fail_over(writer, 0)
     fail_over(writer, 1, lost=False)
     with writer.environment.read() as txn:
-        links = chain.load(writer.environment, txn, 0, writer.state(0).branch, writer.state(0).published_seqno)
-        known = branches.all_branches(writer.environment, txn, 0)
-        assert storage.merge.next_pair(writer.environment, txn, 0, links, 100, known) is None
+        links = chain.load(txn, 0, writer.state(0).branch, writer.state(0).published_seqno)
+        known = branches.all_branches(txn, 0)
+        assert storage.merge.next_pair(txn, 0, links, 100, known) is None
 
 
 def test_the_boundary_at_the_floor_stays_where_a_rollback_went_back_to_it(

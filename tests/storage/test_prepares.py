@@ -184,7 +184,7 @@ def boundary(writer: GroupWriter, seqno: int) -> None:
 
 def stored(writer: GroupWriter) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     with writer.environment.read() as txn:
-        return [(at, settled) for at, settled, _ in rows(writer.environment, txn, 0)]
+        return [(at, settled) for at, settled, _ in rows(txn, 0)]
 
 
 def test_a_prepare_is_seen_by_nobody_and_its_commit_by_all(path: str, writer: GroupWriter) -> None:

@@ -15,6 +15,7 @@ from storage import branches, chain, keys, stream
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.model import Branch, Collection, Seqno, Vbid
 from storage.purge import Purger, Window, dead_ranges
+from storage.transaction import Transaction
 from storage.view import View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, row, span
@@ -160,15 +161,13 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
     writer.commit(flush_open=True)
     writer.abandon(0)
     with writer.environment.read() as txn:
-        assert [
-            (d.branch, d.after_seqno, d.since_ms is None) for d in dead_ranges(writer.environment, txn, Vbid(0))
-        ] == [
+        assert [(d.branch, d.after_seqno, d.since_ms is None) for d in dead_ranges(txn, Vbid(0))] == [
             (1, 1, False),
             (2, 1, True),
         ]
     purge(writer, Window(time_ms=HOUR_MS))
     with writer.environment.read() as txn:
-        assert len(list(txn.cursor(writer.environment.db(b"v0")))) == 3 + 2 + 2  # rows, boundaries and their copies
+        assert len(list(txn.cursor(b"v0"))) == 3 + 2 + 2  # rows, boundaries and their copies
     assert [c.kind for c in view.changes(0, since=token)] == ["rollback", "retraction", "restoration", "retraction"]
     clock.now = 3 * HOUR_MS
     purge(writer, Window(time_ms=HOUR_MS))
@@ -187,7 +186,7 @@ def test_a_refill_that_was_given_up_leaves_nothing_behind(writer: GroupWriter, v
     writer.abandon(0)
     purge(writer, Window(time_ms=HOUR_MS))
     with writer.environment.read() as txn:
-        assert [key for key, _ in txn.cursor(writer.environment.db(b"v0")) if key[:4] != b"\0\0\0\1"] == []
+        assert [key for key, _ in txn.cursor(b"v0") if key[:4] != b"\0\0\0\1"] == []
     assert seqnos(view) == [1]
 
 
@@ -196,11 +195,11 @@ def test_the_old_copy_goes_when_a_refill_took_its_place(writer: GroupWriter, vie
     writer.begin_refill(0)
     purge(writer, Window(time_ms=HOUR_MS))
     with writer.environment.read() as txn:
-        assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(writer.environment.db(b"v0"))) == 3
+        assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(b"v0")) == 3
     publish(writer, 0, [(A, b"new", 1)])  # no token and no as-of reaches the old copy from here on
     purge(writer, Window(time_ms=HOUR_MS))
     with writer.environment.read() as txn:
-        assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(writer.environment.db(b"v0"))) == 0
+        assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(b"v0")) == 0
     assert [(d.key, d.value) for d in view.scan(0)] == [(A, b"new")]
 
 
@@ -224,13 +223,12 @@ def test_a_step_removes_no_more_than_its_share(writer: GroupWriter, monkeypatch:
     monkeypatch.setattr(storage.purge, "STEP_ROWS", 5)
     publish(writer, 0, [(A, b"x", seqno) for seqno in range(1, 101)])
     publish(writer, 0, [(B, b"x", 101)])
-    tree = writer.environment.db(b"v0")
     writer._purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
     counts = []
     while (vbid := writer._purger.plan(0)) is not None:
         writer._purge(vbid, 0)
         with writer.environment.read() as txn:
-            counts.append(txn.stat(tree)["entries"])
+            counts.append(txn.stat(b"v0")["entries"])
     assert max(before - after for before, after in zip([103, *counts], counts, strict=False)) <= 2 * 5 + 2
     assert counts[-1] == 2 + 1  # the newest of each key, and one boundary
 
@@ -245,7 +243,7 @@ def broken_backfill(writer: GroupWriter) -> None:
 
 def branch_count(writer: GroupWriter) -> int:
     with writer.environment.read() as txn:
-        return len(branches.all_branches(writer.environment, txn, Vbid(0)))
+        return len(branches.all_branches(txn, Vbid(0)))
 
 
 def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view: View) -> None:
@@ -327,18 +325,15 @@ def test_a_lookup_costs_the_same_after_any_number_of_failovers() -> None:
     assert counts[1] <= counts[0] + 10
 
 
-class Looked:
+class Looked(Transaction):
     """A transaction that counts what its cursors look at."""
 
-    def __init__(self, txn: Any) -> None:
-        self._txn = txn
+    def __init__(self, txn: Transaction) -> None:
+        super().__init__(txn.environment, txn.raw)
         self.entries = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._txn, name)
-
-    def cursor(self, tree: Any) -> Any:
-        looked, cursor = self, self._txn.cursor(tree)
+    def cursor(self, tree: bytes) -> Any:
+        looked, cursor = self, super().cursor(tree)
 
         class Cursor:
             def __getattr__(self, name: str) -> Any:
@@ -398,7 +393,7 @@ def test_the_counters_of_boundaries_hold_through_whatever_made_them(writer: Grou
     with writer.environment.read() as txn:
         sizes = {
             keys.ROW.unpack(key)[1]: len(frame)
-            for key, frame in txn.cursor(writer.environment.db(keys.rows_db(0))).iternext()
+            for key, frame in txn.cursor(keys.rows_db(0)).iternext()
             if len(key) == keys.ROW_KEY_SIZE
         }
     found = view.boundaries(0)
@@ -424,7 +419,7 @@ def test_a_flushed_and_refilled_collection_is_purged_in_bounded_steps_of_linear_
     writer._purger = purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
     looks: list[int] = []
 
-    def step(txn: Any) -> int:
+    def step(txn: Transaction) -> int:
         looked = Looked(txn)
         removed = purger.step(looked, Vbid(0), writer.clock_ms())
         looks.append(looked.entries)

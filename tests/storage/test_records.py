@@ -116,8 +116,8 @@ def test_a_state_is_read_as_it_was_written(
 ) -> None:  # fmt: skip
     range_ = SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None
     entries = tuple(FailoverEntry(Vbuuid(uuid), Seqno(seqno)) for uuid, seqno in log)
-    fields = (branch, staged, published, 3, range_, entries, 5, 6, last, stream_filter)
-    assert records.decode_state(records.encode_state(*fields)) == fields
+    row = records.StateRow(branch, staged, published, 3, range_, entries, 5, 6, last, stream_filter)
+    assert records.decode_state(records.encode_state(row)) == row
 
 
 @given(U64, st.dictionaries(U32, st.text(max_size=30)), st.dictionaries(U32, st.none() | U32))

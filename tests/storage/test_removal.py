@@ -13,6 +13,7 @@ import storage.removal
 from storage import directory, keys
 from storage.environment import Environment
 from storage.removal import Dead, Removal, deal, marks_of
+from storage.transaction import Transaction
 from tests.storage.model import IDENTITY, row
 
 BRANCH = 1
@@ -47,18 +48,18 @@ def fill(environment: Environment, count: int, *, seed: int = 1, indexed: bool =
 def contents(environment: Environment) -> tuple[set[bytes], set[bytes]]:
     """Keys of the row tree, and what the key tree points to."""
     with environment.read() as txn:
-        rows = {key for key, _ in txn.cursor(environment.db(b"v0"))}
-        references = {dup[:12] for _, dup in txn.cursor(environment.db(b"k0"))}
+        rows = {key for key, _ in txn.cursor(b"v0")}
+        references = {dup[:12] for _, dup in txn.cursor(b"k0")}
     return rows, references
 
 
 def remove(environment: Environment, dead: Dead, limit: int, *, abort: Random | None = None) -> int:
     """To the end, looking at every step; steps that are aborted now and then are done again."""
-    removal = Removal(environment, 0, dead)
+    removal = Removal(0, dead)
     removed = 0
     for _ in range(100_000):
         txn = environment.begin(write=True)
-        count = removal.step(txn, limit)
+        count = removal.step(Transaction(environment, txn), limit)
         if abort is not None and abort.random() < 0.3:
             txn.abort()
             continue
@@ -98,10 +99,10 @@ def test_rows_without_key_rows_and_empty_ranges(environment: Environment) -> Non
 def test_forgotten_in_the_middle_it_is_begun_again(environment: Environment) -> None:
     fill(environment, 40)
     dead = Dead(BRANCH, 5, 35, None)
-    removal = Removal(environment, 0, dead)
+    removal = Removal(0, dead)
     for _ in range(12):
         with environment.begin(write=True) as txn:
-            removal.step(txn, 2)
+            removal.step(Transaction(environment, txn), 2)
         removal.settle()
     remove(environment, dead, 2)
     assert {int.from_bytes(key[4:12], "big") for key in contents(environment)[1] if key[:4] == b"\0\0\0\1"} == {

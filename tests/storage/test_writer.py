@@ -339,8 +339,8 @@ class Store(RuleBasedStateMachine):
     def purged(self, vbid: int) -> bool:
         """True when the vbucket's history does not reach back to its beginning any more."""
         with self.writer.environment.read() as txn:
-            known = all_branches(self.writer.environment, txn, vbid)
-            is_purged = purge_row(self.writer.environment, txn, vbid).purged_seqno > 0
+            known = all_branches(txn, vbid)
+            is_purged = purge_row(txn, vbid).purged_seqno > 0
             return is_purged or 1 not in known or any(row.kept_seqno < SEQNO_MAX for row in known.values())
 
     @invariant()

@@ -18,7 +18,7 @@ from storage.view import open_view
 view = open_view(sys.argv[1])
 opened = view._open(0)
 with opened.environment.read() as txn:
-    txn.get(opened.vbid_key, db=opened.pub)
+    txn.pub(0)
     print("reads", flush=True)
     sys.stdin.read()
 """
