@@ -6,13 +6,23 @@ read through it may be wrong after its end. Hot loops use `raw` with handles tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from storage import keys, records
 from storage.errors import CorruptedError
 
-if TYPE_CHECKING:
-    from storage.environment import Environment
+
+class Trees(Protocol):
+    """What a transaction needs of its environment."""
+
+    path: str
+    history_id: int
+
+    def db(self, name: bytes) -> Any:
+        """Handle of a tree."""
+
+    def has(self, name: bytes) -> bool:
+        """Whether there is such a tree."""
 
 
 class Transaction:
@@ -20,7 +30,7 @@ class Transaction:
 
     __slots__ = ("environment", "raw")
 
-    def __init__(self, environment: Environment, raw: Any) -> None:
+    def __init__(self, environment: Trees, raw: Any) -> None:
         """`raw`: an lmdb.Transaction, which its owner ends."""
         self.environment = environment
         self.raw = raw
