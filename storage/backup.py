@@ -138,15 +138,15 @@ def _group_parts(
     environment = view._environment(vbids[0])
     with environment.read() as txn:
         for vbid in vbids:
-            served, boundary = view._as_of(environment, txn, vbid, None if as_of_ms is None else Time(as_of_ms))
+            served, boundary = view._as_of(txn, vbid, None if as_of_ms is None else Time(as_of_ms))
             published[vbid] = served.seqno
             if boundary is not None:
-                state = branches.load(environment, txn, Vbid(vbid)).state
+                state = branches.load(txn, Vbid(vbid)).state
                 if state.staging_branch != state.branch:
                     raise StorageError("it is being resynced", vbid=vbid, hint="repeat it when that is published")
                 if boundary.seqno < state.published_seqno:
                     rollbacks[vbid] = int(boundary.seqno)
-        yield from _copied(environment, txn)
+        yield from _copied(environment, txn.raw)
 
 
 def _copied(environment: Environment, txn: Any) -> Iterator[bytes]:
