@@ -105,7 +105,7 @@ def test_rows_between_fit_into_their_bytes_but_for_one_that_is_larger(environmen
     size = len(rows[0][1])
     with environment.read() as txn:
         for bytes_max, count in ((1, 1), (size, 1), (2 * size - 1, 1), (2 * size, 2), (9 * size, 4)):
-            assert index.rows_between(environment, txn, 0, PREFIX, 0, 4, 10, bytes_max) == rows[:count]
+            assert index.rows_between(txn, 0, PREFIX, 0, 4, 10, bytes_max) == rows[:count]
 
 
 def test_key_rows_in_key_order_fill_their_pages(environment: Environment) -> None:
