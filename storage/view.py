@@ -632,7 +632,7 @@ class View:
 
     def _get_some(
         self,
-        txn: Any,
+        txn: Transaction,
         vbid: int,
         wanted: list[bytes],
         collection: CollectionName | None,
@@ -644,12 +644,12 @@ class View:
         opened = self._open(vbid)
         environment, pub, key_tree, row_tree, vbid_key, _, _ = opened
         wanted.sort()
-        get, verify, cursor = txn.get, self._verify_reads, None
+        get, verify, cursor = txn.raw.get, self._verify_reads, None
         try:
             if as_of is None and collection is None:
                 branch, seqno, _, m_branch, _, flags = unpack_pub(get(vbid_key, b"", pub))
                 if not m_branch and flags < keys.PUB_UNAVAILABLE:
-                    cursor = txn.cursor(key_tree)
+                    cursor = txn.raw.cursor(key_tree)
             for key in wanted:
                 if cursor is not None:
                     if not cursor.set_key(b"\x00" + key) or not cursor.last_dup():
