@@ -143,7 +143,7 @@ MUTATIONS = (
         f"{_OF_PERFORMER} -k were_held",
     ),
     # --- the store
-    Mutation(_WRITER, 'if txn.get(b"fence", db=meta) != fence:', "if False:", f"{_OF_WRITER} -k overtaken"),
+    Mutation(_WRITER, 'if txn.get(keys.DB_META, b"fence") != fence:', "if False:", f"{_OF_WRITER} -k overtaken"),
     Mutation(
         _WRITER,
         "if keep_complete and vbucket.complete_seqno is not None:",
@@ -152,8 +152,8 @@ MUTATIONS = (
     ),
     Mutation(
         _WRITER,
-        "                txn.abort()\n                self._reload()\n                raise storage_error(",
-        "                txn.abort()\n                raise storage_error(",
+        "                txn.raw.abort()\n                self._reload()\n                raise storage_error(",
+        "                txn.raw.abort()\n                raise storage_error(",
         "tests/crash/test_disk_errors.py",
     ),
     Mutation(
@@ -180,8 +180,8 @@ MUTATIONS = (
     ),
     Mutation(
         _BRANCHES,
-        "pub[5] |= keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)",
-        "pass",
+        "pub._replace(flags=pub.flags | flags)",
+        "pub",
         "tests/storage/test_refill_reads.py",
     ),
     Mutation(_PURGE, "target = max(floor, min(target, base))", "pass", _OF_GATE),
