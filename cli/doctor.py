@@ -15,7 +15,6 @@ import typer
 from cli import options, output
 from cli.exits import Ended
 from mirror import client
-from mirror.errors import ConfigError
 from mirror.feed.doctor import Doctor, Finding, Verdict
 from mirror.supervise import logs
 
@@ -35,11 +34,9 @@ def doctor(
     """Examine a source, step by step: names, TLS, login, privileges, what the server takes, and (with --data) what
     resuming the mirror there would come to. Each line says what to do. Nothing is changed.
     """
-    settings = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs).settings
-    if settings.source is None:
-        raise ConfigError(
-            "no source is given", hint="give --source couchbase://user@host/bucket or set DCP_MIRROR_SOURCE"
-        )
+    loaded = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs)
+    settings = options.with_source(loaded)
+    assert settings.source is not None
     logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
     service = settings.data is not None and client.ask(settings.data, "ping") is not None
     work = Doctor(settings, settings.source, settings.data, service=service)

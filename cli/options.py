@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from mirror.config_reader import Loaded, load
+from mirror import client
+from mirror.config import Settings
+from mirror.config_reader import NAMES, Loaded, load, validated
 from mirror.errors import ConfigError
 
 DataOption = Annotated[
@@ -85,6 +87,25 @@ def settings_from(flags: dict[str, Any], *, config: Path | None = None, pairs: l
     return load(
         flags_from(pairs) | {name: value for name, value in flags.items() if value is not None}, config_file=config
     )
+
+
+def with_source(loaded: Loaded) -> Settings:
+    """The settings; where they name no source, the running service of the data directory says how to reach its own.
+
+    Raises ConfigError where neither does.
+    """
+    settings = loaded.settings
+    if settings.source is not None:
+        return settings
+    answer = None if settings.data is None else client.ask(settings.data, "source")
+    if answer is None:
+        raise ConfigError(
+            "no source is given" + ("" if settings.data is None else f", and no service runs on {settings.data}"),
+            hint="give --source couchbase://user@host/bucket, the service's --config FILE, or set DCP_MIRROR_SOURCE",
+        )
+    values = {name: value for name, value, origin in loaded.rows() if origin != "default" and name in NAMES}
+    given = {name: value for name, value in answer["settings"].items() if value is not None}
+    return validated(given | values)
 
 
 def data_directory(data: Path | None, config: Path | None = None) -> Path:

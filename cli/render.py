@@ -411,9 +411,18 @@ def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequen
     parts: list[RenderableType] = [
         Panel(figures, title="dcp-mirror demo", title_align="left", subtitle="Ctrl-C ends it", subtitle_align="right"),
         worker_table(document["workers"]),
-        story_panel("what happened", lines),
     ]
-    return Group(*parts)
+    return Group(*parts, story_panel("what happened", newest_that_fit(parts, lines)))
+
+
+def newest_that_fit(above: Sequence[RenderableType], lines: Sequence[str]) -> Sequence[str]:
+    """The newest lines of a story, as many as the terminal has rows for below what is drawn above; one at least."""
+    used = sum(len(stdout.render_lines(part, pad=False)) for part in above)
+    left = stdout.height - used - 3  # its frame, and the row that the cursor stands in
+    first = len(lines)
+    while first and (left := left - len(Text(lines[first - 1]).wrap(stdout, stdout.width - 4))) >= 0:
+        first -= 1
+    return lines[min(first, max(0, len(lines) - 1)) :]
 
 
 def demo_end(lines: Sequence[str]) -> RenderableType:

@@ -39,6 +39,10 @@ def sandbox(
     vbuckets: Annotated[int, typer.Option("--vbuckets", min=1, max=1024, help="Vbuckets of the bucket.")] = 64,
     port: PortOption = 0,
     bucket: Annotated[str, typer.Option("--bucket", help="The bucket's name.")] = "demo",
+    bucket_uuid: Annotated[
+        str | None,
+        typer.Option("--bucket-uuid", metavar="HEX", help="Its uuid; a new one at each start.", show_default=False),
+    ] = None,
     load: Annotated[int, typer.Option("--load", min=0, help="Documents that are there from the start.")] = 0,
     rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second from then on.")] = 0.0,
     keys: Annotated[int, typer.Option("--keys", min=1, help="Keys that the writes are spread over.")] = 100_000,
@@ -94,6 +98,7 @@ def sandbox(
             vbuckets=vbuckets,
             port=port,
             bucket=bucket,
+            bucket_uuid=bucket_uuid,
             load=load,
             rate=rate,
             keys=keys,

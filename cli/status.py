@@ -7,13 +7,13 @@ the same with the service up or down; what cannot be known without it is null.
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cli import options, output, render
+from cli.keyboard import Keyboard
 from mirror import client
 from mirror.supervise.status import summed, totals
 from mirror.supervise.stored import stored_status
@@ -98,11 +98,11 @@ def top(
     count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Looks until it ends by itself.")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show the status live until Ctrl-C."""
+    """Show the status live until q or Ctrl-C."""
     directory_path = options.data_directory(data, config)
     counter = Counter(directory_path)
     looks = 0
-    with contextlib.suppress(KeyboardInterrupt), render.Screen(plain_interval_s=0) as screen:
+    with contextlib.suppress(KeyboardInterrupt), render.Screen(plain_interval_s=0) as screen, Keyboard() as keyboard:
         while True:
             document = current_status(directory_path)
             counter.fill(document)
@@ -113,4 +113,5 @@ def top(
             looks += 1
             if looks == count:
                 return
-            time.sleep(interval)
+            if keyboard.wait(interval) in ("q", "Q"):
+                return

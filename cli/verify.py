@@ -68,8 +68,12 @@ def verify(
     as_json: options.JsonOption = False,
 ) -> None:
     """Compare every version of every key with the source. Exit code 3 when something differs, 1 where unsure."""
-    settings = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs).settings
-    path, url = needed(settings)
+    path, settings = (
+        options.data_directory(data, config),
+        options.with_source(options.settings_from({"data": data, "source": source}, config=config, pairs=pairs)),
+    )
+    url = settings.source
+    assert url is not None
     logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
     service = client.ask(path, "ping") is not None
     started = time.monotonic()
@@ -114,17 +118,6 @@ def verify(
         say(facts, results, limit)
     if not facts["ok"]:
         raise Ended(ExitCode.DATA if any(result.wrong for result in results) else ExitCode.FAILED)
-
-
-def needed(settings: Settings) -> tuple[Path, str]:
-    """Both sides. Raises ConfigError."""
-    if settings.data is None:
-        raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA", setting="data")
-    if settings.source is None:
-        raise ConfigError(
-            "no source is given", hint="give --source couchbase://user@host/bucket or set DCP_MIRROR_SOURCE"
-        )
-    return settings.data, settings.source
 
 
 def selected(path: Path, url: str, settings: Settings) -> list[str] | None:

@@ -259,6 +259,22 @@ def from_wire(values: Mapping[str, Any]) -> Settings:
     return Settings(**given)
 
 
+OF_SOURCE = (
+    "source",
+    "network",
+    "source_hosts",
+    "dns_server",
+    "tls_ca_file",
+    "tls_client_cert_file",
+    "tls_client_key_file",
+    "tls_minimum_version",
+    "plain_allowed",
+    "password_file",
+    "secrets_dir",
+)
+"""Settings that say how to reach the source: commands take them from a running service. None of them is a secret."""
+
+
 def to_wire(settings: Settings) -> dict[str, Any]:
     """Return the settings as plain values, for another process."""
     values = {each.name: getattr(settings, each.name) for each in fields(Settings)}

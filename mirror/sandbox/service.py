@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +56,8 @@ class ServeOptions:
     tls_port: int = 0
     advertised_host: str | None = None
     external_host: str | None = None
+    bucket_uuid: str | None = None
+    """None: a new one, so that a mirror notices that the source began again from nothing."""
     control: Path | None = None
     """The control socket; by default one named after the port, in the runtime folder."""
 
@@ -64,6 +68,8 @@ def serve(options: ServeOptions) -> None:
         raise ConfigError(f"{options.vbuckets} vbuckets", hint="take 1 to 1024", setting="vbuckets")
     if not 0 < options.nodes <= 64:
         raise ConfigError(f"{options.nodes} nodes", hint="take 1 to 64", setting="nodes")
+    if options.bucket_uuid is not None and not re.fullmatch("[0-9a-f]{32}", options.bucket_uuid):
+        raise ConfigError(f"bucket uuid {options.bucket_uuid!r}", hint="32 hexadecimal digits", setting="bucket_uuid")
     try:
         asyncio.run(_serve(options))
     except OSError as error:
@@ -89,6 +95,7 @@ async def _serve(options: ServeOptions) -> None:
         advertised_host=options.advertised_host,
         external_host=options.external_host,
     )
+    cluster.bucket.map.bucket_uuid = options.bucket_uuid or uuid.uuid4().hex
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

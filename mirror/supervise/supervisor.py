@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mirror.clock import Clock
-from mirror.config import Settings, to_wire, vbucket_range
+from mirror.config import OF_SOURCE, Settings, to_wire, vbucket_range
 from mirror.errors import BucketChanged, ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.feed.consumer import judge_streams
 from mirror.health import CATCHING_UP, STARTING, assess
@@ -272,7 +272,8 @@ class Supervisor:
             self._stopping = True
             self._set_state("stopping", "", ("the service stops",))
             self._notifier.stopping()
-            log.info("stopping", workers=len(self._alive()))
+            if self._failure is None or self._alive():  # else the error alone says all
+                log.info("stopping", workers=len(self._alive()))
 
     def _set_state(self, state: str, message: str, reasons: tuple[str, ...]) -> None:
         if state != self._state:
@@ -460,9 +461,10 @@ class Supervisor:
                 f"{kind_of(child.slot) or 'worker'} ready", slot=child.slot, pid=child.pid, groups=list(child.groups)
             )
             for line in self._listeners.ready(child.slot):
-                log.info("listening", address=line)
                 if self._announce is not None:
                     self._announce(line)
+                else:
+                    log.info("listening", address=line)
         elif kind == ANSWER:
             child.answered(message)
         elif kind == MAP:
@@ -824,6 +826,8 @@ class Supervisor:
         operation = request["op"]
         if operation == "ping":
             return {"pid": os.getpid()}
+        if operation == "source":
+            return {"settings": {name: value for name, value in to_wire(self._settings).items() if name in OF_SOURCE}}
         if operation == "status":
             if self._desired and not self._stopping:
                 await self._look(STATUS_TIMEOUT_S)

@@ -141,6 +141,18 @@ def test_the_demo_fits_eighty_columns() -> None:
     assert "it began" in drawn(render.demo_end(["1.0 s  it began"]))
 
 
+def test_the_demo_fits_eighty_by_twenty_four_with_the_newest_of_its_story(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(render, "stdout", Console(file=file, width=80, height=24, highlight=False))
+    lines = [f"{number:5.1f} s  " + "a long line of the story " * (1 + number % 4) for number in range(12)]
+    for count in (1, 5, 12):
+        text = drawn(render.demo_view(document(), [1.0] * 40, lines[:count]))
+        assert len(text.splitlines()) < 24
+        assert f"{count - 1:5.1f} s" in text
+    one = render.newest_that_fit([], ["word " * 2000])
+    assert len(one) == 1
+
+
 def test_sparks_of_nothing_are_nothing() -> None:
     assert render.sparkline([]) == ""
     assert render.sparkline([0, 0]).strip() == ""

@@ -144,6 +144,7 @@ def test_a_wrong_password_is_said_at_once(source: SandboxThread, tmp_path: Path)
     arguments = ["run", "--source", source.connection_string, "--data", tmp_path / "data"]
     result = call(*arguments, env={"DCP_MIRROR_PASSWORD": "wrong"})
     assert result.code == 4
+    assert result.err.splitlines() == [result.complaint]  # nothing before it
     assert "password" in result.complaint
     assert "wrong" not in result.complaint.replace("wrong user or password", "")
     assert not (tmp_path / "data" / "mirror.json").exists()
@@ -171,7 +172,8 @@ def test_waiting_for_the_end_and_stopped_before_it_is_not_caught_up(tmp_path: Pa
         out, err = service.communicate(timeout=LIMIT_S)
     assert service.returncode == 130, err
     assert json.loads(out)["caught_up"] is False
-    assert "error" not in err.replace("error=", "")
+    unexpected = [line for line in err.splitlines() if "error" in line and "source-lost" not in line]
+    assert unexpected == []
     assert "caught up:" not in err
 
 
@@ -364,3 +366,16 @@ def test_a_bucket_that_was_made_anew_is_mirrored_beside_its_old_data(tmp_path: P
     assert call("get", "--data", data, "old").code == 5
     assert call("get", "--data", aside, "old").out == '{"a":1}'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", aside.name]
+
+
+def test_each_listener_is_announced_once(source: SandboxThread, mirrored: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(mirrored, tmp_path / "data", ignore=shutil.ignore_patterns("*.sock"))
+    arguments = ["run", "--source", source.connection_string, "--data", data, "--http", "0", "--kv", "0"]
+    with background(*arguments) as service:
+        assert service.stdout is not None
+        said = sorted(service.stdout.readline() for _ in range(2))
+        service.terminate()
+        out, err = service.communicate(timeout=LIMIT_S)
+    assert [line.split()[0] for line in said] == ["http", "kv"]
+    assert out == ""
+    assert not any(line.split()[1] in err for line in said)

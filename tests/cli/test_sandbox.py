@@ -37,6 +37,21 @@ def test_it_says_where_it_is_does_what_it_is_asked_and_ends_when_told(tmp_path: 
         assert (source.returncode, out, err) == (0, "", "")
 
 
+def test_at_each_start_the_bucket_is_another_unless_it_is_to_be_the_same(tmp_path: Path) -> None:
+    same = "0123456789abcdef" * 2
+    uuids = []
+    for options in ([], [], ["--bucket-uuid", same]):
+        with background("sandbox", "--control", tmp_path / "s", *options) as source:
+            assert source.stdout is not None
+            source.stdout.readline()
+            uuids.append(call("sandbox", "fault", "--control", tmp_path / "s", "status").json["bucket_uuid"])
+            source.terminate()
+            source.communicate(timeout=LIMIT_S)
+    assert len(set(uuids)) == 3
+    assert uuids[2] == same
+    assert "32 hexadecimal digits" in call("sandbox", "--bucket-uuid", "mine").complaint
+
+
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with background("sandbox", "--control", tmp_path / "one") as source:
         assert source.stdout is not None

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from cli import status
 from mirror import client
 from mirror.supervise.stored import stored_status
-from tests.cli.conftest import call
+from tests.cli.conftest import COMMAND, LIMIT_S, call, environment
 
 JSON_MD = Path(status.__file__).with_name("JSON.md").read_text()
 FIELDS = [
@@ -39,6 +41,18 @@ def test_people_get_a_summary_and_every_vbucket_on_demand(mirrored: Path) -> Non
     assert "not running" in text
     assert "16 stored" in text
     assert len(call("status", "--data", mirrored, "--all").out.splitlines()) > 16
+
+
+def test_top_is_left_by_q(mirrored: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [*COMMAND, "top", "--data", str(mirrored), "--interval", "3600"]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, env=environment(), text=True) as top:
+        assert top.stdout is not None
+        top.stdout.readline()
+        os.write(ours, b"q")
+        assert top.wait(LIMIT_S) == 0
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_top_ends_after_the_looks_that_were_asked_for(mirrored: Path) -> None:

@@ -10,10 +10,12 @@ import lmdb
 import pytest
 
 import cli
+from mirror import client
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage import directory, keys, seal
-from tests.cli.conftest import call
+from tests.cli.conftest import LIMIT_S, background, call
+from tests.cli.test_run import eventually
 
 ALTERED = 3
 JSON_MD = Path(cli.__file__).with_name("JSON.md")
@@ -163,3 +165,28 @@ def test_a_mirror_of_one_collection_is_compared_with_that_alone(tmp_path: Path) 
         thread.call(bucket.drop_collection, "shop.orders")
         result = call("verify", *flags, "--json")
         assert (result.code, result.json["totals"]["not_compared"]) == (0, 60), result.out
+
+
+def test_the_running_service_says_how_its_source_is_reached(
+    source: SandboxThread, mirrored: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(mirrored, tmp_path / "data", ignore=shutil.ignore_patterns("*.sock"))
+    for command in ("verify", "doctor"):
+        result = call(command, "--data", data)
+        assert (result.code, f"no service runs on {data}" in result.complaint) == (2, True)
+    with background(
+        "run", "--source", source.connection_string, "--data", data, "--set", "tls_minimum_version=1.3"
+    ) as run:
+        eventually(lambda: client.ask(data, "source"))
+        answer = client.ask(data, "source")
+        assert answer is not None
+        assert (answer["settings"]["source"], answer["settings"]["tls_minimum_version"]) == (
+            source.connection_string,
+            "1.3",
+        )
+        eventually(lambda: call("status", "--data", data, "--json").json["state"] == "caught up")
+        for command in ("verify", "doctor"):
+            result = call(command, "--data", data, "--json")
+            assert (result.code, result.json["source"]) == (0, source.connection_string), result.err
+        run.terminate()
+        run.communicate(timeout=LIMIT_S)

@@ -1,0 +1,64 @@
+"""Single keys from a terminal, so that a live view can be left without Ctrl-C.
+
+Knows stdin as a terminal; never what a key does. Invariant: when the context ends the terminal is as it was before; where
+stdin is no terminal, or belongs to another process group, nothing is read from it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from types import TracebackType
+from typing import Any, Self
+
+
+class Keyboard:
+    """Keys as they are pressed, without Enter. Use it as a context manager."""
+
+    def __init__(self) -> None:
+        """Nothing is changed yet."""
+        self._descriptor = -1
+        self._before: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Have the terminal give each key at once, unless this process runs in the background."""
+        try:
+            descriptor = sys.stdin.fileno()
+            if os.isatty(descriptor) and _in_foreground(descriptor):
+                self._before = termios.tcgetattr(descriptor)
+                tty.setcbreak(descriptor, termios.TCSADRAIN)
+                self._descriptor = descriptor
+        except (OSError, ValueError, termios.error):
+            self._descriptor = -1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the terminal as it was."""
+        if self._descriptor >= 0:
+            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+
+    def wait(self, seconds: float) -> str:
+        """The key that was pressed within `seconds`; empty: none was."""
+        if self._descriptor < 0:
+            time.sleep(seconds)
+            return ""
+        if not select.select([self._descriptor], [], [], seconds)[0]:
+            return ""
+        key = os.read(self._descriptor, 1)
+        if not key:  # the terminal is gone
+            self._descriptor = -1
+        return key.decode(errors="replace")
+
+
+def _in_foreground(descriptor: int) -> bool:
+    """False where changing the terminal would stop this process (SIGTTOU)."""
+    try:
+        return os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:  # not the controlling terminal: it stops nobody
+        return True
