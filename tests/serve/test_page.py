@@ -71,9 +71,14 @@ def report(vbuckets: int = 64) -> dict[str, Any]:
             "vbuckets": vbuckets, "states": {"streaming": vbuckets - 2, "refused": 1, "backfilling": 1},
             "documents": None, "published_seqnos": 123_456, "staged_seqnos": 123_456, "source_high_seqnos": 124_453,
             "lag_seqnos": 997, "lag_s": 123.0, "documents_per_s": 1520.0, "bytes_per_s": 510_000.0,
-            "rollback_count": 1, "last_rollback_ms": now - 60_000, "requested_again_bytes": 0,
+            "rollback_count": 1, "last_rollback_ms": now - 60_000, "requested_again_bytes": 0, "resync_count": 2,
+            "stale": 0,
         },
         "catch_up": None, "vbuckets": rows,
+        "events": [
+            {"time_ms": now - 5000, "event": "worker-ended", "level": "error", "text": "worker 1 died: <b>SIGKILL</b>"},
+            {"time_ms": now - 60_000, "event": "rollback", "level": "warning", "text": "the store has it too"},
+        ],
     }  # fmt: skip
 
 
@@ -158,6 +163,81 @@ def test_a_lagging_a_rolled_back_and_a_dead_vbucket_are_called_so(page: Any, sit
     picture(page, "wide")
 
 
+def test_many_vbuckets_with_the_same_news_are_one_line(page: Any, site: Site) -> None:
+    changed = report()
+    for row in changed["vbuckets"][16:48]:
+        row |= {"rollback_count": 1, "last_rollback_ms": changed["time_ms"] - 60_000}
+    for row in changed["vbuckets"][48:]:
+        row |= {"state": "waiting", "node": None, "last_error": "connection refused", "lag_seqnos": None, "lag_s": 20.0}
+        row |= {"source_high_seqno": None}
+    changed["totals"] |= {"stale": 3}
+    site.stands(changed)
+    opened(page, site)
+    lines = [line.split("\t") for line in page.locator("#attention tbody tr").all_inner_texts()]
+    assert [(line[0], line[1].split()[-1]) for line in lines] == [
+        ("7", "dead"),
+        ("33: 5, 16, 17, 18, 19, 20, …", "back"),
+        ("11", "stalled"),
+        ("3", "lagging"),
+        ("16: 48, 49, 50, 51, 52, 53, …", "waiting"),
+    ]
+    assert lines[4][2:] == ["unknown", "waiting: connection refused"]
+    assert "16 waiting" in page.locator("#legend").inner_text()
+    assert "1 filling" in page.locator("#legend").inner_text()
+    source = page.locator("#source").inner_text()
+    assert source == "Source couchbase://db1.example/demo: 48 of 64 vbuckets in contact, with 1 node"
+    assert "3 being resynced." in page.locator("#headline").inner_text()
+    map_box, table = page.locator("#map").bounding_box(), page.locator("#attention").bounding_box()
+    assert map_box["y"] + map_box["height"] <= table["y"], "the map stands above the table"
+    picture(page, "news")
+
+
+def test_a_source_that_is_away_is_said_in_the_headline(page: Any, site: Site) -> None:
+    changed = report() | {"state": "source unreachable", "message": "no contact with the source: refused"}
+    for row in changed["vbuckets"]:
+        row |= {"state": "waiting", "node": None, "lag_seqnos": None, "lag_s": 20.0, "source_high_seqno": None}
+    changed["totals"] |= {"lag_seqnos": None, "lag_s": 20.0}
+    site.stands(changed)
+    opened(page, site)
+    assert page.locator("#headline").inner_text().startswith("source unreachable since ")
+    assert page.locator("#source").inner_text() == "Source couchbase://db1.example/demo: no contact for 20 s"
+    picture(page, "away")
+
+
+def test_a_screen_reader_hears_changes_of_state_and_no_figures(page: Any, site: Site) -> None:
+    site.stands(report())
+    opened(page, site)
+    live = page.locator("[aria-live], [role=status], [role=alert]")
+    assert live.count() == 1
+    assert live.inner_text() == "degraded: dead, rolled back, stalled, lagging"
+    page.evaluate(
+        "globalThis.said = 0; new MutationObserver(() => { said += 1; }).observe("
+        "document.querySelector('[role=status]'), { childList: true, characterData: true, subtree: true })"
+    )
+    moved = report()
+    moved["totals"] |= {"lag_seqnos": 5000, "published_seqnos": 7}
+    moved["message"] = "another number"
+    site.stands(moved)
+    page.locator("#headline", has_text="another number").wait_for()
+    assert page.evaluate("said") == 0
+    assert page.locator("#map[role=listbox] > [role=option]").count() == 64
+    assert page.locator("#map > [aria-selected=true]").count() == 0
+
+
+@pytest.mark.parametrize("height", [400, 600, 900])
+def test_the_map_is_not_covered_by_what_is_said_below_it(page: Any, site: Site, height: int) -> None:
+    site.stands(report(1024))
+    page.set_viewport_size({"width": 400, "height": height})
+    opened(page, site)
+    assert page.evaluate("getComputedStyle(document.getElementById('detail')).position") == "static"
+    first = page.locator("#map button").nth(0)
+    first.scroll_into_view_if_needed()
+    assert page.evaluate(
+        "(() => { const cell = document.querySelector('#map button'); const box = cell.getBoundingClientRect();"
+        " return document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2) === cell; })()"
+    )
+
+
 def test_who_serves_whom_and_who_holds_history_is_told(page: Any, site: Site) -> None:
     site.stands(report())
     opened(page, site)
@@ -172,6 +252,9 @@ def test_who_serves_whom_and_who_holds_history_is_told(page: Any, site: Site) ->
     ]
     listeners = page.locator("#listeners").inner_text()
     assert listeners == "kv at couchbase://127.0.0.1:11210; http at http://127.0.0.1:8091"
+    past = page.locator("#past").inner_text()
+    assert "worker 1 died: <b>SIGKILL</b>" in past
+    assert "the store has it too" not in past, "rollbacks are those that the store keeps"
     assert "export of orders holds the history of 64 vbuckets until" in page.locator("#leases").inner_text()
 
 
@@ -231,6 +314,8 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page: Any, site: Site, sche
     opened(page, site)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.locator("#map button").count() == 1024
+    vbids, what = (page.locator(f"#attention tr:first-child td:nth-child({n})").bounding_box() for n in (1, 2))
+    assert vbids["y"] + vbids["height"] <= what["y"] + 1, "the numbers of many vbuckets have a line of their own"
     size = page.locator("#map button").nth(0).bounding_box()
     assert size["width"] >= 14
     picture(page, f"phone-{scheme}")
@@ -262,5 +347,6 @@ def test_rollbacks_and_refills_are_told(page: Any, site: Site) -> None:
     past = page.locator("#past").inner_text()
     assert "rolled back from 3 to 1 (2 seqnos)" in past
     assert "resynced from 0" in past
-    assert "Rollbacks: 1; refills: 1." in page.locator("#history").inner_text()
+    assert "Rollbacks: 1; resyncs: 1." in page.locator("#history").inner_text()
     assert "The mirror takes" in page.locator("#disk").inner_text()
+    assert page.locator("#disk-legend span").all_inner_texts() == ["this mirror", "other files", "free"]

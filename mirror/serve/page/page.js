@@ -6,6 +6,8 @@ const ASK_MS = 2000;
 const SAMPLES_EVERY = 3;
 const SILENT_S = 5;
 const ROLLED_BACK_MS = 15 * 60 * 1000;
+const TOGETHER_MS = 2000;
+const VBIDS_NAMED = 6;
 const KINDS = {
   dead: { sign: "✕", word: "dead", text: "nobody feeds it" },
   rolled: { sign: "↺", word: "rolled back", text: "rolled back in the last quarter of an hour" },
@@ -18,6 +20,7 @@ const KINDS = {
   ok: { sign: "·", word: "up to date", text: "published and near its source" },
 };
 const BAD = ["dead", "rolled", "stalled", "lagging"];
+const ATTENTION = [...BAD, "waiting"];
 const DEAD = new Set(["damaged", "refused", "no-active-node", "finished"]);
 const FILLING = new Set(["starting", "requesting", "backfilling", "rolling-back", "refilling"]);
 const WELL = new Set(["starting", "catching up", "caught up", "stopping"]);
@@ -83,7 +86,7 @@ function why(row, kind, workers) {
     }
     return `${row.state}` + (said ? `: ${said}` : "");
   }
-  if (kind === "rolled") return `rolled back at ${moment(row.last_rollback_ms)}, ${row.rollback_count} in all`;
+  if (kind === "rolled") return `rolled back at ${moment(row.last_rollback_ms)}`;
   return row.state + (said ? `: ${said}` : "");
 }
 
@@ -105,11 +108,11 @@ function drawMap(report) {
     const cell = make("button");
     cell.type = "button";
     cell.tabIndex = map.children.length ? -1 : 0;
-    cell.setAttribute("role", "gridcell");
+    cell.setAttribute("role", "option");
     map.append(cell);
   }
   const counts = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, 0]));
-  const attention = [];
+  const attention = new Map();
   report.vbuckets.forEach((row, index) => {
     const kind = kindOf(row, report, workers);
     const cell = map.children[index];
@@ -120,9 +123,10 @@ function drawMap(report) {
     cell.dataset.vbid = row.vbid;
     cell.setAttribute("aria-selected", String(selected === row.vbid));
     if (selected === row.vbid) $("detail").textContent = text;
-    if (BAD.includes(kind)) attention.push([row, kind]);
+    if (ATTENTION.includes(kind)) note(attention, kind, row, why(row, kind, workers));
   });
   if (selected === null) $("detail").textContent = "Choose a vbucket to see how it stands.";
+  $("detail").classList.toggle("chosen", selected !== null);
   const legend = $("legend");
   legend.replaceChildren(...Object.entries(KINDS).filter(([kind]) => counts[kind] || (kind !== "idle" && kind !== "behind")).map(([kind, { sign, word, text }]) => {
     const entry = make("span");
@@ -133,34 +137,68 @@ function drawMap(report) {
   }));
   const table = $("attention");
   const order = Object.keys(KINDS);
-  attention.sort((a, b) => order.indexOf(a[1]) - order.indexOf(b[1]) || (b[0].lag_seqnos || 0) - (a[0].lag_seqnos || 0));
-  table.hidden = !attention.length;
-  table.tBodies[0].replaceChildren(...attention.slice(0, 30).map(([row, kind]) => {
+  const lines = [...attention.values()];
+  lines.sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind) || (b.worst.lag_seqnos || 0) - (a.worst.lag_seqnos || 0));
+  table.hidden = !lines.length;
+  table.tBodies[0].replaceChildren(...lines.slice(0, 30).map(({ kind, worst, vbids, text }) => {
     const line = make("tr");
     const what = make("td");
     what.append(make("span", KINDS[kind].sign, `sign ${kind}`), ` ${KINDS[kind].word}`);
-    line.dataset.vbid = row.vbid;
-    line.append(make("td", row.vbid), what, make("td", behind(row)), make("td", why(row, kind, workers), "long"));
+    line.append(make("td", named(vbids), "vbids"), what, make("td", (vbids.length > 1 && known(worst.lag_seqnos) ? "up to " : "") + behind(worst)), make("td", text, "long"));
     return line;
   }));
-  if (attention.length > 30) table.caption.textContent = `In need of a look: ${attention.length}, of which the worst 30`;
+  if (lines.length > 30) table.caption.textContent = `In need of a look: ${lines.length}, of which the worst 30`;
   else table.caption.textContent = "In need of a look";
   return counts;
 }
+
+// Vbuckets with the same news are one line: the worst of them says how far they are behind.
+function note(lines, kind, row, text) {
+  const name = `${kind} ${text}`;
+  const line = lines.get(name);
+  if (!line) { lines.set(name, { kind, text, worst: row, vbids: [row.vbid] }); return; }
+  line.vbids.push(row.vbid);
+  if ((row.lag_seqnos ?? Infinity) > (line.worst.lag_seqnos ?? Infinity)) line.worst = row;
+}
+
+const named = (vbids) => (vbids.length === 1 ? number(vbids[0])
+  : `${number(vbids.length)}: ${vbids.slice(0, VBIDS_NAMED).join(", ")}${vbids.length > VBIDS_NAMED ? ", …" : ""}`);
 
 function drawHeadline(report, counts) {
   const part = known(report.selection) && report.selection !== "the whole bucket" ? `, ${report.selection}` : "";
   $("bucket").textContent = report.bucket ? `of ${report.bucket}${part}` : "";
   const bad = BAD.filter((kind) => counts[kind]).map((kind) => `${number(counts[kind])} ${KINDS[kind].word}`);
+  if (report.totals.stale) bad.push(`${number(report.totals.stale)} being resynced`);
   let text = report.service === "down" ? "No service runs: this is what is stored." : report.state;
   if (!WELL.has(report.state) && known(report.since_ms)) text += ` since ${moment(report.since_ms)}`;
   if (report.message) text += `: ${report.message}`;
   if (bad.length) text += `. ${bad.join(", ")}.`;
   $("headline").textContent = text;
   $("headline").classList.toggle("bad", Boolean(bad.length || !WELL.has(report.state)));
+  $("source").textContent = sourceText(report);
+  announce(report.service === "down" ? text : report.state + (bad.length ? `: ${BAD.filter((kind) => counts[kind]).map((kind) => KINDS[kind].word).join(", ")}` : ""));
   drawLines("warnings", report.warnings || []);
   $("asked").textContent = `as of ${new Date(report.time_ms).toLocaleTimeString()}`;
   document.title = (counts.dead ? "✕ " : counts.lagging || counts.stalled ? "▲ " : "") + `dcp-mirror ${report.bucket || ""}`;
+}
+
+// The source and how many vbuckets are in contact with it.
+function sourceText(report) {
+  if (report.service === "down" || !known(report.source)) return "";
+  const rows = report.vbuckets;
+  const contact = rows.filter((row) => row.node).length;
+  const nodes = new Set(rows.map((row) => row.node).filter(Boolean)).size;
+  let text = `Source ${report.source}: `;
+  if (report.source_error) text += report.source_error;
+  else if (!contact) text += known(report.totals.lag_s) ? `no contact for ${span(report.totals.lag_s)}` : "no contact yet";
+  else if (contact < rows.length) text += `${number(contact)} of ${number(rows.length)} vbuckets in contact, with ${number(nodes)} node${nodes === 1 ? "" : "s"}`;
+  else text += `in contact with ${number(nodes)} node${nodes === 1 ? "" : "s"}`;
+  return text;
+}
+
+// Said aloud by a screen reader: changes of state alone, never a figure that moves.
+function announce(text) {
+  if ($("news").textContent !== text) $("news").textContent = text;
 }
 
 function drawLines(id, texts) {
@@ -179,6 +217,7 @@ function drawFigures(report) {
     ["vbuckets", report.vbuckets_held === report.vbucket_count ? number(report.vbucket_count)
       : `${number(report.vbuckets_held)} of ${number(report.vbucket_count)}`],
     ["rollbacks", number(sums.rollback_count)],
+    ["resyncs", number(sums.resync_count)],
     ["service up", span(report.uptime_s)],
   ];
   $("figures").replaceChildren(...pairs.map(([name, value]) => {
@@ -209,21 +248,23 @@ function drawProcesses(report) {
 
 function drawPast(report) {
   const { history, disk, totals } = report;
-  const events = history.rollbacks.map((event) => [event.time_ms, event.vbid,
-    `rolled back from ${number(event.from_seqno)} to ${number(event.to_seqno)} (${seqnos(event.from_seqno - event.to_seqno)})`, "rolled"]);
-  for (const event of history.refills) events.push([event.time_ms, event.vbid, "resynced from 0", "filling"]);
+  const events = [
+    ...together(history.rollbacks).map((same) => [same[0].time_ms, rollbackText(same), "rolled"]),
+    ...together(history.refills).map((same) => [same[0].time_ms, `${vbucketsText(same)} resynced from 0`, "filling"]),
+    ...(report.events || []).filter((event) => !KEPT.has(event.event)).map((event) => [event.time_ms, event.text, LEVELS[event.level] || "ok"]),
+  ];
   events.sort((a, b) => b[0] - a[0]);
   $("history").textContent = (known(history.floor_newest_ms)
     ? `Every vbucket can be read as of any kept boundary since ${moment(history.floor_newest_ms)}; the oldest floor is of ${moment(history.floor_oldest_ms)}.`
-    : "Nothing is published yet.") + ` Rollbacks: ${number(totals.rollback_count)}; refills: ${number(history.refill_count)}.`;
+    : "Nothing is published yet.") + ` Rollbacks: ${number(totals.rollback_count)}; resyncs: ${number(history.refill_count)}.`;
   drawLines("leases", (report.leases || []).map((lease) =>
     `${lease.name} holds the history of ${number(lease.vbuckets)} vbuckets until ${moment(lease.until_ms)} at least`));
   $("past").hidden = !events.length;
-  $("past").tBodies[0].replaceChildren(...events.slice(0, 20).map(([ms, vbid, text, kind]) => {
+  $("past").tBodies[0].replaceChildren(...events.slice(0, 20).map(([ms, text, kind]) => {
     const line = make("tr");
     const what = make("td", undefined, "long");
     what.append(make("span", KINDS[kind].sign, `sign ${kind}`), ` ${text}`);
-    line.append(make("td", moment(ms)), make("td", vbid), what);
+    line.append(make("td", moment(ms)), what);
     return line;
   }));
   const used = disk.total_bytes - disk.free_bytes;
@@ -231,7 +272,35 @@ function drawPast(report) {
   $("disk").textContent = `The mirror takes ${bytes(disk.mirror_bytes)}; ${bytes(disk.free_bytes)} of ${bytes(disk.total_bytes)} are free.`;
   $("disk-bar").children[0].style.width = percent(disk.mirror_bytes);
   $("disk-bar").children[1].style.width = percent(Math.max(0, used - disk.mirror_bytes));
+  $("disk-legend").replaceChildren(...[["mirror", "this mirror"], ["others", "other files"], ["free", "free"]].map(([kind, word]) => {
+    const entry = make("span");
+    entry.append(make("i", "", kind), word);
+    return entry;
+  }));
   $("disk-bar").setAttribute("aria-label", `mirror ${percent(disk.mirror_bytes)}, others ${percent(used - disk.mirror_bytes)} of the disk`);
+}
+
+// What the store keeps for good, so that it is known after a restart of the service too.
+const KEPT = new Set(["rollback", "resync-done"]);
+const LEVELS = { error: "dead", warning: "lagging", info: "ok" };
+
+// Events of vbuckets, newest first, in runs that are close to each other in time.
+function together(events) {
+  const runs = [];
+  for (const event of events) {
+    const run = runs.at(-1);
+    if (run && run.at(-1).time_ms - event.time_ms <= TOGETHER_MS) run.push(event);
+    else runs.push([event]);
+  }
+  return runs;
+}
+
+const vbucketsText = (events) => (events.length === 1 ? `vbucket ${events[0].vbid}` : `${number(events.length)} vbuckets`);
+
+function rollbackText(events) {
+  const lost = seqnos(events.reduce((sum, event) => sum + event.from_seqno - event.to_seqno, 0));
+  const [one] = events;
+  return `${vbucketsText(events)} rolled back` + (events.length === 1 ? ` from ${number(one.from_seqno)} to ${number(one.to_seqno)}` : "") + ` (${lost})`;
 }
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -282,6 +351,7 @@ function drawCharts(samples) {
 }
 
 function complain(text) {
+  announce(text);
   $("headline").textContent = text + (lastReport ? ` What is shown is of ${moment(lastReport.time_ms)}.` : "");
   $("headline").classList.add("bad");
 }
@@ -323,6 +393,7 @@ function choose(cell) {
   selected = Number(cell.dataset.vbid);
   for (const other of $("map").children) other.setAttribute("aria-selected", String(other === cell));
   $("detail").textContent = cell.title;
+  $("detail").classList.add("chosen");
 }
 
 $("map").addEventListener("click", (event) => choose(event.target.closest("button")));
@@ -330,7 +401,7 @@ $("map").addEventListener("keydown", (event) => {
   const cells = [...$("map").children];
   const at = cells.indexOf(document.activeElement);
   const columns = getComputedStyle($("map")).gridTemplateColumns.split(" ").length;
-  const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+  const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -cells.length, End: cells.length }[event.key];
   if (at < 0 || step === undefined) return;
   event.preventDefault();
   const next = cells[Math.min(cells.length - 1, Math.max(0, at + step))];
