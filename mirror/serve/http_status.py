@@ -31,6 +31,9 @@ SAMPLE_INTERVAL_S = 5.0
 SAMPLES_MAX = 180
 """A quarter of an hour."""
 ROLLBACKS_SHOWN = 50
+PAST_SHOWN = 20
+TOGETHER_MS = 5_000
+"""Rollbacks of vbuckets within this time of each other, and resyncs, are one entry of the past."""
 
 READ_COUNTERS = ("http_documents", "kv_hits", "dcp_documents")
 """What server processes call the documents that they gave to readers."""
@@ -62,6 +65,23 @@ def reads_of(report: Report) -> dict[str, int]:
         counters = server.get("counters") or {}
         found[f"{server.get('slot')}-{server.get('pid')}"] = sum(int(counters.get(name) or 0) for name in READ_COUNTERS)
     return found
+
+
+def _together(event: str, found: list[Report]) -> list[Report]:
+    """What happened to vbuckets, newest first, as one entry for each run of moments that are close to each other."""
+    entries: list[Report] = []
+    vbids: set[int] = set()
+    before_ms = float("inf")
+    for each in found:
+        seqnos = each["from_seqno"] - each["to_seqno"] if "from_seqno" in each else 0
+        if before_ms - each["time_ms"] > TOGETHER_MS or not entries:
+            entries.append({"event": event, "time_ms": each["time_ms"], "vbuckets": 0, "seqnos": 0, "first": each})
+            vbids = set()
+        vbids.add(each["vbid"])
+        entries[-1]["vbuckets"] = len(vbids)
+        entries[-1]["seqnos"] += seqnos
+        before_ms = each["time_ms"]
+    return entries
 
 
 class Status:
@@ -154,6 +174,10 @@ class Status:
                 "refill_count": refill_count,
                 "refills": refills[:ROLLBACKS_SHOWN],
                 "rollbacks": rollbacks[:ROLLBACKS_SHOWN],
+                "past": sorted(
+                    [*_together("rollback", rollbacks), *_together("resync-done", refills)],
+                    key=lambda entry: -entry["time_ms"],
+                )[:PAST_SHOWN],
             },
         }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -58,6 +59,7 @@ OWNER_TIMEOUT_S = 25.0
 """For a command to the owner of a vbucket; less than the control socket's own limit."""
 SOURCE_RETRY_MIN_S = 0.5
 SOURCE_RETRY_MAX_S = 10.0
+COMPLAINT_INTERVAL_S = 60.0
 EVENTS_SHOWN = 50
 """Events that the status document has; `dcp-mirror events` shows all that are kept."""
 CATCH_UP_SOURCE_LIMIT_S = 60.0
@@ -193,6 +195,7 @@ class Supervisor:
         self._was_ready = False
         self._started = clock.monotonic()
         self._fed_watchdog_s = float("-inf")
+        self._next_complaint_s = float("-inf")
         self._had_terminal = has_terminal()
         self._gauge = Gauge(os.getpid())
 
@@ -206,6 +209,7 @@ class Supervisor:
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         for number in signals:
             loop.add_signal_handler(number, self._events.put_nowait, Signalled(number))
+        loop.set_exception_handler(self._loop_failed)
         try:
             await control.start()
             self._listeners.reserve()
@@ -223,6 +227,7 @@ class Supervisor:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+            loop.set_exception_handler(None)
             for task in self._background:
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
@@ -290,6 +295,19 @@ class Supervisor:
         except SupervisionError as error:
             self._kill_all()
             self.stop(error)
+
+    def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say that no connection can be accepted, once a minute; the loop tries again by itself every second."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            loop.default_exception_handler(context)
+        elif self._clock.monotonic() >= self._next_complaint_s:
+            self._next_complaint_s = self._clock.monotonic() + COMPLAINT_INTERVAL_S
+            log.error(
+                "the control socket cannot accept commands, trying on",
+                error=error.strerror,
+                hint="raise the limit of open files (ulimit -n, LimitNOFILE=)",
+            )
 
     def _kill_all(self) -> None:
         for child in self._alive():

@@ -11,7 +11,7 @@ import pytest
 
 from mirror.clock import ManualClock
 from mirror.serve import http_status
-from mirror.serve.http_status import Status, ask_service
+from mirror.serve.http_status import Status, _together, ask_service
 from mirror.serve.http_view import Mirror
 from mirror.supervise.control import ControlServer
 from mirror.supervise.stored import stored_status
@@ -104,6 +104,19 @@ async def test_without_a_service_its_own_reads_count_and_the_past_is_bounded(
     assert status.samples()[-1]["reads_per_s"] == 2.0
 
 
+def test_a_failover_of_many_vbuckets_is_one_entry_of_the_past() -> None:
+    """The page counted 50 vbuckets of 127: as many as it was sent."""
+    first = [{"vbid": vbid, "time_ms": 90_000 - vbid, "from_seqno": 9, "to_seqno": 7} for vbid in range(127)]
+    second = [{"vbid": 3, "time_ms": 80_000, "from_seqno": 5, "to_seqno": 4}]
+    assert _together("rollback", [*first, *second]) == [
+        {"event": "rollback", "time_ms": 90_000, "vbuckets": 127, "seqnos": 254, "first": first[0]},
+        {"event": "rollback", "time_ms": 80_000, "vbuckets": 1, "seqnos": 1, "first": second[0]},
+    ]
+    assert _together("resync-done", [{"vbid": 1, "time_ms": 5}, {"vbid": 1, "time_ms": 4}]) == [
+        {"event": "resync-done", "time_ms": 5, "vbuckets": 1, "seqnos": 0, "first": {"vbid": 1, "time_ms": 5}}
+    ]
+
+
 async def test_rollbacks_refills_history_and_disk(source: Source) -> None:
     key = source.key_of(2)
     for _ in range(3):
@@ -112,6 +125,15 @@ async def test_rollbacks_refills_history_and_disk(source: Source) -> None:
     whole = await status_of(Path(source.path), ManualClock()).whole()
     assert [(each["vbid"], each["from_seqno"], each["to_seqno"]) for each in whole["history"]["rollbacks"]] == [
         (2, 3, 1)
+    ]
+    assert whole["history"]["past"] == [
+        {
+            "event": "rollback",
+            "time_ms": whole["history"]["rollbacks"][0]["time_ms"],
+            "vbuckets": 1,
+            "seqnos": 2,
+            "first": whole["history"]["rollbacks"][0],
+        }
     ]
     assert whole["history"]["refill_count"] == 0
     assert whole["history"]["floor_oldest_ms"] is not None

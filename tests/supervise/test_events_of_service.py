@@ -86,7 +86,14 @@ async def test_settings_that_are_read_again_are_said_one_by_one(
 ) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     found: list[Settings | ConfigError] = [
-        settings_for(tmp_path, workers=1, source="couchbase://demo@elsewhere/demo", lease_max_s=10, on_event="true"),
+        settings_for(
+            tmp_path,
+            workers=1,
+            source="couchbase://demo@elsewhere/demo",
+            http="0",
+            lease_max_s=10,
+            on_event="true",
+        ),
         settings_for(tmp_path, workers=1),
         ConfigError("the file is no TOML"),
         settings_for(tmp_path, workers=1, on_event="'open"),
@@ -105,9 +112,10 @@ async def test_settings_that_are_read_again_are_said_one_by_one(
             await eventually(functools.partial(has_events, service, count))
         events = service.status_document()["events"][3::-1]
         first, second, third, fourth = events
-        assert (first["in_force"], first["need_restart"]) == (["lease_max_s", "on_event"], ["source"])
+        assert (first["in_force"], first["need_restart"]) == (["lease_max_s", "on_event"], ["source", "http"])
         assert first["text"] == (
-            "settings read again: in force now: lease_max_s, on_event; only after a restart of the service: source"
+            "settings read again: in force now: lease_max_s, on_event; "
+            "only after a restart of the service: source, http"
         )
         assert (second["in_force"], second["need_restart"]) == (["lease_max_s", "on_event"], [])
         assert (third["event"], third["why"]) == ("settings-refused", "the file is no TOML")

@@ -6,7 +6,6 @@ const ASK_MS = 2000;
 const SAMPLES_EVERY = 3;
 const SILENT_S = 5;
 const ROLLED_BACK_MS = 15 * 60 * 1000;
-const TOGETHER_MS = 2000;
 const VBIDS_NAMED = 6;
 const KINDS = {
   dead: { sign: "✕", word: "dead", text: "nobody feeds it" },
@@ -123,7 +122,7 @@ function drawMap(report) {
     cell.dataset.vbid = row.vbid;
     cell.setAttribute("aria-selected", String(selected === row.vbid));
     if (selected === row.vbid) $("detail").textContent = text;
-    if (ATTENTION.includes(kind)) note(attention, kind, row, why(row, kind, workers));
+    if (ATTENTION.includes(kind)) note(attention, kind, row, kind === "rolled" ? kind : why(row, kind, workers));
   });
   if (selected === null) $("detail").textContent = "Choose a vbucket to see how it stands.";
   $("detail").classList.toggle("chosen", selected !== null);
@@ -144,7 +143,7 @@ function drawMap(report) {
     const line = make("tr");
     const what = make("td");
     what.append(make("span", KINDS[kind].sign, `sign ${kind}`), ` ${KINDS[kind].word}`);
-    line.append(make("td", named(vbids), "vbids"), what, make("td", (vbids.length > 1 && known(worst.lag_seqnos) ? "up to " : "") + behind(worst)), make("td", text, "long"));
+    line.append(make("td", named(vbids), "vbids"), what, make("td", (vbids.length > 1 && known(worst.lag_seqnos) ? "up to " : "") + behind(worst)), make("td", kind === "rolled" ? `the last at ${moment(worst.last_rollback_ms)}` : text, "long"));
     return line;
   }));
   if (lines.length > 30) table.caption.textContent = `In need of a look: ${lines.length}, of which the worst 30`;
@@ -152,13 +151,13 @@ function drawMap(report) {
   return counts;
 }
 
-// Vbuckets with the same news are one line: the worst of them says how far they are behind.
+// Vbuckets with the same news are one line: the worst of them says how far they are behind, the newest when.
 function note(lines, kind, row, text) {
   const name = `${kind} ${text}`;
   const line = lines.get(name);
   if (!line) { lines.set(name, { kind, text, worst: row, vbids: [row.vbid] }); return; }
   line.vbids.push(row.vbid);
-  if ((row.lag_seqnos ?? Infinity) > (line.worst.lag_seqnos ?? Infinity)) line.worst = row;
+  if (kind === "rolled" ? row.last_rollback_ms > line.worst.last_rollback_ms : (row.lag_seqnos ?? Infinity) > (line.worst.lag_seqnos ?? Infinity)) line.worst = row;
 }
 
 const named = (vbids) => (vbids.length === 1 ? number(vbids[0])
@@ -249,8 +248,7 @@ function drawProcesses(report) {
 function drawPast(report) {
   const { history, disk, totals } = report;
   const events = [
-    ...together(history.rollbacks).map((same) => [same[0].time_ms, rollbackText(same), "rolled"]),
-    ...together(history.refills).map((same) => [same[0].time_ms, `${vbucketsText(same)} resynced from 0`, "filling"]),
+    ...history.past.map((entry) => [entry.time_ms, pastText(entry), entry.event === "rollback" ? "rolled" : "filling"]),
     ...(report.events || []).filter((event) => !KEPT.has(event.event)).map((event) => [event.time_ms, event.text, LEVELS[event.level] || "ok"]),
   ];
   events.sort((a, b) => b[0] - a[0]);
@@ -284,23 +282,10 @@ function drawPast(report) {
 const KEPT = new Set(["rollback", "resync-done"]);
 const LEVELS = { error: "dead", warning: "lagging", info: "ok" };
 
-// Events of vbuckets, newest first, in runs that are close to each other in time.
-function together(events) {
-  const runs = [];
-  for (const event of events) {
-    const run = runs.at(-1);
-    if (run && run.at(-1).time_ms - event.time_ms <= TOGETHER_MS) run.push(event);
-    else runs.push([event]);
-  }
-  return runs;
-}
-
-const vbucketsText = (events) => (events.length === 1 ? `vbucket ${events[0].vbid}` : `${number(events.length)} vbuckets`);
-
-function rollbackText(events) {
-  const lost = seqnos(events.reduce((sum, event) => sum + event.from_seqno - event.to_seqno, 0));
-  const [one] = events;
-  return `${vbucketsText(events)} rolled back` + (events.length === 1 ? ` from ${number(one.from_seqno)} to ${number(one.to_seqno)}` : "") + ` (${lost})`;
+function pastText({ event, vbuckets, seqnos: lost, first }) {
+  const who = vbuckets === 1 ? `vbucket ${first.vbid}` : `${number(vbuckets)} vbuckets`;
+  if (event !== "rollback") return `${who} resynced from 0`;
+  return `${who} rolled back` + (vbuckets === 1 ? ` from ${number(first.from_seqno)} to ${number(first.to_seqno)}` : "") + ` (${seqnos(lost)})`;
 }
 
 const SVG = "http://www.w3.org/2000/svg";
