@@ -489,7 +489,7 @@ class Supervisor:
             self._map_found(child, ClusterMap.from_wire(message["map"]))
         elif kind == FAILED:
             child.last_words = message
-        elif kind != BEAT:
+        elif kind not in (BEAT, READY):  # one that is stopping may become ready yet
             log.warning("worker said something unknown", slot=child.slot, op=kind)
 
     def _gone(self, event: Gone) -> None:

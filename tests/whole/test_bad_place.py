@@ -168,6 +168,22 @@ def test_a_directory_that_may_not_be_written(source: SandboxThread, data: Path, 
         assert "lock" in read.complaint or "permission" in read.complaint
 
 
+def test_a_group_folder_without_rights_is_named_and_the_others_are_served(source: SandboxThread, data: Path) -> None:
+    (data / "group-0001").chmod(0)
+    result = call(
+        "run", "--source", source.connection_string, "--data", data, "--until-caught-up", *FLAGS,
+        preexec_fn=without_rootly_powers,
+    )  # fmt: skip
+    assert result.code == 2
+    assert f"{data}/group-0001: permission denied (the process needs read and write access" in result.complaint
+    (data / "group-0001").chmod(0o700)
+    lines = [line for line in result.err.splitlines() if "damage-found" in line]
+    assert len(lines) <= 1, "one event for all of its vbuckets"
+    assert result.err.count("a group cannot be opened") == 1
+    assert "worker ready" in result.err
+    assert "something unknown" not in result.err
+
+
 # -- a full disk ----------------------------------------------------------------------------------------------------
 
 
