@@ -69,6 +69,7 @@ cd "$here"
 if [ "$extras" != run ]; then
   [ "$want" = dev ] && [ $# -eq 0 ] && set -- -n auto tests/document tests/ingest tests/sim tests/storage tests/wire
   [ $# -gt 0 ] || set -- -n auto
+  unset PYTHONDONTWRITEBYTECODE # else each of several processes compiles all that it imports, for some seconds
   exec "$venv/bin/python" -m pytest "$@"
 fi
 exec "$venv/bin/dcp-mirror" "$want" "$@"

@@ -50,6 +50,7 @@ def test_ctrl_c_ends_it_in_order_and_nothing_is_left_running(tmp_path: Path) -> 
     assert "serves" not in check.complaint, "no service of the demo may hold the lock any more"
 
 
+@pytest.mark.ci
 def test_a_source_that_is_killed_ends_it_with_one_line(tmp_path: Path) -> None:
     """The demo went on showing a mirror of a source that was dead."""
     with background("demo", "--data", tmp_path / "data", *SMALL) as demo:

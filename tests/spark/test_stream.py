@@ -108,6 +108,7 @@ def test_a_batch_of_changes_is_all_of_them(spark: SparkSession, small: SmallMirr
     assert sorted(row.kind for row in frame.load().collect()) == ["deletion"] + ["mutation"] * 30
 
 
+@pytest.mark.ci
 def test_what_cannot_be_streamed_is_said_in_one_line(spark: SparkSession, small: SmallMirror, tmp_path: Path) -> None:
     path, table = str(small.path), Table()
     small.put(orders(0, 50))
@@ -156,6 +157,7 @@ def test_from_the_latest_on_a_query_begins_where_it_was_started(small: SmallMirr
         each.stop()
 
 
+@pytest.mark.ci
 def test_from_the_latest_on_until_now_ends_also_while_the_mirror_is_written_to(
     spark: SparkSession, small: SmallMirror, tmp_path: Path
 ) -> None:
