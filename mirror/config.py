@@ -60,9 +60,9 @@ class Settings:
     group was idle for 0.2 s; a power cut may undo a group's last commit, which is then fetched again. `full`: both at
     each commit. `unsafe`: nothing; a power cut can damage the file, so only for data that may be fetched again."""
 
-    commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Least time between two commits of a group. A complete snapshot is committed at once while commits take less than
-    a third of the worker's time, and in larger batches as load rises; a longer interval saves writes to the disk."""
+    commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
+    """The longest that a complete snapshot waits for others to be committed with it. It is committed at once while
+    commits take less than a third of the worker's time, and in larger batches as load rises."""
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
     """Received rows that a worker keeps in memory before it writes down its fullest group; bounds the worker's memory
     and the size of an LMDB transaction."""

@@ -5,8 +5,8 @@ performer does). One event loop, one thread: whatever comes from a socket is wor
 queues, and the flow-control window bounds what can come.
 
 Invariants:
-- groups with something that waits commit in turn, as soon as the share of time that commits may take allows (`pace`),
-  or at once when `batch_bytes_max` is staged;
+- groups with something that waits commit in turn, at once while commits take less than their share of the time, after
+  `commit_interval_ms` at the latest (`pace`), or at once when `batch_bytes_max` is staged;
 - an error of one vbucket, node or group never touches another; a group whose store failed drops its machines, reads
   its states again and asks for its streams again;
 - no map is followed that is older than one followed before, here, in another worker or before a restart (`NewestMap`);
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import shutil
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -95,11 +94,11 @@ class Group:
         "actors",
         "commit_waits",
         "commits",
-        "committed_at",
         "error",
         "full_count",
         "reopen_count",
         "retry_timer",
+        "waiting_since",
         "writer",
     )
 
@@ -108,7 +107,7 @@ class Group:
         self.writer = writer
         self.actors: list[VbucketActor] = []
         self.commit_waits = False
-        self.committed_at = -math.inf
+        self.waiting_since = 0.0
         self.retry_timer: asyncio.TimerHandle | None = None
         self.error: StorageError | None = None
         self.full_count = 0
@@ -502,13 +501,14 @@ class Consumer:
         group = self._group_of[vbid]
         if not group.commit_waits and group.error is None:
             group.commit_waits = True
+            group.waiting_since = self.clock.monotonic()
             self._commit_queue.append(group)
             self._schedule_commit()
 
     def _schedule_commit(self) -> None:
         """Have the group commit that has waited longest."""
         if self._commit_timer is None and self._commit_queue:
-            delay_s = self._pace.delay_s(self.clock.monotonic(), self._commit_queue[0].committed_at)
+            delay_s = self._pace.delay_s(self.clock.monotonic(), self._commit_queue[0].waiting_since)
             self._commit_timer = asyncio.get_running_loop().call_later(delay_s, self._commit_due)
 
     def commit_group(self, vbid: int) -> None:
@@ -520,13 +520,13 @@ class Consumer:
         if self._commit_queue:
             group = self._commit_queue.popleft()
             group.commit_waits = False
-            group.committed_at = self.clock.monotonic()
+            started = self.clock.monotonic()
             try:
                 self._commit(group)
             except StorageError as error:
                 self._store_failed(group, error)
             finally:
-                self._pace.committed(group.committed_at, self.clock.monotonic())
+                self._pace.committed(started, self.clock.monotonic())
                 self._schedule_commit()
 
     def _commit(self, group: Group, *, flush_open: bool = False) -> None:

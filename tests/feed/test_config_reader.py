@@ -25,7 +25,7 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path, monkey
     monkeypatch.setenv("DCP_MIRROR_SYNC", "unsafe")
     loaded = load({"sync": "safe", "data": tmp_path, "kv": None}, config_file=file)
     settings = loaded.settings
-    assert (settings.workers, settings.groups, settings.sync, settings.commit_interval_ms) == (3, 5, "safe", 0)
+    assert (settings.workers, settings.groups, settings.sync, settings.commit_interval_ms) == (3, 5, "safe", 25)
     assert loaded.provenance["workers"] == f"file {file}"
     assert loaded.provenance["groups"] == "environment"
     assert loaded.provenance["sync"] == "flag"
