@@ -27,7 +27,7 @@ from mirror.wire import codec_dcp, codec_kv, frame, stream_filter, system_events
 from mirror.wire.constants import BODY_LENGTH_MAX, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.events import SystemEvent
-from mirror.wire.scan import Run, normalise, scan
+from mirror.wire.scan import Row, Run, normalise, scan
 from storage import chain, prepares, records
 from storage.errors import CorruptedError
 from storage.model import Branch, Vbid
@@ -45,8 +45,8 @@ def wire_scan(data: bytes) -> None:
     except RemoteProtocolError:
         return
     assert 0 <= pos <= len(data)
-    rows = [row for item in items if isinstance(item, Run) for row in item.rows]
-    for row_key, stored in rows:
+    rows = _rows_of_streams(items)
+    for row_key, stored in [row for each in rows.values() for row in each]:
         records.key_rows([(row_key, stored)])
         with suppress(CorruptedError):
             records.decode_row(Vbid(0), Branch(1), stored)
@@ -54,8 +54,16 @@ def wire_scan(data: bytes) -> None:
     with suppress(RemoteProtocolError):
         first, at = scan(data[:half], 0, ROUTES)
         second, _ = scan(data[at:], 0, ROUTES)
-        again = [row for item in first + second if isinstance(item, Run) for row in item.rows]
-        assert again == rows
+        assert _rows_of_streams(first + second) == rows
+
+
+def _rows_of_streams(items: Iterable[Run | frame.Frame]) -> dict[int, list[Row]]:
+    """By opaque: between streams there is no order."""
+    rows: dict[int, list[Row]] = {}
+    for item in items:
+        if isinstance(item, Run):
+            rows.setdefault(item.opaque, []).extend(item.rows)
+    return rows
 
 
 def _frames(data: bytes) -> Iterable[frame.Frame]:

@@ -93,3 +93,15 @@ plain_responses = st.builds(
     u64,
     opaque=u32,
 )
+
+
+def in_order(found: list[object]) -> list[tuple[object, dict[int, list[object]]]]:
+    """What must not change places: the messages of each opaque, and all that lies on either side of an answer."""
+    parts: list[tuple[object, dict[int, list[object]]]] = [(None, {})]
+    for each in found:
+        opaque = each.opaque if isinstance(each, Frame) else each[0]  # type: ignore[index]
+        if isinstance(each, Frame) and each.magic not in (0x80, 0x08):
+            parts.append((each, {}))
+        else:
+            parts[-1][1].setdefault(opaque, []).append(each)
+    return parts

@@ -53,24 +53,12 @@ def by_codec(data: bytes, routes: dict[int, bytes]) -> list[object]:
     return out
 
 
-def in_order(found: list[object]) -> list[tuple[object, dict[int, list[object]]]]:
-    """What must not change places: the messages of each opaque, and all that lies on either side of an answer."""
-    parts: list[tuple[object, dict[int, list[object]]]] = [(None, {})]
-    for each in found:
-        opaque = each.opaque if isinstance(each, Frame) else each[0]  # type: ignore[index]
-        if isinstance(each, Frame) and each.magic not in (0x80, 0x08):
-            parts.append((each, {}))
-        else:
-            parts[-1][1].setdefault(opaque, []).append(each)
-    return parts
-
-
 @given(messages, st.binary(max_size=7).map(lambda b: b"\x80" * len(b)))
 def test_scan_says_what_the_codec_says(said: list[ev.Event], rest: bytes) -> None:
     data = b"".join(map(codec_dcp.encode, said))
     items, pos = scan(rest + data + rest, len(rest), PREFIXES, MAX)
     assert pos == len(rest) + len(data)
-    assert in_order(flat(items)) == in_order(by_codec(data, PREFIXES))
+    assert shapes.in_order(flat(items)) == shapes.in_order(by_codec(data, PREFIXES))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +110,7 @@ def test_how_the_bytes_are_cut_makes_no_difference(said: list[ev.Event], sizes: 
         got += flat(items)
         rest = rest[pos:]
     assert rest == b""
-    assert in_order(got) == in_order(by_codec(data, PREFIXES))
+    assert shapes.in_order(got) == shapes.in_order(by_codec(data, PREFIXES))
 
 
 @given(messages, st.data())
@@ -137,7 +125,7 @@ def test_broken_bytes_are_never_more_than_a_remote_error(said: list[ev.Event], d
     except RemoteProtocolError:
         return
     assert 0 <= pos <= len(whole)
-    assert in_order(flat(items)) == in_order(by_codec(bytes(whole[:pos]), PREFIXES))
+    assert shapes.in_order(flat(items)) == shapes.in_order(by_codec(bytes(whole[:pos]), PREFIXES))
 
 
 @given(st.binary(max_size=120), st.integers(0, 20))
