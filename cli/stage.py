@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mirror import client
-from mirror.errors import SupervisionError
+from mirror.errors import MirrorError, SupervisionError
 from mirror.sandbox import control
 from mirror.supervise.supervisor import exit_words
 from mirror.supervise.worker import die_with_parent
@@ -27,6 +27,7 @@ from mirror.supervise.worker import die_with_parent
 COMMAND = [sys.executable, "-P", "-m", "cli.main"]
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0
+ENDING_TIMEOUT_S = 1.0
 
 
 class Stage:
@@ -124,8 +125,14 @@ class Stage:
 
     def ask_source(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Ask the source for something, harm included. Raises SupervisionError as `check` does."""
-        self.check()
-        answer = control.ask(self.control, command, **arguments)
+        assert self._source is not None, "the stage was entered"
+        try:
+            answer = control.ask(self.control, command, **arguments)
+        except MirrorError:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that was killed is not gone at once
+                self._source.wait(ENDING_TIMEOUT_S)
+            self.check()
+            raise
         return answer if isinstance(answer, dict) else {}
 
     @staticmethod

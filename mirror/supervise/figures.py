@@ -51,7 +51,7 @@ class Gauge:
                     thread_count=self._process.num_threads(),
                     open_files_count=self._process.num_fds(),
                 )
-        except psutil.Error:
+        except (psutil.Error, OSError):  # no descriptor may be left to look with
             return None
 
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import subprocess
 import sys
+
+import psutil
+import pytest
 
 from mirror.supervise.figures import Gauge, private_bytes
 
@@ -43,3 +47,14 @@ def test_a_process_that_is_gone_has_none() -> None:
     assert gauge.read() is None
     assert private_bytes(process.pid) is None
     assert Gauge(process.pid).read() is None
+
+
+def test_without_a_descriptor_to_look_with_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status command failed when the limit of open files was reached."""
+    gauge = Gauge(os.getpid())
+
+    def refuse(_: object) -> float:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil.Process, "cpu_percent", refuse)
+    assert gauge.read() is None

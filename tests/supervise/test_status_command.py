@@ -28,8 +28,8 @@ async def test_state_and_figures_of_an_answer_are_of_one_moment(
     in_process.use(monkeypatch, reports)
     async with in_process.serving(tmp_path) as service:
         await eventually(lambda: service.status_document()["vbuckets"])
-        seen = set()
-        for _ in range(6):
+        seen: set[str] = set()
+        while len(seen) < 3:
             document = (await ask(tmp_path, {"op": "status"}))["status"]
             seen.add(document["state"])
             health = assess(document["vbuckets"], 8, lag_limit_s=30)
