@@ -87,7 +87,7 @@ def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False, l
         if collection_id >= 0x80:
             collection_id, key = _split_key(frame[55:value_start], vbid)
         if datatype & 6 and not raw:
-            value, datatype = _body_or_all(value, datatype) if lenient else body_of(value, datatype)
+            value, datatype = body_or_all(value, datatype) if lenient else body_of(value, datatype)
         # Not Document(...): the same tuple without the Python-level __new__ of a named tuple, which costs as much as
         # finding the row.
         return _new_tuple(
@@ -122,7 +122,7 @@ def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool, lenient: 
     except (struct.error, IndexError, ValueError) as error:
         raise CorruptedError(f"a row cannot be read: {error}", vbid=vbid) from error
     if datatype & 6 and not raw:
-        value, datatype = _body_or_all(value, datatype) if lenient else body_of(value, datatype)
+        value, datatype = body_or_all(value, datatype) if lenient else body_of(value, datatype)
     return Document(
         vbid, collection_id, key, Seqno(seqno), rev_seqno, cas, 0, delete_time, datatype, value, kind, branch
     )
@@ -143,7 +143,8 @@ def body_of(value: bytes, datatype: int) -> tuple[bytes, int]:
     return value, datatype
 
 
-def _body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
+def body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
+    """The same; the value as it is stored, with its datatype, where it cannot be taken apart (see `value_problem`)."""
     try:
         return body_of(value, datatype)
     except CorruptedError:

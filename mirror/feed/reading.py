@@ -120,9 +120,11 @@ class Snapshot:
         return self._open.frames()
 
     def documents(self, *, raw: bool = False) -> Iterator[Document]:
-        """The rows, decoded; `raw` leaves values compressed and with their xattrs."""
+        """The rows, decoded; `raw` leaves values compressed and with their xattrs. A value that cannot be taken apart
+        stays so, too: `storage.records.value_problem` says why.
+        """
         vbid = Vbid(self.vbid)
-        return (decode_row(vbid, BRANCH, frame, raw=raw) for frame in self.frames())
+        return (decode_row(vbid, BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
 
     def close(self) -> None:
         """Give the rows' memory and disk back."""

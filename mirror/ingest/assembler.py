@@ -236,6 +236,9 @@ class Assembler:
         seqno = Seqno(event.seqno)
         before = self._manifest_before()
         after = collections.apply(before, content, seqno, self._scope_names)
+        count = len(after.scopes) + len(after.collections)
+        if count > collections.NAMES_MAX:
+            raise Violation(f"{count} scopes and collections at {seqno}; {collections.NAMES_MAX} at most")
         change = collections.change_by(content, before, after) if before is self.manifest else None
         self.manifest = after
         within = self.open_snapshot or OSO_RANGE

@@ -25,6 +25,8 @@ from mirror.wire.events import (
 from storage.model import DEFAULT_COLLECTION, Collection, Manifest, ManifestChange, ManifestUid, Seqno
 
 DEFAULT_SCOPE = 0
+NAMES_MAX = 10_000
+"""Scopes and collections of one vbucket. A bucket has a thousand of each at most; each event copies the names."""
 
 
 def apply(

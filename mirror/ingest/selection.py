@@ -23,6 +23,10 @@ SYSTEM_SCOPE = "_system"
 """Where the server's own services keep their documents, since 7.6 in every bucket."""
 
 
+MANIFEST_BYTES_MAX = 4 * 1024 * 1024
+"""Of a source's manifest: ten times a full bucket with the longest names. Reading it takes some 50 ms."""
+
+
 class MalformedManifest(Exception):
     """The source sent a manifest that makes no sense."""
 
@@ -39,6 +43,8 @@ class SourceManifest:
     @staticmethod
     def parse(body: bytes) -> SourceManifest:
         """Read a manifest. Raises MalformedManifest."""
+        if len(body) > MANIFEST_BYTES_MAX:
+            raise MalformedManifest(f"a manifest of {len(body)} bytes; {MANIFEST_BYTES_MAX} at most")
         try:
             found = json.loads(body)
             scopes = {str(scope["name"]): int(scope["uid"], 16) for scope in found["scopes"]}
@@ -48,7 +54,7 @@ class SourceManifest:
                 for entry in scope.get("collections", ())
             }
             return SourceManifest(int(found["uid"], 16), scopes, collections)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise MalformedManifest(f"{type(error).__name__}: {error}") from None
 
     @property

@@ -284,16 +284,17 @@ def visible(manifest: Manifest, reader: Reader) -> Manifest:
 
 def manifest_to_json(manifest: Manifest) -> bytes:
     """A manifest as GET_COLLECTIONS_MANIFEST answers it (kv_engine docs/Collections.md)."""
-    scopes = []
-    for scope_id, scope_name in sorted(manifest.scopes.items()):
-        inside: list[dict[str, object]] = []
-        for entry in sorted(manifest.collections.values(), key=lambda entry: entry.collection_id):
-            if entry.scope_id == scope_id:
-                described: dict[str, object] = {"name": entry.name, "uid": f"{entry.collection_id:x}"}
-                if entry.max_ttl is not None:
-                    described["maxTTL"] = entry.max_ttl
-                inside.append(described)
-        scopes.append({"name": scope_name, "uid": f"{scope_id:x}", "collections": inside})
+    inside: dict[int, list[dict[str, object]]] = {scope_id: [] for scope_id in sorted(manifest.scopes)}
+    for entry in sorted(manifest.collections.values(), key=lambda entry: entry.collection_id):
+        described: dict[str, object] = {"name": entry.name, "uid": f"{entry.collection_id:x}"}
+        if entry.max_ttl is not None:
+            described["maxTTL"] = entry.max_ttl
+        if entry.scope_id in inside:
+            inside[entry.scope_id].append(described)
+    scopes = [
+        {"name": manifest.scopes[scope_id], "uid": f"{scope_id:x}", "collections": found}
+        for scope_id, found in inside.items()
+    ]
     return json.dumps({"uid": f"{manifest.uid:x}", "scopes": scopes}, separators=(",", ":")).encode()
 
 

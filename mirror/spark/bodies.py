@@ -99,7 +99,10 @@ class Bodies:
             stripped = []
             for row, (body, datatype) in enumerate(zip(bodies.to_pylist(), datatypes, strict=True)):
                 text = body.strip(_BLANKS)
-                if text and not (datatype & JSON and text[:1] == b"{"):
+                if datatype & ~JSON:
+                    problems[row] = "the value cannot be decompressed, or its xattrs are longer than it"
+                    text = b""
+                elif text and not (datatype & JSON and text[:1] == b"{"):
                     problems[row] = "the body is not a JSON object"
                     text = b""
                 stripped.append(text or b"{}")

@@ -466,7 +466,7 @@ def _rows(snapshot: Snapshot, way: Way, work: Work) -> Iterator[tuple[Any, ...]]
                 kind, vbid, name_in(work, content.collection_id), branch, event.seqno, snapshot.vbuuid, ends
             )
             continue
-        document = decode_row(Vbid(vbid), Branch(0), frame)
+        document = decode_row(Vbid(vbid), Branch(0), frame, lenient=True)
         if document.seqno <= way.end.seqno:
             name = name_in(work, document.collection_id)
             at = (branch, int(document.seqno))

@@ -2,7 +2,9 @@
 
 Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know where the rows come from.
 Keys, values and numbers are cut out of all rows at once, in C: Python takes no step for each row.
-Invariants: the same values as `storage.records.decode_row` gives, which is also who names a row that cannot be read.
+Invariants: the same values as `storage.records.decode_row` gives, which is also who names a row that cannot be read. A
+value that cannot be taken apart (more than `VALUE_LENGTH_MAX` when inflated, xattrs that are longer than it) stays as
+it is stored, and its datatype says so: it harms no other document.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ class Documents:
             datatypes, values = bytearray(self.datatypes), self.values.to_pylist()
             for index, datatype in enumerate(self.datatypes):
                 if datatype & 6:
-                    values[index], datatypes[index] = records.body_of(values[index], datatype)
+                    values[index], datatypes[index] = records.body_or_all(values[index], datatype)
             self.datatypes, self.values = bytes(datatypes), pa.array(values, pa.binary())
         return None
 

@@ -29,8 +29,10 @@ async def test_a_map_without_a_port_of_the_kind_that_is_asked_for_is_refused(tmp
             await discover(access_to(node, tmp_path), SystemClock())
     assert "couchbases://" in caught.value.hint
     secure = Access.of(parse("couchbases://demo@h/b"), Settings())
+    plain = parse_cluster_map(json.dumps(MAP), "h")
     with pytest.raises(NotSupported, match="nowhere with TLS"):
-        check_ports(parse_cluster_map(json.dumps(MAP), "h"), secure, Address("h", 1))
+        check_ports(plain, secure, Address("h", 1))
+    assert [secure.address_of(node) for node in plain.nodes] == [None], "nor is its plain port connected to"
 
 
 async def test_a_network_that_the_cluster_does_not_have_is_refused(tmp_path: Path) -> None:

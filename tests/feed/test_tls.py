@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ssl
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from mirror.errors import ClusterError, ConfigError, ExitCode, TlsFailed
 from mirror.feed.connection_string import Address
 from mirror.feed.tls import Tls, speaks_plain_kv, speaks_tls, tls_context, tls_failure
 from mirror.feed.transport import Link, open_link
+from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from tests.feed.authority import Authority, Gatekeeper
 from tests.feed.scripted_node import ScriptedNode
@@ -203,3 +206,31 @@ async def test_replaced_files_are_used_from_the_next_connection_on(authority: Au
         assert isinstance(await refusal(node, settings), TlsFailed)
         authority.ca_file.write_bytes(second.ca_file.read_bytes())
         (await connect(node, settings)).close()
+
+
+async def test_nothing_is_said_in_plain_text_where_tls_is_required(authority: Authority) -> None:
+    """Not to a port that speaks none, nor to one that breaks the handshake off, as a machine in the middle may do."""
+    for greeting in (b"", fr.encode(fr.response(fr.request(Opcode.HELLO))), b"\x15\x03\x01\x00\x02\x02\x46"):
+        heard: list[bytes] = []
+
+        async def listen(
+            reader: asyncio.StreamReader,
+            writer: asyncio.StreamWriter,
+            heard: list[bytes] = heard,
+            greeting: bytes = greeting,
+        ) -> None:
+            heard.append(await reader.read(65536))
+            writer.write(greeting)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(listen, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(TlsFailed):
+                await open_link(
+                    Address("localhost", port), tls=Tls.of(settings_for(authority)), timeout_s=10, clock=SystemClock()
+                )
+        assert heard
+        assert all(data[:2] == b"\x16\x03" for data in heard), "each connection began with a handshake"

@@ -177,7 +177,7 @@ ATTACKS = (
 @contextmanager
 def under_way(attack: Attack, site: Site) -> Iterator[None]:
     """The attack, in a process of its own: it must not take the second client's processor time by sharing its GIL."""
-    ports = Site(site.service, site.kv, site.kv_tls, site.http, site.http_tls, site.dcp)
+    ports = Site(site.service, site.kv, site.kv_tls, site.http, site.http_tls, site.dcp, site.dcp_tls)
     process = multiprocessing.get_context("fork").Process(target=_attack, args=(attack, ports), daemon=True)
     process.start()
     try:

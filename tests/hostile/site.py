@@ -110,6 +110,7 @@ class Site:
     http: int
     http_tls: int
     dcp: int
+    dcp_tls: int
     closing: ExitStack = field(default_factory=ExitStack)
 
     def servers(self) -> dict[str, psutil.Process]:
@@ -156,15 +157,15 @@ def attacked(folder: Path, *settings: str, **more: Any) -> Iterator[Site]:
     users = folder / "users.json"
     users.write_text(json.dumps({"users": {USER: entry_of(PASSWORD)}, "salt_key": new_salt_key()}))
     cert, key_file = make_certificate(folder)
-    kv, kv_tls, http, http_tls, dcp = free_ports(5)
+    kv, kv_tls, http, http_tls, dcp, dcp_tls = free_ports(6)
     flags = [
-        "--kv", f"{kv},tls://127.0.0.1:{kv_tls}", "--http", f"{http},tls://127.0.0.1:{http_tls}", "--dcp", str(dcp),
+        "--kv", f"{kv},tls://127.0.0.1:{kv_tls}", "--http", f"{http},tls://127.0.0.1:{http_tls}", "--dcp", f"{dcp},tls://127.0.0.1:{dcp_tls}",
         "--workers", "1", "--set", f"users_file={users}", "--set", f"listen_tls_cert_file={cert}",
         "--set", f"listen_tls_key_file={key_file}", *(part for each in settings for part in ("--set", each)),
     ]  # fmt: skip
     with Service("couchbase://demo@127.0.0.1:1/orders", Path(store.path), *flags, **more) as service:
         service.start()
-        site = Site(service, kv, kv_tls, http, http_tls, dcp)
+        site = Site(service, kv, kv_tls, http, http_tls, dcp, dcp_tls)
         until("all listeners to run", lambda: len(site.servers()) == 3 and connected(site))
         with site.closing:
             yield site
@@ -174,7 +175,7 @@ def attacked(folder: Path, *settings: str, **more: Any) -> Iterator[Site]:
 
 def connected(site: Site) -> bool:
     """Whether every port is listened at."""
-    for port in (site.kv, site.kv_tls, site.http, site.http_tls, site.dcp):
+    for port in (site.kv, site.kv_tls, site.http, site.http_tls, site.dcp, site.dcp_tls):
         try:
             socket.create_connection(("127.0.0.1", port)).close()
         except ConnectionRefusedError:

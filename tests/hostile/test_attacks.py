@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import ssl
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from tests.crash.service import LIMIT_S
 from tests.hostile.attacks import ATTACKS, Attack, under_way
-from tests.hostile.site import MIB, Http, Kv, Site, attacked, median_s
+from tests.hostile.site import MIB, PASSWORD, USER, Http, Kv, Site, attacked, median_s
 
 RATIO_MAX = 20.0
 TRIES = 5
@@ -72,3 +78,36 @@ def test_a_new_client_gets_in_while_thousands_are_silent(site: Site) -> None:
         assert site.rss_bytes(kind) - rss_bytes < 200 * MIB
     for line in lines:
         line.close()
+
+
+def old_tls() -> ssl.SSLContext:
+    """A client that speaks TLS 1.0 and 1.1 alone, with whatever cipher there is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    return context
+
+
+@pytest.mark.parametrize("port", ["kv_tls", "http_tls", "dcp_tls"])
+def test_tls_cannot_be_downgraded(port: str, site: Site) -> None:
+    """Neither to a version of old nor to plain text: a port speaks TLS from the first byte or not at all."""
+    address = ("127.0.0.1", getattr(site, port))
+    line = socket.create_connection(address, timeout=LIMIT_S)
+    with line, pytest.raises((ssl.SSLError, ConnectionError)) as caught:
+        old_tls().wrap_socket(line)
+    assert "NO_PROTOCOLS" not in str(caught.value), "it was the server who refused"
+    login = codec_kv.sasl_auth(b"PLAIN", f"\0{USER}\0{PASSWORD}".encode())
+    for said in (fr.encode(login), b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n", b"STARTTLS\r\n" + bytes(20)):
+        with socket.create_connection(address, timeout=LIMIT_S) as line:
+            line.sendall(said)
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                while data := line.recv(65536):
+                    answer += data
+        assert answer == b"" or answer[:2] == b"\x15\x03", "nothing, or an alert of TLS"
+    modern = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    modern.check_hostname, modern.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(address, timeout=LIMIT_S) as line, modern.wrap_socket(line) as secure:
+        assert secure.version() in ("TLSv1.2", "TLSv1.3")

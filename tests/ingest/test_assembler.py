@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mirror.ingest.assembler import OSO_RANGE, Assembler, Violation
+from mirror.ingest.collections import NAMES_MAX
 from mirror.ingest.instructions import (
     AbortPrepare,
     Advance,
@@ -37,7 +38,7 @@ from mirror.wire.events import (
 )
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import encode_system_event
-from storage.model import Seqno, SnapshotRange, Vbid
+from storage.model import Manifest, ManifestUid, Seqno, SnapshotRange, Vbid
 from tests.ingest.source_model import row
 from tests.ingest.toy_store import ToyStore
 
@@ -405,6 +406,20 @@ def test_a_system_event_is_staged_in_stored_form_with_the_manifest_from_there_on
     frame, _ = decode_frame(staged.row_value)
     assert (frame.opaque, frame.framing) == (0, b"")
     assert assembler.manifest == staged.manifest
+
+
+def test_more_scopes_and_collections_than_a_bucket_can_have_are_a_violation() -> None:
+    """Each event costs a copy of the names: a source with a million of them would keep the worker for hours."""
+    names = {number: f"s{number}" for number in range(NAMES_MAX - 1)}
+    assembler = assembler_at(7)
+    assembler.manifest = Manifest(ManifestUid(1), names, {})
+    said(assembler, marker(0, 20))
+    last = encode_system_event(ScopeCreated(2, NAMES_MAX, "last"), vbid=0, seqno=8)
+    assembler.system_event(last, [])
+    beyond = encode_system_event(ScopeCreated(3, NAMES_MAX + 1, "beyond"), vbid=0, seqno=9)
+    with pytest.raises(Violation, match=f"{NAMES_MAX + 1} scopes and collections at 9; {NAMES_MAX} at most"):
+        assembler.system_event(beyond, [])
+    assert len(assembler.manifest.scopes) == NAMES_MAX
 
 
 # --- out-of-order snapshots ---

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.errors import ConfigError
-from mirror.ingest.selection import COLLECTIONS_MAX, MalformedManifest, Selection, SourceManifest, StreamFilter
+from mirror.ingest.selection import (
+    COLLECTIONS_MAX,
+    MANIFEST_BYTES_MAX,
+    MalformedManifest,
+    Selection,
+    SourceManifest,
+    StreamFilter,
+)
 
 MANIFEST = {
     "uid": "1f",
@@ -141,3 +148,19 @@ def test_a_stream_goes_on_only_where_nothing_was_left_out() -> None:
     assert not one.continues(StreamFilter(8).text, (8,))
     assert not StreamFilter(8).continues(one.text, (8,))
     assert not StreamFilter(9).continues(StreamFilter(8).text, ())
+
+
+def test_a_manifest_of_a_million_collections_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = b",".join(b'{"name":"c%d","uid":"%x"}' % (each, each) for each in range(150_000))
+    body = b'{"uid":"1","scopes":[{"name":"s","uid":"8","collections":[%b]}]}' % entries
+    monkeypatch.setattr(json, "loads", None)
+    with pytest.raises(MalformedManifest, match=f"{len(body)} bytes; {MANIFEST_BYTES_MAX} at most"):
+        SourceManifest.parse(body)
+
+
+def test_a_bucket_with_all_the_collections_that_there_can_be_is_taken() -> None:
+    name = "n" * 251
+    entries = [{"name": f"{each:04}" + name[4:], "uid": f"{each:x}"} for each in range(1_200)]
+    scopes = [{"name": f"{each:04}" + name[4:], "uid": f"{each:x}", "collections": entries[each:each + 1]}
+              for each in range(1_200)]  # fmt: skip
+    assert len(SourceManifest.parse(json.dumps({"uid": "1", "scopes": scopes}).encode()).collections) == 1_200

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mirror.serve import http_requests
 from mirror.serve.http_problems import Problem
 from mirror.serve.http_protocol import HEAD_BYTES_MAX, HEADERS_MAX, SLICE_BYTES, BoundedProtocol, Budget
 from mirror.serve.listener import Limits
@@ -54,6 +55,36 @@ def test_who_does_not_finish_a_request_is_hung_up_on(site: Site, said: bytes) ->
         with contextlib.suppress(ConnectionResetError):
             assert read_all(line) == b""
     eventually_now(lambda: connections(site) == 0)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: ",
+        b"POST /v1/collections/_default/multi-get HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n",
+    ],
+    ids=["head", "body"],
+)
+def test_a_byte_now_and_then_is_no_progress(site: Site, said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow heads and slow bodies: the time for a request is not begun again by each byte."""
+    site.server.gate.request_timeout_s = 0.3
+    monkeypatch.setattr(http_requests, "BODY_TIMEOUT_S", 0.3)
+    with site.connect() as line:
+        line.sendall(said)
+        line.settimeout(0.02)
+        closed = False
+        while not closed:
+            try:
+                line.sendall(b" ")
+                answer = line.recv(65536)
+                assert answer[:13] in (b"", b"HTTP/1.1 408 ")
+                closed = True
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                closed = True
+    eventually_now(lambda: connections(site) == 0)
+    site.get("/livez")
 
 
 def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(site: Site) -> None:
@@ -149,6 +180,7 @@ def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
 
 def test_what_is_asked_far_ahead_waits_as_bytes_and_is_answered_in_order(site: Site) -> None:
     asked = 5_000
+    site.server.admission.limits = Limits(login_timeout_s=600)  # nobody logs in, and a busy machine may take its time
     one = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000 + b"\r\n\r\n"
     last = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     held: list[tuple[int, int]] = []

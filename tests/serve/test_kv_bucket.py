@@ -7,17 +7,18 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mirror.clock import ManualClock
 from mirror.serve.auth import Reader
-from mirror.serve.kv_bucket import MANIFEST_FRESH_S, KvBucket
+from mirror.serve.kv_bucket import MANIFEST_FRESH_S, KvBucket, manifest_to_json
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 from storage import directory, keys
 from storage.errors import CorruptedError
-from storage.model import Collection, Seqno
+from storage.model import Collection, Manifest, ManifestUid, Seqno
 from tests.serve.kv_rig import DEFAULT, Store
 
 READER = Reader("r")
@@ -137,3 +138,21 @@ def test_a_manifest_names_only_what_its_reader_may_read(
         bucket.manifest_json(Reader("r", (f"s.{number}",)))
     assert bucket._manifest_json is not None
     assert len(bucket._manifest_json[1]) == 1
+
+
+def test_a_manifest_is_written_in_one_walk_over_its_collections() -> None:
+    """Many scopes once cost a walk over all collections each."""
+    visits = 0
+
+    class Counting(dict[int, Collection]):
+        def values(self) -> Any:
+            nonlocal visits
+            for each in super().values():
+                visits += 1
+                yield each
+
+    collections = Counting({each: Collection(each, each, f"c{each}", Seqno(0)) for each in range(8, 1008)})
+    manifest = Manifest(ManifestUid(1), {0: "_default"} | {each: f"s{each}" for each in collections}, collections)
+    found = json.loads(manifest_to_json(manifest))
+    assert visits == 1000
+    assert [len(scope["collections"]) for scope in found["scopes"]] == [0] + [1] * 1000

@@ -350,3 +350,56 @@ def test_rollbacks_and_refills_are_told(page: Any, site: Site) -> None:
     assert "Rollbacks: 1; resyncs: 1." in page.locator("#history").inner_text()
     assert "The mirror takes" in page.locator("#disk").inner_text()
     assert page.locator("#disk-legend span").all_inner_texts() == ["this mirror", "other files", "free"]
+
+
+SCRIPT = "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script><a href=x>x</a>"
+TURNED = "\u202egnp.exe\u2066 \u200f\u061c\u0000"
+LONG = "n" * 100_000
+
+
+def replaced(value: Any, text: str) -> Any:
+    """Every text that somebody else chose, in a report, is this one."""
+    kept = ("service", "state", "phase", "vbuuid", "kind")
+    if isinstance(value, dict):
+        return {name: each if name in kept else replaced(each, text) for name, each in value.items()}
+    if isinstance(value, list):
+        return [replaced(each, text) for each in value]
+    return text if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("text", [SCRIPT, TURNED, LONG], ids=["script", "direction marks", "100 kB"])
+def test_hostile_names_and_messages_are_text_and_short(page: Any, site: Site, text: str) -> None:
+    """Bucket, nodes, errors, warnings, leases, listeners: the `page` fixture also fails on any error or request."""
+    hostile = replaced(report(), text)
+    hostile["workers"][1] |= {"phase": "absent", "last_error": text}
+    hostile["vbuckets"][9] |= {"detail": text, "node": text}
+    site.stands(hostile)
+    opened(page, site)
+    page.locator("#map button").nth(9).click()
+    assert page.locator("main img, main script, header img, header script, main a, header a").count() == 0
+    shown = page.evaluate("document.body.innerText") + page.title() + page.locator("#map").inner_html()
+    assert "pwned" not in page.title().replace(SCRIPT, "")
+    assert not set("\u202e\u2066\u200f\u061c\0") & set(shown)
+    if text is SCRIPT:
+        assert SCRIPT in page.locator("h1").inner_text(), "as text"
+    elif text is TURNED:
+        assert "\\u202egnp.exe\\u2066" in page.locator("h1").inner_text()
+    else:
+        assert "(100,000 characters)" in page.locator("h1").inner_text()
+        assert "n" * 500 not in shown
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+
+
+def test_hostile_keys_and_documents_are_no_page_of_this_origin(browser: Any, site: Site) -> None:
+    key = site.source.key_of(2)
+    site.source.put(key, SCRIPT.encode(), datatype=0)
+    answer = site.get(site.document(key.decode()))
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    with browser.new_context() as context:
+        page = context.new_page()
+        for path in (site.document(SCRIPT.replace("/", "%2F")), "/v1/collections/<script>/documents/a", "/<script>"):
+            found = page.goto(site.url + path)
+            assert found.headers["content-type"] == "application/problem+json"
+            assert found.status in (400, 404)
+            assert page.locator("script, img").count() == 0

@@ -187,3 +187,49 @@ def test_an_unknown_user_has_one_salt_as_a_known_one_has() -> None:
     assert salt_of("a", b"secret") == salt_of("a", b"secret")
     assert salt_of("a", b"secret") != salt_of("b", b"secret")
     assert salt_of("a", b"secret") != salt_of("a", b"another")
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+def test_an_earlier_exchange_cannot_be_replayed_to_a_server(mechanism: str) -> None:
+    """With the same nonce of the client, too: the server's own is another one each time."""
+    verifier = ScramVerifier.of(mechanism, "demo")
+
+    def server() -> ScramServer:
+        return ScramServer(mechanism, verifier_of={"demo": verifier}.get)
+
+    client, first_server = ScramClient(mechanism, "demo", "demo", nonce="reused"), server()
+    first = client.first()
+    challenge = first_server.challenge(first)
+    final = client.final(challenge)
+    assert first_server.outcome(final)
+    for replayed in (final, final.replace(challenge.split(b",")[0], b"r=reused")):
+        other = server()
+        fresh = other.challenge(first)
+        assert fresh != challenge
+        with pytest.raises(SaslError):
+            other.outcome(replayed)
+        proof = final.rpartition(b",p=")[2]
+        another = server()
+        with pytest.raises(SaslError, match="wrong user or password"):  # the earlier proof under the fresh nonce
+            another.outcome(b"c=biws," + another.challenge(first).split(b",")[0] + b",p=" + proof)
+    with pytest.raises(SaslError):
+        first_server.challenge(first)
+    with pytest.raises(SaslError):
+        server().outcome(final)
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+def test_an_earlier_exchange_cannot_be_replayed_to_a_client(mechanism: str) -> None:
+    """A server that recorded one cannot pass for the one that knows the password."""
+    server, client = ScramServer(mechanism, PASSWORDS.get), ScramClient(mechanism, "demo", "demo")
+    challenge = server.challenge(client.first())
+    outcome = server.outcome(client.final(challenge))
+    client.verify(outcome)
+    later = ScramClient(mechanism, "demo", "demo")
+    with pytest.raises(SaslError, match="nonce"):
+        later.final(challenge)
+    nonce = later.first().decode().partition("r=")[2]
+    later.final(f"r={nonce}replayed,{challenge.decode().partition(',')[2]}".encode())
+    with pytest.raises(SaslError, match="impostor"):
+        later.verify(outcome)
+    assert ScramClient(mechanism, "demo", "demo").first() != ScramClient(mechanism, "demo", "demo").first()

@@ -341,9 +341,20 @@ function complain(text) {
   $("headline").classList.add("bad");
 }
 
+// Names and messages come from the source, from users and from programs: characters that are not seen, or that turn the
+// order of their neighbours round, are written as numbers, and no text is longer than a reader can take in.
+const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+const TEXT_MAX = 400;
+
+function plain(_, value) {
+  if (typeof value !== "string") return value;
+  const cut = value.length > TEXT_MAX ? `${value.slice(0, TEXT_MAX)}… (${number(value.length)} characters)` : value;
+  return cut.replace(UNSEEN, (found) => `\\u${found.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
 async function fetchJson(path) {
   const answer = await fetch(path, { cache: "no-store" });
-  const value = await answer.json();
+  const value = JSON.parse(await answer.text(), plain);
   if (!answer.ok) throw new Error(`${value.title}: ${value.detail}`);
   return value;
 }

@@ -1,0 +1,122 @@
+"""Xattr sections that lie about their lengths: an error of that document alone, whichever way it is read."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import cramjam
+import pyarrow as pa
+import pytest
+
+from mirror.spark.bodies import Bodies, DocumentDoesNotFit, Reading
+from mirror.spark.rows import Documents, change_row
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.codec_kv import LookupSpec
+from mirror.wire.constants import Opcode
+from storage import records
+from storage.view import open_view
+from tests.serve.http_site import Site, events, made, running
+from tests.serve.kv_rig import serving
+
+BODY = b'{"good": 1}'
+PAIR = b"\0\0\0\x06_x\x001\0\0"
+SECTIONS = {
+    "longer than the value": b"\0\0\1\0" + BODY,
+    "four gigabytes": b"\xff\xff\xff\xff" + BODY,
+    "one byte too long": len(BODY + b"x").to_bytes(4, "big") + BODY,
+    "no length at all": b"\0\0",
+}
+"""What is said of the section as a whole: where the body begins is not known."""
+PAIRS = {
+    "a pair longer than its section": b"\0\0\0\x08\0\0\1\0_x\0\0" + BODY,
+    "a pair of four gigabytes": b"\0\0\0\x08\xff\xff\xff\xff_x\0\0" + BODY,
+    "a pair without its zeros": b"\0\0\0\x08\0\0\0\4abcd" + BODY,
+    "half a length": b"\0\0\0\2\0\0" + BODY,
+}
+"""What is said inside of it: the attributes cannot be read, the body can."""
+LOOKUP = codec_kv.encode_lookup_specs(
+    [LookupSpec(int(Opcode.SUBDOC_GET), b"_x", 4), LookupSpec(int(Opcode.SUBDOC_GET), b"good", 0)]
+)
+
+
+async def by_kv(path: str, keys: dict[str, bytes]) -> None:
+    """GET, a lookup in the attributes, and a good document on the same connection after each."""
+    async with serving(path) as endpoint:
+        client = await endpoint.connect()
+        for name, key in keys.items():
+            lying = name != "good"
+            for vbid, opcode, value in ((2, Opcode.GET, b""), (2, Opcode.SUBDOC_MULTI_LOOKUP, LOOKUP)):
+                answer = await client.ask(fr.request(opcode, vbucket=vbid, key=key, value=value))
+                if opcode == Opcode.GET:
+                    assert (answer.status != 0) is lying, name
+                assert len(answer.value) < 300, name
+            good = await client.get(keys["good"], vbid=2)
+            assert (good.status, good.value) == (0, BODY)
+
+
+def by_http(site: Site, keys: dict[str, bytes]) -> None:
+    texts = {name: key.decode() for name, key in keys.items()}
+    for name, key in texts.items():
+        site.get(site.document(key), 500 if name in SECTIONS else 200)
+    many = site.client.post("/v1/collections/_default/multi-get", json={"keys": list(texts.values())}).json()
+    scan = site.get("/v1/collections/_default/documents", params={"vbid": 2}).json()
+    text = site.get("/v1/changes", params={"vbid": 2, "follow": False}).text
+    changes = [each["data"]["document"] for each in events(text) if each.get("event") == "mutation"]
+    for found in (many["documents"], scan["documents"], changes):
+        by_key = {each["key"]: each for each in found}
+        for name, key in texts.items():
+            if name in SECTIONS:
+                assert by_key[key]["problem"] == "the xattr section of a value is longer than the value"
+            else:
+                assert by_key[key]["value"] == {"good": 1}
+        assert len(by_key) == len(texts)
+
+
+def test_lies_about_lengths_are_errors_of_their_documents_alone(tmp_path: Path) -> None:
+    values = SECTIONS | PAIRS | {"good": PAIR.join((b"\0\0\0\x0a", BODY))}
+    with made(tmp_path) as source:
+        keys = {name: source.key_of(2, number) for number, name in enumerate(values)}
+        for name, value in values.items():
+            source.snapshot(2, (keys[name], value), datatype=5)
+        asyncio.run(by_kv(source.path, keys))
+        with running(tmp_path / "data", source) as site:
+            by_http(site, keys)
+        with open_view(source.path) as view:
+            documents = [each.document for each in view.changes(2) if each.document is not None]
+        found = {row[0]: row[9] for row in (change_row(each, "c", "mutation", 0, 0, (1, 1)) for each in documents)}
+        assert found == {keys[n]: value if n in SECTIONS else BODY for n, value in values.items()}
+
+
+def stored(*values: tuple[bytes, int]) -> Documents:
+    frames = [records.encode_mutation(b"k%d" % n, value, n, datatype=kind) for n, (value, kind) in enumerate(values)]
+    documents = Documents()
+    documents.add(0, "s.c", 1, frames, sum(map(len, frames)))
+    documents.close()
+    return documents
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype"),
+    [
+        (SECTIONS["four gigabytes"], 5),
+        (bytes(cramjam.snappy.compress_raw(SECTIONS["four gigabytes"])), 7),
+        (b"\xff\xff\xff\xff\x0f", 3),
+        (b"\x80\x80\x80\x10" + bytes(20), 3),
+        (bytes(cramjam.snappy.compress_raw(bytes(records.VALUE_LENGTH_MAX + 1))), 3),
+    ],
+    ids=["xattrs", "compressed xattrs", "claims 4 GiB", "claims 32 MiB and has none", "inflates beyond the bound"],
+)
+def test_a_value_that_spark_cannot_take_apart_is_named_and_harms_no_other(value: bytes, datatype: int) -> None:
+    """One such document once failed the whole job."""
+    documents = stored((BODY, 1), (value, datatype), (BODY, 1))
+    assert documents.values.to_pylist() == [BODY, value, BODY]
+    assert list(documents.datatypes) == [1, datatype, 1]
+    schema = pa.schema([("good", pa.int64()), ("_corrupt", pa.string())])
+    lenient = Bodies(schema, Reading(mode="permissive", corrupt_record="_corrupt"))
+    parsed = lenient.columns(documents.values, documents.datatypes, documents.keys)
+    assert parsed.misfits == [1]
+    assert parsed.columns[0].to_pylist() == [1, None, 1]
+    with pytest.raises(DocumentDoesNotFit, match="'k1' does not fit the schema: the value cannot be decompressed"):
+        Bodies(pa.schema([("good", pa.int64())])).columns(documents.values, documents.datatypes, documents.keys)
