@@ -19,6 +19,7 @@ from mirror import __version__
 
 MIRROR, LOOK = "Mirror", "Look"
 PANELS = {
+    "init": MIRROR,
     "demo": MIRROR,
     "run": MIRROR,
     "status": LOOK,

@@ -30,6 +30,8 @@ READER_TRIES = 3
 READERS_MAX = 1024
 """Reader slots: each open read transaction of any process takes one; LMDB's default of 126 is soon used up."""
 DATA_FILE = "data.mdb"
+LOCK_FILE = "lock.mdb"
+"""LMDB's table of readers."""
 LOOK_INTERVAL_S = 1.0
 """Between two looks whether the file that is open is still the one at its path: a few microseconds each."""
 REMAP_WAIT_S = 10.0
@@ -157,7 +159,15 @@ class Environment:
                 mode=0o600,
             )
         except lmdb.Error as error:
-            raise storage_error(error, path) from error
+            found = storage_error(error, path)
+            if isinstance(found, ReadOnly) and not writable and os.access(os.path.join(path, DATA_FILE), os.R_OK):
+                raise ReadOnly(
+                    "permission denied",
+                    path=os.path.join(path, LOCK_FILE),
+                    hint="a reader needs write access to this file alone, in which LMDB registers readers; or read by "
+                    "HTTP or with an SDK",
+                ) from error
+            raise found from error
         self._file = _identity_of(self.path)
         self._look_at = time.monotonic() + LOOK_INTERVAL_S
         self.replaced = False

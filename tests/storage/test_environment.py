@@ -19,6 +19,7 @@ from storage.check import check
 from storage.environment import SHARED, Environment, storage_error
 from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError, ViewInvalidated
 from storage.view import open_view
+from tests.cli.test_run import without_rootly_powers
 from tests.storage.model import IDENTITY, keys_of
 from tests.storage.test_writer import Clock, open_writer, publish
 
@@ -301,3 +302,26 @@ def test_a_reader_that_was_killed_is_noticed_by_the_writer(path: str) -> None:
     writer.step()
     assert pinned() == 0
     writer.close()
+
+
+def test_a_reader_that_may_not_write_the_lock_file_is_told_of_that_file_alone(path: str, clock: Clock) -> None:
+    """In a process of its own, in which permissions bind root too."""
+    open_writer(path, clock=clock).close()
+    lock = os.path.join(directory.group_path(path, 0), "lock.mdb")
+    os.chmod(lock, 0o444)
+    program = (
+        "import sys\n"
+        "from storage.errors import ReadOnly\n"
+        "from storage.view import open_view\n"
+        "try:\n    open_view(sys.argv[1]).get(sys.argv[2])\n"
+        "except ReadOnly as error:\n    print(error.path, error.hint)\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program, path, keys_of(0, 1)[0].decode()],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=without_rootly_powers,
+    ).stdout
+    os.chmod(lock, 0o600)
+    assert said.startswith(f"{lock} a reader needs write access to this file alone")

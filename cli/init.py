@@ -1,0 +1,195 @@
+"""`init`: a settings file for a source that was tried, and with `--systemd` the files that the unit needs.
+
+Knows the questions, the files and what comes next; whether the source is good, `doctor` finds out, and what settings
+mean, they say themselves. Invariants: nothing is written before the source was tried; a file that is there is never
+overwritten unless that was asked for; a password is never written into the settings, and only its owner may read its
+own file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import options
+from cli.doctor import say
+from cli.exits import Ended
+from mirror.config import PasswordSource, Settings
+from mirror.config_reader import describe, validated
+from mirror.errors import ConfigError
+from mirror.feed.connection_string import parse
+from mirror.feed.doctor import Doctor, Verdict
+from mirror.supervise import logs
+
+UNIT = "dcp-mirror@.service"
+UNIT_PATH = ("/opt/dcp-mirror/bin", "/usr/local/bin", "/usr/bin", "/bin")
+"""Where the unit looks for the program."""
+WIDTH = 100
+
+
+def init(
+    source: Annotated[
+        str | None,
+        typer.Option("--source", "-s", metavar="URL", help="couchbase[s]://user@host/bucket.", show_default=False),
+    ] = None,
+    data: options.DataOption = None,
+    http: Annotated[
+        str | None, typer.Option("--http", metavar="ADDR", help="Serve HTTP here.", show_default=False)
+    ] = None,
+    kv: Annotated[str | None, typer.Option("--kv", metavar="ADDR", help="Serve SDKs here.", show_default=False)] = None,
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The settings file.")] = Path("dcp-mirror.toml"),
+    tls_ca_file: options.TlsCaOption = None,
+    systemd: Annotated[
+        str | None,
+        typer.Option(
+            "--systemd", metavar="NAME", help="Write what the unit dcp-mirror@NAME needs instead.", show_default=False
+        ),
+    ] = None,
+    root: Annotated[Path, typer.Option("--root", metavar="DIR", help="Where --systemd sees /.")] = Path("/"),
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Try the source first.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
+) -> None:
+    """Write a commented settings file for a source that was tried, and say what comes next. Asks for what is missing.
+
+    The password is taken from DCP_MIRROR_PASSWORD or a file, or is asked for and kept in a file of its own.
+    """
+    source = source or asked("Source (couchbases://user@host/bucket)", "--source")
+    bucket = parse(source).bucket
+    if systemd is None:
+        data = data or Path(asked("Data directory", "--data", bucket)).absolute()
+        to = to.absolute()
+    elif "/" in systemd or systemd in ("", ".", ".."):
+        raise ConfigError(f"--systemd {systemd!r} cannot be a unit's instance", hint="give a plain name")
+    else:
+        to, data = root / "etc" / "dcp-mirror" / f"{systemd}.toml", None  # the unit gives --data
+    given: dict[str, Any] = {"source": source, "data": data, "http": http, "kv": kv, "tls_ca_file": tls_ca_file}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings = validated(given)
+    password = password_for(settings, bucket)
+    if check:
+        logs.set_up("error")
+        try_source(settings, source)
+    files: dict[Path, tuple[str, int]] = {}
+    if systemd is not None:
+        files |= unit_files(root)
+        if password is not None or PasswordSource.of(settings).origin():
+            secret = password if password is not None else PasswordSource.of(settings).read() or ""
+            files[to.with_suffix(".password")] = secret, 0o600
+    elif password is not None:
+        given["password_file"] = to.with_suffix(".password")
+        files[to.with_suffix(".password")] = password, 0o600
+    files[to] = settings_text(given), 0o644
+    write(files, force=force)
+    for path in files:
+        typer.echo(f"written  {path}")
+    for command in next_commands(to, systemd):
+        typer.echo(f"next     {command}")
+
+
+def asked(question: str, option: str, default: str | None = None) -> str:
+    """An answer from the terminal. Raises ConfigError where there is none."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{option} is not given", hint=f"give {option}, or call it on a terminal")
+    return str(typer.prompt(question, default=default, err=True))
+
+
+def password_for(settings: Settings, bucket: str) -> str | None:
+    """A password that was typed; None where the usual places have one, or nobody can type it. For this process it is
+    then in the environment, where `doctor` looks.
+    """
+    if PasswordSource.of(settings).origin() is not None or not sys.stdin.isatty():
+        return None
+    password = getpass.getpass(f"Password for bucket {bucket} (kept in a file of its own): ")
+    os.environ["DCP_MIRROR_PASSWORD"] = password
+    return password
+
+
+def try_source(settings: Settings, source: str) -> None:
+    """Let `doctor` look at the source. Raises Ended with the exit code of the first failure."""
+    work = Doctor(settings, source, None, service=False)
+    work.on_finding = say
+    failed = [finding for finding in asyncio.run(work.examine()) if finding.verdict is Verdict.FAIL]
+    if failed:
+        typer.echo("nothing was written: fix what failed, or give --no-check", err=True)
+        raise Ended(int(failed[0].exit_code))
+
+
+def settings_text(given: Mapping[str, Any]) -> str:
+    """A settings file with what is given, and every other setting as a comment."""
+    lines = ["# Settings of a mirror. `dcp-mirror config explain` says more. No password belongs in here."]
+    section = ""
+    defaults = Settings()
+    for setting in describe():
+        if setting.section != section:
+            section = setting.section
+            lines += ["", f"# -- {section} --"]
+        lines += ["", *(f"# {line}" for line in textwrap.wrap(setting.meaning, WIDTH))]
+        if setting.name in given:
+            lines.append(f"{setting.name} = {toml_value(given[setting.name])}")
+        else:
+            default = getattr(defaults, setting.name)
+            lines.append(f"#{setting.name} = {'' if default is None else toml_value(default)}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """As TOML writes it."""
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    return json.dumps(list(value) if isinstance(value, tuple) else str(value), ensure_ascii=False)
+
+
+def unit_files(root: Path) -> dict[Path, tuple[str, int]]:
+    """The unit, the user that it runs as and its directories, where systemd looks for them. Raises ConfigError."""
+    places = (Path(__file__).parents[1] / "systemd", Path(sysconfig.get_path("data"), "share/doc/dcp-mirror/systemd"))
+    folder = next((place for place in places if (place / UNIT).exists()), None)
+    if folder is None:
+        raise ConfigError("the unit is not installed with this program", hint="copy systemd/ of the sources by hand")
+    etc = root / "etc"
+    files = {
+        etc / "systemd" / "system" / UNIT: ((folder / UNIT).read_text(), 0o644),
+        etc / "sysusers.d" / "dcp-mirror.conf": ((folder / "dcp-mirror.sysusers.conf").read_text(), 0o644),
+        etc / "tmpfiles.d" / "dcp-mirror.conf": ((folder / "dcp-mirror.tmpfiles.conf").read_text(), 0o644),
+    }
+    program = shutil.which(sys.argv[0]) or sys.argv[0]
+    here = os.path.dirname(os.path.abspath(program))
+    if here not in UNIT_PATH and os.path.basename(program) == "dcp-mirror":
+        text = f"[Service]\nEnvironment=PATH={':'.join((here, *UNIT_PATH))}\n"
+        files[etc / "systemd" / "system" / f"{UNIT}.d" / "path.conf"] = text, 0o644
+    return files
+
+
+def write(files: Mapping[Path, tuple[str, int]], *, force: bool) -> None:
+    """Write the files; all that is there is looked at first. Raises ConfigError."""
+    try:
+        for path, (text, _) in files.items():
+            if path.exists() and not force and path.read_text() != text:
+                raise ConfigError(f"{path} is there already", hint="give --force to overwrite it, or another --to")
+        for path, (text, mode) in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(path.name + ".new")
+            temporary.unlink(missing_ok=True)
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+                file.write(text)
+            temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}", hint="give a place that this user may write") from None
+
+
+def next_commands(to: Path, systemd: str | None) -> tuple[str, str]:
+    """What to type now."""
+    if systemd is None:
+        return f"dcp-mirror run --config {to}", f"dcp-mirror status --config {to}"
+    prepare = "systemd-sysusers && systemd-tmpfiles --create && systemctl daemon-reload"
+    return prepare, f"systemctl enable --now dcp-mirror@{systemd}"

@@ -1,0 +1,74 @@
+"""`init`: a settings file that `run` takes, after the source was tried, and the files of the unit below a root."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+from cli import init
+from mirror.config import Settings
+from mirror.config_reader import load
+from mirror.sandbox.thread import SandboxThread
+from tests.cli.conftest import call
+
+
+def test_the_file_is_what_run_takes_and_says_what_comes_next(source: SandboxThread, tmp_path: Path) -> None:
+    to, data = tmp_path / "made" / "orders.toml", tmp_path / "data"
+    made = call("init", "--source", source.connection_string, "--data", data, "--to", to)
+    assert made.code == 0, made.err
+    assert any(line.startswith("ok    login") for line in made.out.splitlines())
+    next_lines = [line.split()[1:] for line in made.out.splitlines() if line.startswith("next")]
+    assert next_lines == [["dcp-mirror", "run", "--config", str(to)], ["dcp-mirror", "status", "--config", str(to)]]
+    run = call(*next_lines[0][1:], "--until-caught-up")
+    assert run.code == 0, run.err
+    assert call(*next_lines[1][1:], "--json").json["data"] == str(data)
+    again = call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to)
+    assert (again.code, f"{to} is there already" in again.complaint) == (2, True)
+    assert call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to, "--force").code == 0
+    assert [entry.name for entry in to.parent.iterdir()] == ["orders.toml"]
+
+
+def test_nothing_is_written_for_a_source_that_refuses(source: SandboxThread, tmp_path: Path) -> None:
+    arguments = ["init", "--source", source.connection_string, "--data", tmp_path / "data", "--to", tmp_path / "s.toml"]
+    refused = call(*arguments, env={"DCP_MIRROR_PASSWORD": "wrong"})
+    assert (refused.code, "nothing was written" in refused.err) == (4, True)
+    assert list(tmp_path.iterdir()) == []
+    assert "give --source" in call("init").complaint
+    assert "give --data" in call("init", "--source", source.connection_string).complaint
+
+
+def test_systemd_files_go_below_a_root_and_only_the_owner_reads_the_password(tmp_path: Path) -> None:
+    arguments = ["--no-check", "--systemd", "orders", "--root", tmp_path]
+    made = call("init", "--source", "couchbases://reader@db1/orders", *arguments, env={"DCP_MIRROR_PASSWORD": "secret"})
+    assert made.code == 0, made.err
+    etc = tmp_path / "etc"
+    found = {str(path.relative_to(etc)) for path in etc.rglob("*") if path.is_file()}
+    assert found == {
+        "systemd/system/dcp-mirror@.service",
+        "sysusers.d/dcp-mirror.conf",
+        "tmpfiles.d/dcp-mirror.conf",
+        "dcp-mirror/orders.toml",
+        "dcp-mirror/orders.password",
+    }
+    assert (etc / "dcp-mirror" / "orders.password").read_text() == "secret"
+    assert os.stat(etc / "dcp-mirror" / "orders.password").st_mode & 0o777 == 0o600
+    assert tomllib.loads((etc / "dcp-mirror" / "orders.toml").read_text()) == {
+        "source": "couchbases://reader@db1/orders"
+    }
+    assert "secret" not in made.out + made.err
+    assert made.out.splitlines()[-1].endswith("systemctl enable --now dcp-mirror@orders")
+    assert call("init", "--source", "couchbase://a@b/c", "--systemd", "../x", "--no-check").code == 2
+
+
+def test_every_setting_is_there_and_holds_its_default_when_its_mark_is_taken_away(tmp_path: Path) -> None:
+    lines = init.settings_text({"source": "couchbase://a@b/c"}).splitlines()
+    settings = [line.removeprefix("#") for line in lines if line and not line.startswith("# ")]
+    with_default = [line for line in settings if not line.endswith("=")]
+    file = tmp_path / "settings.toml"
+    file.write_text("\n".join(with_default))
+    loaded = load(config_file=file).settings
+    assert loaded.source == "couchbase://a@b/c"
+    names = [line.split(" =")[0] for line in with_default[1:]]
+    assert {name: getattr(loaded, name) for name in names} == {name: getattr(Settings(), name) for name in names}
+    assert max(map(len, lines)) <= 120
