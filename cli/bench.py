@@ -23,7 +23,7 @@ from cli.pipeline import need, spark_session
 from mirror.errors import ExitCode
 from mirror.sandbox.workload import Orders, order_key
 from mirror.serve import http_bench, kv_bench
-from mirror.supervise import start_bench
+from mirror.supervise import lag_bench, start_bench
 from mirror.supervise.bench import ORDERS, ingest_rounds
 from storage import bench as storage_bench
 
@@ -58,9 +58,7 @@ def ingest(
     as_json: options.JsonOption = False,
 ) -> None:
     """First backfill of a bucket by one worker, over a socket, against the same rows put into bare LMDB."""
-    if sync not in ("safe", "full", "unsafe"):
-        complain(f"--sync {sync!r}: must be safe, full or unsafe")
-        raise Ended(ExitCode.USAGE)
+    check_sync(sync)
     if order not in (*ORDERS, "both"):
         complain(f"--order {order!r}: must be turn, stream or both")
         raise Ended(ExitCode.USAGE)
@@ -86,6 +84,47 @@ def ingest(
         return
     for one in orders:
         _finish(f"ingest, {one}", setting, [each for each in found if each["order"] == one], as_json)
+
+
+@app.command()
+def lag(
+    rates: Annotated[
+        str, typer.Option(help="Writes a second, separated by commas, each for some seconds.")
+    ] = "500,5000",
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long each rate is measured.")] = 5.0,
+    sync: Annotated[str, typer.Option(help="What a commit forces to the disk: safe, full or unsafe.")] = "safe",
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """From a write at the source until readers see it, against a bare loop that commits what it receives to LMDB."""
+    check_sync(sync)
+    each_rate = [int(rate) for rate in rates.split(",") if rate.strip().isdecimal() and 0 < int(rate) <= 100_000]
+    if len(each_rate) != rates.count(",") + 1:
+        complain(f"--rates {rates!r}: must be numbers from 1 to 100000, separated by commas")
+        raise Ended(ExitCode.USAGE)
+    found = []
+    with _folder(folder) as path:
+        for figures in lag_bench.lags(each_rate, seconds, path, sync):
+            values = {"": figures.lags_ms, "limit_": figures.limit_ms}
+            shares = {"p50": 0.5, "p99": 0.99}
+            found.append(
+                {"writes_per_s": figures.rate}
+                | {
+                    f"{prefix}{name}_ms": round(lag_bench.quantile(each, share), 2)
+                    for prefix, each in values.items()
+                    for name, share in shares.items()
+                }
+            )
+            _say_round(found[-1], as_json)
+    if as_json:
+        output.print_json({"bench": "lag", "seconds": seconds, "sync": sync, "rounds": found})
+
+
+def check_sync(sync: str) -> None:
+    """Refuse another word."""
+    if sync not in ("safe", "full", "unsafe"):
+        complain(f"--sync {sync!r}: must be safe, full or unsafe")
+        raise Ended(ExitCode.USAGE)
 
 
 @app.command()

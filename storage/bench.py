@@ -108,6 +108,27 @@ def write_limit(path: str, rows: dict[int, list[Row]], *, deferred: bool, batch_
     return timing
 
 
+class BareStore:
+    """A bare LMDB environment that takes messages one after the other: the limit of how soon something is stored."""
+
+    def __init__(self, path: str, sync: str) -> None:
+        """A new one at `path`; `sync` is what a commit forces to the disk, as for the mirror's store."""
+        os.makedirs(path)
+        self._env = lmdb.open(path, map_size=1 << 30, metasync=sync == "full", sync=sync != "unsafe", meminit=False)
+        self._count = 0
+
+    def commit(self, messages: Sequence[bytes]) -> None:
+        """Store them in one transaction."""
+        with self._env.begin(write=True) as txn:
+            for message in messages:
+                self._count += 1
+                txn.put(self._count.to_bytes(8, "big"), message, append=True)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+
 def store_rows(
     path: str, rows: dict[int, list[Row]], *, snapshot_rows: int, run_rows: int = 500, groups: int = 1
 ) -> Timing:

@@ -9,10 +9,11 @@ clock starts with the first stream request and stops when the last vbucket is pu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -168,46 +169,53 @@ def _caught_up(consumer: Consumer) -> bool:
 
 def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> None:
     """The consumer process: one worker's work from an empty directory to caught up."""
+
+    async def consume() -> None:
+        async with consuming(connection_string, path, sync) as (consumer, writers):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            running = asyncio.create_task(consumer.run())
+            while not _caught_up(consumer):  # noqa: ASYNC110 - looks on from outside, as status does
+                await asyncio.sleep(SAMPLE_INTERVAL_S)
+            for writer in writers:
+                writer.environment.env.sync(True)
+            seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+            count = sum(consumer.source_high_seqnos().values())  # not known any more once the sessions are closed
+            await consumer.stop()
+            await running
+        pipe.send((count, seconds, cpu_s))
+
+    asyncio.run(consume())
+
+
+@contextlib.asynccontextmanager
+async def consuming(
+    connection_string: str, path: str, sync: str, *, make: type[Consumer] = Consumer
+) -> AsyncIterator[tuple[Consumer, list[GroupWriter]]]:
+    """A consumer like a worker's over all groups of a new directory, and its stores, which are closed at the end."""
     logs.set_up("warning", json=False, process="bench")
     clock = SystemClock()
     os.environ["DCP_MIRROR_PASSWORD"] = SANDBOX_PASSWORD
     settings = Settings(source=connection_string, groups=8)
-
-    async def consume() -> None:
-        source = parse(connection_string)
-        cluster_map = await discover(Access.of(source, settings), clock)
-        identity = Identity(
-            cluster_map.cluster_uuid or "", "bench", cluster_map.bucket_uuid or "", cluster_map.vbucket_count, 8
+    source = parse(connection_string)
+    cluster_map = await discover(Access.of(source, settings), clock)
+    identity = Identity(
+        cluster_map.cluster_uuid or "", "bench", cluster_map.bucket_uuid or "", cluster_map.vbucket_count, 8
+    )
+    directory.create(path, identity)
+    writers = [
+        GroupWriter.open(
+            directory.group_path(path, group),
+            group=group,
+            vbids=directory.group_vbids(identity, group),
+            identity=identity,
+            sync=sync,
+            clock_ms=clock.wall_ms,
+            monotonic_ms=lambda: int(clock.monotonic() * 1000),
         )
-        directory.create(path, identity)
-        writers = [
-            GroupWriter.open(
-                directory.group_path(path, group),
-                group=group,
-                vbids=directory.group_vbids(identity, group),
-                identity=identity,
-                sync=sync,
-                clock_ms=clock.wall_ms,
-                monotonic_ms=lambda: int(clock.monotonic() * 1000),
-            )
-            for group in range(8)
-        ]
-        consumer = Consumer(
-            settings, source=source, writers=writers, identity=identity, clock=clock, cluster_map=cluster_map
-        )
-        settle_collector()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        running = asyncio.create_task(consumer.run())
-        while not _caught_up(consumer):  # noqa: ASYNC110 - looks on from outside, as status does
-            await asyncio.sleep(SAMPLE_INTERVAL_S)
-        for writer in writers:
-            writer.environment.env.sync(True)
-        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-        count = sum(consumer.source_high_seqnos().values())  # not known any more once the sessions are closed
-        await consumer.stop()
-        await running
-        for writer in writers:
-            writer.close()
-        pipe.send((count, seconds, cpu_s))
-
-    asyncio.run(consume())
+        for group in range(8)
+    ]
+    consumer = make(settings, source=source, writers=writers, identity=identity, clock=clock, cluster_map=cluster_map)
+    settle_collector()
+    yield consumer, writers
+    for writer in writers:
+        writer.close()

@@ -66,6 +66,7 @@ def test_ingest_prints_a_ratio_for_each_order_that_was_measured(tmp_path: Path) 
     ("arguments", "complaint"),
     [
         (["ingest", "--sync", "maybe"], "--sync 'maybe': must be safe, full or unsafe"),
+        (["lag", "--rates", "5,fast"], "--rates '5,fast': must be numbers from 1 to 100000, separated by commas"),
         (["ingest", "--order", "any"], "--order 'any': must be turn, stream or both"),
         (["get", "--folder", "/no/such/folder"], "--folder /no/such/folder: no such directory"),
         (["get", "--documents", "5"], "documents"),
@@ -95,6 +96,7 @@ def test_rollback_prints_its_figures_and_leaves_nothing_behind(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "few"),
     [
+        ("lag", ["--rates", "200", "--seconds", "0.2"]),
         ("start", ["--vbuckets", "8", "--nodes", "2", "--workers", "1"]),
         ("get", [*FEW, "--reads", "1000", "--vbuckets", "4"]),
         ("http", [*FEW, "--requests", "100", "--connections", "2"]),
@@ -102,7 +104,8 @@ def test_rollback_prints_its_figures_and_leaves_nothing_behind(tmp_path: Path) -
     ],
 )
 def test_every_field_that_is_printed_is_promised(name: str, few: list[str], tmp_path: Path) -> None:
-    result = bench(name, *few, "--rounds", "1", "--json", "--folder", str(tmp_path))
+    rounds = [] if name == "lag" else ["--rounds", "1"]
+    result = bench(name, *few, *rounds, "--json", "--folder", str(tmp_path))
     assert result.code == 0, result.err
     assert result.json["bench"] == name
     assert unpromised(result.json) == []
