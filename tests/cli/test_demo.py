@@ -25,7 +25,8 @@ def test_the_whole_story_ends_well(tmp_path: Path) -> None:
     assert told["failover"]["rolled_back"] >= 1
     assert told["failover"]["retracted_seqnos"] >= 1
     lost = told["failover"]["retracted_seqnos"] - told["failover"]["sent_again_seqnos"]
-    assert 0 < lost <= LOST_CHANGES * told["failover"]["rolled_back"], "what the source lost, and no more"
+    most = LOST_CHANGES + 1  # a failover that would part a durable write from its prepare loses the prepare too
+    assert 0 < lost <= most * told["failover"]["rolled_back"], "what the source lost, and no more"
     assert told["failover"]["refilled_from_0"] == 0
     assert told["documents"]["source"] == told["documents"]["mirror"] > 3000
     assert told["check_problems"] == []
