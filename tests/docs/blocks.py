@@ -41,7 +41,7 @@ FOLDER = "/tmp/orders"
 PORTS = ("8080", "11310", "11410", "11510")
 """Folder and ports that the documents name; others are taken in their place."""
 DONE = "this block is done"
-READY_S = 60
+READY_S = 180
 
 
 @dataclass(frozen=True)
