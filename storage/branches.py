@@ -19,13 +19,14 @@ from storage.model import (
     Boundary,
     Branch,
     BranchReason,
-    FailoverEntry,
     Manifest,
     ManifestChange,
     Seqno,
     Vbid,
     VbucketState,
     Vbuuid,
+    pruned_log,
+    vbuuid_at,
 )
 from storage.transaction import Transaction
 
@@ -390,14 +391,6 @@ def put_boundary(
     txn.put(keys.rows_db(state.vbid), key, value)
 
 
-def vbuuid_at(log: tuple[FailoverEntry, ...], seqno: int) -> int:
-    """The history that `seqno` belongs to: the newest entry that began at or below it; 0 when there is none."""
-    for entry in log:
-        if entry.seqno <= seqno:
-            return entry.vbuuid
-    return 0
-
-
 def _next_branch(txn: Transaction, vbid: int) -> int:
     newest = txn.newest_branch(vbid)
     if not newest:
@@ -471,14 +464,6 @@ def _put_state(txn: Transaction, state: VbucketState, branch: int, seqno: int, *
     txn.put_state_row(state.vbid, row._replace(**changes))
 
 
-def prune_failover_log(log: tuple[FailoverEntry, ...], boundary: Boundary) -> tuple[FailoverEntry, ...]:
-    """What is left of the log after a rollback to `boundary` (docs/protocol.md 2.5)."""
-    kept = tuple(entry for entry in log if entry.seqno <= boundary.seqno)
-    if not kept and boundary.vbuuid:
-        return (FailoverEntry(boundary.vbuuid, Seqno(0)),)
-    return kept
-
-
 def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Moment) -> None:
     """Open a branch at a kept boundary of the served chain and serve it.
 
@@ -487,7 +472,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     """
     vbid, at = state.vbid, boundary.seqno
     own_log = state.failover_log if state.staging_branch == state.branch or state.rollback_deferred else ()
-    log = prune_failover_log(own_log, boundary)
+    log = pruned_log(own_log, at, boundary.vbuuid)
     to_vbuuid = vbuuid_at(log, at)
     served = chain.load(txn, vbid, state.branch, at)
     manifest_key = manifest_key_on(txn, vbid, served)
@@ -543,7 +528,7 @@ def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) ->
 
     Its first publish is the rollback (`put_published`): then readers go from what they see to that end in one step.
     """
-    log = prune_failover_log(state.failover_log, boundary)
+    log = pruned_log(state.failover_log, boundary.seqno, boundary.vbuuid)
     vbuuid = vbuuid_at(log, boundary.seqno)
     branch = _open_branch(
         txn, state.vbid, state.branch, boundary.seqno, vbuuid, BranchReason.DEFERRED_ROLLBACK, Moment(0, 0)

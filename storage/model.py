@@ -7,7 +7,7 @@ program; `ingest` sees this module and nothing else of `storage`. Identifiers ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple, NewType
@@ -17,6 +17,9 @@ Seqno = NewType("Seqno", int)
 Vbuuid = NewType("Vbuuid", int)
 ManifestUid = NewType("ManifestUid", int)
 Branch = NewType("Branch", int)
+
+NO_VBUUID = Vbuuid(0)
+"""Names no history: of a stream request from 0, and of what lies below a failover log."""
 
 SEQNO_MAX = 2**64 - 1
 """Largest sequence number: 64 bit unsigned."""
@@ -53,6 +56,44 @@ class FailoverEntry:
 
     vbuuid: Vbuuid
     seqno: Seqno
+
+
+FailoverLog = Sequence[FailoverEntry]
+"""Histories of a vbucket, newest first; seqnos never rise on the way to older entries."""
+
+
+def vbuuid_at(log: FailoverLog, seqno: int) -> Vbuuid:
+    """The history that a seqno belongs to: the newest entry that began at or below it (docs/protocol.md 2.5).
+
+    NO_VBUUID where there is none, and for seqno 0, which is of every history.
+    """
+    if seqno:
+        for entry in log:
+            if entry.seqno <= seqno:
+                return entry.vbuuid
+    return NO_VBUUID
+
+
+def history_end_seqno(log: FailoverLog, vbuuid: int, high_seqno: int) -> int | None:
+    """Last seqno that the history `vbuuid` shares with the log's owner; None where the log does not have it."""
+    end_seqno = high_seqno
+    for entry in log:
+        if entry.vbuuid == vbuuid:
+            return end_seqno
+        end_seqno = entry.seqno
+    return None
+
+
+def pruned_log(log: FailoverLog, seqno: int, vbuuid: int | None) -> tuple[FailoverEntry, ...]:
+    """What is left of a log after a rollback to a boundary at `seqno`.
+
+    Where that is nothing, the log begins at the boundary, with the vbuuid that is kept with it: what came before it
+    may be of an older history.
+    """
+    kept = tuple(entry for entry in log if entry.seqno <= seqno)
+    if not kept and seqno and vbuuid:
+        return (FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)),)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

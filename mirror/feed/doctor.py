@@ -45,7 +45,6 @@ from mirror.ingest.instructions import RequestStream
 from mirror.ingest.machine import STREAM_FLAGS
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.reactions import on_refusal
-from mirror.ingest.rollback import vbuuid_at
 from mirror.ingest.selection import StreamFilter
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.wire import events as ev
@@ -53,7 +52,7 @@ from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame, request
 from storage import map_record
 from storage.errors import StorageError
-from storage.model import Seqno, Vbid, VbucketState
+from storage.model import Seqno, Vbid, VbucketState, vbuuid_at
 from storage.view import View, open_view
 
 PURGE_DAYS = 3

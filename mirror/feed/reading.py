@@ -31,12 +31,22 @@ from mirror.ingest.backoff import delay_s
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import Instruction
 from mirror.ingest.machine import Phase, VbucketMachine
-from mirror.ingest.rollback import vbuuid_at
 from mirror.wire import events as ev
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.constants import StreamEndReason
 from mirror.wire.frame import Frame
-from storage.model import SEQNO_MAX, Branch, Document, FailoverEntry, Manifest, Seqno, Vbid, VbucketState, Vbuuid
+from storage.model import (
+    SEQNO_MAX,
+    Branch,
+    Document,
+    FailoverEntry,
+    Manifest,
+    Seqno,
+    Vbid,
+    VbucketState,
+    Vbuuid,
+    vbuuid_at,
+)
 from storage.records import decode_row
 
 BRANCH = Branch(0)

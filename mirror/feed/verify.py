@@ -33,7 +33,6 @@ from mirror.errors import MirrorError
 from mirror.feed.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge
 from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceReader
 from mirror.ingest import collections
-from mirror.ingest.rollback import history_end_seqno, vbuuid_at
 from mirror.wire.codec_dcp import decode
 from mirror.wire.events import SystemEvent
 from mirror.wire.frame import decode as decode_frame
@@ -41,7 +40,7 @@ from mirror.wire.system_events import decode_system_event
 from storage import keys
 from storage.digest import Fingerprint, Runs, fingerprint
 from storage.errors import NotPublished, StorageError, ViewInvalidated, WriteLost
-from storage.model import Kind, Manifest, Seqno, Vbid, Vbuuid
+from storage.model import Kind, Manifest, Seqno, Vbid, Vbuuid, history_end_seqno, vbuuid_at
 from storage.view import Pin, View
 from storage.wait import MutationToken
 

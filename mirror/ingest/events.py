@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mirror.ingest.selection import StreamFilter
-from storage.model import SEQNO_MAX, FailoverEntry, VbucketState, Vbuuid
+from storage.model import SEQNO_MAX, FailoverEntry, VbucketState
 
 Row = tuple[bytes, bytes]
 """Key: branch u32, seqno u64 (big endian). Value: the event's whole frame in stored form."""
@@ -148,8 +148,6 @@ class RolledBack:
     """RollbackTo was performed: `state` stands at the newest kept boundary."""
 
     state: VbucketState
-    vbuuid: Vbuuid | None = None
-    """The vbuuid kept with that boundary, for when no entry of the pruned failover log is old enough."""
 
 
 @dataclass(frozen=True, slots=True)

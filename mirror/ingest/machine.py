@@ -57,7 +57,7 @@ from mirror.ingest.instructions import (
 )
 from mirror.ingest.offset import StreamOffset, resume_offset
 from mirror.ingest.reactions import Action, Reaction, on_refusal, on_stream_end
-from mirror.ingest.rollback import common_history, prune_failover_log
+from mirror.ingest.rollback import common_history
 from mirror.wire.constants import SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import (
     Abort,
@@ -70,7 +70,7 @@ from mirror.wire.events import (
     StreamEvent,
     SystemEvent,
 )
-from storage.model import SEQNO_MAX, FailoverEntry, Seqno, Vbid, VbucketState, Vbuuid
+from storage.model import SEQNO_MAX, FailoverEntry, Seqno, Vbid, VbucketState, Vbuuid, pruned_log
 
 STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
 """Never from a replica: its markers may overlap and mix disk and memory."""
@@ -449,7 +449,7 @@ class VbucketMachine:
 
     def _rolled_back(self, event: ev.RolledBack, out: list[Instruction]) -> None:
         self._load(event.state)
-        log = prune_failover_log(self.failover_log, self._assembler.boundary_seqno, self._next_vbuuid or event.vbuuid)
+        log = pruned_log(self.failover_log, self._assembler.boundary_seqno, self._next_vbuuid)
         if log != self.failover_log:
             self.failover_log = log
             out.append(SaveFailoverLog(self.vbid, "rolled back", log))

@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirror.ingest.rollback import NO_VBUUID, vbuuid_at
-from storage.model import FailoverEntry, Seqno, SnapshotRange, Vbuuid
+from storage.model import NO_VBUUID, FailoverEntry, Seqno, SnapshotRange, Vbuuid, vbuuid_at
 
 
 class OffsetInvalid(ValueError):

@@ -6,8 +6,8 @@ function here is pure and total, and says what is true, not what to do about it.
 Producer (`producer_answer`): the numbered rule of docs/protocol.md 2.5, where the purge seqno is compared with the
 *start* seqno. It gives the recorded answer of two real engines in all cases of tests/recordings (`rollback_answers_*`).
 
-Consumer: invariants of the failover log kept beside the data are that it is newest first and its seqnos never rise on
-the way to older entries; the vbuuid of a boundary B is that of the newest entry with seqno <= B, and 0 for B = 0.
+Consumer (`common_history`): what to keep before everything is fetched again. What a failover log says is in
+`storage.model`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from storage.model import SEQNO_MAX, FailoverEntry, Seqno, Vbuuid
-
-NO_VBUUID = Vbuuid(0)
-"""The vbuuid of a request from 0: names no history."""
+from storage.model import SEQNO_MAX, FailoverEntry, Seqno, Vbuuid, history_end_seqno
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +79,6 @@ def producer_answer(
     return Rollback(min(upper_seqno, snap_start_seqno))
 
 
-def history_end_seqno(failover_log: Sequence[FailoverEntry], vbuuid: int, high_seqno: int) -> int | None:
-    """Last seqno that the history `vbuuid` shares with the log's owner; None where the log does not have it."""
-    upper_seqno = high_seqno
-    for entry in failover_log:
-        if entry.vbuuid == vbuuid:
-            return upper_seqno
-        upper_seqno = entry.seqno
-    return None
-
-
 # --- consumer ---
 
 
@@ -105,30 +92,10 @@ class CommonHistory:
     """The consumer's log from that history on: what is newer is not the source's past."""
 
 
-def vbuuid_at(failover_log: Sequence[FailoverEntry], seqno: int) -> Vbuuid:
-    """Name the history that `seqno` lies on: the newest entry with seqno <= it. None (0) for seqno 0."""
-    if seqno:
-        for entry in failover_log:
-            if entry.seqno <= seqno:
-                return entry.vbuuid
-    return NO_VBUUID
-
-
-def prune_failover_log(
-    failover_log: Sequence[FailoverEntry], boundary_seqno: int, boundary_vbuuid: Vbuuid | None = None
-) -> tuple[FailoverEntry, ...]:
-    """Drop what began above the boundary; where nothing is left, the vbuuid kept with the boundary stands in."""
-    kept = tuple(entry for entry in failover_log if entry.seqno <= boundary_seqno)
-    if not kept and boundary_seqno and boundary_vbuuid:
-        return (FailoverEntry(boundary_vbuuid, Seqno(boundary_seqno)),)
-    return kept
-
-
 def common_history(
     own_log: Sequence[FailoverEntry],
     own_seqno: int,
     source_log: Sequence[FailoverEntry],
-    source_high_seqno: int | None = None,
 ) -> CommonHistory | None:
     """Find the newest common history by the logs alone before a rollback to 0 is accepted (docs/protocol.md 2.5).
 
@@ -136,9 +103,8 @@ def common_history(
     entry starts at our very position, the source may never have heard of it, and the one before it is still common.
     The histories are shared up to the lower of the ends that the two logs give them. None if nothing above 0 is shared.
     """
-    high_seqno = SEQNO_MAX if source_high_seqno is None else source_high_seqno
     for index, entry in enumerate(own_log):
-        source_end_seqno = history_end_seqno(source_log, entry.vbuuid, high_seqno)
+        source_end_seqno = history_end_seqno(source_log, entry.vbuuid, SEQNO_MAX)
         if source_end_seqno is None:
             continue
         own_end_seqno = own_log[index - 1].seqno if index else own_seqno

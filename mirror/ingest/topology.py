@@ -194,26 +194,6 @@ def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> Clu
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A vbucket's node changed; None: it has none."""
-
-    vbid: int
-    source: Node | None
-    target: Node | None
-
-
-def moved_vbuckets(old: ClusterMap | None, new: ClusterMap) -> list[Move]:
-    """What differs between two maps, in vbucket order; without an old map, everything that has a node."""
-    count = max(old.vbucket_count if old else 0, new.vbucket_count)
-    moves = []
-    for vbid in range(count):
-        source, target = (old.node_of(vbid) if old else None), new.node_of(vbid)
-        if source != target:
-            moves.append(Move(vbid, source, target))
-    return moves
-
-
 def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default") -> ClusterMap:
     """Read a cluster configuration that was sent by `host`.
 

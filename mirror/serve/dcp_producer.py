@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mirror.ingest.rollback import history_end_seqno
 from mirror.serve import dcp_filter
 from mirror.serve.auth import Reader
 from mirror.serve.dcp_filter import StreamFilter
@@ -29,7 +28,7 @@ from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
 from storage import stream as store
 from storage.errors import StorageError
-from storage.model import SEQNO_MAX, FailoverEntry, Seqno
+from storage.model import SEQNO_MAX, FailoverEntry, Seqno, history_end_seqno
 from storage.stream import Standing
 
 

@@ -25,7 +25,6 @@ from typing import IO, Any
 
 from mirror.errors import ConfigError
 from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
-from mirror.ingest.rollback import vbuuid_at
 from mirror.spark.changes import LostHistory, Way, Work
 from mirror.spark.local import Maker, Shape, Wanted, dealt
 from mirror.spark.offsets import At, Lag, Offset, admit, decode
@@ -37,7 +36,7 @@ from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
 from storage import keys
 from storage.map_record import MapRecord
-from storage.model import Branch, FailoverEntry, Kind, Seqno, Vbid
+from storage.model import Branch, FailoverEntry, Kind, Seqno, Vbid, vbuuid_at
 from storage.records import decode_row
 from storage.view import Pin
 

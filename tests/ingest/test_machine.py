@@ -657,18 +657,15 @@ def test_the_rounds_are_counted_anew_after_an_accepted_stream() -> None:
     assert kinds(rollback(rig, 79)) == [ins.RollbackTo, ins.RequestStream]
 
 
-def test_where_pruning_leaves_no_history_the_boundarys_own_vbuuid_is_asked_with() -> None:
-    store = ToyStore().holding(80).holding(100, log((0xB, 90)))
-    machine = VbucketMachine(Vbid(0), store.state())
-    machine.handle(ev.Start())
-    machine.handle(ev.StreamRequested(7))
-    machine.handle(ev.StreamRollback(7, 85))
-    store.perform(ins.RollbackTo(Vbid(0), "", Seqno(85)))
-    done = machine.handle(ev.RolledBack(store.state(), Vbuuid(0xA)))
-    saved, request = (instruction for instruction in done if not isinstance(instruction, ins.Report))
-    assert saved == ins.SaveFailoverLog(Vbid(0), "rolled back", tuple(log((0xA, 80))))
-    assert isinstance(request, ins.RequestStream)
-    assert request.offset.vbuuid == 0xA
+def test_where_a_rollback_leaves_no_entry_of_the_log_the_common_vbuuid_is_asked_with() -> None:
+    """The newest kept boundary is older than every entry, and says of no history what it is."""
+    rig = rig_at(80, 100, failover_log=log((0xB, 90)))
+    rollback(rig, 0)
+    done = rig.tell(ev.FailoverLogReceived(log((0xC, 95), (0xB, 70))))
+    assert [each for each in done if isinstance(each, ins.SaveFailoverLog)] == [
+        ins.SaveFailoverLog(Vbid(0), "rolled back", tuple(log((0xB, 80))))
+    ]
+    assert asked(rig) == (80, 80, 80, 0xB)
 
 
 def test_a_refill_that_finds_no_room_keeps_the_old_copy_and_tries_again_later() -> None:

@@ -15,8 +15,6 @@ from mirror.ingest.rollback import (
     Rollback,
     common_history,
     producer_answer,
-    prune_failover_log,
-    vbuuid_at,
 )
 from storage.model import FailoverEntry, Seqno, Vbuuid
 from tests import recordings
@@ -105,48 +103,21 @@ OURS = ((0xC, 20), (0xB, 10), (0xA, 0))
 
 
 @pytest.mark.parametrize(
-    ("seqno", "vbuuid"),
-    [(0, 0), (1, 0xA), (9, 0xA), (10, 0xB), (19, 0xB), (20, 0xC), (1000, 0xC)],
-)
-def test_a_boundary_lies_on_the_newest_history_that_had_begun(seqno: int, vbuuid: int) -> None:
-    assert vbuuid_at(log(*OURS), seqno) == vbuuid
-
-
-def test_a_boundary_below_every_entry_lies_on_no_known_history() -> None:
-    assert vbuuid_at(log((0xC, 20)), 19) == 0
-
-
-def test_entries_that_share_a_seqno_name_the_newest_of_them() -> None:
-    assert vbuuid_at(log((0xC, 10), (0xB, 10), (0xA, 0)), 10) == 0xC
-
-
-def test_pruning_drops_what_began_above_the_boundary() -> None:
-    assert prune_failover_log(log(*OURS), 10) == log((0xB, 10), (0xA, 0))
-
-
-def test_where_pruning_leaves_nothing_the_boundarys_own_vbuuid_stands_in() -> None:
-    assert prune_failover_log(log((0xC, 20)), 15, Vbuuid(0xB)) == log((0xB, 15))
-    assert prune_failover_log(log((0xC, 20)), 15) == ()
-    assert prune_failover_log(log((0xC, 20)), 0, Vbuuid(0xB)) == ()
-
-
-@pytest.mark.parametrize(
-    ("source", "high", "expected"),
+    ("source", "expected"),
     [
-        pytest.param(((0xD, 22), *OURS), 30, (0xC, 22), id="the source left our newest history after 22"),
-        pytest.param(((0xD, 12), *OURS[1:]), 30, (0xB, 12), id="the source never had our newest history"),
-        pytest.param(((0xD, 30), (0xB, 10), (0xA, 0)), 40, (0xB, 20), id="our own next history is the limit"),
-        pytest.param(OURS, 23, (0xC, 23), id="its newest history ends at its high seqno"),
-        pytest.param(OURS, None, (0xC, 25), id="without a high seqno our own position is the limit"),
-        pytest.param(((0xD, 0),), 30, None, id="nothing in common"),
-        pytest.param(((0xD, 0), (0xA, 0)), 30, None, id="only seqno 0 in common"),
-        pytest.param((), 30, None, id="no log at all"),
+        pytest.param(((0xD, 22), *OURS), (0xC, 22), id="the source left our newest history after 22"),
+        pytest.param(((0xD, 12), *OURS[1:]), (0xB, 12), id="the source never had our newest history"),
+        pytest.param(((0xD, 30), (0xB, 10), (0xA, 0)), (0xB, 20), id="our own next history is the limit"),
+        pytest.param(OURS, (0xC, 25), id="our own position is the limit"),
+        pytest.param(((0xD, 0),), None, id="nothing in common"),
+        pytest.param(((0xD, 0), (0xA, 0)), None, id="only seqno 0 in common"),
+        pytest.param((), None, id="no log at all"),
     ],
 )
 def test_common_history_is_the_newest_shared_and_ends_where_either_left_it(
-    source: tuple[tuple[int, int], ...], high: int | None, expected: tuple[int, int] | None
+    source: tuple[tuple[int, int], ...], expected: tuple[int, int] | None
 ) -> None:
-    common = common_history(log(*OURS), 25, log(*source), high)
+    common = common_history(log(*OURS), 25, log(*source))
     assert (None if common is None else (common.vbuuid, common.seqno)) == expected
     if common is not None:
         assert common.failover_log[0].vbuuid == common.vbuuid
@@ -155,7 +126,7 @@ def test_common_history_is_the_newest_shared_and_ends_where_either_left_it(
 
 def test_a_history_that_began_at_our_very_position_gives_way_to_the_one_before() -> None:
     """A failover without loss, to a node that never told the others: nothing need be fetched again."""
-    common = common_history(log((0xD, 25), *OURS), 25, log((0xE, 25), *OURS), 30)
+    common = common_history(log((0xD, 25), *OURS), 25, log((0xE, 25), *OURS))
     assert common is not None
     assert (common.vbuuid, common.seqno) == (0xC, 25)
 
@@ -169,9 +140,10 @@ HISTORIES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 30)), max_size=
 def test_going_back_to_common_history_is_answered_with_acceptance(
     own: tuple[FailoverEntry, ...], own_seqno: int, source: tuple[FailoverEntry, ...], high_seqno: int
 ) -> None:
-    common = common_history(own, own_seqno, source, high_seqno)
+    common = common_history(own, own_seqno, source)
     if common is None:
         return
+    high_seqno = max(high_seqno, common.seqno)
     assert 0 < common.seqno <= own_seqno
     for boundary in {int(common.seqno), (int(common.seqno) + 1) // 2}:
         assert producer_answer(boundary, boundary, boundary, common.vbuuid, source, high_seqno, 0) == Accept()

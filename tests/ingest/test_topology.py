@@ -14,10 +14,8 @@ from mirror.ingest.topology import (
     ClusterMap,
     MalformedClusterMap,
     MapVerdict,
-    Move,
     NewestMap,
     Node,
-    moved_vbuckets,
     network_of,
     newest_of,
     parse_cluster_map,
@@ -202,14 +200,6 @@ def test_of_several_maps_the_newest_of_the_bucket_is_taken() -> None:
 def test_a_map_comes_over_a_pipe_as_it_was() -> None:
     whole = parse_cluster_map(json.dumps(config()), "a.example", network="external")
     assert ClusterMap.from_wire(msgpack.unpackb(msgpack.packb(whole.to_wire()))) == whole
-
-
-def test_the_difference_of_two_maps_is_the_vbuckets_that_moved() -> None:
-    old = parsed()
-    new = parsed(vBucketServerMap={"serverList": ["$HOST:11210"], "vBucketMap": [[0], [0], [-1], [0], [0]]})
-    assert moved_vbuckets(old, new) == [Move(0, B, A), Move(3, None, A), Move(4, None, A)]
-    assert moved_vbuckets(None, old) == [Move(0, None, B), Move(1, None, A)]
-    assert moved_vbuckets(new, old)[-1] == Move(4, A, None)
 
 
 @pytest.mark.parametrize(

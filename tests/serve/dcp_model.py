@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from mirror.ingest import collections as manifests
-from mirror.ingest.rollback import Accept, Rollback, prune_failover_log, vbuuid_at
+from mirror.ingest.rollback import Accept, Rollback
 from mirror.serve.dcp_connection import ABILITIES
 from mirror.serve.dcp_filter import StreamFilter
 from mirror.serve.dcp_producer import published_history
@@ -34,7 +34,7 @@ from mirror.wire.events import (
 )
 from mirror.wire.system_events import decode_system_event, encode_system_event
 from storage import directory, keys, records, stream
-from storage.model import FailoverEntry, Identity, Manifest, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverEntry, Identity, Manifest, Seqno, SnapshotRange, Vbuuid, pruned_log, vbuuid_at
 from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
@@ -331,7 +331,7 @@ class Client:
                 self.boundaries.pop()
             if not middle and self.boundary.seqno == start and start:
                 self.boundaries.clear()
-            self.log = prune_failover_log(self.log, self.boundary.seqno)
+            self.log = pruned_log(self.log, self.boundary.seqno, None)
             self._forget_part()
         raise AssertionError("twenty answers, and none accepts")
 

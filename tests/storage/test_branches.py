@@ -29,30 +29,6 @@ def boundary(seqno: int, vbuuid: int) -> Boundary:
     return Boundary(Branch(1), Seqno(seqno), Seqno(0), Vbuuid(vbuuid), 0)
 
 
-@pytest.mark.parametrize(
-    ("before", "at", "after"),
-    [
-        (entries((3, 30), (2, 20), (1, 0)), 25, entries((2, 20), (1, 0))),
-        (entries((3, 30), (2, 20), (1, 0)), 30, entries((3, 30), (2, 20), (1, 0))),
-        (entries((3, 30), (2, 20)), 10, entries((9, 0))),
-        (entries(), 10, entries((9, 0))),
-    ],
-)
-def test_a_rollback_prunes_the_failover_log(
-    before: tuple[FailoverEntry, ...], at: int, after: tuple[FailoverEntry, ...]
-) -> None:
-    assert branches.prune_failover_log(before, boundary(at, 9)) == after
-
-
-def test_a_boundary_without_vbuuid_leaves_an_empty_log() -> None:
-    assert branches.prune_failover_log(entries((3, 30)), boundary(10, 0)) == ()
-
-
-@pytest.mark.parametrize(("seqno", "vbuuid"), [(35, 3), (30, 3), (29, 2), (5, 1)])
-def test_a_seqno_belongs_to_the_newest_history_that_began_before_it(seqno: int, vbuuid: int) -> None:
-    assert branches.vbuuid_at(entries((3, 30), (2, 20), (1, 0)), seqno) == vbuuid
-
-
 def test_branch_numbers_rise_through_everything_that_opens_one(path: str) -> None:
     writer = open_writer(path)
     seen = [writer.state(0).staging_branch]
