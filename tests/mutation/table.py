@@ -27,6 +27,7 @@ _WRITER, _BRANCHES, _PURGE = "storage/writer.py", "storage/branches.py", "storag
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
 _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
 _OF_GATE, _OF_PERFORMER = "tests/feed/test_persistence.py", "tests/feed/test_performer.py"
+_MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
 _OF_WRITER, _OF_PURGE = "tests/storage/test_writer.py", "tests/storage/test_purge.py"
 
@@ -94,14 +95,15 @@ MUTATIONS = (
         _OF_MACHINE,
     ),
     Mutation(_MACHINE, "if log and log != self.failover_log:", "if False:", _OF_MACHINE),
-    Mutation(_ROLLBACK, "if entry.seqno <= boundary_seqno)", "if True)", _OF_ROLLBACK),
+    Mutation(_MODEL, "if entry.seqno <= seqno)", "if True)", f"{_OF_MODEL} {_OF_WRITER}"),
+    Mutation(_MODEL, "(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)),)", "()", _OF_MODEL),
     Mutation(
         _ROLLBACK,
         "seqno = min(own_end_seqno, source_end_seqno, own_seqno)",
         "seqno = min(own_end_seqno, own_seqno)",
         _OF_ROLLBACK,
     ),
-    Mutation(_ROLLBACK, "if entry.seqno <= seqno:", "if entry.seqno < seqno:", _OF_ROLLBACK),
+    Mutation(_MODEL, "if entry.seqno <= seqno:", "if entry.seqno < seqno:", _OF_MODEL),
     Mutation(_OFFSET, "vbuuid_at(failover_log, end_seqno)", "vbuuid_at(failover_log, staged_seqno)", _OF_OFFSET),
     Mutation(
         _OFFSET,
@@ -172,12 +174,7 @@ MUTATIONS = (
         "pass",
         f"{_OF_PURGE} -k purge_record_of_its_own",
     ),
-    Mutation(
-        _BRANCHES,
-        "kept = tuple(entry for entry in log if entry.seqno <= boundary.seqno)",
-        "kept = log",
-        f"{_OF_WRITER} tests/storage/test_branches.py",
-    ),
+    Mutation(_BRANCHES, "log = pruned_log(own_log, at, boundary.vbuuid)", "log = tuple(own_log)", _OF_WRITER),
     Mutation(
         _BRANCHES,
         "pub._replace(flags=pub.flags | flags)",

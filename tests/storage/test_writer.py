@@ -31,7 +31,7 @@ from storage.branches import all_branches, purge_row
 from storage.check import check
 from storage.environment import SHARED, Environment
 from storage.errors import Locked, NoSuchBoundary, SeqnoOrder, StorageError, ViewInvalidated
-from storage.model import SEQNO_MAX, Branch, Manifest, ManifestUid, Seqno, Vbid
+from storage.model import SEQNO_MAX, Branch, FailoverEntry, Manifest, ManifestUid, Seqno, Vbid, Vbuuid
 from storage.purge import Window
 from storage.records import decode_row
 from storage.view import Token, View, open_view
@@ -588,12 +588,10 @@ def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary
     key = keys_of(0, 1)[0]
     writer.save_failover_log(0, log(5))
     publish(writer, 0, [(key, b"1", 10)])
-    from storage.model import FailoverEntry, Seqno, Vbuuid
-
     writer.save_failover_log(0, [FailoverEntry(Vbuuid(6), Seqno(12))])
     publish(writer, 0, [(key, b"2", 20)])
     assert writer.rollback(0, 15).boundary_seqno == 10
-    assert writer.state(0).failover_log == log(5)
+    assert writer.state(0).failover_log == (FailoverEntry(Vbuuid(5), Seqno(10)),)
 
 
 def test_a_refill_from_an_empty_source_is_published_at_zero(path: str, writer: GroupWriter) -> None:
