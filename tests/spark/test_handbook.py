@@ -19,7 +19,7 @@ from tests.spark.conftest import FAST
 HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")
 FOLDER, PORT = "/tmp/shop", "11310"
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
 
 JAVA = {"JDK_JAVA_OPTIONS": FAST["spark.driver.extraJavaOptions"]}
 
