@@ -183,8 +183,8 @@ def _bare(context: Any, rate: int, seconds: float, path: str, sync: str) -> list
         while len(written) < count:
             due = min(count, int((time.monotonic() - start) * rate) + 1)
             for _ in range(len(written), due):
+                written.append(time.monotonic())  # before it is sent: the other process may be done at once
                 ours.sendall(message)
-                written.append(time.monotonic())
             time.sleep(TICK_S)
         visible: list[float] = receive(here, process)
         return sorted((seen - at) * 1000 for at, seen in zip(written, visible, strict=True))
