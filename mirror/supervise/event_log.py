@@ -1,4 +1,4 @@
-"""The newest events of the service, numbered from 1: logged, kept, and given to whoever waits for the next ones.
+"""The newest events of the service, numbered from 1: logged, kept, and given to clients that wait for the next ones.
 
 Knows how an event is logged and kept; never how it is noticed. Invariants: one line in the log for each event, at its
 level; the number kept is bounded, and a client that was too slow sees by the numbers that it has missed some.

@@ -48,11 +48,15 @@ async def test_each_event_is_one_run_with_its_json_on_stdin_and_no_password(
     assert (tmp_path / "password").read_text() == "\n"
 
 
-async def test_without_a_command_nothing_is_kept() -> None:
+async def test_without_a_command_nothing_is_kept(tmp_path: Path) -> None:
+    """An event of before the command was set is not given to it; one of after it is."""
     hook = Hook(SystemClock(), None)
-    hook.put({})
-    hook.use("true")
+    hook.put({"number": 1})
+    hook.use(script(tmp_path, 'cat > "$1/$$.json"'))
+    hook.put({"number": 2})
+    await eventually(lambda: texts(tmp_path, "*.json"))
     await hook.close()
+    assert [json.loads(text) for text in texts(tmp_path, "*.json")] == [{"number": 2}]
 
 
 @pytest.mark.parametrize(
