@@ -11,8 +11,7 @@ is the work itself, not what is paid for making it visible early.
 from __future__ import annotations
 
 COMMIT_SHARE = 1 / 3
-"""Of a worker's time for scheduled commits: with eight groups and 0.5 ms a commit, a change is visible after 6 ms on
-average; two thirds are left for receiving, which is then bounded by that and not by commits."""
+"""Of a worker's time for scheduled commits; two thirds are left for receiving."""
 
 
 class CommitPace:
