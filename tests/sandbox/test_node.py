@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from contextlib import suppress
 from functools import partial
 from random import Random
 
@@ -62,6 +65,22 @@ async def test_a_length_that_cannot_be_true_ends_the_connection_at_once() -> Non
         assert client.answers == {}
 
 
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_node_that_stops_breaks_connections_that_it_has_just_accepted(turns: int) -> None:
+    cluster = SandboxCluster(vbuckets=1)
+    await cluster.start()
+    node = cluster.nodes[0]
+    with socket.create_connection((cluster.host, node.port)) as client:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await node.stop()
+        assert not node.connections
+        client.settimeout(10)
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+    await cluster.stop()
+
+
 async def test_before_login_only_login_is_answered() -> None:
     async with SandboxCluster(vbuckets=1, profile="7.2") as cluster:
         client = await Client.connect(cluster)
@@ -100,10 +119,10 @@ NOTICES = (Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOT
 async def test_maps_are_announced_to_who_asked_for_it_also_on_dcp_connections(notice: Feature) -> None:
     async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
         features = (Feature.SELECT_BUCKET, Feature.DUPLEX, notice)
-        told = [await Client.login(cluster, features=features), await Client.dcp(cluster, features=features)]
+        clients = [await Client.login(cluster, features=features), await Client.dcp(cluster, features=features)]
         plain = await Client.login(cluster, features=(Feature.SELECT_BUCKET, Feature.DUPLEX))
         cluster.move(0, 1)
-        for client in told:
+        for client in clients:
             await client.until(partial(getattr, client, "pushed"))
             epoch, rev, bucket, config = codec_kv.decode_clustermap_notification(client.pushed[0])
             assert (epoch, rev, bucket) == (cluster.bucket.map.epoch, cluster.bucket.map.rev, b"demo")
