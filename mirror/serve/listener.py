@@ -146,12 +146,16 @@ class Reserved:
                 os.unlink(self.address.path)
 
 
-def reserve(address: Address, setting: str) -> Reserved:
-    """Take an address for the processes to come. Raises ConfigError when somebody else has it."""
+def reserve(address: Address, setting: str, *, shared: bool = False) -> Reserved:
+    """Take an address for the processes to come. Raises ConfigError when somebody else has it.
+
+    `shared`: processes of this service listen on its port already, at another of the machine's addresses.
+    """
     try:
         if address.path is not None:
             return Reserved(address, _unix_socket(address.path))
-        _tcp_socket(address, shared=False).close()  # an unshared bind notices another service on a shared port
+        if not shared:
+            _tcp_socket(address, shared=False).close()  # an unshared bind notices another service on a shared port
         held = _tcp_socket(address)
     except OSError as error:
         raise ConfigError(

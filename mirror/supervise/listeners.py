@@ -2,14 +2,17 @@
 
 Knows which kinds of servers there are, how many processes each has, and the sockets that hold their addresses; never
 what is spoken. A server's slot is a worker's slot without groups, numbered above all workers. Invariants: an address
-is held from before the first process until after the last; it does not change while the service runs, but the number
-of processes may; a setting that concerns readers alone restarts no worker, and the other way round.
+is held from before the first process until after the last, or until a reload names it no more; addresses change
+together or, where one of them cannot be had, not at all; a setting that concerns readers alone restarts no worker, and
+the other way round.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from mirror.config import Settings
@@ -31,8 +34,11 @@ _LIVE = {
 }  # fmt: skip
 """What takes effect without a process started again."""
 
-FIXED = ("data", "source", "groups", "collections", "scope", "vbuckets", "bootstrap_timeout_s", *KINDS)
+FIXED = ("data", "source", "groups", "collections", "scope", "vbuckets", "bootstrap_timeout_s")
 """What a reload leaves as it is: it takes effect at the next start of the service."""
+
+Held = dict[str, dict[Address, Reserved]]
+"""Kind -> each address as the settings name it -> the socket that holds it."""
 
 
 class Listeners:
@@ -43,33 +49,74 @@ class Listeners:
 
         Raises ConfigError.
         """
-        self._addresses: dict[str, list[Address]] = {}
-        self._held: dict[str, list[Reserved]] = {}
-        self._ready: set[str] = set()
+        self._addresses = check_servers(settings)
+        self._held: Held = {}
+        self._announced: set[tuple[str, Address]] = set()
         self._revision = revision
         self._login_secret = secrets.token_bytes(16)
         """Makes salts: of an unknown user the same ones in all processes."""
-        for kind in KINDS:
-            text = getattr(settings, kind)
-            if text is None:
-                continue
-            self._addresses[kind] = parse_addresses(text, kind)
-            check_addresses(self._addresses[kind], settings, kind)
-        if self._addresses:
-            users_of(settings)
-            server_tls(settings)
-        check_reloaded(settings)
+        self._certificate = _certificate_of(settings)
 
     def reserve(self) -> None:
-        """Take the addresses. Raises ConfigError when one is taken."""
+        """Take the addresses. Raises ConfigError when one is taken, and holds none then."""
+        self._held = self._taken(self._addresses)
+
+    def change(self, settings: Settings) -> None:
+        """Take the addresses that these settings have, and let go of those that they have no longer.
+
+        An address that stays is held all the time. Raises ConfigError when one cannot be had; nothing has changed then.
+        """
+        wanted = check_servers(settings)
+        fresh = self._taken(wanted)
+        kept = {id(each.socket) for _, _, each in _each(fresh)}
+        for _, _, each in _each(self._held):
+            if id(each.socket) not in kept:
+                each.release()
+        self._addresses, self._held = wanted, fresh
+        self._announced &= {(kind, each.address) for kind, _, each in _each(fresh)}
+
+    def certificate_changed(self, settings: Settings) -> bool:
+        """Whether the files of the certificate are others than when this was last asked."""
+        before, self._certificate = self._certificate, _certificate_of(settings)
+        return before != self._certificate
+
+    def _taken(self, wanted: dict[str, list[Address]]) -> Held:
+        """Hold these addresses: those that are held already are not taken again. Raises ConfigError."""
+        found: Held = {}
+        new: list[Reserved] = []
         try:
-            for kind, addresses in self._addresses.items():
-                self._held[kind] = []
+            for kind, addresses in wanted.items():
+                found[kind] = {}
                 for address in addresses:
-                    self._held[kind].append(reserve(address, kind))
+                    reserved = self._reserved(kind, address)
+                    if reserved is None:
+                        reserved = self._reserve(kind, address)
+                        new.append(reserved)
+                    found[kind][address] = replace(reserved, address=replace(reserved.address, tls=address.tls))
         except ConfigError:
-            self.release()
+            for each in new:
+                each.release()
             raise
+        return found
+
+    def _reserved(self, kind: str, address: Address) -> Reserved | None:
+        """The socket that holds an address for a kind now, with or without TLS."""
+        place = _place(address)
+        for asked, reserved in self._held.get(kind, {}).items():
+            if place in (_place(asked), _place(reserved.address)):
+                return reserved
+        return None
+
+    def _reserve(self, kind: str, address: Address) -> Reserved:
+        for other, _, reserved in _each(self._held):
+            if other != kind and _place(reserved.address) == _place(address):
+                raise ConfigError(
+                    f"{kind}: {address} is the address of {other} until {other} has changed",
+                    hint=f"reload once without it, and again with {kind} at that address",
+                    setting=kind,
+                )
+        own_ports = {reserved.address.port for reserved in self._held.get(kind, {}).values()}
+        return reserve(address, kind, shared=address.path is None and address.port in own_ports)
 
     def renew(self, revision: int) -> int:
         """The map has changed: its new revision."""
@@ -78,10 +125,9 @@ class Listeners:
 
     def release(self) -> None:
         """Let go of the addresses."""
-        for held in self._held.values():
-            for each in held:
-                each.release()
-        self._held.clear()
+        for _, _, each in _each(self._held):
+            each.release()
+        self._held = {}
 
     def desired(self, settings: Settings) -> dict[int, tuple[int, ...]]:
         """Slot -> no groups, for each process that there should be."""
@@ -93,38 +139,77 @@ class Listeners:
 
     def inherited(self, slot: int) -> list[int]:
         """Descriptors that the process of a slot inherits."""
-        return [each.inherited for each in self._held.get(kind_of(slot) or "", ()) if each.inherited is not None]
+        held = self._held.get(kind_of(slot) or "", {})
+        return [each.inherited for each in held.values() if each.inherited is not None]
 
     def start_fields(self, slot: int) -> dict[str, Any]:
         """What a START message tells a server beside the settings."""
         kind = kind_of(slot)
-        held = self._held.get(kind or "", ())
+        held = self._held.get(kind or "", {})
         return {
             "kind": kind,
             "revision": self._revision,
             "login_secret": self._login_secret.hex(),
-            "listeners": [[str(each.address), each.inherited] for each in held],
+            "listeners": [[str(each.address), each.inherited] for each in held.values()],
         }
 
     def ready(self, slot: int) -> list[str]:
-        """A process listens: the lines that tell where, when it is the first of its kind."""
-        kind = kind_of(slot)
-        if kind is None or kind in self._ready:
-            return []
-        self._ready.add(kind)
-        return [f"{kind} {url_of(kind, each.address)}" for each in self._held.get(kind, ())]
+        """A process listens: a line for each address of its kind that has not been announced."""
+        kind = kind_of(slot) or ""
+        new = [
+            each.address for each in self._held.get(kind, {}).values() if (kind, each.address) not in self._announced
+        ]
+        self._announced |= {(kind, address) for address in new}
+        return [f"{kind} {url_of(kind, address)}" for address in new]
 
     def urls(self) -> dict[str, list[str]]:
         """Where each kind listens."""
-        return {kind: [url_of(kind, each.address) for each in held] for kind, held in self._held.items()}
+        return {kind: [url_of(kind, each.address) for each in held.values()] for kind, held in self._held.items()}
 
 
-def check_reloaded(settings: Settings) -> None:
-    """Refuse what readers' processes could not take while they run. Raises ConfigError."""
+def _each(held: Held) -> Iterator[tuple[str, Address, Reserved]]:
+    return ((kind, address, each) for kind, addresses in held.items() for address, each in addresses.items())
+
+
+def _place(address: Address) -> Address:
+    """Where it is, whatever is spoken there."""
+    return replace(address, tls=False)
+
+
+def _certificate_of(settings: Settings) -> list[tuple[int, int, int]]:
+    """What tells the files of the listeners' certificate from others that take their names."""
+    found = []
+    for path in (settings.listen_tls_cert_file, settings.listen_tls_key_file):
+        try:
+            status = os.stat(path) if path is not None else None
+        except OSError:  # `server_tls` says so
+            status = None
+        found.append((status.st_ino, status.st_mtime_ns, status.st_size) if status is not None else (0, 0, 0))
+    return found
+
+
+def check_servers(settings: Settings) -> dict[str, list[Address]]:
+    """The addresses of each kind that has some, once what its processes need was checked. Raises ConfigError."""
+    found: dict[str, list[Address]] = {}
+    owner: dict[Address, str] = {}
+    for kind in KINDS:
+        text = getattr(settings, kind)
+        if text is None:
+            continue
+        found[kind] = parse_addresses(text, kind)
+        check_addresses(found[kind], settings, kind)
+        for place in (_place(address) for address in found[kind] if address.port or address.path):
+            if owner.setdefault(place, kind) != kind:
+                raise ConfigError(
+                    f"{kind} names {place}, and so does {owner[place]}", hint="give each its own", setting=kind
+                )
+    if found:
+        users_of(settings)
+        server_tls(settings)
+        raise_descriptor_limit(settings, settings.groups)  # which the processes inherit
     if settings.kv_nodes is not None:
         named_nodes(settings.kv_nodes)
-    if any(getattr(settings, kind) is not None for kind in KINDS):
-        raise_descriptor_limit(settings, settings.groups)  # which the processes inherit
+    return found
 
 
 def url_of(kind: str, address: Address) -> str:
@@ -143,9 +228,12 @@ def kind_of(slot: int) -> str | None:
 
 def outdated_by(slot: int, changed: Collection[str]) -> bool:
     """Whether the process of a slot has to be started again after these settings changed."""
-    concerning = set(changed) - _LIVE
+    kind = kind_of(slot)
+    others = {each for each in KINDS if each != kind}
+    """Addresses of one kind concern its own processes alone."""
+    concerning = set(changed) - _LIVE - others
     of_readers = {name for name in concerning if name.startswith(_PREFIXES)}
-    if kind_of(slot) is None:
+    if kind is None:
         return bool(concerning - of_readers)
     return bool(of_readers or concerning & _BOTH)
 
@@ -154,5 +242,7 @@ def effect_of(name: str) -> str:
     """Say when a changed setting takes effect, and what is restarted for it."""
     if name in FIXED:
         return "restart"
+    if name in KINDS:
+        return "reload, which restarts its servers"
     restarted = [what for slot, what in ((0, "workers"), (SLOTS_PER_KIND, "servers")) if outdated_by(slot, {name})]
     return f"reload, which restarts {' and '.join(restarted)}" if restarted else "reload"

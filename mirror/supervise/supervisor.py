@@ -33,9 +33,9 @@ from mirror.supervise.event_log import EventLog
 from mirror.supervise.events import LeaseExpired, MapChanged, SettingsRead, SettingsRefused, WorkerEnded
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
-from mirror.supervise.hook import Hook
+from mirror.supervise.hook import Hook, words_of
 from mirror.supervise.leases import LeaseBook, Record
-from mirror.supervise.listeners import FIXED, SLOTS_PER_KIND, Listeners, check_reloaded, kind_of, outdated_by
+from mirror.supervise.listeners import FIXED, SLOTS_PER_KIND, Listeners, kind_of, outdated_by
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.maps import MapBook
 from mirror.supervise.observer import Observer
@@ -478,7 +478,7 @@ class Supervisor:
             log.info(
                 f"{kind_of(child.slot) or 'worker'} ready", slot=child.slot, pid=child.pid, groups=list(child.groups)
             )
-            for line in self._listeners.ready(child.slot):
+            for line in () if child.outdated else self._listeners.ready(child.slot):
                 if self._announce is not None:
                     self._announce(line)
                 else:
@@ -560,12 +560,16 @@ class Supervisor:
         self._notifier.reloading(self._clock.monotonic())
         try:
             fresh = self._reload()
-            check_reloaded(fresh)
+            if fresh.on_event is not None:
+                words_of(fresh.on_event)
+            self._listeners.change(fresh)
             self._hook.use(fresh.on_event)
         except ConfigError as error:
             self._event_log.add(SettingsRefused(why=str(error)))
         else:
             found = [name for name in to_wire(fresh) if getattr(fresh, name) != getattr(self._settings, name)]
+            if self._listeners.certificate_changed(fresh) and "listen_tls_cert_file" not in found:
+                found.append("listen_tls_cert_file")
             fresh = replace(fresh, **{name: getattr(self._settings, name) for name in FIXED})
             changed = [name for name in found if name not in FIXED]
             self._settings = fresh
@@ -575,8 +579,9 @@ class Supervisor:
                 self._desired = self._wanted_now(self._identity)
             if self._leases is not None:
                 self._leases.limit(seconds_max=fresh.lease_max_s, age_max_s=fresh.lease_age_max_s)
-            if "kv_nodes" in changed:
-                self._spawn_task(self._tell_map(self._listeners.renew(self._clock.wall_ms() // 1000)))
+            if "kv_nodes" in changed or "kv" in changed:
+                revision = self._listeners.renew(self._clock.wall_ms() // 1000)
+                self._spawn_task(self._tell_map(revision))
             for child in self._alive():
                 child.outdated = child.outdated or outdated_by(child.slot, changed)
         if self._was_ready:
@@ -586,7 +591,7 @@ class Supervisor:
         """Have the KV processes, and through them their clients, know the mirrors of the bucket as they are now."""
         command = {"op": "map", "kv_nodes": self._settings.kv_nodes, "revision": revision}
         for child in self._alive():
-            if kind_of(child.slot) == "kv":
+            if kind_of(child.slot) == "kv" and not child.outdated:
                 try:
                     await child.request(command, REPORT_TIMEOUT_S)
                 except SupervisionError as error:
@@ -786,7 +791,7 @@ class Supervisor:
             "servers": [
                 {"kind": kind_of(number)} | self._worker_row(number, slot)
                 for number, slot in sorted(self._slots.items())
-                if kind_of(number) is not None
+                if kind_of(number) is not None and (slot.child is not None or number in self._desired)
             ],
             "listeners": self._listeners.urls(),
             "leases": [

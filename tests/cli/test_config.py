@@ -52,13 +52,14 @@ def test_each_setting_is_explained_with_its_bounds_and_what_a_change_needs() -> 
     assert rows["connect_timeout_s"]["values"] == "number, seconds, above 0, at most 600"
     assert rows["map_size_bytes"]["values"] == "integer, bytes, at least 16777216"
     assert rows["sync"]["values"] == "`safe`, `full`, `unsafe`"
-    effects = ("source", "groups", "workers", "history_s", "reader_idle_timeout_s", "log_level")
+    effects = ("source", "groups", "workers", "history_s", "reader_idle_timeout_s", "http", "log_level")
     assert [rows[name]["takes_effect"] for name in effects] == [
         "restart",
         "new data directory",
         "reload",
         "reload, which restarts workers",
         "reload, which restarts servers",
+        "reload, which restarts its servers",
         "reload, which restarts workers and servers",
     ]
 

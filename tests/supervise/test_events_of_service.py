@@ -114,12 +114,12 @@ async def test_settings_that_are_read_again_are_said_one_by_one(
             await eventually(functools.partial(has_events, service, count))
         events = service.status_document()["events"][3::-1]
         first, second, third, fourth = events
-        assert (first["in_force"], first["need_restart"]) == (["lease_max_s", "on_event"], ["source", "http"])
+        assert (first["in_force"], first["need_restart"]) == (["http", "lease_max_s", "on_event"], ["source"])
         assert first["text"] == (
-            "settings read again: in force now: lease_max_s, on_event; "
-            "only after a restart of the service: source, http"
+            "settings read again: in force now: http, lease_max_s, on_event; "
+            "only after a restart of the service: source"
         )
-        assert (second["in_force"], second["need_restart"]) == (["lease_max_s", "on_event"], [])
+        assert (second["in_force"], second["need_restart"]) == (["http", "lease_max_s", "on_event"], [])
         assert (third["event"], third["why"]) == ("settings-refused", "the file is no TOML")
         assert "close its quotes" in fourth["why"]
 

@@ -12,7 +12,7 @@ import pytest
 from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
-from mirror.supervise.listeners import Listeners, kind_of, outdated_by
+from mirror.supervise.listeners import Listeners, effect_of, kind_of, outdated_by
 
 
 def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
@@ -76,6 +76,8 @@ def test_an_address_that_is_taken_lets_the_others_go() -> None:
         ({"kv": "0", "users_file": "/nonexistent"}, "users_file"),
         ({"kv": "tls://127.0.0.1:0", "listen_tls_cert_file": "/nonexistent"}, "listen_tls_cert_file"),
         ({"kv_nodes": "a,b"}, "kv_nodes"),
+        ({"kv": "11410", "http": "0,127.0.0.1:11410"}, "http"),
+        ({"kv": "unix:/tmp/a", "dcp": "unix:/tmp/a"}, "dcp"),
     ],
 )
 def test_bad_settings_are_found_before_anything_starts(values: dict[str, str], setting: str) -> None:
@@ -95,7 +97,8 @@ def test_a_map_that_changed_has_a_later_revision() -> None:
     ("changed", "worker", "server"),
     [
         ({"kv_pipeline_max"}, False, True),
-        ({"dcp"}, False, True),
+        ({"kv"}, False, True),
+        ({"dcp"}, False, False),
         ({"users_file", "reader_idle_timeout_s"}, False, True),
         ({"commit_interval_ms"}, True, False),
         ({"log_level"}, True, True),
@@ -105,3 +108,90 @@ def test_a_map_that_changed_has_a_later_revision() -> None:
 )
 def test_a_setting_restarts_only_those_whom_it_concerns(changed: set[str], worker: bool, server: bool) -> None:
     assert (outdated_by(0, changed), outdated_by(1000, changed)) == (worker, server)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def test_a_changed_address_is_taken_and_the_old_one_let_go(tmp_path: Path) -> None:
+    first, second = free_port(), free_port()
+    settings = Settings(kv=f"{first},unix:{tmp_path}/kv.sock", http="0")
+    listeners = Listeners(settings, 1)
+    listeners.reserve()
+    urls = listeners.urls()
+    listeners.ready(1000)
+    listeners.change(replace(settings, kv=f"unix:{tmp_path}/kv.sock,{second}", dcp="0"))
+    assert listeners.urls()["kv"] == [f"unix:{tmp_path}/kv.sock", f"couchbase://127.0.0.1:{second}"]
+    assert listeners.urls()["http"] == urls["http"], "port 0 is not another port after each reload"
+    assert listeners.ready(1000) == [f"kv couchbase://127.0.0.1:{second}"]
+    assert set(listeners.desired(settings)) == {1000, 2000, 3000}
+    assert (tmp_path / "kv.sock").exists()
+    socket.create_server(("127.0.0.1", first)).close()
+    listeners.change(replace(settings, kv=None))
+    assert set(listeners.urls()) == {"http"}
+    assert not (tmp_path / "kv.sock").exists()
+    socket.create_server(("127.0.0.1", second)).close()
+    listeners.release()
+
+
+def test_an_address_that_cannot_be_had_changes_none(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = free_port()
+        settings = Settings(kv=f"unix:{tmp_path}/kv.sock")
+        listeners = Listeners(settings, 1)
+        listeners.reserve()
+        urls = listeners.urls()
+        with pytest.raises(ConfigError, match="http: cannot listen"):
+            listeners.change(Settings(kv=f"{free}", http=f"{taken.getsockname()[1]}"))
+        assert listeners.urls() == urls
+        assert (tmp_path / "kv.sock").exists()
+        socket.create_server(("127.0.0.1", free)).close()
+        with pytest.raises(ConfigError, match="is the address of kv until kv has changed") as caught:
+            listeners.change(Settings(http=f"unix:{tmp_path}/kv.sock"))
+        assert caught.value.setting == "http"
+        with pytest.raises(ConfigError, match="users file"):
+            listeners.change(replace(settings, users_file=tmp_path / "absent"))
+        listeners.release()
+
+
+def test_an_address_may_gain_tls_or_another_host_at_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of this service listen at the port already: that is no other service."""
+    monkeypatch.setattr("mirror.supervise.listeners.server_tls", lambda _settings: None)
+    monkeypatch.setattr("mirror.supervise.listeners.users_of", lambda _settings: None)
+    listeners = Listeners(Settings(kv="0"), 1)
+    listeners.reserve()
+    (held,) = listeners.start_fields(1000)["listeners"]
+    port = held[0].rpartition(":")[2]
+    with socket.socket() as serving:
+        serving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        serving.bind(("127.0.0.1", int(port)))
+        serving.listen()
+        settings = Settings(
+            kv=f"tls://127.0.0.1:{port}", listen_tls_cert_file=tmp_path / "cert", users_file=tmp_path / "users"
+        )
+        listeners.change(settings)
+        assert listeners.start_fields(1000)["listeners"] == [[f"tls://127.0.0.1:{port}", None]]
+        listeners.change(replace(settings, kv=f"tls://0.0.0.0:{port}"))
+        assert listeners.start_fields(1000)["listeners"] == [[f"tls://0.0.0.0:{port}", None]]
+    listeners.release()
+
+
+def test_a_renewed_certificate_is_noticed(tmp_path: Path) -> None:
+    settings = Settings(listen_tls_cert_file=tmp_path / "cert.pem")
+    (tmp_path / "cert.pem").write_text("old")
+    listeners = Listeners(settings, 1)
+    assert not listeners.certificate_changed(settings)
+    (tmp_path / "cert.pem").write_text("renewed")
+    assert listeners.certificate_changed(settings)
+    assert not listeners.certificate_changed(settings)
+
+
+def test_what_a_change_needs_is_said() -> None:
+    assert [effect_of(name) for name in ("source", "kv", "dcp_processes", "users_file")] == [
+        "restart",
+        "reload, which restarts its servers",
+        "reload",
+        "reload, which restarts servers",
+    ]

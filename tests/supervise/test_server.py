@@ -160,6 +160,54 @@ async def test_processes_share_a_port_and_a_killed_one_takes_only_its_own_along(
             writer.close()
 
 
+def servers(supervisor: Supervisor) -> dict[str, int]:
+    """Kind -> process, of the servers that run; workers must not have been disturbed."""
+    document = supervisor.status_document()
+    assert [(row["phase"], row["restarts"]) for row in document["workers"]] == [("running", 0)] * 2
+    return {row["kind"]: row["pid"] for row in document["servers"] if row["phase"] == "running"}
+
+
+async def test_a_reload_opens_moves_and_closes_listeners_one_by_one(data: Path) -> None:
+    settings = [settings_for(data, kv="0")]
+    async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
+        client = await connect(lines[0])
+        before = servers(supervisor)
+        settings[0] = settings_for(data, kv="0", http="0")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: len(lines) == 2)
+        page = await connect(lines[1])
+        assert await page_of(page) == b"value"
+        assert (await value_of(client), servers(supervisor)["kv"]) == (b"value", before["kv"])
+
+        settings[0] = settings_for(data, kv=f"unix:{data}/kv.sock", http="0")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: len(lines) == 3)
+        assert lines[2] == f"kv unix:{data}/kv.sock"
+        moved = await connect(lines[2])
+        assert (await value_of(moved), await page_of(page)) == (b"value", b"value")
+        with pytest.raises(OSError, match="refused|Connect call failed"):
+            await connect(lines[0])
+
+        taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        port = taken.sockets[0].getsockname()[1]
+        running = servers(supervisor)
+        settings[0] = settings_for(data, kv=f"{port}", commit_interval_ms=7)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: supervisor.status_document()["events"][0]["event"] == "settings-refused")
+        assert f"kv: cannot listen at 127.0.0.1:{port}" in supervisor.status_document()["events"][0]["why"]
+        assert (await value_of(moved), await page_of(page)) == (b"value", b"value")
+        assert servers(supervisor) == running
+        taken.close()
+
+        settings[0] = settings_for(data, kv=f"unix:{data}/kv.sock")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: [row["kind"] for row in supervisor.status_document()["servers"]] == ["kv"])
+        assert await page[0].read() == b"", "closed"
+        assert (await value_of(moved), servers(supervisor)) == (b"value", {"kv": running["kv"]})
+        for _, writer in (client, page, moved):
+            writer.close()
+
+
 async def receive(streams: Streams) -> Frame:
     reader, _ = streams
     async with asyncio.timeout(WAIT_S):
