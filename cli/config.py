@@ -43,8 +43,8 @@ that does:
 - **reload**: at once;
 - **reload, which restarts workers** (or servers, or both): these processes are stopped cleanly and started again, which
   takes a second or two. Workers commit first and resume at their last commit; clients of servers have to reconnect;
-- **reload, which restarts its servers**: the processes of this listener alone, which is opened, moved or closed. Where a
-  new address cannot be had, all new settings are refused, and everything goes on as it was;
+- **reload, which restarts its servers**: the processes of this listener alone, which is opened, moved or closed. Where
+  a new address cannot be had, all new settings are refused, and everything goes on as it was;
 - **restart**: the service must be stopped and started;
 - **new data directory**: fixed when the directory is created; another value is refused at start.
 """
