@@ -14,24 +14,30 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.parts import Part, run_of
+from mirror.spark.parts import Part, PartWriter, run_name, run_of
 from mirror.spark.places import Folder, LocalFolder, plain
 
 LOCK_FILE = "_dcp_mirror.lock"
 LOG_FOLDER = "_delta_log"
 RUN = "dcp_mirror_run"
 """Name in a commit's metadata of the run whose files it names."""
+
+COMPACTED_BYTES_MAX = 128 * 1024 * 1024
+"""Files that have grown so large are not copied again."""
+READ_ROWS = 8192
 
 
 class CommitConflict(MirrorError):
@@ -126,6 +132,69 @@ def commit_parts(
             table.create_write_transaction(actions, mode, wanted, [], commit_properties=how)
     except (DeltaError, OSError) as error:
         raise conflict_or(folder, table, error) from error
+
+
+def compact(folder: Folder, table: DeltaTable, schema: pa.Schema) -> int:
+    """Put small files of a table together in one commit that changes no row; returns how many files that replaced.
+
+    A row group is held at a time. Raises CommitConflict, MirrorError.
+    """
+    files = sorted(pa.table(table.get_add_actions()).to_pylist(), key=lambda each: each["modification_time"])
+    chosen = [files[at] for at in files_to_merge([each["size_bytes"] for each in files])]
+    if not chosen:
+        return 0
+    with PartWriter(folder.url, f"part-{run_name()}-compacted", schema) as parts:
+        for each in chosen:
+            for batch in batches_of(folder, each["path"]):
+                parts.write(with_columns(batch, schema))
+    now_ms = time.time_ns() // 1_000_000
+    actions: list[AddAction | RemoveAction] = [part.add_action(new_rows=False) for part in parts.finished]
+    actions += [RemoveAction(each["path"], False, now_ms, each["size_bytes"]) for each in chosen]
+    try:
+        table.create_write_transaction(
+            actions, "append", Schema.from_arrow(schema), [], commit_properties=only_next(metadata={"compacted": "1"})
+        )
+        table.update_incremental()
+    except (DeltaError, OSError) as error:
+        raise conflict_or(folder, table, error) from error
+    return len(chosen)
+
+
+def files_to_merge(sizes: Sequence[int]) -> list[int]:
+    """Which files of these sizes to put together: the smallest ones, as many as leave none larger than the others
+    together.
+
+    So what is copied becomes part of a file of at least twice its size, and a byte is copied as often as its first file
+    can double until COMPACTED_BYTES_MAX, however often this is called.
+    """
+    ascending = sorted((size, at) for at, size in enumerate(sizes) if size < COMPACTED_BYTES_MAX)
+    count = total = 0
+    for before, (size, _) in enumerate(ascending):
+        if before and size <= total:
+            count = before + 1
+        total += size
+    return sorted(at for _, at in ascending[:count])
+
+
+def batches_of(folder: Folder, name: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file, some at a time. Raises MirrorError."""
+    try:
+        with folder.open(name) as file:
+            yield from pq.ParquetFile(file).iter_batches(READ_ROWS)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise MirrorError(
+            f"{folder.child(name)}: cannot be read: {plain(error)}", hint="the table is damaged"
+        ) from error
+
+
+def with_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The columns of `schema` as files of any age have them; null in those that came later."""
+    known = set(batch.schema.names)
+    columns = [
+        batch.column(field.name).cast(field.type) if field.name in known else pa.nulls(len(batch), field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def conflict_or(folder: Folder, table: DeltaTable | None, error: Exception) -> MirrorError:

@@ -46,7 +46,7 @@ from deltalake.exceptions import DeltaError
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.columns import CHANGES
-from mirror.spark.delta import commit_parts, conflict_or, lock, only_next, open_table
+from mirror.spark.delta import commit_parts, compact, conflict_or, lock, only_next, open_table
 from mirror.spark.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
 from mirror.spark.offsets import check_selection
 from mirror.spark.parts import ROW_GROUP_ROWS, Part, PartWriter, run_name
@@ -413,8 +413,8 @@ class Lake:
         """
         assert self.done_batch == self._folded, "not within a batch"
         try:
-            self.changes.optimize.compact(writer_properties=WRITER)
-            self.documents.optimize.compact(writer_properties=WRITER)
+            compact(self.changes_folder, self.changes, CHANGES)
+            compact(self.documents_folder, self.documents, STATE)
             self._vacuum(self.changes, keep_hours)
             self._vacuum(self.documents, min(keep_hours, self._costs.keep_documents_hours))
         except (DeltaError, OSError) as error:

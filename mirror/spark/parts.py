@@ -46,9 +46,9 @@ class Part(NamedTuple):
     """Delta's statistics: JSON."""
     time_ms: int
 
-    def add_action(self) -> AddAction:
-        """The same in Delta's words."""
-        return AddAction(self.name, self.size, {}, self.time_ms, True, self.stats)
+    def add_action(self, *, new_rows: bool = True) -> AddAction:
+        """The same in Delta's words. Without `new_rows` its rows were in the table before, in other files."""
+        return AddAction(self.name, self.size, {}, self.time_ms, new_rows, self.stats)
 
 
 def run_name() -> str:

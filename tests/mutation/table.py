@@ -238,4 +238,7 @@ MUTATIONS = (
         "return here",
         "tests/storage/test_wait.py",
     ),
+    # --- what a compaction of a Delta table copies, and what it says to streams that read the table
+    Mutation("mirror/spark/delta.py", "if before and size <= total:", "if before:", "tests/spark/test_delta.py"),
+    Mutation("mirror/spark/delta.py", "part.add_action(new_rows=False)", "part.add_action()", "tests/spark/test_delta.py"),
 )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, Transaction
+from deltalake import DeltaTable, Schema, Transaction
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.delta import (
+    COMPACTED_BYTES_MAX,
     RUN,
     CommitConflict,
     FolderLock,
     commit_parts,
+    compact,
+    files_to_merge,
     open_table,
     remove_orphans,
     require_absent_or_table,
@@ -73,6 +77,55 @@ def test_of_two_commits_upon_one_version_one_fails_and_changes_nothing(
     now = open_table(folder_at(tmp_path))
     assert now is not None
     assert now.transaction_version("me") == (1 if mark else None)
+
+
+def test_a_compaction_copies_no_file_into_one_of_less_than_twice_its_size() -> None:
+    """The last file was copied at each compaction: with 100 batches between two, once for each 25 MB of events."""
+    sizes: list[int] = []
+    copied = added = 0
+    for _ in range(64):
+        sizes += [1 << 20] * 8
+        added += 8 << 20
+        chosen = files_to_merge(sizes)
+        merged = sum(sizes[at] for at in chosen)
+        assert all(2 * sizes[at] <= merged for at in chosen)
+        copied += merged
+        sizes = [size for at, size in enumerate(sizes) if at not in chosen] + ([merged] if merged else [])
+    assert len(sizes) < 20
+    assert copied <= 7 * added, "1 MiB can double seven times until 128"
+    assert files_to_merge([]) == files_to_merge([5]) == files_to_merge([1, 5]) == []
+    assert files_to_merge([3, 10, 3, 6]) == [0, 1, 2, 3]
+    assert files_to_merge([COMPACTED_BYTES_MAX] * 3) == []
+
+
+def test_compacting_changes_no_row_and_streams_from_the_table_see_none_twice(tmp_path: Path) -> None:
+    folder, table = folder_at(tmp_path), None
+    for number in range(3):
+        commit_parts(folder, table, write(tmp_path, run_name(), number, number + 10), SCHEMA)
+        table = open_table(folder)
+    assert table is not None
+    wider = SCHEMA.append(pa.field("age", pa.int64()))
+    table.alter.add_columns(Schema.from_arrow(wider).fields[2:])
+    assert compact(folder, table, wider) == 3
+    assert seqnos(tmp_path) == [0, 1, 2, 10, 11, 12]
+    assert len(table.file_uris()) == 1
+    assert table.to_pyarrow_table().column("age").null_count == 6
+    log = (tmp_path / "_delta_log" / f"{table.version():020d}.json").read_text().splitlines()
+    actions = [action for line in log for name, action in json.loads(line).items() if name in ("add", "remove")]
+    assert [action["dataChange"] for action in actions] == [False] * 4
+    assert compact(folder, table, wider) == 0
+
+
+def test_a_compaction_that_was_overtaken_changes_nothing(tmp_path: Path) -> None:
+    folder, table = folder_at(tmp_path), None
+    for number in range(2):
+        commit_parts(folder, table, write(tmp_path, run_name(), number), SCHEMA)
+        table = open_table(folder)
+    assert table is not None
+    commit_parts(folder, open_table(folder), write(tmp_path, run_name(), 2), SCHEMA)
+    with pytest.raises(CommitConflict):
+        compact(folder, table, SCHEMA)
+    assert seqnos(tmp_path) == [0, 1, 2]
 
 
 def test_orphans_are_the_files_that_no_version_names(tmp_path: Path) -> None:
