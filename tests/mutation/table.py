@@ -30,6 +30,7 @@ _OF_GATE, _OF_PERFORMER = "tests/feed/test_persistence.py", "tests/feed/test_per
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
 _OF_WRITER, _OF_PURGE = "tests/storage/test_writer.py", "tests/storage/test_purge.py"
+_DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
 MUTATIONS = (
     # --- which seqnos make a whole snapshot
@@ -239,6 +240,6 @@ MUTATIONS = (
         "tests/storage/test_wait.py",
     ),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
-    Mutation("mirror/spark/delta.py", "if before and size <= total:", "if before:", "tests/spark/test_delta.py"),
-    Mutation("mirror/spark/delta.py", "part.add_action(new_rows=False)", "part.add_action()", "tests/spark/test_delta.py"),
+    Mutation(_DELTA, "if before and size <= total:", "if before:", _OF_DELTA),
+    Mutation(_DELTA, "part.add_action(new_rows=False)", "part.add_action()", _OF_DELTA),
 )
