@@ -20,15 +20,17 @@ import typer
 from cli import options, output
 from cli.exits import Ended, complain
 from cli.pipeline import need, spark_session
+from mirror.bench import http as http_bench
+from mirror.bench import kv as kv_bench
+from mirror.bench import lag as lag_bench
+from mirror.bench import limits
+from mirror.bench import start as start_bench
+from mirror.bench.ingest import ORDERS, ingest_rounds
 from mirror.errors import ExitCode
 from mirror.sandbox.workload import Orders, order_key
-from mirror.serve import http_bench, kv_bench
-from mirror.supervise import lag_bench, start_bench
-from mirror.supervise.bench import ORDERS, ingest_rounds
-from storage import bench as storage_bench
 
 if TYPE_CHECKING:
-    from mirror.spark.bench import Ratio
+    from mirror.bench.spark import Ratio
 
 app = typer.Typer(
     name="bench",
@@ -169,11 +171,11 @@ def get(
     found = []
     with _folder(folder) as path:
         mirror = str(Path(path) / "mirror")
-        storage_bench.store_rows(mirror, storage_bench.own_keys(vbuckets, documents), snapshot_rows=documents)
-        sample = storage_bench.sample_keys(reads, documents)
+        limits.store_rows(mirror, limits.own_keys(vbuckets, documents), snapshot_rows=documents)
+        sample = limits.sample_keys(reads, documents)
         for _ in range(rounds):
-            limit = storage_bench.get_limit(mirror, sample, vbuckets)
-            view = storage_bench.get_view(mirror, sample)
+            limit = limits.get_limit(mirror, sample, vbuckets)
+            view = limits.get_view(mirror, sample)
             found.append(
                 {
                     "reads_per_s": round(view.per_second),
@@ -197,9 +199,7 @@ def rollback(
     found = []
     for number in range(rounds):
         with _folder(folder) as path:
-            figures = storage_bench.rollback_round(
-                str(Path(path) / "mirror"), rows, value_bytes=value_bytes, seed=number
-            )
+            figures = limits.rollback_round(str(Path(path) / "mirror"), rows, value_bytes=value_bytes, seed=number)
         found.append({name: round(value, 2) for name, value in figures._asdict().items()})
         _say_round(found[-1], as_json)
     if as_json:
@@ -222,8 +222,8 @@ def http(
     found = []
     with _folder(folder) as path:
         mirror = str(Path(path) / "mirror")
-        storage_bench.store_rows(mirror, storage_bench.own_keys(64, documents), snapshot_rows=documents)
-        sample = storage_bench.sample_keys(requests, documents)
+        limits.store_rows(mirror, limits.own_keys(64, documents), snapshot_rows=documents)
+        sample = limits.sample_keys(requests, documents)
         with http_bench.serving(None) as bare, http_bench.serving(mirror) as served:
             for _ in range(rounds):
                 limit = http_bench.measure(bare, sample, connections)
@@ -254,9 +254,9 @@ def kv(
     found = []
     with _folder(folder) as path, contextlib.ExitStack() as stack:
         mirror = str(Path(path) / "mirror")
-        rows = storage_bench.own_keys(vbuckets, documents)
-        storage_bench.store_rows(mirror, rows, snapshot_rows=documents)
-        sample = storage_bench.sample_keys(reads, documents)
+        rows = limits.own_keys(vbuckets, documents)
+        limits.store_rows(mirror, rows, snapshot_rows=documents)
+        sample = limits.sample_keys(reads, documents)
         servers: list[tuple[str, int, kv_bench.Protocol]] = [
             ("mirror", stack.enter_context(kv_bench.mirror_server(mirror)), kv_bench.Memcached)
         ]
@@ -284,7 +284,7 @@ def spark(
 ) -> None:
     """A mirror read by Spark, beside Parquet of the same orders, from_json on the same rows, and plain Arrow."""
     need("pyspark", "pyarrow", "deltalake")
-    from mirror.spark import bench as spark_bench
+    from mirror.bench import spark as spark_bench
 
     def orders() -> Iterator[tuple[bytes, bytes]]:
         template = Orders(Random(1), value_bytes)

@@ -11,6 +11,10 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.spark.sessions import object_store, spark
+
+__all__ = ["object_store", "spark"]
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 FIRST = ("spark", "crash", "whole", "cli", "sim", "serve", "supervise", "tidy", "feed", "storage")
@@ -94,3 +98,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FIRST.index(package) if package in FIRST else len(FIRST)
 
     items.sort(key=rank)
+    for item in items:
+        if "spark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("spark"))  # anyone who needs the session runs where it is

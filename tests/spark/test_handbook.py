@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 import mirror.spark
 from tests.docs.blocks import BLOCK, SPARK_PAGE, Shell, blocks_of, free_port, site
-from tests.spark.conftest import FAST
+from tests.spark.sessions import FAST
 
 HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")
 FOLDER, PORT = "/tmp/shop", "11310"

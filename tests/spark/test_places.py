@@ -23,9 +23,9 @@ from mirror.spark.places import LocalFolder, ObjectFolder, folder_at, local_path
 from mirror.spark.runner import LocalRunner
 from mirror.spark.sync import How, checkpoint_for
 from tests.cli.conftest import call
-from tests.spark.conftest import ObjectStore
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror, orders, scanned
+from tests.spark.sessions import ObjectStore
 from tests.spark.test_lake import apply, batch, current, told, write_files
 
 REFUSED = [

@@ -11,9 +11,9 @@ import pytest
 from deltalake import DeltaTable
 
 import cli.pipeline
+from mirror.bench import limits
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from storage import bench
 from storage.view import open_view
 from tests.cli.conftest import COMMAND, call
 from tests.crash.load import Load
@@ -71,7 +71,7 @@ class Driver:
 
 def test_an_export_by_spark_submit_outlives_an_executor(cluster: Standalone, tmp_path: Path) -> None:
     data, target = tmp_path / "data", tmp_path / "out"
-    bench.store_rows(str(data), bench.own_keys(VBUCKETS, DOCUMENTS), snapshot_rows=DOCUMENTS)
+    limits.store_rows(str(data), limits.own_keys(VBUCKETS, DOCUMENTS), snapshot_rows=DOCUMENTS)
     submit = [HOME / "bin" / "spark-submit", "--master", cluster.url, cli.pipeline.__file__]
     driver = Driver(tmp_path, *submit, "export", "--data", data, "--to", target, "--format", "delta", "--json")
     until(

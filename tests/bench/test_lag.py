@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.supervise.lag_bench import lags, lags_ms, quantile
+from mirror.bench.lag import lags, lags_ms, quantile
 from storage.check import check
 from storage.view import open_view
 

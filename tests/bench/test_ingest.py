@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.supervise import bench
+from mirror.bench import ingest
 from storage import records
 from storage.check import check
 from storage.model import Branch, Vbid
@@ -14,7 +14,7 @@ from storage.view import open_view
 
 
 def test_the_documents_are_as_many_and_as_large_as_asked_for() -> None:
-    documents = list(bench.documents(500, 200))
+    documents = list(ingest.documents(500, 200))
     assert len({key for key, _ in documents}) == 500
     assert {len(key) for key, _ in documents} == {20}
     assert {len(value) for _, value in documents} == {200}
@@ -22,7 +22,7 @@ def test_the_documents_are_as_many_and_as_large_as_asked_for() -> None:
 
 
 def test_the_limit_has_every_document_in_its_vbucket_with_rising_seqnos() -> None:
-    rows = bench.limit_rows(300, 4, 64)
+    rows = ingest.limit_rows(300, 4, 64)
     assert sum(map(len, rows.values())) == 300
     for vbid, each in rows.items():
         found = [records.decode_row(Vbid(vbid), Branch(1), frame).seqno for _, frame in each]
@@ -31,7 +31,7 @@ def test_the_limit_has_every_document_in_its_vbucket_with_rising_seqnos() -> Non
 
 @pytest.mark.timeout(120)
 def test_a_round_fills_a_mirror_and_tells_its_figures(tmp_path: Path) -> None:
-    found = list(bench.ingest_rounds(3000, 8, 100, 1, str(tmp_path), "safe", orders=bench.ORDERS))
+    found = list(ingest.ingest_rounds(3000, 8, 100, 1, str(tmp_path), "safe", orders=ingest.ORDERS))
     assert [figures.order for figures in found] == ["turn", "stream"]
     for figures in found:
         assert figures.documents == figures.ingest.documents == figures.limit.documents == 3000

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from pyspark.sql.functions import col, from_json
 
+from mirror.bench import limits
 from mirror.spark.export import export
 from mirror.spark.runner import LocalRunner
-from storage import bench, keys, records
+from storage import keys, records
 
 FEW, MANY, GROUPS = 64, 1024, 8
 CAS = 1_700_000_000_000_000_000
@@ -70,7 +71,7 @@ class Ratio(NamedTuple):
 
 def store(path: str, documents: Iterable[tuple[bytes, bytes]], vbuckets: int) -> int:
     """A mirror of these documents, as a first backfill leaves it. Returns the bytes of keys and values."""
-    rows: dict[int, list[bench.Row]] = {vbid: [] for vbid in range(vbuckets)}
+    rows: dict[int, list[limits.Row]] = {vbid: [] for vbid in range(vbuckets)}
     size = 0
     for key, body in documents:
         each = rows[keys.vbid_of(key, vbuckets)]
@@ -78,7 +79,7 @@ def store(path: str, documents: Iterable[tuple[bytes, bytes]], vbuckets: int) ->
         frame = records.encode_mutation(key, body, seqno, cas=CAS + (seqno << 16), datatype=1)
         each.append((keys.ROW.pack(1, seqno), frame))
         size += len(key) + len(body)
-    bench.store_rows(path, rows, snapshot_rows=max(map(len, rows.values())) or 1, groups=GROUPS)
+    limits.store_rows(path, rows, snapshot_rows=max(map(len, rows.values())) or 1, groups=GROUPS)
     return size
 
 

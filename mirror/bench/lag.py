@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mirror.bench.ingest import consuming, receive
+from mirror.bench.limits import BareStore
 from mirror.feed.consumer import Consumer, Group
 from mirror.sandbox import SandboxCluster
-from mirror.supervise.bench import consuming, receive
-from storage.bench import BareStore
 
 VALUE_BYTES = 256
 MESSAGE_BYTES = 340

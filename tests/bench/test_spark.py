@@ -12,22 +12,22 @@ from typer.testing import CliRunner
 
 import cli
 from cli.bench import app, bar_lines
-from mirror.spark import bench
+from mirror.bench import spark as spark_bench
 from storage.check import check
 from tests.spark.mirrors import order
 
 
 def test_a_ratio_is_of_one_round_and_a_bar_is_held_against_the_median() -> None:
-    names = {name for bar in bench.BARS for name in (bar.job, bar.beside)}
+    names = {name for bar in spark_bench.BARS for name in (bar.job, bar.beside)}
     found = [dict.fromkeys(names, 1.0) | {"documents": seconds, "typed": 0.5} for seconds in (2.0, 4.0, 3.0)]
-    by_job = {(each.bar.job, each.bar.beside): each for each in bench.ratios(found)}
+    by_job = {(each.bar.job, each.bar.beside): each for each in spark_bench.ratios(found)}
     documents = by_job["documents", "parquet"]
     assert documents[1:] == (3.0, 2.0, 4.0)
     assert documents.met is True
     assert by_job["typed", "from_json"].met is True
     assert by_job["to_parquet", "arrow_export"].met is None
     found[0]["typed"] = found[1]["typed"] = 0.7
-    ratios = bench.ratios(found)
+    ratios = spark_bench.ratios(found)
     assert [each.bar.job for each in ratios if each.met is False] == ["typed"]
     lines = bar_lines(ratios)
     assert lines[0] == "documents, beside Spark reading Parquet: 3.00 of its time (at most 3 wanted; 2.00 to 4.00)"
@@ -36,21 +36,21 @@ def test_a_ratio_is_of_one_round_and_a_bar_is_held_against_the_median() -> None:
 
 def test_a_mirror_for_the_benchmark_is_a_sound_one(tmp_path: Path) -> None:
     documents = [(b"k%d" % number, order(number)) for number in range(300)]
-    assert bench.store(str(tmp_path / "m"), documents, 16) == sum(len(key) + len(body) for key, body in documents)
+    assert spark_bench.store(str(tmp_path / "m"), documents, 16) == sum(len(key) + len(body) for key, body in documents)
     found = check(str(tmp_path / "m"))
     assert found.problems == []
 
 
 def test_both_ways_of_reading_orders_give_the_same_rows(spark: SparkSession, tmp_path: Path) -> None:
     body = b'{"number":%d,"customer":{"name":"Ada"},"items":[{"sku":"a","count":2}],"total":%d.5,"note":"x"}'
-    bench.store(str(tmp_path / "few"), [(b"k%d" % each, body % (each, each)) for each in range(100)], 8)
-    jobs = bench.Jobs(spark, tmp_path, str(tmp_path / "few"), str(tmp_path / "few"))
+    spark_bench.store(str(tmp_path / "few"), [(b"k%d" % each, body % (each, each)) for each in range(100)], 8)
+    jobs = spark_bench.Jobs(spark, tmp_path, str(tmp_path / "few"), str(tmp_path / "few"))
     assertDataFrameEqual(jobs._typed(), jobs._by_spark(jobs._read_parquet()))
 
 
 @pytest.mark.ci
 def test_it_prints_seconds_and_bars(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "WARMING_ROUNDS", 0)
+    monkeypatch.setattr(spark_bench, "WARMING_ROUNDS", 0)
     arguments = ["spark", "--documents", "1000", "--rounds", "1", "--folder", str(tmp_path), "--json"]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     shape = json.loads(done.stdout)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.supervise.start_bench import starts
+from mirror.bench.start import starts
 from storage import directory
 from storage.view import open_view
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import psutil
 
+from mirror.bench.ingest import SANDBOX_PASSWORD, receive
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.sandbox import SandboxCluster
 from mirror.supervise import logs
-from mirror.supervise.bench import SANDBOX_PASSWORD, receive
 from mirror.supervise.figures import private_bytes
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor

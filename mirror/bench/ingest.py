@@ -1,9 +1,9 @@
 """`bench ingest`: the whole way of a document, from the source's socket to a published row, against LMDB's limit.
 
-Knows a source process, a consumer process and how to watch them; what the limit is, `storage.bench` knows. The source
-sends one disk snapshot per vbucket over loopback, as a first backfill is, with the messages of all vbuckets in turn as
-kv_engine sends them, or one vbucket after the other; the consumer is the one that workers run. The
-clock starts with the first stream request and stops when the last vbucket is published, with everything synced.
+Knows a source process, a consumer process and how to watch them; what the limit is, `mirror.bench.limits` knows. The
+source sends one disk snapshot per vbucket over loopback, as a first backfill is, with the messages of all vbuckets in
+turn as kv_engine sends them, or one vbucket after the other; the consumer is the one that workers run. The clock
+starts with the first stream request and stops when the last vbucket is published, with everything synced.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mirror.bench import limits
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.feed.bootstrap import Access
@@ -28,7 +29,7 @@ from mirror.sandbox import SandboxCluster, vbucket_of
 from mirror.supervise import logs
 from mirror.supervise.collector import settle_collector
 from mirror.supervise.figures import private_bytes
-from storage import bench, directory, keys, records
+from storage import directory, keys, records
 from storage.model import Identity
 from storage.writer import GroupWriter
 
@@ -47,8 +48,8 @@ class IngestFigures:
 
     order: str
     documents: int
-    ingest: bench.Timing
-    limit: bench.Timing
+    ingest: limits.Timing
+    limit: limits.Timing
     peak_private_bytes: int
 
     @property
@@ -88,7 +89,7 @@ def ingest_rounds(
         rows = limit_rows(count, vbuckets, value_bytes)
         for number in range(rounds):
             path = os.path.join(folder, f"limit-{number}")
-            limit = bench.write_limit(path, rows, deferred=True)
+            limit = limits.write_limit(path, rows, deferred=True)
             for order in orders:
                 here.send(order)
                 receive(here, source)
@@ -102,9 +103,9 @@ def ingest_rounds(
             source.kill()
 
 
-def limit_rows(count: int, vbuckets: int, value_bytes: int) -> dict[int, list[bench.Row]]:
+def limit_rows(count: int, vbuckets: int, value_bytes: int) -> dict[int, list[limits.Row]]:
     """What the source holds, as the rows that LMDB takes."""
-    rows: dict[int, list[bench.Row]] = {vbid: [] for vbid in range(vbuckets)}
+    rows: dict[int, list[limits.Row]] = {vbid: [] for vbid in range(vbuckets)}
     for key, value in documents(count, value_bytes):
         each = rows[vbucket_of(key, vbuckets)]
         seqno = len(each) + 1
@@ -143,7 +144,7 @@ def _serve_documents(pipe: Connection, count: int, vbuckets: int, value_bytes: i
     asyncio.run(serve())
 
 
-def _consume_once(context: Any, connection_string: str, path: str, sync: str) -> tuple[bench.Timing, int]:
+def _consume_once(context: Any, connection_string: str, path: str, sync: str) -> tuple[limits.Timing, int]:
     here, there = context.Pipe()
     consumer = context.Process(target=_consume, args=(there, connection_string, path, sync), daemon=True)
     consumer.start()
@@ -154,7 +155,7 @@ def _consume_once(context: Any, connection_string: str, path: str, sync: str) ->
                 break
             peak = max(peak, private_bytes(consumer.pid) or 0)
         count, seconds, cpu_s = receive(here, consumer)
-        return bench.Timing(count, seconds, cpu_s), peak
+        return limits.Timing(count, seconds, cpu_s), peak
     finally:
         consumer.join(30)
         if consumer.is_alive():

@@ -1,0 +1,1 @@
+"""How fast the program is beside the limits of what it stands on: one module for each bench, and `limits`."""

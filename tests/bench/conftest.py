@@ -1,0 +1,5 @@
+"""A server to measure."""
+
+from tests.serve.conftest import site, source
+
+__all__ = ["site", "source"]
