@@ -12,9 +12,10 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -54,6 +55,10 @@ from storage.transaction import Transaction
 CHUNK_ROWS = 2_000
 """Rows that a scan reads in one transaction."""
 
+UNDONE_BYTES = 1024
+"""What the positions of a row that was rolled back, and of the one in its place, take in memory: their key is twice 250
+bytes at most."""
+
 CHUNK_BYTES = 8 * 1024 * 1024
 """Row bytes that a scan holds at once; one document may be larger, so at least one is always read."""
 
@@ -68,7 +73,7 @@ class Pieces:
     bytes_max: int
     """Row bytes that are read at once; one document may be larger."""
     again: bool = False
-    """Set by the reader: the last change is read and returned again. Not one of a rollback, which passes by once."""
+    """Set by the reader: the last change is read and returned again."""
 
 
 CollectionName = str | int
@@ -215,6 +220,14 @@ class Change:
     token: Token
     document: Document | None = None
     rollback: Rollback | None = None
+
+
+class Undone(NamedTuple):
+    """A version that a rollback took back (`retraction`), or made visible again (`restoration`): where its row is."""
+
+    kind: str
+    wire_key: bytes
+    dup: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -941,36 +954,10 @@ class View:
         """Documents from `position` on, and where to go on (empty: the end)."""
         rows_max = CHUNK_ROWS if rows_max is None else rows_max
         bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
-        cuts = {link.branch: link.cut for link in served.links}
-        found: list[tuple[bytes, bytes]] = []
-        current = position
-        best: bytes | None = None
-        seen = 0
-        next_position = b""
         with opened.environment.read() as txn:
-            self._revalidate(txn, vbid, served)
-            cursor = txn.raw.cursor(opened.keys)
-            if not cursor.set_range(position):
-                return [], b""
-            for key, dup in cursor.iternext():
-                if key != current:
-                    if best is not None:
-                        found.append((current, best))
-                        best = None
-                    if key[: len(wanted)] != wanted or (stop is not None and key >= stop):
-                        break
-                    if seen >= rows_max:
-                        next_position = key
-                        break
-                    current = key
-                elif key[: len(wanted)] != wanted or (stop is not None and key >= stop):
-                    break  # the very first key, equal to `position`
-                seen += 1
-                branch, seqno, kind = keys.DUP.unpack(dup)
-                if seqno <= cuts.get(branch, -1):
-                    best = dup if seqno > begin_seqno and (kind == 0x57 or deletions) else None
-            if best is not None:
-                found.append((current, best))
+            found, next_position = self._scan_keys(
+                txn, opened, vbid, served, position, wanted, stop, begin_seqno, deletions, rows_max
+            )
             documents: list[Document] = []
             byte_count = 0
             for key, dup in found:
@@ -980,6 +967,49 @@ class View:
                     return documents, key
                 documents.append(document)
             return documents, next_position
+
+    def _scan_keys(
+        self,
+        txn: Transaction,
+        opened: Opened,
+        vbid: int,
+        served: Served,
+        position: bytes,
+        wanted: bytes,
+        stop: bytes | None,
+        begin_seqno: int,
+        deletions: bool,
+        rows_max: int,
+    ) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        """Keys from `position` on with the version that `served` sees, and where to go on (empty: the end)."""
+        cuts = {link.branch: link.cut for link in served.links}
+        found: list[tuple[bytes, bytes]] = []
+        current = position
+        best: bytes | None = None
+        next_position = b""
+        self._revalidate(txn, vbid, served)
+        cursor = txn.raw.cursor(opened.keys)
+        if not cursor.set_range(position):
+            return [], b""
+        for seen, (key, dup) in enumerate(cursor.iternext()):
+            if key != current:
+                if best is not None:
+                    found.append((current, best))
+                    best = None
+                if key[: len(wanted)] != wanted or (stop is not None and key >= stop):
+                    break
+                if seen >= rows_max:
+                    next_position = key
+                    break
+                current = key
+            elif key[: len(wanted)] != wanted or (stop is not None and key >= stop):
+                break  # the very first key, equal to `position`
+            branch, seqno, kind = keys.DUP.unpack(dup)
+            if seqno <= cuts.get(branch, -1):
+                best = dup if seqno > begin_seqno and (kind == 0x57 or deletions) else None
+        if best is not None:
+            found.append((current, best))
+        return found, next_position
 
     def _revalidate(self, txn: Transaction, vbid: int, pinned: Served) -> None:
         """Raise ViewInvalidated unless everything that `pinned` sees is still on the served chain and kept."""
@@ -1310,7 +1340,7 @@ class View:
         replacing: chain.Chain = ()
         if token is not None and lost:
             record, replacing = self._rollback_from(vbid, served, token, after)
-            yield from self._retractions(opened, vbid, served, lost, token, record, replacing, raw)
+            yield from self._retractions(opened, vbid, served, lost, token, record, replacing, raw, pieces)
         links = {link.branch: link for link in served.links}
         overridden: set[tuple[int, bytes]] = set()
         """Keys of which the reader has just been given an older version, in place of one that it had."""
@@ -1397,6 +1427,7 @@ class View:
         record: Rollback,
         replacing: chain.Chain,
         raw: bool,
+        pieces: Pieces | None,
     ) -> Iterator[Change]:
         """The rollback, then each retracted newest version and what is visible again in its place; last, what is
         visible again because its collection was dropped or flushed in the lost history alone.
@@ -1404,14 +1435,33 @@ class View:
         Nothing at all where a deferred rollback lost nothing of what the reader was given.
         """
         common = record.to_seqno
-        held = Change("rollback", token, rollback=record)
-        for kind, document in self._undone(opened, vbid, served, lost, common, raw, replacing):
-            yield held
-            held = Change(kind, token, document)
-        if held.rollback is None or not replacing:
-            child = next(link for link in served.links if link.branch == record.to_branch)
-            at = Token(Vbid(vbid), record.to_branch, common, child.history_id(common))
-            yield Change(held.kind, at, held.document, held.rollback)
+        child = next(link for link in served.links if link.branch == record.to_branch)
+        end = Token(Vbid(vbid), record.to_branch, common, child.history_id(common))
+
+        rows_max = CHUNK_ROWS if pieces is None else max(1, min(CHUNK_ROWS, pieces.bytes_max // UNDONE_BYTES))
+        undone = self._undone(opened, vbid, served, lost, common, replacing, rows_max)
+        following = next(undone, None)
+        if following is None and replacing:
+            return
+        # Only the last event has a token of the new history, so one is looked ahead: as a position, not as a document.
+        yield from _repeated(lambda: Change("rollback", token if following else end, rollback=record), pieces)
+        while following is not None:
+            each, following = following, next(undone, None)
+            yield from _repeated(partial(self._undone_change, opened, each, token if following else end, raw), pieces)
+
+    def _undone_change(self, opened: Opened, undone: Undone, at: Token, raw: bool) -> Change:
+        return Change(undone.kind, at, self._undone_document(opened, at.vbid, undone, raw))
+
+    def _undone_document(self, opened: Opened, vbid: int, undone: Undone, raw: bool) -> Document:
+        """Raises ViewInvalidated where the purger has removed it since it was found."""
+        with opened.environment.read() as txn:
+            if txn.raw.get(undone.dup[:12], db=opened.rows) is None:
+                cursor = txn.raw.cursor(opened.keys)
+                if not cursor.set_key_dup(undone.wire_key, undone.dup):
+                    raise ViewInvalidated(
+                        "what was rolled back is gone from history", vbid=vbid, hint="read it from the beginning"
+                    )
+            return self._row(txn, opened, vbid, undone.dup, raw, lenient=True)
 
     def _was_given(self, opened: Opened, lost: chain.Chain, document: Document, raw: bool) -> bool:
         """True if the reader had this very version, at or below the end of the history that was left."""
@@ -1441,7 +1491,8 @@ class View:
                 vbid=vbid,
                 hint="give a later seqno; `dcp-mirror state` shows the kept boundaries",
             )
-        return boundary, self._undone(opened, vbid, served, served.links, boundary.seqno, raw)
+        undone = self._undone(opened, vbid, served, served.links, boundary.seqno)
+        return boundary, ((each.kind, self._undone_document(opened, vbid, each, raw)) for each in undone)
 
     def _undone(
         self,
@@ -1450,9 +1501,9 @@ class View:
         served: Served,
         lost: chain.Chain,
         common: int,
-        raw: bool,
         replacing: chain.Chain = (),
-    ) -> Iterator[tuple[str, Document]]:
+        rows_max: int = CHUNK_ROWS,
+    ) -> Iterator[Undone]:
         """Of each key that `lost` changed above `common` its newest version, and what is visible again in its place.
 
         With `replacing`, the chain that readers went to in one step, only of keys that it has no version of above
@@ -1466,29 +1517,25 @@ class View:
             while position < link.cut:
                 with opened.environment.read() as txn:
                     self._revalidate(txn, vbid, served)
-                    rows = index.rows_between(txn, vbid, prefix, position, link.cut, CHUNK_ROWS, CHUNK_BYTES)
+                    rows, count, position, _ = index.key_rows_between(txn, vbid, prefix, position, link.cut, rows_max)
                     kept_seqno = branches.get_branch(txn, vbid, link.branch).kept_seqno
                     if kept_seqno < link.cut:
                         raise ViewInvalidated(
                             "what was rolled back is gone from history", vbid=vbid, hint="read it from the beginning"
                         )
-                    pairs = self._retracted_pairs(txn, opened, vbid, rows, lost, restored_links, back, raw, replacing)
-                for before, after in pairs:
-                    yield "retraction", before
-                    if after is not None:
-                        yield "restoration", after
-                if not rows:
+                    found = self._retracted(txn, opened, vbid, rows, lost, restored_links, back, replacing)
+                yield from found
+                if not count:
                     break
-                position = int.from_bytes(rows[-1][0][4:], "big")
         restored = replace(served, links=restored_links)
         for collection_id, begin_seqno in back.items():
             start = prefix = keys.encode_collection_id(collection_id)
             while start:
-                documents, start = self._scan_chunk(
-                    opened, vbid, restored, start, prefix, None, begin_seqno, False, raw
-                )
-                for document in documents:
-                    yield "restoration", document
+                with opened.environment.read() as txn:
+                    held, start = self._scan_keys(
+                        txn, opened, vbid, restored, start, prefix, None, begin_seqno, False, rows_max
+                    )
+                yield from (Undone("restoration", wire_key, dup) for wire_key, dup in held)
 
     def _back_with_all_they_held(
         self, opened: Opened, vbid: int, lost: chain.Chain, restored_links: chain.Chain
@@ -1507,7 +1554,7 @@ class View:
             if (known := before.collections.get(collection_id)) is None or known.begin_seqno > entry.begin_seqno
         }
 
-    def _retracted_pairs(
+    def _retracted(
         self,
         txn: Transaction,
         opened: Opened,
@@ -1516,15 +1563,14 @@ class View:
         lost: chain.Chain,
         restored_links: chain.Chain,
         back: dict[int, Seqno],
-        raw: bool,
         replacing: chain.Chain,
-    ) -> list[tuple[Document, Document | None]]:
+    ) -> list[Undone]:
         """Each with what is visible again in its place; but for the collections of `back`, which come back whole."""
-        pairs = []
+        found = []
         cursor = txn.raw.cursor(opened.keys)
         manifest_key = branches.manifest_key_on(txn, vbid, replacing or restored_links)
         manifest = self._manifest(txn, vbid, manifest_key)
-        for wire_key, dup in records.key_rows(rows):
+        for wire_key, dup in rows:
             if chain.newest_version(cursor, wire_key, lost) != dup:
                 continue  # superseded within the lost history: the reader's last word on this key comes later
             if replacing:
@@ -1532,11 +1578,18 @@ class View:
                 replaced = newest is not None and unpack_dup(newest)[1] > restored_links[0].cut
                 if replaced or not self._alive(manifest, keys.split_key(wire_key)[0], unpack_dup(dup)[1]):
                     continue
+            found.append(Undone("retraction", wire_key, dup))
             again = chain.newest_version(cursor, wire_key, restored_links)
-            if again is not None:
+            if again is not None and again[12] == 0x57:
                 collection_id = keys.split_key(wire_key)[0]
-                alive = collection_id not in back and self._alive(manifest, collection_id, unpack_dup(again)[1])
-                again = again if alive and again[12] == 0x57 else None
-            after = None if again is None else self._row(txn, opened, vbid, again, raw)
-            pairs.append((self._row(txn, opened, vbid, dup, raw), after))
-        return pairs
+                if collection_id not in back and self._alive(manifest, collection_id, unpack_dup(again)[1]):
+                    found.append(Undone("restoration", wire_key, again))
+        return found
+
+
+def _repeated(change: Callable[[], Change], pieces: Pieces | None) -> Iterator[Change]:
+    """A change, and again for as long as its reader has to let go of it."""
+    yield change()
+    while pieces is not None and pieces.again:
+        pieces.again = False
+        yield change()

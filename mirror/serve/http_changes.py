@@ -8,8 +8,7 @@ that cannot go on without a gap says so (`reset`) and ends; one that meets an er
 `error` is its own) and ends, good to resume. What streams make this process hold is bounded, however many there are and
 whether or not they are read: batches are read by one thread, one after the other; a batch of more than `BUDGETED_BYTES`
 is kept only within the budget of answers; a stream for whose next event there is no budget waits for it, and holds
-nothing meanwhile but its position and less than a piece of `PIECE_BYTES` (in a rollback, whose events pass by once, it
-ends instead, good to resume).
+nothing meanwhile but its position and less than a piece of `PIECE_BYTES` (in a rollback: where the next rows are).
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ RIGHTS_CHECK_S = 1.0
 """How often it is looked whether the reader may still read what it may."""
 RETRY_MS = 1_000
 """How long a browser waits before it connects again."""
-
-HISTORY_KINDS = ("rollback", "retraction", "restoration")
 
 Keep = Callable[[Change], bool]
 
@@ -187,8 +184,6 @@ class Batch:
     events: list[bytes] = field(default_factory=list)
     """Empty where the reader does not get the event."""
     size: int = 0
-    repeatable: bool = True
-    """The last event can be read again (see `Pieces`)."""
     last: Token | None = None
     before_last: Token | None = None
 
@@ -201,7 +196,6 @@ class Batch:
         """Add the text of an event."""
         self.events.append(event)
         self.size += len(event)
-        self.repeatable = change.kind not in HISTORY_KINDS
         self.before_last, self.last = self.last, change.token
 
     def leave_last(self) -> int:
@@ -325,8 +319,6 @@ class Stream:
                 if batch.size > max(held, BUDGETED_BYTES):
                     if budget.try_take(batch.size - held):
                         held = batch.size
-                    elif not batch.repeatable:
-                        budget.take(batch.size - held)
                     else:
                         pieces.again = True
                         requested = batch.leave_last()

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mirror.clock import Clock
 from mirror.serve.admission import Periodic
@@ -80,6 +80,11 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
+def _look_at(checked: asyncio.Future[Any]) -> None:
+    if not checked.cancelled():
+        checked.exception()
+
+
 class Attempt(Generic[T]):
     """One attempt to log in. `poll` and `wait` until it is done, or let go of it."""
 
@@ -113,7 +118,9 @@ class Attempt(Generic[T]):
         """Return when the check is done. Nothing is polled: a thousand attempts that wait cost nobody anything."""
         while (future := self._begun()) is None:
             await self._logins.clock.sleep(self._starts_s - self._logins.clock.monotonic())
-        await asyncio.wait([asyncio.wrap_future(future)])
+        checked = asyncio.wrap_future(future)
+        checked.add_done_callback(_look_at)  # or asyncio writes a traceback into the log: `poll` looks at `future`
+        await asyncio.wait([checked])
 
     def _begun(self) -> Future[T | None] | None:
         """The check, once its time has come."""

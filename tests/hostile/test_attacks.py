@@ -13,6 +13,9 @@ import pytest
 
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
+from mirror.wire.constants import Opcode, Status
+from mirror.wire.frame import Frame
+from mirror.wire.sasl import HASHES, ScramClient
 from tests.crash.service import LIMIT_S
 from tests.hostile.attacks import ATTACKS, Attack, under_way
 from tests.hostile.site import MIB, PASSWORD, USER, Http, Kv, Site, attacked, median_s
@@ -78,6 +81,46 @@ def test_a_new_client_gets_in_while_thousands_are_silent(site: Site) -> None:
         assert site.rss_bytes(kind) - rss_bytes < 200 * MIB
     for line in lines:
         line.close()
+
+
+def exchanged(port: int, mechanism: str) -> tuple[list[Frame], Frame]:
+    """The frames of a login by SCRAM, as somebody in the middle records them, and the server's challenge."""
+    client, exchange = Kv(port, login=False), ScramClient(mechanism, USER, PASSWORD, nonce="reused")
+    first = codec_kv.sasl_auth(mechanism.encode(), exchange.first())
+    challenge = client.ask(first)
+    assert challenge.status == Status.AUTH_CONTINUE
+    final = codec_kv.sasl_step(mechanism.encode(), exchange.final(challenge.value))
+    outcome = client.ask(final)
+    assert outcome.status == Status.SUCCESS
+    exchange.verify(outcome.value)
+    client.read()
+    client.close()
+    return [first, final], challenge
+
+
+@pytest.mark.parametrize("port", ["kv", "dcp"])
+@pytest.mark.parametrize("mechanism", HASHES)
+def test_a_recorded_login_cannot_be_replayed(port: str, mechanism: str, site: Site) -> None:
+    """Over a socket: as it was, and with its proof under the nonce of the new challenge. (HTTP has no SCRAM.)"""
+    at = getattr(site, port)
+    (first, final), challenge = exchanged(at, mechanism)
+    for adapted in (False, True):
+        client = Kv(at, login=False)
+        fresh = client.ask(first)
+        assert fresh.status == Status.AUTH_CONTINUE
+        assert fresh.value != challenge.value
+        assert fresh.value.split(b",")[1:] == challenge.value.split(b",")[1:], "the salt stays"
+        value = final.value
+        if adapted:
+            value = value.replace(challenge.value.split(b",")[0], fresh.value.split(b",")[0])
+            assert value != final.value
+        assert client.ask(codec_kv.sasl_step(mechanism.encode(), value)).status == Status.AUTH_ERROR
+        assert client.ask(fr.request(Opcode.GET, key=b"small")).status == Status.EACCESS
+        client.close()
+    client = Kv(at, login=False)
+    assert client.ask(final).status == Status.AUTH_ERROR, "without a challenge"
+    client.close()
+    exchanged(at, mechanism)
 
 
 def old_tls() -> ssl.SSLContext:

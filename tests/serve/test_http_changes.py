@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mirror.serve.http_protocol import Budget
 from storage.errors import CorruptedError
 from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, events
@@ -292,3 +293,44 @@ def test_an_error_in_the_middle_is_told_as_an_event_and_the_stream_can_be_resume
         view.changes = whole  # type: ignore[method-assign]
     with listening(site, last_id=last, vbid=2) as listener:
         assert told(listener.event()) == ("mutation", 2)
+
+
+def test_events_of_a_rollback_wait_for_budget_as_others_do(site: Site) -> None:
+    """They once ended the stream, and were held outside of the budget until they were sent."""
+    size = 400_000
+    values = [b'"' + bytes([letter]) * size + b'"' for letter in b"abc"]
+    keys = [site.source.key_of(2, number) for number in range(3)]
+    site.source.put(keys[0], b"1")
+    for key, value in zip(keys, values, strict=True):
+        site.source.put(key, value)
+    since = str(site.server.service.view.token(2))
+    site.source.rollback(2, 1)
+    budget = site.server.service.budget = Budget(2 * size)
+    budget.take(2 * size)
+    with listening(site, since=since, vbid=2) as listener:
+        eventually_now(lambda: budget.waiting_count == 1)
+
+        async def give_back() -> None:
+            budget.give_back(2 * size)
+
+        site.call(give_back())
+        found = listener.events(5)
+        kinds = ["rollback", "retraction", "restoration", "retraction", "retraction"]
+        assert [each["event"] for each in found] == kinds
+        given = [told(each)[1] for each in found if each["event"] == "retraction"]
+        assert given == [json.loads(value) for value in values]
+    eventually_now(lambda: budget.out_bytes == 0)
+
+
+def test_a_retracted_value_that_cannot_be_taken_apart_is_named_and_ends_no_stream(site: Site) -> None:
+    key = site.source.key_of(2)
+    site.source.put(key, b"1")
+    site.source.put(key, b"\xff\xff\xff\xff\x0f", datatype=3)
+    since = str(site.server.service.view.token(2))
+    site.source.rollback(2, 1)
+    text = site.get("/v1/changes", params={"vbid": 2, "since": since, "follow": "false"}).text
+    found = [each for each in events(text) if "event" in each]
+    assert [each["event"] for each in found] == ["rollback", "retraction", "restoration", "end"]
+    document = found[1]["data"]["document"]
+    assert (document["datatype"], document["value_b64"]) == (3, "/////w8=")
+    assert document["problem"] == "a compressed value claims 4294967295 bytes; at most 33554432 are possible"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -126,6 +127,33 @@ def test_a_scram_login_that_fails_counts_as_well(logins: Logins) -> None:
     with pytest.raises(SaslError):
         finish(attempt)
     assert logins.failed_count == 1
+
+
+async def test_a_refused_proof_leaves_no_traceback_in_the_log(logins: Logins) -> None:
+    """Each wrong proof of a SCRAM login once wrote one, before any login. Here its connection is closed meanwhile."""
+    heard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
+    checking = threading.Event()
+
+    def check() -> bytes:
+        checking.wait(10)
+        raise SaslError("wrong user or password")
+
+    attempt = logins.begin("ann", "local", check)
+    waiting = asyncio.create_task(attempt.wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    checking.set()
+    await asyncio.wait([waiting])
+    future = attempt._future
+    assert future is not None
+    await until(future.done)
+    for _ in range(2):  # the loop hears of it
+        await asyncio.sleep(0)
+    del attempt, waiting, future
+    gc.collect()
+    await asyncio.sleep(0)
+    assert heard == []
 
 
 async def test_attempts_at_the_end_of_a_process_are_refused_without_an_error(logins: Logins) -> None:

@@ -56,7 +56,7 @@ class SmallMirror:
                 frame = (
                     records.encode_deletion(key, seqno)
                     if value is None
-                    else records.encode_mutation(key, value, seqno, datatype=1, **fields)
+                    else records.encode_mutation(key, value, seqno, **{"datatype": 1, **fields})
                 )
                 rows.append((writer.row_prefix(vbid) + seqno.to_bytes(8, "big"), frame))
             self.seqnos[vbid] = end = first + len(items) - 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+import cramjam
 import lmdb
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -18,6 +19,7 @@ from mirror.sandbox.workload import Workload
 from mirror.spark.columns import DOCUMENTS
 from mirror.spark.failures import MirrorSourceError
 from mirror.spark.source import MirrorSource
+from storage.records import VALUE_LENGTH_MAX
 from storage.view import open_view
 from tests.crash.service import Service, until
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
@@ -116,6 +118,20 @@ def test_columns_partitions_and_a_schema_of_ones_own(spark: SparkSession, small:
     assert {(row.key, row.body.id, row.body.total) for row in parsed.collect()} == {
         (key, row.id, row.total) for key, row in typed.items()
     }
+
+
+def test_hostile_compressed_values_are_named_and_fail_no_job(spark: SparkSession, small: SmallMirror) -> None:
+    """One claims 4 GiB, one inflates to more than 32 MiB: rows as they are stored, and misfits of a schema."""
+    bomb = bytes(cramjam.snappy.compress_raw(bytes(VALUE_LENGTH_MAX + 1)))
+    hostile = {"hostile::claims": b"\xff\xff\xff\xff\x0f", "hostile::inflates": bomb}
+    small.put(dict(hostile), datatype=3)
+    rows = read(spark, path=str(small.path), columns="key,value,datatype").collect()
+    assert {row.key: bytes(row.value) for row in rows if row.datatype != 1} == hostile
+    assert len(rows) == 102
+    reader = spark.read.format("mirror").option("mode", "permissive").option("columnNameOfCorruptRecord", "_corrupt")
+    typed = reader.schema("_key string, id long, _corrupt string").load(str(small.path)).collect()
+    assert {row._key: row._corrupt is not None for row in typed} == {row.key: row.key in hostile for row in rows}
+    assert all((row.id is None) is (row._key in hostile) for row in typed)
 
 
 def test_documents_over_a_connection(spark: SparkSession) -> None:

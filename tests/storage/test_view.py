@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from storage import records
+from storage import index, keys, records
 from storage.environment import Environment
 from storage.errors import AnswerTooLarge, NoSuchBoundary, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Branch, Collection, Manifest, ManifestUid, Seqno, Vbid
@@ -524,3 +524,71 @@ def test_a_token_is_checked_as_at_the_beginning_of_its_changes(writer: GroupWrit
     view.check_since(token)
     with pytest.raises(ViewInvalidated, match="ahead of what is published"):
         view.check_since(replace(token, seqno=Seqno(7)))
+
+
+def test_a_rollback_is_read_document_by_document_and_its_events_are_returned_again(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2,000 events once all documents were held, each of 20 MiB perhaps."""
+    names = keys_of(0, 200)
+    publish(writer, 0, [(key, b"old", seqno) for seqno, key in enumerate(names, 1)])
+    publish(writer, 0, [(key, b"new", seqno) for seqno, key in enumerate(names, 201)])
+    token = view.token(0, 1, 400)
+    writer.rollback(0, 200)
+    writer.commit()
+    read_count, row_counts = 0, []
+    row, rows_between = view._row, index.key_rows_between
+
+    def counted(*found: Any, **options: Any) -> Any:
+        nonlocal read_count
+        read_count += 1
+        return row(*found, **options)
+
+    def bounded(*found: Any) -> Any:
+        answer = rows_between(*found)
+        row_counts.append(len(answer[0]))
+        return answer
+
+    monkeypatch.setattr(view, "_row", counted)
+    monkeypatch.setattr(index, "key_rows_between", bounded)
+    pieces = Pieces(64 * 1024)
+    changes = view.changes(0, since=token, pieces=pieces)
+    assert next(changes).kind == "rollback"
+    assert read_count == 0
+    change = next(changes)
+    assert not any(isinstance(holder, GeneratorType) for holder in gc.get_referrers(change, change.document))
+    seen = [change]
+    for change in changes:
+        seen.append(change)
+        assert read_count == len(seen), "nothing is read ahead"
+        pieces.again = len(seen) in (2, 3, 402)
+    assert [each.kind for each in seen[:5]] == ["retraction", "restoration", "restoration", "restoration", "retraction"]
+    assert len(seen) == 403
+    assert seen[401] == seen[402], "the last one, too"
+    assert len({each.token for each in seen[:401]}) == 1
+    assert seen[402].token == view.token(0, 2, 200)
+    assert max(row_counts) == 64
+    assert [change.kind for change in view.changes(0, since=token)].count("restoration") == 200
+
+
+def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between finding a row and reading it; a row that is missing where it is still named is damage."""
+    publish(writer, 0, [(A, b"old", 1)])
+    publish(writer, 0, [(A, b"new", 2)])
+    token = view.token(0, 1, 2)
+    writer.rollback(0, 1)
+    writer.commit()
+    found = list(view._undone(*undone_arguments(view, token)))
+    assert [each.kind for each in found] == ["retraction", "restoration"]
+    opened = view._open(0)
+    gone = found[0]._replace(dup=keys.DUP.pack(1, 7, 0x57))
+    with pytest.raises(ViewInvalidated, match="gone from history"):
+        view._undone_document(opened, 0, gone, False)
+
+
+def undone_arguments(view: View, token: Token) -> tuple[Any, ...]:
+    opened = view._open(0)
+    served, lost, after = view._way(opened, 0, token, None)
+    return opened, 0, served, lost, after
