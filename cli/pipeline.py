@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from storage.keys import split_key
 if TYPE_CHECKING:
     from mirror.spark.bodies import Reading
     from mirror.spark.compare import Compared
+    from mirror.spark.documents import Layouts
     from mirror.spark.progress import BatchFigures
     from mirror.spark.runner import Runner
 
@@ -42,6 +44,8 @@ app = typer.Typer(
 )
 
 REMEDY = "pip install 'dcp-mirror[spark]'"
+NAMED_SCHEMA = re.compile(r"\s*(?:([\w%-]+)\.)?([\w%-]+)\s*=(.*)", re.DOTALL)
+"""A collection, and the columns of its documents: `shop.orders=total double`."""
 PLAIN_INTERVAL_S = 5.0
 
 ToOption = Annotated[
@@ -144,6 +148,27 @@ def rewrite_rate_from(text: str) -> int:
         return 0 if text == "0" else byte_count(text)
     except ValueError as error:
         raise ConfigError(f"--rewrite-rate {text!r}: {error}") from None
+
+
+def layouts_from(
+    schemas: Sequence[str], per_collection: bool, reading: Reading, misfits_max: float, overwrite_schema: bool
+) -> Layouts:
+    """The tables that `sync` keeps. Raises ConfigError."""
+    from mirror.spark.ddl import fields_of
+    from mirror.spark.documents import Layout, Layouts
+
+    found: dict[str | None, Layout] = {}
+    for text in schemas:
+        named = NAMED_SCHEMA.fullmatch(text)
+        name = None if named is None else f"{named[1] or '_default'}.{named[2]}"
+        if name is not None and not per_collection:
+            raise ConfigError(f"--schema {text!r}: one table has one schema", hint="give --table-per-collection")
+        if name in found:
+            raise ConfigError(f"--schema is given twice for {name or 'all tables'}", hint="put all columns into one")
+        fields = fields_of(text if named is None else named[3])
+        found[name] = Layout(fields, reading, misfits_max, overwrite_schema)
+    own = {name: layout for name, layout in found.items() if name is not None}
+    return Layouts(per_collection, found.get(None, Layout()), own)
 
 
 def check_destination(text: str) -> None:
@@ -336,11 +361,49 @@ def sync(
             help="What merging may write into documents in a second, on average; 0: merge each batch. Units k, m, g.",
         ),
     ] = "1m",
+    table_per_collection: Annotated[
+        bool,
+        typer.Option("--table-per-collection", help="TO/collections/SCOPE.NAME for each, instead of TO/documents."),
+    ] = False,
+    schema: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--schema",
+            metavar="[SCOPE.NAME=]COLUMNS",
+            help="Columns out of JSON documents: 'total double, state string'; several, each for a collection.",
+            show_default=False,
+        ),
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--mode",
+            metavar="permissive|failfast",
+            help="A document that does not fit --schema: null in the fields that do not fit, or an error.",
+        ),
+    ] = "permissive",
+    max_misfits: Annotated[
+        float,
+        typer.Option(
+            "--max-misfits",
+            min=0,
+            max=1,
+            help="The share of documents that may not fit --schema at the first load; above it exit code 3.",
+        ),
+    ] = 0.01,
+    time_zone: TimeZoneOption = None,
+    epoch: EpochOption = None,
+    overwrite_schema: Annotated[
+        bool, typer.Option("--overwrite-schema", help="Columns may also go or get other types than they have.")
+    ] = False,
     master: MasterOption = None,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Keep two Delta tables: TO/documents, what is current, and TO/changes, each event once. Goes on where it was."""
+    """Keep two Delta tables: TO/documents, what is current, and TO/changes, each event once. Goes on where it was.
+
+    With --schema documents has columns out of the body. Columns may be added later: they are filled in all rows.
+    """
     need("pyspark", "pyarrow", "deltalake")
     wanted = {
         "maxRowsPerBatch": str(max_rows),
@@ -360,6 +423,13 @@ def sync(
         available_now=available_now,
         keep_hours=keep_hours,
         costs=Costs(rewrite_rate_from(rewrite_rate), keep_documents_hours),
+        layouts=layouts_from(
+            schema or [],
+            table_per_collection,
+            reading_from(mode, False, time_zone, epoch),
+            max_misfits,
+            overwrite_schema,
+        ),
     )
     checkpoint_for(folder_at(to), how)
     check_source(wanted, options.settings_from({"source": source}, config=config).settings)
@@ -379,6 +449,7 @@ def sync(
         typer.echo(
             f"{to}: {render.counted(done.events, 'event')} in {render.counted(done.batches, 'batch', 'batches')}, "
             f"{done.inserted:,} inserted, {done.updated:,} updated, {done.deleted:,} deleted"
+            + (f"; {done.misfits:,} do not fit the schema" if done.misfits else "")
         )
 
 
@@ -390,6 +461,7 @@ def batch_line(figures: BatchFigures) -> str:
             ("inserted", figures.inserted),
             ("updated", figures.updated),
             ("deleted", figures.deleted),
+            ("not fitting the schema", figures.misfits or None),
         )
         if value is not None
     )

@@ -56,12 +56,31 @@ class Reading:
 
 AS_DECLARED = Reading()
 """What is read where nothing is said."""
+MISFITS_MAX = 0.01
+"""The share of documents that may not fit the schema, unless told otherwise."""
 
 
 class DocumentDoesNotFit(MirrorError):
     """A body contradicts the schema that the user gave."""
 
     exit_code = ExitCode.DATA
+
+
+class TooManyMisfits(MirrorError):
+    """The schema is not that of the documents."""
+
+    exit_code = ExitCode.DATA
+
+
+def check_misfits(misfits: int, documents: int, share_max: float) -> None:
+    """Raise TooManyMisfits where more of the documents do not fit than may."""
+    if misfits > documents * share_max:
+        raise TooManyMisfits(
+            f"{misfits:,} of {documents:,} documents do not fit the schema, more than {share_max:.3%} of them: "
+            "they were not written",
+            hint="give the columns other types (a column `_corrupt_record string` shows the documents), or allow "
+            "them with --max-misfits",
+        )
 
 
 class Parsed(NamedTuple):

@@ -22,8 +22,9 @@ from typing import Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from deltalake import CommitProperties, DeltaTable, Schema, Transaction
+from deltalake import CommitProperties, DeltaTable, Schema, TableFeatures, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake.schema import PrimitiveType
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from mirror.errors import ConfigError, MirrorError
@@ -125,6 +126,9 @@ def commit_parts(
     wanted = Schema.from_arrow(schema)
     how = only_next(marks, metadata)
     try:
+        if table is not None and _has_local_times(wanted) and not _has_local_times(table.schema()):
+            # delta-rs would commit such a column to a table without the feature, which nothing can read then
+            table.alter.add_feature(TableFeatures.TimestampWithoutTimezone, allow_protocol_versions_increase=True)
         if table is None:
             create_table_with_add_actions(folder.url, wanted, actions, mode="error", commit_properties=how)  # type: ignore[arg-type]
         else:
@@ -195,6 +199,28 @@ def with_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         for field in schema
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _has_local_times(schema: Schema) -> bool:
+    return '"timestamp_ntz"' in schema.to_json()
+
+
+def check_columns(folder: Folder, table: DeltaTable, schema: pa.Schema) -> None:
+    """Raise ConfigError where a table with `schema` would lack columns that readers know, or have them otherwise. New
+    columns may come.
+    """
+    new = {field.name: field.type for field in Schema.from_arrow(schema).fields}
+    for field in table.schema().fields:
+        if new.get(field.name) != field.type:
+            now = f"be {_type_name(new[field.name])}" if field.name in new else "be gone"
+            raise ConfigError(
+                f"{folder}: column {field.name} is {_type_name(field.type)} in the table and would {now}",
+                hint="--overwrite-schema gives the table these columns",
+            )
+
+
+def _type_name(kind: Any) -> str:
+    return str(kind.type) if isinstance(kind, PrimitiveType) else str(kind.type) + "<...>"
 
 
 def conflict_or(folder: Folder, table: DeltaTable | None, error: Exception) -> MirrorError:

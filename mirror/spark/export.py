@@ -26,14 +26,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-from deltalake import Schema
-from deltalake.schema import PrimitiveType
 
-from mirror.errors import ConfigError, ExitCode, MirrorError
+from mirror.errors import ConfigError, MirrorError
 from mirror.spark import delta
-from mirror.spark.bodies import AS_DECLARED, Bodies, Reading
+from mirror.spark.bodies import AS_DECLARED, MISFITS_MAX, Bodies, Reading, check_misfits
 from mirror.spark.columns import DOCUMENTS
-from mirror.spark.delta import FolderLock, commit_parts, lock, open_table, remove_orphans, require_absent_or_table
+from mirror.spark.delta import (
+    FolderLock,
+    check_columns,
+    commit_parts,
+    lock,
+    open_table,
+    remove_orphans,
+    require_absent_or_table,
+)
 from mirror.spark.local import Counts, Job, Shape, Wanted, hold, plan, read
 from mirror.spark.options import Options
 from mirror.spark.parts import Part, PartWriter, run_name, run_of, text_keys
@@ -46,15 +52,6 @@ TASKS_PER_CORE = 4
 """More tasks than cores: the last ones to finish are small, and there is progress to show."""
 
 SUCCESS_FILE = "_SUCCESS"
-
-MISFITS_MAX = 0.01
-"""The share of documents that may not fit the schema, unless told otherwise."""
-
-
-class TooManyMisfits(MirrorError):
-    """The schema is not that of the documents."""
-
-    exit_code = ExitCode.DATA
 
 
 class Task(NamedTuple):
@@ -172,17 +169,6 @@ def export(
     )
 
 
-def check_misfits(misfits: int, documents: int, share_max: float) -> None:
-    """Raise TooManyMisfits where more of the documents do not fit than may."""
-    if misfits > documents * share_max:
-        raise TooManyMisfits(
-            f"{misfits:,} of {documents:,} documents do not fit the schema, more than {share_max:.3%} of them: "
-            "nothing was exported",
-            hint="give the columns other types (a column `_corrupt_record string` shows the documents), or allow "
-            "them with --max-misfits",
-        )
-
-
 def export_task(task: Task) -> Written:
     """Write the documents of a task's vbuckets; called wherever a Runner runs it."""
     counts = Counts()
@@ -276,16 +262,8 @@ class _Delta(_Target):
 
     def check_schema(self, schema: pa.Schema) -> None:
         """New columns may come; the others stay as they are."""
-        if self._table is None:
-            return
-        new = {field.name: field.type for field in Schema.from_arrow(schema).fields}
-        for field in self._table.schema().fields:
-            if new.get(field.name) != field.type:
-                now = f"be {_type_name(new[field.name])}" if field.name in new else "be gone"
-                raise ConfigError(
-                    f"{self.folder}: column {field.name} is {_type_name(field.type)} in the table and would {now}",
-                    hint="--overwrite-schema makes this export's columns the table's",
-                )
+        if self._table is not None:
+            check_columns(self.folder, self._table, schema)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Give the lock up; after an error remove what was written in vain."""
@@ -298,10 +276,6 @@ class _Delta(_Target):
         commit_parts(self.folder, self._table, parts, schema, overwrite=True, metadata=facts)
         table = open_table(self.folder)
         self.version = None if table is None else table.version()
-
-
-def _type_name(kind: Any) -> str:
-    return str(kind.type) if isinstance(kind, PrimitiveType) else str(kind.type) + "<...>"
 
 
 class _Folder(_Target):

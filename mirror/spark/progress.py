@@ -13,7 +13,7 @@ from typing import Any
 
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
-from mirror.spark.lake import Applied
+from mirror.spark.documents import Applied
 
 BATCHES_HELD_MAX = 100
 """What batches did is held so long for the event that tells of them."""
@@ -31,6 +31,8 @@ class BatchFigures:
     inserted: int | None = None
     updated: int | None = None
     deleted: int | None = None
+    misfits: int | None = None
+    """Documents that do not fit the schema of `sync`."""
     lag_seqnos: int | None = None
     """How far the source was ahead when the batch ended, where that is known."""
 
@@ -67,6 +69,7 @@ class Listener(StreamingQueryListener):
                 inserted=done.inserted if done else None,
                 updated=done.updated if done else None,
                 deleted=done.deleted if done else None,
+                misfits=done.misfits if done else None,
                 lag_seqnos=lag_of(progress.sources),
             )
         )

@@ -1,4 +1,4 @@
-"""`sync`: a stream of changes into the two tables of a lake, kept going, and restarted from its checkpoint.
+"""`sync`: a stream of changes into the tables of a lake, kept going, and restarted from its checkpoint.
 
 Knows Spark's streaming queries and what a batch is to them; what exactly-once rests on is argued in lake.py. Spark's
 own part in it: a batch's offsets are written down (`offsets/N` in the checkpoint) before the batch runs and its end
@@ -27,7 +27,8 @@ from mirror.feed import connection_string
 from mirror.feed.bootstrap import Access
 from mirror.feed.discovery import discover
 from mirror.spark.delta import FolderLock
-from mirror.spark.lake import Applied, Batch, Costs, Lake
+from mirror.spark.documents import NOTHING, Applied, Layouts
+from mirror.spark.lake import Batch, Costs, Lake
 from mirror.spark.local import chosen_vbids
 from mirror.spark.options import parse
 from mirror.spark.places import Folder, LocalFolder, folder_at
@@ -54,6 +55,7 @@ class How:
     available_now: bool = False
     keep_hours: int = KEEP_HOURS
     costs: Costs = field(default_factory=Costs)
+    layouts: Layouts = field(default_factory=Layouts)
     tidy_batches: int = TIDY_BATCHES
 
 
@@ -66,6 +68,8 @@ class Synced:
     inserted: int
     updated: int
     deleted: int
+    misfits: int = 0
+    """Documents that did not fit the schema when they were merged."""
 
 
 def checkpoint_for(folder: Folder, how: How) -> Path:
@@ -146,12 +150,12 @@ class Sink:
         if not self._lake.has_changes(batch):
             parts = write_parts(frame, self._lake.changes_folder, self._lake.prefix(number))
             if not parts:
-                self._on_batch(number, Applied(0, 0, 0, 0))
+                self._on_batch(number, NOTHING)
                 return
             events = self._lake.add_changes(batch, parts)
         tidy = bool(self._how.tidy_batches) and number % self._how.tidy_batches == self._how.tidy_batches - 1
         if not tidy and not self._lake.due():
-            self._on_batch(number, Applied(events, 0, 0, 0))
+            self._on_batch(number, NOTHING._replace(events=events))
             return
         self._on_batch(number, self._lake.update_documents(batch))
         if tidy:
@@ -190,10 +194,12 @@ def sync(
     how = how or How()
     folder = folder_at(to)
     checkpoint = checkpoint_for(folder, how)
-    total = [0, 0, 0, 0, 0]
+    selection = parse({**source, "table": "changes"}).selection
+    batches: set[int] = set()
+    total = NOTHING
     with (
         FolderLock(checkpoint) if not isinstance(folder, LocalFolder) else nullcontext(),
-        Lake(folder, checkpoint_name(checkpoint), parse({**source, "table": "changes"}).selection, how.costs) as lake,
+        Lake(folder, checkpoint_name(checkpoint), selection, how.costs, layouts=how.layouts) as lake,
         _listening(spark, on_figures) as listener,
     ):
         if lake.done_batch is None and any((checkpoint / "commits").glob("[0-9]*")):
@@ -203,13 +209,10 @@ def sync(
             )
         lake.remove_unfinished()
 
-        seen: set[int] = set()
-
         def on_batch(number: int, applied: Applied) -> None:
-            seen.add(number)
-            total[0] = len(seen)
-            for each, value in enumerate(applied, 1):
-                total[each] += value
+            nonlocal total
+            batches.add(number)
+            total = total.plus(applied)
             if listener is not None:
                 listener.applied(number, applied)
 
@@ -229,7 +232,7 @@ def sync(
             sink.catch_up(due_only=False)
         except Exception as error:
             raise _cause(sink, error) from error
-    return Synced(*total)
+    return Synced(len(batches), *total)
 
 
 def _every(writer: Any, seconds: float) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from deltalake import DeltaTable
 
 from cli import pipeline
-from cli.pipeline import batch_line, collections_from
+from cli.pipeline import batch_line, collections_from, layouts_from, reading_from
 from mirror.bench import limits
 from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
@@ -114,6 +114,36 @@ def test_a_stream_of_nothing_ends_before_java_starts(
     assert what in done.complaint
     assert "Spark" not in done.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_schemas_of_sync_are_for_all_tables_or_for_a_collection_s() -> None:
+    reading = reading_from("permissive", False, None, None)
+    one = layouts_from(["total double, state string"], False, reading, 0.5, True)
+    assert one.of(None).fields.names == ["total", "state"]
+    assert (one.of(None).misfits_max, one.of(None).overwrite_schema) == (0.5, True)
+    many = layouts_from(["shop.orders=total double", "users = name: string", "n int"], True, reading, 0.5, False)
+    found = {name: many.of(name).fields.names for name in ("shop.orders", "_default.users", "shop.other")}
+    assert found == {"shop.orders": ["total"], "_default.users": ["name"], "shop.other": ["n"]}
+    assert layouts_from([], True, reading, 0.5, False).of("a.b").fields is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--schema", "shop.orders=n int"], "give --table-per-collection"),
+        (["--schema", "n int", "--schema", "m int"], "given twice for all tables"),
+        (["--schema", "n integr"], "expected a type"),
+        (["--schema", "n int", "--mode", "dropmalformed"], "--mode dropmalformed"),
+        (["--schema", "_key int"], "'_key'"),
+    ],
+)
+def test_a_schema_that_sync_cannot_keep_is_refused_before_java_starts(
+    mirrored: Path, arguments: list[str], what: str, tmp_path: Path
+) -> None:
+    done = call("pipeline", "sync", "--data", mirrored, "--to", tmp_path / "lake", *arguments)
+    assert done.code == 2
+    assert what in done.complaint
+    assert not (tmp_path / "lake").exists()
 
 
 def test_a_source_that_refuses_is_exit_4(source: SandboxThread, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ _OF_GATE, _OF_PERFORMER = "tests/feed/test_persistence.py", "tests/feed/test_per
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
 _OF_WRITER, _OF_PURGE = "tests/storage/test_writer.py", "tests/storage/test_purge.py"
+_DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_documents.py"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
 MUTATIONS = (
@@ -242,4 +243,10 @@ MUTATIONS = (
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
     Mutation(_DELTA, "if before and size <= total:", "if before:", _OF_DELTA),
     Mutation(_DELTA, "part.add_action(new_rows=False)", "part.add_action()", _OF_DELTA),
+    # --- which batches a table of documents has, and which of its rows an event may change
+    Mutation(
+        "mirror/spark/lake.py", "            table.mark(self._marks())", "            pass", "tests/spark/test_lake.py"
+    ),
+    Mutation(_DOCUMENTS, "self._bodies_read += live.true_count", "pass", _OF_DOCUMENTS),
+    Mutation(_DOCUMENTS, "overwrite=True, marks=marks)", "overwrite=True)", _OF_DOCUMENTS),
 )

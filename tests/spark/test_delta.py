@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -60,6 +61,19 @@ def test_an_overwrite_may_bring_other_columns_and_leaves_the_old_version_readabl
     assert DeltaTable(str(tmp_path)).to_pyarrow_table().column_names == ["key", "seqno", "age"]
     assert seqnos(tmp_path) == [7]
     assert DeltaTable(str(tmp_path), version=0).to_pyarrow_table().column("seqno").to_pylist() == [1]
+
+
+def test_a_table_that_gets_a_column_of_local_times_stays_readable(tmp_path: Path) -> None:
+    """delta-rs commits such a column to a table without the feature for it, and nothing opens the table any more."""
+    folder = folder_at(tmp_path)
+    commit_parts(folder, None, write(tmp_path, run_name(), 1), SCHEMA)
+    wider = SCHEMA.append(pa.field("at", pa.timestamp("us")))
+    with PartWriter(str(tmp_path), f"part-{run_name()}-0", wider) as parts:
+        parts.write(pa.record_batch([["2"], [2], [0]], schema=wider))
+    commit_parts(folder, open_table(folder), parts.finished, wider, overwrite=True)
+    assert DeltaTable(str(tmp_path)).to_pyarrow_table().column("at").to_pylist() == [
+        datetime.fromisoformat("1970-01-01")
+    ]
 
 
 @pytest.mark.parametrize("mark", [[Transaction("me", 1)], []], ids=["marked", "unmarked"])

@@ -13,11 +13,11 @@ from deltalake import DeltaTable
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark import export as exports
-from mirror.spark.bodies import Reading
+from mirror.spark.bodies import Reading, TooManyMisfits
 from mirror.spark.columns import DOCUMENTS
 from mirror.spark.ddl import fields_of
 from mirror.spark.delta import RUN, FolderLock
-from mirror.spark.export import TooManyMisfits, export
+from mirror.spark.export import export
 from mirror.spark.local import Counts
 from mirror.spark.parts import Part
 from mirror.spark.runner import LocalRunner

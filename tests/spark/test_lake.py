@@ -17,7 +17,8 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.spark import lake as lakes
 from mirror.spark.columns import CHANGES
 from mirror.spark.delta import CommitConflict
-from mirror.spark.lake import Applied, Batch, Costs, Lake, batch_of
+from mirror.spark.documents import BATCH_MARK, Applied, DocumentsTable, Layouts, batch_of
+from mirror.spark.lake import Batch, Costs, Lake, collection_of, folder_name
 from mirror.spark.parts import PartWriter
 from mirror.spark.places import folder_at
 from tests.spark.events import Event, History, Name, event, table_of
@@ -69,8 +70,12 @@ def told(lake: Lake) -> Counter[tuple[Any, ...]]:
 
 
 def current(lake: Lake) -> dict[Name, tuple[Any, ...]]:
-    lake.documents.update_incremental()
-    rows = lake.documents.to_pyarrow_table().to_pylist()
+    rows = []
+    for collection, table in lake._tables.items():
+        table.refresh()
+        mine = table.table.to_pyarrow_table().to_pylist()
+        assert collection is None or {row["collection"] for row in mine} <= {collection}
+        rows += mine
     found = {(row["collection"], row["key"]): (row["seqno"], row["value"]) for row in rows}
     assert len(found) == len(rows), "a document stands twice"
     return found
@@ -101,17 +106,18 @@ def act(history: History, chance: random.Random) -> None:
         history.resync()
 
 
-@given(st.integers(0, 2**32))
+@given(st.integers(0, 2**32), st.booleans())
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_sources(
-    tmp_path_factory: pytest.TempPathFactory, seed: int
+    tmp_path_factory: pytest.TempPathFactory, seed: int, per_collection: bool
 ) -> None:
     """Batches cut anywhere, even within a rollback; every step may be the last before a restart that replays it."""
     chance = random.Random(seed)
     folder = tmp_path_factory.mktemp("lake")
     histories = [History(vbid) for vbid in range(3)]
     sent = [0] * 3
-    lake = Lake(folder_at(folder), None)
+    layouts = Layouts(per_collection)
+    lake = Lake(folder_at(folder), None, layouts=layouts)
     for number in range(8):
         for history in histories:
             for _ in range(chance.randrange(6)):
@@ -127,7 +133,8 @@ def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_s
                 apply(lake, batch(number), files, crash_at)
             except Crash:
                 lake.close()
-                lake = Lake(folder_at(folder), "the checkpoint" if lake.done_batch is not None else None)
+                name = "the checkpoint" if lake.done_batch is not None else None
+                lake = Lake(folder_at(folder), name, layouts=layouts)
                 lake.remove_unfinished()
         put_off = chance.random() < 0.4
         apply(lake, batch(number), files, put_off=put_off)
@@ -144,13 +151,13 @@ def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_s
 def test_a_first_load_is_written_and_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A merge holds all rows of its batch, and nothing is there that they could meet."""
     merges: list[int] = []
-    merge = Lake._merge
+    merge = DocumentsTable._merge
 
-    def counted(lake: Lake, number: int, *rest: Any, **more: Any) -> Any:
+    def counted(table: DocumentsTable, number: int, *rest: Any, **more: Any) -> Any:
         merges.append(number)
-        return merge(lake, number, *rest, **more)
+        return merge(table, number, *rest, **more)
 
-    monkeypatch.setattr(Lake, "_merge", counted)
+    monkeypatch.setattr(DocumentsTable, "_merge", counted)
     with Lake(folder_at(tmp_path), None) as lake:
         deleted = [[event("mutation", "x", (1, 1), value=b"0"), event("deletion", "x", (1, 2))]]
         first = [[event("mutation", "a", (1, 3), value=b"1"), event("mutation", "a", (1, 4), value=b"2")]]
@@ -161,7 +168,7 @@ def test_a_first_load_is_written_and_not_merged(tmp_path: Path, monkeypatch: pyt
         assert lake.catch_up() == Applied(0, 2, 0, 1)
         assert merges == [2]
         assert {key: value for (_, key), (_, value) in current(lake).items()} == {"a": b"2"}
-        assert lake.documents.transaction_version(lakes.BATCH_MARK) == 2
+        assert lake.documents.transaction_version(BATCH_MARK) == 2
 
 
 def test_tables_of_an_older_version_get_the_columns_that_came_since(
@@ -184,6 +191,24 @@ def test_tables_of_an_older_version_get_the_columns_that_came_since(
         assert sorted((row["key"], row["event_time"]) for row in rows) == [("a", None), ("b", at)]
         lake.tidy(0)
         assert lake.changes.count() == 2
+
+
+def test_a_batch_that_was_put_together_with_others_is_not_half_folded_again(tmp_path: Path) -> None:
+    """A document came and went in two batches that were folded at once, so `documents` had no mark of them. Then only
+    the second one's file was compacted, and after a restart the document was back.
+    """
+    large = random.Random(1).randbytes(100_000)
+    with Lake(folder_at(tmp_path), None) as lake:
+        files = [[event("mutation", "a", (1, 1), value=b"1")], [event("deletion", "x", (1, 1), vbid=1)]]
+        apply(lake, batch(0), files)
+        apply(lake, batch(1), [[event("mutation", "b", (1, 2), value=large)]], put_off=True)
+        apply(lake, batch(2), [[event("deletion", "b", (1, 3))]], put_off=True)
+        lake.catch_up()
+        lake.tidy(0)
+        assert {batch_of(path.name) for path in (tmp_path / "changes").glob("*.parquet")} == {None, 1}
+    with Lake(folder_at(tmp_path), "the checkpoint") as lake:
+        lake.catch_up()
+        assert current(lake) == {("_default._default", "a"): (1, b"1")}
 
 
 def test_a_process_that_was_thought_dead_cannot_commit_what_another_did(tmp_path: Path) -> None:
@@ -376,3 +401,39 @@ def test_a_folder_with_another_table_is_refused(tmp_path: Path) -> None:
     write_deltalake(str(tmp_path / "changes"), table_of([]).select(["key"]))
     with pytest.raises(ConfigError, match="other columns"):
         Lake(folder_at(tmp_path), None)
+
+
+def test_each_collection_has_a_table_once_it_has_documents(tmp_path: Path) -> None:
+    layouts = Layouts(per_collection=True)
+    with Lake(folder_at(tmp_path), None, layouts=layouts) as lake:
+        first = [event("mutation", "a", (1, 1), value=b"1"), event("deletion", "x", (1, 2), collection="s.gone")]
+        assert apply(lake, batch(0), [first]) == Applied(2, 1, 0, 0)
+        assert [path.name for path in (tmp_path / "collections").iterdir()] == ["_default._default"]
+        more = [event("mutation", "b", (1, 3), value=b"2", collection="s.c%"), event("deletion", "a", (1, 4))]
+        assert apply(lake, batch(1), [more]) == Applied(2, 1, 0, 1)
+        assert lake.documents_of("s.c%").count() == 1
+        assert lake.documents_of("_default._default").count() == 0
+        drop = [event("collection_dropped", None, (1, 5), collection="s.c%")]
+        assert apply(lake, batch(2), [drop]) == Applied(1, 0, 0, 1)
+        apply(lake, batch(3), [[event("mutation", "c", (1, 6), value=b"3")]])
+        resync = [event("resync", None, (2, 0), collection=""), event("mutation", "d", (2, 1), collection="s.c%")]
+        assert apply(lake, batch(4), [resync]) == Applied(2, 1, 0, 1)
+        assert current(lake) == {("s.c%", "d"): (1, None)}
+    with pytest.raises(ConfigError, match=r"made with a table for each collection.*run with --table-per-collection"):
+        Lake(folder_at(tmp_path), "the checkpoint")
+    with Lake(folder_at(tmp_path), "the checkpoint", layouts=layouts) as lake:
+        assert lake.catch_up() == Applied(0, 0, 0, 0)
+        assert current(lake) == {("s.c%", "d"): (1, None)}
+
+
+def test_a_lake_with_one_table_stays_one(tmp_path: Path) -> None:
+    with Lake(folder_at(tmp_path), None):
+        pass
+    with pytest.raises(ConfigError, match=r"made with one table of documents.*run without --table-per-collection"):
+        Lake(folder_at(tmp_path), None, layouts=Layouts(per_collection=True))
+
+
+@pytest.mark.parametrize("name", ["shop.orders", "_default._default", "a-b.c%41", "?.0x9"])
+def test_a_collections_folder_has_a_name_that_urls_can_have(name: str) -> None:
+    assert collection_of(folder_name(name)) == name
+    assert not set(folder_name(name)) & set("%?#/~ ")

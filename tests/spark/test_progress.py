@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mirror.spark.lake import Applied
+from mirror.spark.documents import Applied
 from mirror.spark.offsets import At, Offset
 from mirror.spark.progress import BATCHES_HELD_MAX, BatchFigures, Listener, lag_of
 
@@ -35,7 +35,7 @@ def test_a_batch_is_told_with_what_it_did() -> None:
     listener = Listener(seen.append)
     listener.applied(3, Applied(10, 5, 4, 1))
     listener.onQueryProgress(told(3, endOffset=offset(v0=5, v2=9), latestOffset=offset(v0=7, v1=10, v2=4)))
-    assert seen == [BatchFigures(3, 10, 123.5, 789, inserted=5, updated=4, deleted=1, lag_seqnos=12)]
+    assert seen == [BatchFigures(3, 10, 123.5, 789, inserted=5, updated=4, deleted=1, misfits=0, lag_seqnos=12)]
 
 
 def test_a_trigger_without_anything_to_do_is_not_told() -> None:

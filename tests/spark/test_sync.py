@@ -15,7 +15,8 @@ from mirror.config_reader import load
 from mirror.errors import ConfigError, ConnectFailed, MirrorError
 from mirror.spark import sync as syncs
 from mirror.spark.columns import CHANGES
-from mirror.spark.lake import Applied, Costs, Lake
+from mirror.spark.documents import Applied
+from mirror.spark.lake import Costs, Lake
 from mirror.spark.parts import PartWriter
 from mirror.spark.places import Folder, folder_at
 from mirror.spark.sync import How, Sink, check_source, checkpoint_name, sync

@@ -1,0 +1,469 @@
+"""Delta tables of current documents: the columns that a user chose, and how batches of `changes` get into one.
+
+Knows one table, and the files of `changes` as the events of batches; never where events come from, nor the other tables
+(lake.py, which also says what exactly-once rests on). A table has the columns STATE. With a schema (`Layout.fields`)
+those are named `_key`, `_value` and so on, and fields of the JSON body follow as columns of their own. `_value` stays:
+when a column is added later, the whole table is written again with it, out of `_value`, in one commit. So a column has
+its value in every row from the moment it is there.
+
+Invariants: rows are live documents, each once; a batch is folded in one commit that carries its number; all rows were
+read by one schema and in one way (`READING_MARK`); the memory of a first load and of an added column is a row group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from deltalake import ColumnProperties, DeltaTable, Schema, Transaction, WriterProperties
+from deltalake.exceptions import DeltaError
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.spark.bodies import JSON, MISFITS_MAX, Bodies, Reading, check_misfits
+from mirror.spark.delta import (
+    batches_of,
+    check_columns,
+    commit_parts,
+    compact,
+    conflict_or,
+    only_next,
+    open_table,
+    with_columns,
+)
+from mirror.spark.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
+from mirror.spark.offsets import check_selection
+from mirror.spark.parts import ROW_GROUP_ROWS, PartWriter, run_name
+from mirror.spark.places import Folder, plain
+
+BATCH_MARK = "dcp-mirror"
+READING_MARK = "dcp-mirror/reading"
+
+CONFIGURATION = {"delta.logRetentionDuration": "interval 7 days", "delta.checkpointInterval": "50"}
+"""A commit for each batch: the log is summed up often, and its old entries go after a week."""
+STATISTICS = ("key", "collection", "vbid", "seqno", "at_branch", "at_seqno")
+"""Columns by which readers skip files; values would only make the log large."""
+
+PERMISSIVE = Reading("permissive")
+"""A document that does not fit must not stop a stream for good."""
+
+_NAME = re.compile(r"part-[0-9a-f]{16}-b(\d+)-[0-9a-f]{32}\.parquet")
+"""Of files of `changes` that were written for a batch."""
+_NOT_A_COLUMN = re.compile(r"[\s,;{}()=.\"'`]")
+"""What a Delta table without column mapping, or a reader in SQL, cannot have in a name."""
+_MERGE_ROWS = 8192
+
+
+class Applied(NamedTuple):
+    """What a batch did. Zeros where it had been done before."""
+
+    events: int
+    inserted: int
+    updated: int
+    deleted: int
+    misfits: int = 0
+    """Documents that do not fit the schema: with null in some of its columns."""
+
+    def plus(self, other: Applied) -> Applied:
+        """The sum of both."""
+        return Applied(*(mine + others for mine, others in zip(self, other, strict=True)))
+
+
+NOTHING = Applied(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a table. Raises ConfigError for a schema that JSON cannot be read as, or Delta cannot have."""
+
+    fields: Any = None
+    """Arrow schema of the columns that come out of the body; None: the body is in `value` alone."""
+    reading: Reading = PERMISSIVE
+    misfits_max: float = MISFITS_MAX
+    """The share of documents that may not fit, where the whole table is written: at its first load and when its columns
+    change."""
+    overwrite_schema: bool = False
+    """Columns of a table that is there may also go or get other types."""
+
+    def __post_init__(self) -> None:
+        """Check it before anything is made."""
+        if self.fields is None:
+            return
+        if self.reading.mode == "dropmalformed":
+            raise ConfigError(
+                "--mode dropmalformed: a table of current documents keeps those that do not fit, with nulls",
+                hint="read it with `where _corrupt_record is null`, with `_corrupt_record string` in --schema",
+            )
+        Bodies(self.fields, self.reading)
+        seen = {f"_{name}" for name in FOLDED.names}
+        for name in self.fields.names:
+            if _NOT_A_COLUMN.search(name):
+                raise ConfigError(f"--schema names {name!r}: a Delta table has no such columns")
+            if name.lower() in seen:
+                raise ConfigError(
+                    f"--schema names {name!r}, which is a column of every typed table, or there already (Delta does "
+                    "not tell upper from lower case)"
+                )
+            seen.add(name.lower())
+
+    @property
+    def mark(self) -> str:
+        """What stands before the names of the columns that are not of the body."""
+        return "" if self.fields is None else "_"
+
+    @property
+    def state(self) -> pa.Schema:
+        """The columns that are not of the body."""
+        return pa.schema([each.with_name(self.mark + each.name) for each in STATE])
+
+    @property
+    def schema(self) -> pa.Schema:
+        """All columns."""
+        return pa.schema([*self.state, *(self.fields or ())])
+
+    @property
+    def marks(self) -> list[Transaction]:
+        """What a table says of how its bodies were read."""
+        if self.fields is None:
+            return []
+        reading = self.reading
+        return [Transaction(READING_MARK, fingerprint(f"{reading.time_zone} {reading.epoch} {reading.corrupt_record}"))]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Which tables of documents there are."""
+
+    per_collection: bool = False
+    """A table for each collection; otherwise one for all."""
+    others: Layout = field(default_factory=Layout)
+    """Of all that have none of their own."""
+    own: Mapping[str, Layout] = field(default_factory=dict)
+    """By collection."""
+
+    def of(self, collection: str | None) -> Layout:
+        """The layout of a collection's table; None: of the one table."""
+        return self.others if collection is None else self.own.get(collection, self.others)
+
+
+def batch_of(name: str) -> int | None:
+    """The batch that wrote a file of that name; None: it is no batch's own, but a compaction's or delta-rs's, whose
+    names have pieces of hexadecimal digits that may look like anything.
+    """
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def fingerprint(text: str) -> int:
+    """A text as a number that fits a mark."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+class DocumentsTable:
+    """One table."""
+
+    def __init__(self, folder: Folder, layout: Layout, selection: str, collection: str | None = None) -> None:
+        """Make it where it is missing, or give it the columns of `layout`. `collection`: only its documents; None: all.
+        `selection` is what the stream reads of its source. Raises ConfigError, MirrorError.
+        """
+        self.folder = folder
+        self._layout = layout
+        self._collection = collection
+        self._bodies = None if layout.fields is None else Bodies(layout.fields, layout.reading)
+        self._source_schema = pa.schema([*layout.schema, pa.field(f"{layout.mark}live", pa.bool_())])
+        self._misfits = self._bodies_read = 0
+        self._failed: MirrorError | None = None
+        self._folded_to = -1
+        """The newest batch that this object has folded, or found nothing in."""
+        table = open_table(folder)
+        if table is None:
+            self.table = self._make(selection)
+        else:
+            self.table = table
+            check_selection(folder.url, table.metadata().description or "", selection)
+            self._adapt()
+
+    def _make(self, selection: str) -> DeltaTable:
+        skip_by = ",".join(self._layout.mark + name for name in STATISTICS)
+        try:
+            return DeltaTable.create(
+                self.folder.url,
+                Schema.from_arrow(self._layout.schema),
+                description=selection or None,
+                configuration=CONFIGURATION | {"delta.dataSkippingStatsColumns": skip_by},
+                commit_properties=only_next(self._layout.marks),
+            )
+        except (DeltaError, OSError) as error:
+            raise conflict_or(self.folder, None, error) from error
+
+    def _adapt(self) -> None:
+        """Give the table the columns of the layout."""
+        names = {each.name for each in self.table.schema().fields}
+        if not names.issuperset(self._layout.state.names):
+            raise ConfigError(
+                f"{self.folder}: a table with other columns ({', '.join(sorted(names))})",
+                hint="give another folder. Tables that are made with --schema have other names than those without",
+            )
+        marks = self._layout.marks
+        same_reading = all(self.table.transaction_version(each.app_id) == each.version for each in marks)
+        wanted_types = {each.name: each.type for each in Schema.from_arrow(self._layout.schema).fields}
+        if same_reading and wanted_types == {each.name: each.type for each in self.table.schema().fields}:
+            return
+        if self.table.file_uris() and not self._layout.overwrite_schema:
+            check_columns(self.folder, self.table, self._layout.schema)
+            if not same_reading:
+                raise ConfigError(
+                    f"{self.folder}: its documents were read with another --time-zone, --epoch or corrupt record",
+                    hint="--overwrite-schema reads all of them again",
+                )
+        self._write_again()
+
+    def _write_again(self) -> None:
+        """All rows, with the layout's columns out of `_value`, in one commit."""
+        paths = pa.table(self.table.get_add_actions()).column("path").to_pylist() if self.table.file_uris() else []
+        with PartWriter(self.folder.url, f"part-{run_name()}-columns", self._layout.schema) as parts:
+            for path in paths:
+                for batch in batches_of(self.folder, path):
+                    state = with_columns(batch, self._layout.state)
+                    live = pa.array([True] * len(state))
+                    rows = pa.RecordBatch.from_arrays([*state.columns, live], schema=FOLDED)
+                    parts.write(self._source_rows(rows).select(self._layout.schema.names))
+            self._check_misfits()
+        marks = self._layout.marks
+        commit_parts(self.folder, self.table, parts.finished, self._layout.schema, overwrite=True, marks=marks)
+        self.refresh()
+
+    def _check_misfits(self) -> None:
+        check_misfits(self._misfits, self._bodies_read, self._layout.misfits_max)
+
+    def refresh(self) -> None:
+        """See commits of other processes."""
+        self.table.update_incremental()
+
+    @property
+    def marked_batch(self) -> int | None:
+        """The newest batch that changed it."""
+        return self.table.transaction_version(BATCH_MARK)
+
+    @property
+    def folded_to(self) -> int:
+        """The newest batch that is known to be in it; -1: none."""
+        marked = self.marked_batch
+        return self._folded_to if marked is None else max(self._folded_to, marked)
+
+    def bytes(self) -> int:
+        """Its size as it is now."""
+        return sum(pa.table(self.table.get_add_actions()).column("size_bytes").to_pylist())
+
+    def compact(self) -> None:
+        """Fewer and larger files."""
+        compact(self.folder, self.table, self._layout.schema)
+
+    def vacuum(self, keep_hours: int) -> None:
+        """Remove files that no version of the last `keep_hours` needs. Raises MirrorError."""
+        try:
+            vacuum(self.table, keep_hours)
+        except (DeltaError, OSError) as error:
+            raise MirrorError(f"{self.folder}: could not be tidied: {plain(error)}") from error
+
+    def mark(self, marks: list[Transaction]) -> None:
+        """Say that it has the batch of `marks`, which changed nothing in it. Raises CommitConflict, MirrorError."""
+        if all(self.table.transaction_version(each.app_id) == each.version for each in marks):
+            return
+        commit_parts(self.folder, self.table, [], self._layout.schema, marks=marks)
+        self.refresh()
+
+    # -- batches --------------------------------------------------------------------------------------------------
+
+    def fold(self, changes: Folder, names: Sequence[str], number: int, marks: list[Transaction]) -> Applied:
+        """Fold these files of `changes`, which are all that it lacks up to batch `number`, in the batches' order. The
+        last commit carries `marks`. Its events are not counted. Raises CommitConflict, MirrorError.
+        """
+        self._misfits = self._bodies_read = 0
+        left, done = list(names), NOTHING
+        while left and not self.table.file_uris():
+            first = batch_of(left[0])
+            rest = [name for name in left if batch_of(name) != first]
+            mark = [Transaction(BATCH_MARK, first)] if rest and first is not None else marks
+            done = done.plus(self._load(changes, [name for name in left if batch_of(name) == first], mark))
+            left = rest
+        if left:
+            with opened(changes, left) as files:
+                one_batch = len({batch_of(name) for name in left}) == 1
+                done = done.plus(self._merge(number, marks, files, one_batch=one_batch))
+        self._folded_to = number
+        return done._replace(misfits=self._misfits)
+
+    def skip_to(self, number: int) -> None:
+        """Nothing up to batch `number` concerns it."""
+        self._folded_to = number
+
+    def _load(self, changes: Folder, names: list[str], marks: list[Transaction]) -> Applied:
+        """Fold one batch into the empty table.
+
+        There is nothing to compare with: rows are written as they come, file by file. A merge would hold all of them,
+        and a first load is the largest batch there is.
+        """
+        with PartWriter(self.folder.url, f"part-{run_name()}-00000", self._layout.schema) as parts:
+            for name in names:
+                with opened(changes, [name]) as (file,):
+                    for batch in self._folds_of([file], one_batch=True):
+                        rows = self._source_rows(batch.filter(batch.column("live")))
+                        parts.write(rows.select(self._layout.schema.names))
+            self._check_misfits()
+        if not parts.finished:
+            return NOTHING
+        metadata = {"batch": str(batch_of(names[0]))}
+        commit_parts(self.folder, self.table, parts.finished, self._layout.schema, marks=marks, metadata=metadata)
+        self.refresh()
+        return NOTHING._replace(inserted=sum(part.rows for part in parts.finished))
+
+    def _merge(self, number: int, marks: list[Transaction], files: list[pq.ParquetFile], *, one_batch: bool) -> Applied:
+        voids = self._voids_of(files)
+        source = pa.RecordBatchReader.from_batches(self._source_schema, self._source_of(files, one_batch))
+        columns = {f"`{name}`": f"s.`{name}`" for name in self._layout.schema.names}
+        mark = self._layout.mark
+        writer = WriterProperties(
+            compression="ZSTD",
+            max_row_group_size=ROW_GROUP_ROWS,
+            column_properties={f"{mark}value": ColumnProperties(statistics_enabled="NONE")},
+        )
+        self._failed = None
+        try:
+            merge = (
+                self.table.merge(
+                    source,
+                    f"t.{mark}collection = s.{mark}collection AND t.{mark}key = s.{mark}key",
+                    source_alias="s",
+                    target_alias="t",
+                    streamed_exec=True,
+                    writer_properties=writer,
+                    commit_properties=only_next(marks, {"batch": str(number)}),
+                )
+                .when_matched_update(columns, f"s.{mark}live AND {later(voids, mark)}")
+                .when_matched_delete(f"NOT s.{mark}live AND {later(voids, mark)}")
+                .when_not_matched_insert(columns, f"s.{mark}live")
+            )
+            if (gone := void_rows(voids, mark)) is not None:
+                merge = merge.when_not_matched_by_source_delete(gone)
+            done = merge.execute()
+        except (DeltaError, OSError) as error:
+            if self._failed is not None:
+                raise self._failed from error
+            raise conflict_or(self.folder, self.table, error) from error
+        changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
+        # A merge that changes nothing makes no version, and no mark: doing it again would change nothing either.
+        assert not any(changed) or self.marked_batch == number
+        return Applied(0, *changed)
+
+    def _source_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
+        """What a merge reads. delta-rs passes on the text of an error alone, so it is kept here."""
+        try:
+            for batch in self._folds_of(files, one_batch):
+                yield self._source_rows(batch)
+        except MirrorError as error:
+            self._failed = error
+            raise
+
+    def _source_rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Rows of FOLDED with the columns of the layout. Raises DocumentDoesNotFit."""
+        *state, live = batch.columns
+        columns: list[Any] = []
+        if self._bodies is not None:
+            bodies = pc.fill_null(pc.if_else(live, batch.column("value"), pa.scalar(None, pa.binary())), b"")
+            kinds = pc.if_else(live, batch.column("datatype"), JSON).to_pylist()
+            parsed = self._bodies.columns(bodies, bytes(kinds), batch.column("key").cast(pa.binary()))
+            self._misfits += len(parsed.misfits)
+            self._bodies_read += live.true_count
+            columns = parsed.columns
+        return pa.RecordBatch.from_arrays([*state, *columns, live], schema=self._source_schema)
+
+    def _folds_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
+        with readable():
+            tables = (self._read(file, FOLD_COLUMNS) for file in files)
+            for table, _ in fold_files(tables) if one_batch else [fold_batches(tables)]:
+                yield from table.to_batches(max_chunksize=_MERGE_ROWS)
+
+    def _read(self, file: pq.ParquetFile, columns: list[str]) -> pa.Table:
+        """The events of a file that concern this table."""
+        events = file.read(columns)
+        if self._collection is None:
+            return events
+        own, resync = pc.equal(events["collection"], self._collection), pc.equal(events["kind"], RESYNC)
+        return events.filter(pc.or_kleene(own, resync))
+
+    def _voids_of(self, files: Iterable[pq.ParquetFile]) -> Voids:
+        """What the events of a batch void, without reading their values."""
+        voids = Voids()
+        with readable():
+            for file in files:
+                voids.add(voids_in(self._read(file, ["kind", "collection", "vbid"])))
+        return voids
+
+
+@contextmanager
+def opened(changes: Folder, names: Iterable[str]) -> Iterator[list[pq.ParquetFile]]:
+    """Files of `changes`, all of them before a merge begins: within it no object store can be asked."""
+    with ExitStack() as stack:
+        with readable():
+            files = [pq.ParquetFile(stack.enter_context(changes.open(name))) for name in names]
+        yield files
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Raise MirrorError for a file of `changes` that cannot be read."""
+    try:
+        yield
+    except (OSError, pa.ArrowInvalid) as error:
+        raise MirrorError(
+            f"events cannot be read again: {plain(error)}", hint="the table `changes` is damaged"
+        ) from error
+
+
+def vacuum(table: DeltaTable, keep_hours: int) -> None:
+    """Remove files of a table that no version of the last `keep_hours` needs."""
+    table.update_incremental()
+    table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
+
+
+def voids_in(events: pa.Table) -> Voids:
+    """What events with these columns void: kind, collection, vbid."""
+    voids = Voids()
+    for kind in events.column("kind").unique().to_pylist():
+        if kind in (RESYNC, "collection_dropped", "collection_flushed"):
+            rows = events.filter(pc.equal(events.column("kind"), kind))
+            vbids, names = rows.column("vbid").to_pylist(), rows.column("collection").to_pylist()
+            if kind == RESYNC:
+                voids.vbuckets.update(vbids)
+            else:
+                voids.collections.update(zip(vbids, names, strict=True))
+    return voids
+
+
+def later(voids: Voids, mark: str = "") -> str:
+    """SQL: whether an event may change the row it meets. `mark` stands before the columns' names."""
+    branch, seqno = f"{mark}at_branch", f"{mark}at_seqno"
+    rises = f"(s.{branch} > t.{branch} OR (s.{branch} = t.{branch} AND s.{seqno} > t.{seqno}))"
+    if not voids.vbuckets:
+        return rises
+    return f"({rises} OR t.{mark}vbid IN ({', '.join(map(str, sorted(voids.vbuckets)))}))"
+
+
+def void_rows(voids: Voids, mark: str = "") -> str | None:
+    """SQL: which rows that no event of the batch speaks of are gone all the same; None: none."""
+    parts = []
+    if voids.vbuckets:
+        parts.append(f"t.{mark}vbid IN ({', '.join(map(str, sorted(voids.vbuckets)))})")
+    names = sorted({name for _, name in voids.collections})
+    for name in names:
+        vbids = ", ".join(str(vbid) for vbid, of in sorted(voids.collections) if of == name)
+        quoted = name.replace("'", "''")
+        parts.append(f"(t.{mark}collection = '{quoted}' AND t.{mark}vbid IN ({vbids}))")
+    return " OR ".join(parts) or None

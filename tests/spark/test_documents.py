@@ -1,0 +1,254 @@
+"""Tables of current documents: columns out of the body, columns that come later, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import random
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.spark import documents
+from mirror.spark.bodies import DocumentDoesNotFit, Reading, TooManyMisfits
+from mirror.spark.ddl import fields_of
+from mirror.spark.documents import BATCH_MARK, Applied, Layout, Layouts, later, void_rows, voids_in
+from mirror.spark.fold import Voids
+from mirror.spark.lake import Lake
+from mirror.spark.places import folder_at
+from tests.spark.events import Event, event, table_of
+from tests.spark.test_lake import apply, batch
+
+Row = dict[str, Any]
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def put(key: str, at: int, collection: str = "_default._default", /, **fields: Any) -> Event:
+    return event("mutation", key, (1, at), value=body(**fields), collection=collection)
+
+
+def typed(schema: str, misfits_max: float = 1, overwrite_schema: bool = False, **reading: Any) -> Layouts:
+    layout = Layout(fields_of(schema), Reading(**{"mode": "permissive"} | reading), misfits_max, overwrite_schema)
+    return Layouts(others=layout)
+
+
+def lake_in(folder: Path, layouts: Layouts) -> Lake:
+    return Lake(folder_at(folder), "the checkpoint" if (folder / "changes").exists() else None, layouts=layouts)
+
+
+def rows(lake: Lake, *columns: str) -> dict[str, tuple[Any, ...]]:
+    found = lake.documents.to_pyarrow_table(columns=["_key", *columns]).to_pylist()
+    return {row["_key"]: tuple(row[name] for name in columns) for row in found}
+
+
+def test_fields_of_the_body_are_columns_beside_the_documents_own(tmp_path: Path) -> None:
+    with lake_in(tmp_path, typed("total double, City string, `weiter-name` int, live boolean")) as lake:
+        first = [put("a", 1, total=1.5, City="Bonn", key="x"), put("b", 2, total=2), put("c", 3, live=True)]
+        assert apply(lake, batch(0), [first]) == Applied(3, 3, 0, 0)
+        assert rows(lake, "total", "City", "live") == {
+            "a": (1.5, "Bonn", None),
+            "b": (2.0, None, None),
+            "c": (None, None, True),
+        }
+        second = [put("a", 4, total=7, **{"weiter-name": 3}), event("deletion", "b", (1, 5)), put("d", 6, City="Ulm")]
+        assert apply(lake, batch(1), [second]) == Applied(3, 1, 1, 1)
+        assert rows(lake, "total", "City", "weiter-name", "_seqno") == {
+            "a": (7.0, None, 3, 4),
+            "c": (None, None, None, 3),
+            "d": (None, "Ulm", None, 6),
+        }
+        assert rows(lake, "_value")["d"] == (body(City="Ulm"),)
+        names = [field.name for field in lake.documents.schema().fields]
+        assert names[:2] == ["_key", "_collection"]
+        assert names[-5:] == ["_at_seqno", "total", "City", "weiter-name", "live"]
+        lake.tidy(0)
+        assert rows(lake, "total") == {"a": (7.0,), "c": (None,), "d": (None,)}
+
+
+def test_columns_of_any_type_are_merged(tmp_path: Path) -> None:
+    schema = "at timestamp, local timestamp_ntz, day date, price decimal(10,2)"
+    schema += ", items array<struct<sku: string>>, m map<string, int>"
+    order = {"at": "2026-01-31T12:00:00Z", "local": "2026-01-31T12:00:00", "day": "2026-01-31", "price": 1.005}
+    with lake_in(tmp_path, typed(schema)) as lake:
+        apply(lake, batch(0), [[put("a", 1), put("b", 2)]])
+        more = [put("a", 3, **order, items=[{"sku": "x"}], m={"n": 1}), put("c", 4, **order)]
+        assert apply(lake, batch(1), [more]) == Applied(2, 1, 1, 0)
+        found = rows(lake, "price", "items", "m", "day", "local")
+        assert found["a"][:3] == (Decimal("1.01"), [{"sku": "x"}], [("n", 1)])
+        assert found["b"] == (None,) * 5
+        assert found["c"][0] == Decimal("1.01")
+        assert found["a"][3].isoformat() == "2026-01-31"
+        assert found["a"][4].isoformat() == "2026-01-31T12:00:00"
+
+
+def test_a_column_that_is_added_later_has_its_value_in_every_row(tmp_path: Path) -> None:
+    """Delta alone would leave it null in the rows that are there: 'no city' could not be told from 'not read yet'."""
+    orders = [put(f"k{number}", number + 1, total=number, city=f"c{number}") for number in range(100)]
+    with lake_in(tmp_path, typed("total double")) as lake:
+        apply(lake, batch(0), [orders])
+        version = lake.documents.version()
+    wider = typed("city string, total double, at timestamp_ntz")
+    with lake_in(tmp_path, wider) as lake:
+        assert lake.documents.version() <= version + 2, "the columns, and their values with them, are one commit"
+        assert rows(lake, "city", "total") == {f"k{number}": (f"c{number}", float(number)) for number in range(100)}
+        assert lake.documents.transaction_version(BATCH_MARK) == 0
+        assert apply(lake, batch(1), [[put("k0", 101, city="new")]]) == Applied(1, 0, 1, 0)
+        assert rows(lake, "city", "total")["k0"] == ("new", None)
+        version = lake.documents.version()
+    with lake_in(tmp_path, wider) as lake:
+        assert lake.documents.version() == version
+
+
+def test_a_death_before_the_columns_are_committed_leaves_the_table_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lake_in(tmp_path, typed("total double")) as lake:
+        apply(lake, batch(0), [[put("a", 1, total=1, city="Bonn")]])
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(documents, "commit_parts", dies)
+        with pytest.raises(KeyboardInterrupt):
+            lake_in(tmp_path, typed("total double, city string"))
+    with lake_in(tmp_path, typed("total double")) as lake:
+        assert rows(lake, "total") == {"a": (1.0,)}
+    with lake_in(tmp_path, typed("total double, city string")) as lake:
+        assert rows(lake, "total", "city") == {"a": (1.0, "Bonn")}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reading", "said"),
+    [
+        ("total string, n int", {}, "column total is double in the table and would be string"),
+        ("n int", {}, "column total is double in the table and would be gone"),
+        ("total double, n int", {"epoch": "millis"}, "read with another --time-zone, --epoch"),
+    ],
+)
+def test_columns_change_in_other_ways_only_where_that_is_said(
+    tmp_path: Path, schema: str, reading: Row, said: str
+) -> None:
+    with lake_in(tmp_path, typed("total double, n int")) as lake:
+        apply(lake, batch(0), [[put("a", 1, total=1.5, n=3)]])
+    with pytest.raises(ConfigError, match=f"{said}.*--overwrite-schema"):
+        lake_in(tmp_path, typed(schema, **reading))
+    with lake_in(tmp_path, typed(schema, overwrite_schema=True, **reading)) as lake:
+        wanted = {"total string, n int": ("1.5", 3), "n int": (3,)}.get(schema, (1.5, 3))
+        assert rows(lake, *fields_of(schema).names) == {"a": wanted}
+        apply(lake, batch(1), [[put("a", 2, total=2.5, n=3)]])
+    with lake_in(tmp_path, typed(schema, **reading)):
+        pass
+
+
+def test_tables_with_and_without_a_schema_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    for made, opened in ((Layouts(), typed("n int")), (typed("n int"), Layouts())):
+        folder = tmp_path / str(made.others.mark == "")
+        with lake_in(folder, made):
+            pass
+        with pytest.raises(ConfigError, match="a table with other columns"):
+            lake_in(folder, opened)
+
+
+def test_misfits_are_counted_and_shown(tmp_path: Path) -> None:
+    with lake_in(tmp_path, typed("n int, _corrupt_record string")) as lake:
+        first = [put("a", 1, n="many"), put("b", 2, n=2), event("mutation", "c", (1, 3), value=b"no JSON")]
+        assert apply(lake, batch(0), [first]) == Applied(3, 3, 0, 0, misfits=2)
+        found = rows(lake, "n", "_corrupt_record")
+        assert found == {"a": (None, '{"n": "many"}'), "b": (2, None), "c": (None, "no JSON")}
+        second = [put("a", 4, n=1), event("deletion", "c", (1, 5)), put("b", 6, n=[])]
+        assert apply(lake, batch(1), [second]) == Applied(3, 0, 2, 1, misfits=1)
+
+
+def test_failfast_ends_with_the_document_and_permissive_goes_on_from_there(tmp_path: Path) -> None:
+    with lake_in(tmp_path, typed("n int", mode="failfast")) as lake:
+        apply(lake, batch(0), [[put("a", 1, n=1)]])
+        with pytest.raises(DocumentDoesNotFit, match="'b' does not fit"):
+            apply(lake, batch(1), [[put("b", 2, n="two")]])
+    with lake_in(tmp_path, typed("n int")) as lake:
+        assert lake.catch_up() == Applied(0, 1, 0, 0, misfits=1)
+        assert rows(lake, "n") == {"a": (1,), "b": (None,)}
+
+
+def test_a_schema_of_other_documents_is_not_loaded_and_may_be_corrected(tmp_path: Path) -> None:
+    orders = [put(f"k{number}", number + 1, total=f"{number} EUR") for number in range(200)]
+    with lake_in(tmp_path, typed("total double", misfits_max=0.01)) as lake:
+        with pytest.raises(TooManyMisfits, match=r"200 of 200 documents do not fit.*they were not written"):
+            apply(lake, batch(0), [orders])
+        assert lake.documents.count() == 0
+    with lake_in(tmp_path, typed("total string", misfits_max=0.01)) as lake:
+        assert lake.catch_up() == Applied(0, 200, 0, 0)
+        assert rows(lake, "total")["k7"] == ("7 EUR",)
+    with pytest.raises(TooManyMisfits):
+        lake_in(tmp_path, typed("total double", misfits_max=0.01, overwrite_schema=True))
+    with lake_in(tmp_path, typed("total string")) as lake:
+        assert rows(lake, "total")["k7"] == ("7 EUR",)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ("_key string", "names '_key'"),
+        ("_Live int", "names '_Live'"),
+        ("total int, TOTAL int", "does not tell upper from lower case"),
+        ("`a b` int", "a Delta table has no such columns"),
+        ("`a.b` int", "a Delta table has no such columns"),
+        ("a int not null", "NOT NULL cannot be promised"),
+    ],
+)
+def test_a_schema_that_no_table_can_have_is_refused_before_anything_is_made(schema: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        typed(schema)
+
+
+def test_documents_that_do_not_fit_are_not_dropped() -> None:
+    with pytest.raises(ConfigError, match="--mode dropmalformed"):
+        typed("n int", mode="dropmalformed")
+
+
+def test_collections_may_have_schemas_of_their_own(tmp_path: Path) -> None:
+    own = {"shop.orders": Layout(fields_of("total double"))}
+    with lake_in(tmp_path, Layouts(True, Layout(), own)) as lake:
+        first = [put("a", 1, "shop.orders", total=1), put("a", 2, "shop.users", name="x")]
+        assert apply(lake, batch(0), [first]) == Applied(2, 2, 0, 0)
+        orders, users = lake.documents_of("shop.orders"), lake.documents_of("shop.users")
+        assert orders.to_pyarrow_table(columns=["_key", "total"]).to_pylist() == [{"_key": "a", "total": 1.0}]
+        assert users.to_pyarrow_table(columns=["key", "value"]).to_pylist() == [{"key": "a", "value": b'{"name": "x"}'}]
+
+
+def test_a_rollback_takes_back_the_columns_too(tmp_path: Path) -> None:
+    with lake_in(tmp_path, typed("n int")) as lake:
+        apply(lake, batch(0), [[put("a", 1, n=1), put("a", 2, n=2), put("b", 3, n=3)]])
+        back = event("restoration", "a", (2, 1), seqno=1, value=body(n=1))
+        apply(
+            lake,
+            batch(1),
+            [[event("retraction", "a", (2, 1), seqno=2), back, event("retraction", "b", (2, 1), seqno=3)]],
+        )
+        assert rows(lake, "n", "_seqno") == {"a": (1, 1)}
+
+
+def test_a_damaged_file_of_events_is_named(tmp_path: Path) -> None:
+    with lake_in(tmp_path, Layouts()) as lake:
+        apply(lake, batch(0), [[put("a", 1, n=1)]])
+        apply(lake, batch(1), [[put("a", 2, n=random.random())]], put_off=True)
+        for path in (tmp_path / "changes").glob("*-b1-*.parquet"):
+            path.write_bytes(b"no Parquet")
+        with pytest.raises(MirrorError, match="the table `changes` is damaged"):
+            lake.catch_up()
+
+
+def test_conditions_in_sql() -> None:
+    assert later(Voids()) == "(s.at_branch > t.at_branch OR (s.at_branch = t.at_branch AND s.at_seqno > t.at_seqno))"
+    assert later(Voids({3, 1}), "_").endswith("OR t._vbid IN (1, 3))")
+    assert void_rows(Voids()) is None
+    assert void_rows(Voids({1}, {(2, "s.it's")}), "_") == (
+        "t._vbid IN (1) OR (t._collection = 's.it''s' AND t._vbid IN (2))"
+    )
+    events = [event("resync", None, (1, 0), vbid=4), event("collection_flushed", None, (1, 1), collection="s.a")]
+    assert voids_in(table_of(events)) == Voids({4}, {(0, "s.a")})
