@@ -135,10 +135,10 @@ def _group_parts(
     vbids = directory.group_vbids(view.identity, group)
     if not vbids:
         return
-    environment = view._environment(vbids[0])
+    environment = view.groups.environment(vbids[0])
     with environment.read() as txn:
         for vbid in vbids:
-            served, boundary = view._as_of(txn, vbid, None if as_of_ms is None else Time(as_of_ms))
+            served, boundary = view.reader(vbid).as_of(txn, None if as_of_ms is None else Time(as_of_ms))
             published[vbid] = served.seqno
             if boundary is not None:
                 state = branches.load(txn, Vbid(vbid)).state

@@ -19,11 +19,14 @@ from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from storage import keys, seal
+from storage import keys, seal, validity
+from storage.collection_names import names_of
 from storage.errors import CorruptedError
 from storage.model import Kind
+from storage.scan import CHUNK_BYTES
+from storage.tokens import Pin
 from storage.transaction import Transaction
-from storage.view import CHUNK_BYTES, Pin, View
+from storage.view import View
 
 ROWS_MAX = 2_000
 """Rows of a chunk: more cost the processor's caches more than they save."""
@@ -87,13 +90,12 @@ class _Read:
     def __init__(
         self, view: View, pin: Pin, collection_ids: Collection[int] | None, wanted: KeyRange, rows_max: int
     ) -> None:
-        self._view = view
         self._vbid = pin.vbid
-        self._opened = view._open(pin.vbid)
-        self._environment = self._opened.environment
-        self._standing = view.standing(pin)
+        self._reader = view.reader(pin.vbid)
+        self._environment = self._reader.environment
         with self._environment.read() as txn:
-            manifest = view._manifest(txn, pin.vbid, self._standing.manifest_key)
+            self._standing = validity.standing(self._reader, txn, pin)
+            manifest = self._reader.manifest(txn, self._standing.manifest_key)
         asked = manifest.collections if collection_ids is None else manifest.collections.keys() & set(collection_ids)
         self._collections = sorted(
             (keys.encode_collection_id(each), each, manifest.collections[each].begin_seqno.to_bytes(8, "big"))
@@ -119,7 +121,7 @@ class _Read:
                 taken: list[list[bytes]] = [[] for _ in self._collections]
                 byte_counts = [0 for _ in self._collections]
                 with self._transaction() as txn:
-                    cursor = txn.raw.cursor(self._opened.rows)
+                    cursor = txn.raw.cursor(self._reader.rows)
                     for _ in range(0, self._rows_max, GET_ROWS):
                         frames, position = self._run(cursor, position, first)
                         row_count += len(frames)
@@ -208,7 +210,7 @@ class _Read:
                     ]
                     frames: list[bytes] = []
                     byte_count = 0
-                    rows = txn.raw.cursor(self._opened.rows)
+                    rows = txn.raw.cursor(self._reader.rows)
                     while len(frames) < len(found):
                         run = found[len(frames) : len(frames) + GET_ROWS]
                         got = rows.getmulti([versions[key][:12] for key in run])
@@ -227,7 +229,7 @@ class _Read:
 
     def _chunk(self, collection_id: int, stored: list[bytes], byte_count: int) -> Chunk:
         """The messages of stored rows, verified."""
-        if self._view._verify_reads:
+        if self._reader.verify_reads:
             seal.check_all(stored, self._vbid, self._environment.path)
         return Chunk(collection_id, [each[: -seal.SIZE] for each in stored], byte_count - seal.SIZE * len(stored))
 
@@ -235,14 +237,14 @@ class _Read:
     def _transaction(self) -> Iterator[Transaction]:
         """A read of what is certainly there still."""
         with self._environment.read() as txn:
-            self._view._revalidate(txn, self._vbid, self._standing)
+            validity.check(self._reader, txn, self._standing)
             yield txn
 
     def _versions(
         self, txn: Transaction, position: bytes, prefix: bytes, end: bytes | None
     ) -> tuple[dict[bytes, bytes], bytes]:
         """The newest visible version of some keys from `position` on, and where to go on (empty: the end)."""
-        cursor = txn.raw.cursor(self._opened.keys)
+        cursor = txn.raw.cursor(self._reader.keys)
         if not cursor.set_range(position):
             return {}, b""
         entries = cursor.iternext()
@@ -265,11 +267,6 @@ class _Read:
 
 def collection_names(view: View, pin: Pin) -> dict[int, str]:
     """`scope.collection` of each collection that `pin` sees, by id."""
-    opened = view._open(pin.vbid)
-    with opened.environment.read() as txn:
-        standing = view._standing(opened, txn, pin)
-        manifest = view._manifest(txn, pin.vbid, standing.manifest_key)
-    return {
-        each.collection_id: f"{manifest.scopes.get(each.scope_id, '?')}.{each.name}"
-        for each in manifest.collections.values()
-    }
+    reader = view.reader(pin.vbid)
+    with reader.environment.read() as txn:
+        return names_of(reader.manifest(txn, validity.standing(reader, txn, pin).manifest_key))

@@ -130,6 +130,11 @@ class Manifest:
         default = Collection(DEFAULT_COLLECTION, 0, "_default", Seqno(0))
         return Manifest(ManifestUid(0), {0: "_default"}, {DEFAULT_COLLECTION: default})
 
+    def has(self, collection_id: int, seqno: int) -> bool:
+        """False for a row of a collection that was dropped, or flushed after the row."""
+        collection = self.collections.get(collection_id)
+        return collection is not None and seqno > collection.begin_seqno
+
     def changed(self, *changes: ManifestChange) -> Manifest:
         """The manifest after some changes, oldest first."""
         uid, scopes, collections = self.uid, dict(self.scopes), dict(self.collections)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from storage import branches, chain, keys
 from storage.errors import ViewInvalidated
-from storage.model import Boundary, Manifest, Vbid
+from storage.model import Boundary, Manifest
 from storage.view import Token, View
 
 
@@ -27,48 +27,48 @@ class Front(NamedTuple):
 
 def front(view: View, vbid: int, since: Token | None) -> Front:
     """What is published, as seen from a position; None is the beginning."""
-    opened = view._open(vbid)
-    with opened.environment.read() as txn:
-        served = view._readable(txn, vbid)
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        served = reader.readable(txn)
         stat = txn.stat(keys.rows_db(vbid))
         pages = stat["leaf_pages"] + stat["overflow_pages"]
         mean = stat["psize"] * pages // max(1, stat["entries"])
         common: int | None = 0
         if since is not None and since.seqno:
             try:
-                links = view._chain_to(txn, vbid, since.branch, since.seqno, since.history_id)
+                links = reader.chain_of_position(txn, since.branch, since.seqno, since.history_id)
                 common = chain.common_seqno(served.links, links)
             except ViewInvalidated:
                 common = None
-        boundary = chain.newest_boundary(txn, Vbid(vbid), served.links, served.seqno)
+        boundary = chain.newest_boundary(txn, reader.vbid, served.links, served.seqno)
         return Front(boundary, common, int(stat["entries"]), max(1, mean))
 
 
 def newest(view: View, vbid: int, to_seqno: int) -> Boundary | None:
     """The newest kept boundary not above a seqno."""
-    opened = view._open(vbid)
-    with opened.environment.read() as txn:
-        served = view._readable(txn, vbid)
-        found = chain.newest_boundary(txn, Vbid(vbid), served.links, to_seqno)
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        served = reader.readable(txn)
+        found = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
         return found if found is not None and found.seqno >= served.floor_seqno else None
 
 
 def following(view: View, vbid: int, after_seqno: int) -> Boundary | None:
     """The oldest kept boundary above a seqno."""
-    opened = view._open(vbid)
-    with opened.environment.read() as txn:
-        served = view._readable(txn, vbid)
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        served = reader.readable(txn)
         after = max(after_seqno, served.floor_seqno - 1)
-        return next(chain.boundaries_after(txn, Vbid(vbid), served.links, after), None)
+        return next(chain.boundaries_after(txn, reader.vbid, served.links, after), None)
 
 
 def boundaries_between(view: View, vbid: int, branch: int, after_seqno: int, seqno: int) -> list[Boundary]:
     """The kept boundaries on the way to (branch, seqno), above a seqno, rising."""
-    opened = view._open(vbid)
+    reader = view.reader(vbid)
     found = []
-    with opened.environment.read() as txn:
-        links = chain.recut(view._whole_chain(txn, vbid, branch), seqno)
-        for boundary in chain.boundaries(txn, Vbid(vbid), links):
+    with reader.environment.read() as txn:
+        links = reader.chain_at(txn, branch, seqno)
+        for boundary in chain.boundaries(txn, reader.vbid, links):
             if boundary.seqno <= after_seqno:
                 break
             found.append(boundary)
@@ -78,12 +78,10 @@ def boundaries_between(view: View, vbid: int, branch: int, after_seqno: int, seq
 
 def manifest_at(view: View, vbid: int, branch: int, seqno: int) -> Manifest:
     """Scopes and collections as of a position; of one below what was purged, those that rows down there can be of."""
-    opened = view._open(vbid)
-    with opened.environment.read() as txn:
-        served = view._served(txn, vbid)
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        served = reader.served(txn)
         if chain.sees(served.links, branch, seqno):
             seqno = max(seqno, branches.purge_row(txn, vbid).local_purge_seqno)
             branch = served.branch
-        links = chain.recut(view._whole_chain(txn, vbid, branch), seqno)
-        key = branches.manifest_key_on(txn, vbid, links)
-        return view._manifest(txn, vbid, key)
+        return reader.manifest_on(txn, reader.chain_at(txn, branch, seqno))

@@ -4,7 +4,7 @@ Knows boundaries, versions and branches, and of time only what `history_clock` s
 when there is nothing better to do. Cost is proportional to what changed, never to the size of the bucket: rows are
 visited once, in seqno order, after the floor has passed them. Invariants:
 - the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches
-  below it (`view` refuses);
+  below it (`vbucket_reader` and `validity` refuse);
 - a version goes only when its next version on the served chain is at or below the floor; a tombstone only when it is
   the newest version at or below the floor and nothing older is left, which raises local_purge_seqno;
 - rows of a dropped or flushed collection go when that event is at or below the floor;

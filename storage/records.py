@@ -52,6 +52,29 @@ _MUTATION_KIND = Kind.MUTATION
 _KINDS = {int(kind): kind for kind in Kind}
 
 
+MUTATION, DELETION, SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.DELETION), int(Kind.SYSTEM_EVENT)
+"""Plain numbers for loops over rows: comparing with a member of an enum takes a tenth of a row's time."""
+
+
+ROW_KEY = slice(0, keys.ROW_KEY_SIZE)
+"""Where the row's key stands in a reference (a dup of `k<vbid>`), and in the key of a boundary."""
+
+
+def branch_of(row_key: bytes) -> int:
+    """Branch of the key of a row or boundary, or of a reference."""
+    return int.from_bytes(row_key[:4], "big")
+
+
+def seqno_of(row_key: bytes) -> int:
+    """Seqno of the key of a row or boundary, or of a reference."""
+    return int.from_bytes(row_key[4:12], "big")
+
+
+def kind_of(reference: bytes) -> int:
+    """Kind of the row that a reference names."""
+    return reference[12]
+
+
 def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The key-tree rows of `rows` ((row key, frame) pairs), in their order; system events have none."""
     out = []

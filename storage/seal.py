@@ -18,6 +18,8 @@ from storage.errors import CorruptedError
 
 SIZE = 4
 """Bytes of a checksum."""
+FRAME = slice(0, -SIZE)
+"""Where the message stands in a stored row."""
 RESIDUE = 0x48674BC7
 """CRC-32C of any message that is followed by its CRC-32C."""
 
@@ -39,7 +41,7 @@ def frame_of(stored: bytes, row_key: bytes, vbid: int, path: str) -> bytes:
     """The message of a stored row. Raises CorruptedError, which names vbucket, key and seqno."""
     if crc32c(stored) != RESIDUE:
         raise _damaged(stored, row_key, vbid, path)
-    return stored[:-SIZE]
+    return stored[FRAME]
 
 
 def check_all(stored: Sequence[bytes], vbid: int, path: str) -> None:

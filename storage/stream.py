@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from storage import branches, chain, keys
+from storage import branches, chain, keys, validity
 from storage.errors import ViewInvalidated
-from storage.model import FailoverEntry, Manifest, Vbid
+from storage.model import FailoverEntry, Manifest
 from storage.transaction import Transaction
-from storage.view import Opened, View
+from storage.vbucket_reader import VbucketReader
+from storage.view import View
 
 PIECE_ROWS = 2_000
 """Rows looked at in one transaction at most."""
@@ -71,11 +72,11 @@ class Standing(NamedTuple):
 
 def standing(view: View, vbid: int) -> Standing:
     """What a vbucket serves now. Raises StorageError."""
-    opened = view._open(vbid)
-    with opened.environment.read() as txn:
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
         pub = txn.pub(vbid)
-        links = chain.recut(view._whole_chain(txn, vbid, pub.branch), pub.seqno)
-        manifest = view._manifest(txn, vbid, pub.manifest_key)
+        links = reader.chain_at(txn, pub.branch, pub.seqno)
+        manifest = reader.manifest(txn, pub.manifest_key)
         state = txn.state_row(vbid)
         local_purge_seqno = branches.purge_row(txn, vbid).local_purge_seqno
     log, is_empty = state.failover_log, not state.staged_seqno and state.open_snapshot is None
@@ -105,9 +106,9 @@ def shared_seqno(view: View, vbid: int, pinned: Standing, seqno: int) -> int:
     for link in pinned.links:
         if 0 < link.base_seqno <= seqno:
             return link.base_seqno
-    opened = view._open(vbid)
-    with opened.environment.read() as txn:
-        found = chain.newest_boundary(txn, Vbid(vbid), pinned.links, seqno)
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        found = chain.newest_boundary(txn, reader.vbid, pinned.links, seqno)
     return int(found.seqno) if found is not None and found.seqno >= pinned.floor_seqno else 0
 
 
@@ -123,13 +124,13 @@ class Commits:
         """The vbuckets of these groups (group -> some vbucket of it) that serve something else than last time."""
         found = []
         for group, vbid in groups.items():
-            opened = view._open(vbid)
-            number = opened.environment.env.info()["last_txnid"]
+            reader = view.reader(vbid)
+            number = reader.environment.env.info()["last_txnid"]
             if self._numbers.get(group) == number:
                 continue
             self._numbers[group] = number
-            with opened.environment.read() as txn:
-                for key, data in txn.raw.cursor(opened.pub).iternext():
+            with reader.environment.read() as txn:
+                for key, data in txn.raw.cursor(reader.pub).iternext():
                     each = int.from_bytes(key, "big")
                     if self._seen.get(each) != data:
                         self._seen[each] = data
@@ -154,16 +155,16 @@ def rows(
     With `tombstones_from` the reader holds documents from before that seqno, so no tombstone above it may be missing.
     Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises Left.
     """
-    opened = view._open(vbid)
-    with opened.environment.read() as txn:
-        _check(view, opened, txn, vbid, pinned, tombstones_from)
-        found, position = _look(opened, txn, pinned.links, after_seqno, rows_max, bytes_max)
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        _check(reader, txn, pinned, tombstones_from)
+        found, position = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
         if begins is None and pinned.manifest.uid:
             begins = begins_of(pinned.manifest)
         if begins is not None:
             found = [row for row in found if _is_wanted(row, begins)]
-        kept = _newest(opened, txn, pinned.links, found, all_there=position == pinned.seqno)
-        return [(key, view._frame(opened.environment, vbid, key, stored)) for key, stored in kept], position
+        kept = _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
+        return [(key, reader.frame(key, stored)) for key, stored in kept], position
 
 
 def begins_of(manifest: Manifest) -> dict[int, int]:
@@ -176,13 +177,13 @@ def last_document_seqno(view: View, vbid: int, pinned: Standing, after_seqno: in
 
     Walks backwards, a transaction for each piece of the way. Raises Left.
     """
-    opened = view._open(vbid)
+    reader = view.reader(vbid)
     for link in pinned.links:
         low, high = max(after_seqno, link.base_seqno), link.cut
         while high > low:
-            with opened.environment.read() as txn:
-                _check(view, opened, txn, vbid, pinned, None)
-                found = _look_back(opened, txn, keys.PREFIX.pack(link.branch), low, high)
+            with reader.environment.read() as txn:
+                _check(reader, txn, pinned, None)
+                found = _look_back(reader, txn, keys.PREFIX.pack(link.branch), low, high)
             for row in found:
                 if row[1][1] != _SYSTEM_EVENT and _is_wanted(row, begins):
                     return int.from_bytes(row[0][4:])
@@ -190,33 +191,31 @@ def last_document_seqno(view: View, vbid: int, pinned: Standing, after_seqno: in
     return after_seqno
 
 
-def _check(
-    view: View, opened: Opened, txn: Transaction, vbid: int, pinned: Standing, tombstones_from: int | None
-) -> None:
+def _check(reader: VbucketReader, txn: Transaction, pinned: Standing, tombstones_from: int | None) -> None:
     """Raise Left unless all that `pinned` sees is still served and kept."""
-    branch, seqno, floor, *_ = txn.pub(vbid)
+    branch, seqno, floor, *_ = txn.pub(reader.vbid)
     try:
-        view.check_unmoved(txn, vbid, pinned.links)
+        validity.check_unmoved(reader, txn, pinned.links)
     except ViewInvalidated as error:
         raise Left(error.message, rolled_back=False) from error
     if branch != pinned.branch or seqno < pinned.seqno:
-        links = chain.recut(view._whole_chain(txn, vbid, branch), seqno)
+        links = reader.chain_at(txn, branch, seqno)
         if not chain.sees(links, pinned.branch, pinned.seqno):
             raise Left(f"a rollback or refill passed seqno {pinned.seqno}", rolled_back=True)
     if floor > pinned.seqno:
         raise Left(f"history before seqno {floor} is gone", rolled_back=False)
-    if tombstones_from is not None and tombstones_from < branches.purge_row(txn, vbid).local_purge_seqno:
+    if tombstones_from is not None and tombstones_from < branches.purge_row(txn, reader.vbid).local_purge_seqno:
         raise Left(f"tombstones above seqno {tombstones_from} are gone", rolled_back=False)
 
 
 def _look(
-    opened: Opened, txn: Transaction, links: chain.Chain, after_seqno: int, rows_max: int, bytes_max: int
+    reader: VbucketReader, txn: Transaction, links: chain.Chain, after_seqno: int, rows_max: int, bytes_max: int
 ) -> tuple[list[Row], int]:
     """The rows of the chain that come next, all versions, and how far that is."""
     found: list[Row] = []
     add = found.append
     left = bytes_max
-    cursor = txn.raw.cursor(opened.rows)
+    cursor = txn.raw.cursor(reader.rows)
     for link in reversed(links):
         low = max(after_seqno, link.base_seqno)
         prefix = keys.PREFIX.pack(link.branch)
@@ -235,10 +234,10 @@ def _look(
     return found, links[0].cut
 
 
-def _look_back(opened: Opened, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:
+def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:
     """At most PIECE_ROWS rows (low, high] of a branch, falling."""
     found: list[Row] = []
-    cursor = txn.raw.cursor(opened.rows)
+    cursor = txn.raw.cursor(reader.rows)
     first = prefix + low.to_bytes(8) + b"\xff"
     if cursor.prev() if cursor.set_range(prefix + high.to_bytes(8) + b"\xff") else cursor.last():
         for row in cursor.iterprev():
@@ -264,9 +263,11 @@ def _is_wanted(row: Row, begins: Mapping[int, int]) -> bool:
     return begin is not None and int.from_bytes(key[4:]) > begin
 
 
-def _newest(opened: Opened, txn: Transaction, links: chain.Chain, found: list[Row], *, all_there: bool) -> list[Row]:
+def _newest(
+    reader: VbucketReader, txn: Transaction, links: chain.Chain, found: list[Row], *, all_there: bool
+) -> list[Row]:
     """Those that no later version replaces. `all_there`: no row follows these."""
-    cursor = txn.raw.cursor(opened.keys)
+    cursor = txn.raw.cursor(reader.keys)
     seek = cursor.set_range_dup
     cuts = {keys.PREFIX.pack(link.branch): link.cut.to_bytes(8) for link in links}
     seen: set[bytes] = set()

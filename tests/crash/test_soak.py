@@ -40,7 +40,7 @@ READER = """
 import sys, time
 from storage.view import open_view
 view = open_view(sys.argv[1])
-environment = view._environment(0)
+environment = view.groups.environment(0)
 with environment.read() as txn:
     print("reading", flush=True)
     time.sleep(3600)

@@ -23,6 +23,7 @@ _ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
 _ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
 _PERSISTENCE, _VBUCKET, _PERFORMER = "mirror/feed/persistence.py", "mirror/feed/vbucket.py", "mirror/feed/performer.py"
 _WRITER, _BRANCHES, _PURGE = "storage/writer.py", "storage/branches.py", "storage/purge.py"
+_RETRACTIONS = "storage/retractions.py"
 
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
 _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
@@ -211,7 +212,9 @@ MUTATIONS = (
         "in_use = {copy_of[branch] for branch in (served, staging) if branch in copy_of}",
         _OF_MERGE,
     ),
-    Mutation("storage/view.py", "if not chain.same(links, chain.recut(whole, links[0].cut)):", "if False:", _OF_MERGE),
+    Mutation(
+        "storage/validity.py", "if not chain.same(links, chain.recut(whole, links[0].cut)):", "if False:", _OF_MERGE
+    ),
     Mutation(
         "storage/environment.py",
         "while self.running:",
@@ -225,15 +228,10 @@ MUTATIONS = (
         "tests/storage/test_prepares.py",
     ),
     # --- what readers of changes and of their own writes hear
-    Mutation("storage/view.py", "if gap or (after < purged and token.seqno > 0):", "if gap:", _OF_PURGE),
-    Mutation(
-        "storage/view.py",
-        "if key not in overridden and self._was_given(opened, lost, document, raw):",
-        "if False:",
-        _OF_GATE,
-    ),
-    Mutation("storage/view.py", "if key not in overridden and self._was_given(", "if self._was_given(", _OF_GATE),
-    Mutation("storage/view.py", "if replaced or not self._alive(", "if not self._alive(", _OF_GATE),
+    Mutation("storage/changes.py", "if gap or (after < purged and token.seqno > 0):", "if gap:", _OF_PURGE),
+    Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(document):", "if False:", _OF_GATE),
+    Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
+    Mutation(_RETRACTIONS, "if replaced or not manifest.has(", "if not manifest.has(", _OF_GATE),
     Mutation(
         "storage/wait.py",
         "return here if token.seqno <= newest_seqno else Standing.LOST",

@@ -28,7 +28,7 @@ from mirror.sandbox.stream import Phase
 from mirror.wire.constants import Status, StreamEndReason, SystemEventId
 from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import decode
-from storage import index, merge, purge, view, writer
+from storage import index, merge, purge, scan, writer
 from storage import keys as storage_keys
 from storage.errors import StorageError
 from tests.sim.checkers import Checker
@@ -83,7 +83,7 @@ def small_limits(rng: Random) -> Iterator[None]:
     patch.setattr(purge, "STEP_ROWS", rng.choice((1, 2, 5, 1_000)))
     patch.setattr(purge, "LOOK_VBUCKETS", rng.choice((1, 8)))
     patch.setattr(merge, "LINKS_MAX", rng.choice((0, 0, 1)))
-    patch.setattr(view, "CHUNK_ROWS", rng.choice((1, 2, 5, 2_000)))
+    patch.setattr(scan, "CHUNK_ROWS", rng.choice((1, 2, 5, 2_000)))
     patch.setattr(sandbox_stream, "BACKLOG_FOR_LARGE_SNAPSHOTS", rng.choice((10, 50, 2_000)))
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))

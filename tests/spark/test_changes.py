@@ -28,7 +28,7 @@ from storage.keys import vbid_of
 from storage.model import Collection, FailoverEntry, Seqno, Vbuuid
 from storage.purge import Window
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders, scanned
-from tests.storage.test_view import commit, put, system_event
+from tests.storage.one_vbucket import commit, put, system_event
 
 Row = dict[str, Any]
 

@@ -151,7 +151,7 @@ def test_positions_of_a_group_that_was_set_aside_are_not_those_of_the_new_one(pa
     assert refused(path, *tokens) == [True] * 3
     with open_view(path) as view:
         assert view.token(0).seqno == 3
-        for read in (view.standing, view.scan_page):
+        for read in (view.manifest_of, view.scan_page):
             with pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
                 read(pin)
 

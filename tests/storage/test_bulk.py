@@ -15,7 +15,7 @@ from storage.purge import Window
 from storage.view import Pin, View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, log, span
-from tests.storage.test_view import commit, put, system_event
+from tests.storage.one_vbucket import commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
 NAMES = keys_of(0, 40)
@@ -123,7 +123,7 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_refill_either(
     with pytest.raises(ViewInvalidated, match="history at seqno 50 is gone"):
         list(chunks[0])
     with pytest.raises(ViewInvalidated, match="gone"):
-        view.standing(pins[0])
+        bulk.collection_names(view, pins[0])
     for pin, contents, met, rest in list(zip(pins, before, seen, chunks, strict=True))[1:]:
         assert documents(view, pin) == contents
         for chunk in rest:
@@ -168,7 +168,7 @@ def test_a_damaged_row_is_not_taken_for_one_that_nobody_wants(
     if single:  # only mutations are met together
         monkeypatch.setattr(bulk, "GET_ROWS", 1)
     publish(writer, 0, [(name, b"value", seqno) for seqno, name in enumerate(NAMES, 1)])
-    rows = view._open(0).rows
+    rows = view.reader(0).rows
     row_key = keys.ROW.pack(writer.state(0).branch, 20)
     with writer.environment.env.begin(write=True) as txn:
         whole = txn.get(row_key, db=rows)

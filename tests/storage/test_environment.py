@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 
 import lmdb
 import pytest
@@ -17,10 +15,10 @@ import pytest
 from storage import directory, keys
 from storage.check import check
 from storage.environment import SHARED, Environment, storage_error
-from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError, ViewInvalidated
+from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError
 from storage.view import open_view
 from tests.cli.test_run import without_rootly_powers
-from tests.storage.model import IDENTITY, keys_of
+from tests.storage.model import keys_of
 from tests.storage.test_writer import Clock, open_writer, publish
 
 
@@ -96,7 +94,7 @@ def test_a_file_that_is_no_environment_is_named(path: str) -> None:
 
 def test_two_views_of_one_process_share_an_environment_and_the_last_one_closes_it(path: str) -> None:
     one, two = open_view(path), open_view(path)
-    assert one._environment(0) is two._environment(0)
+    assert one.groups.environment(0) is two.groups.environment(0)
     one.close()
     assert two.get("nothing") is None
     two.close()
@@ -138,26 +136,6 @@ def test_a_reader_takes_over_a_map_that_the_writer_grew(path: str) -> None:
     writer.close()
 
 
-def _read_in_child(view: object, results: object) -> None:
-    try:
-        view.get("anything")  # type: ignore[attr-defined]
-        results.put("read")  # type: ignore[attr-defined]
-    except StorageError as error:
-        results.put(type(error).__name__)  # type: ignore[attr-defined]
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_view_is_not_used_after_fork(path: str) -> None:
-    context = multiprocessing.get_context("fork")
-    with open_view(path) as view:
-        view.get("anything")
-        results = context.Queue()
-        child = context.Process(target=_read_in_child, args=(view, results))
-        child.start()
-        assert results.get(timeout=20) == "Closed"
-        child.join(20)
-
-
 def test_handles_are_opened_once_and_trees_are_named_when_missing(path: str) -> None:
     environment = Environment(directory.group_path(path, 0), [0, 2, 4])
     with pytest.raises(CorruptedError, match="a tree is missing"):
@@ -170,41 +148,6 @@ def test_handles_are_opened_once_and_trees_are_named_when_missing(path: str) -> 
     assert environment.db(keys.DB_META) is handle
     assert environment.file_bytes() > 4096
     environment.close()
-
-
-def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group is set aside and filled again, as an error recommends, by another process."""
-    monkeypatch.setattr("storage.environment.LOOK_INTERVAL_S", 0.0)
-    key = keys_of(0, 1)[0]
-    writer = open_writer(path)
-    publish(writer, 0, [(key, b"old", 1)])
-    writer.close()
-    folder = directory.group_path(path, 0)
-    with open_view(path) as view, open_view(path) as other:
-        assert [each.get(key).value for each in (view, other)] == [b"old", b"old"]  # type: ignore[union-attr]
-        scan = other._rows_of(other._open(0), 0, other.standing(other.pin(0)), 0, 1, raw=False)
-        os.rename(folder, folder + ".aside")
-        with pytest.raises(CorruptedError, match="data file is missing"):
-            view.get(key)
-        program = (
-            "import os, sys; from storage import directory; from tests.storage.model import *;"
-            "from tests.storage.test_writer import *; os.mkdir(sys.argv[2]);"
-            "directory.create_environment(sys.argv[2], 0, directory.group_vbids(IDENTITY, 0), IDENTITY);"
-            "w = open_writer(sys.argv[1]); publish(w, 0, [(keys_of(0, 1)[0], b'new', 2)]); w.close()"
-        )
-        subprocess.run([sys.executable, "-c", program, path, folder], check=True)
-        with open_view(path) as late:
-            for each in (view, other, late):
-                found = each.get(key)
-                assert found is not None
-                assert found.value == b"new"
-                assert [document.seqno for document in each.scan(0)] == [2]
-        with pytest.raises(ViewInvalidated, match="moved, removed or replaced"):
-            list(scan)
-        os.rename(path, path + ".aside")
-        directory.create(path, replace(IDENTITY, bucket_uuid="another"))
-        with pytest.raises(Closed, match="another mirror is at this path"):
-            view.get(key)
 
 
 def test_a_writer_does_not_go_on_in_a_file_that_is_gone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +182,7 @@ def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_s
     begun, grown = threading.Event(), threading.Event()
     seen: list[object] = []
     with open_view(path, map_size=1 << 20) as view:
-        environment = view._environment(0)
+        environment = view.groups.environment(0)
 
         def read_slowly() -> None:
             try:
@@ -277,7 +220,7 @@ def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_s
 def test_a_read_that_stays_open_keeps_the_map_and_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.environment.REMAP_WAIT_S", 0.01)
     with open_view(path) as view:
-        environment = view._environment(0)
+        environment = view.groups.environment(0)
         with environment.read() as txn:
             with pytest.raises(StorageError, match="stays open"):
                 environment.grow()
@@ -290,7 +233,7 @@ def test_a_reader_that_was_killed_is_noticed_by_the_writer(path: str) -> None:
     writer = open_writer(path, clock=clock)
     program = (
         "import sys, os, signal; from storage.view import open_view; v = open_view(sys.argv[1]);"
-        "o = v._open(0); t = o.environment.begin(); t.get(o.vbid_key, db=o.pub); os.kill(os.getpid(), signal.SIGKILL)"
+        "o = v.reader(0); t = o.environment.begin(); t.get(o.vbid_key, db=o.pub); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, path], check=False)
 

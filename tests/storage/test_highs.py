@@ -13,7 +13,7 @@ from storage.model import Collection, Seqno
 from storage.view import View, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log
-from tests.storage.test_view import commit, put, system_event
+from tests.storage.one_vbucket import commit, put, system_event
 from tests.storage.test_writer import open_writer
 
 A, B, C = keys_of(0, 3)

@@ -20,8 +20,8 @@ from storage.purge import Window
 from storage.view import View, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
+from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_purge import purge
-from tests.storage.test_view import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_writer import Clock, system_event_frame
 
 A, B = keys_of(0, 2)

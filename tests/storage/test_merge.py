@@ -15,10 +15,10 @@ from storage.purge import Window
 from storage.view import Token, View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, span
+from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_prepares import prepare_frame
 from tests.storage.test_purge import HOUR_MS
 from tests.storage.test_purge import purge as purge_all
-from tests.storage.test_view import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
 NAMES = keys_of(0, 1_000)
@@ -68,7 +68,7 @@ def test_reads_cost_the_same_after_many_failovers(writer: GroupWriter, path: str
                 lambda: list(view.changes(0)),
                 lambda: writer.histories(),
             ):
-                view._known.clear()
+                view.reader(0).forget()
                 visits[0] = 0
                 read()
                 found.append(visits[0])
@@ -185,7 +185,7 @@ def test_a_scan_in_whose_middle_rows_are_moved_must_begin_again(
         fail_over(writer, number)
     publish(writer, 0, [(NAMES[0], b"newest", 100)])
     purge_all(writer, WINDOW)
-    monkeypatch.setattr("storage.view.CHUNK_ROWS", 1)
+    monkeypatch.setattr("storage.scan.CHUNK_ROWS", 1)
     half_read = view.scan(0)
     pinned = stream.standing(view, 0)
     next(half_read)

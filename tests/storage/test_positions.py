@@ -10,7 +10,7 @@ from storage.purge import Window
 from storage.view import View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of
-from tests.storage.test_view import commit, put, system_event
+from tests.storage.one_vbucket import commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
 A, B, C = keys_of(0, 3)

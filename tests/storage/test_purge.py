@@ -19,7 +19,7 @@ from storage.transaction import Transaction
 from storage.view import View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, row, span
-from tests.storage.test_view import DEFAULT, SCOPES, commit, put, system_event
+from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
 A, B, C = keys_of(0, 3)

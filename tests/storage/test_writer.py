@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 
 import storage.index
 import storage.purge
+import storage.scan
 import storage.writer
 from storage import bulk, directory, records
 from storage.branches import all_branches, purge_row
@@ -46,7 +47,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.index, "SLICE_ROWS", 2)
     monkeypatch.setattr(storage.index, "RUN_ROWS", 5)
     monkeypatch.setattr(storage.index, "_CHUNK_ROWS", 2)
-    monkeypatch.setattr(storage.view, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(storage.scan, "CHUNK_ROWS", 3)
     monkeypatch.setattr(storage.purge, "STEP_ROWS", 2)
     monkeypatch.setattr(storage.purge, "LOOK_VBUCKETS", 10)
 

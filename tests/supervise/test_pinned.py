@@ -16,8 +16,8 @@ READS = """
 import sys
 from storage.view import open_view
 view = open_view(sys.argv[1])
-opened = view._open(0)
-with opened.environment.read() as txn:
+reader = view.reader(0)
+with reader.environment.read() as txn:
     txn.pub(0)
     print("reads", flush=True)
     sys.stdin.read()

@@ -1,0 +1,276 @@
+"""Reading documents by key: one, many, or one by the key that stands on the wire.
+
+Knows the key tree and the row tree of a vbucket through its reader. The common case (newest version, default
+collection, served branch) is written out in `get` and `get_many`: a call more for each document would cost as much as
+finding its row. Invariant: an answer is read in one LMDB transaction.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+from zlib import crc32
+
+import lmdb
+from google_crc32c import value as crc32c
+
+from storage import chain, keys, records, seal
+from storage.collection_names import CollectionName, collection_id_of
+from storage.errors import AnswerTooLarge
+from storage.groups import Groups
+from storage.model import Document, Manifest
+from storage.records import MUTATION, ROW_KEY
+from storage.tokens import AsOf
+from storage.transaction import Transaction
+from storage.vbucket_reader import VbucketReader
+
+_unpack_pub = keys.PUB.unpack
+_unpack_dup = keys.DUP.unpack
+
+
+class Found(NamedTuple):
+    """The result of a lookup by wire key: a document, or why there is none."""
+
+    document: Document | None
+    collection_exists: bool
+    """False: the key's collection is unknown, or was dropped."""
+    published_seqno: int
+    stale: bool
+    """True while the vbucket is being resynced next to what is served."""
+    manifest: Manifest
+
+
+class _Options(NamedTuple):
+    """What `get` was called with, besides the key."""
+
+    collection: CollectionName | None
+    as_of: AsOf
+    now: float | None
+    raw: bool
+    lenient: bool = False
+
+
+class PointReads:
+    """The part of a `View` that reads documents by their keys."""
+
+    def __init__(self, groups: Groups) -> None:
+        """Use `open_view`."""
+        self.groups = groups
+        """For the modules of this package that read through a view."""
+        self.reader = groups.reader
+        """The same, for one vbucket."""
+        self._path = groups.path
+        self._group_count = groups.count
+        self._vbucket_count = groups.vbucket_count
+
+    def get(
+        self,
+        key: bytes | str,
+        collection: CollectionName | None = None,
+        *,
+        as_of: AsOf = None,
+        now: float | None = None,
+        raw: bool = False,
+    ) -> Document | None:
+        """Return a document, or None when it is absent, deleted or expired.
+
+        `collection` is a name (`scope.collection`) or an id, by default `_default._default`. `as_of` is a seqno of the
+        key's vbucket or a `Time`. `now` (seconds since 1970) decides expiry; by default it is the clock's, and with
+        `as_of` the boundary's time. `raw` leaves the value compressed and with its xattrs.
+
+        Raises UnknownCollection, NoSuchBoundary (`as_of` is before what is kept), Unavailable (the vbucket is resynced)
+        and NotHeld (another mirror holds the vbucket).
+        """
+        if isinstance(key, str):
+            key = key.encode()
+        vbid = ((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count
+        reader = self.reader(vbid)
+        txn = reader.begin_read()
+        try:
+            if as_of is None and collection is None:
+                branch, seqno, _, manifest_branch, _, flags = _unpack_pub(txn.get(reader.vbid_key, b"", reader.pub))
+                if not manifest_branch and flags < keys.PUB_UNAVAILABLE:
+                    cursor = txn.cursor(reader.keys)
+                    if not cursor.set_key(b"\x00" + key) or not cursor.last_dup():
+                        return None
+                    dup = cursor.value()
+                    dup_branch, dup_seqno, kind = _unpack_dup(dup)
+                    if dup_branch == branch and dup_seqno <= seqno:
+                        if kind != MUTATION:
+                            return None
+                        row_key = dup[ROW_KEY]
+                        stored = txn.get(row_key, b"", reader.rows)
+                        if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
+                            seal.frame_of(stored, row_key, vbid, reader.environment.path)
+                        document = records.decode_row(vbid, branch, stored[seal.FRAME], raw=raw)  # type: ignore[arg-type]
+                        if document.expiry and document.expiry <= (time.time() if now is None else now):
+                            return None
+                        return document
+            options = _Options(collection, as_of, now, raw)
+            return self._get(reader, Transaction(reader.environment, txn), key, options)
+        except (struct.error, lmdb.Error) as error:
+            raise reader.damaged(error) from error
+        finally:
+            txn.abort()
+            reader.running.pop()
+
+    def get_many(
+        self,
+        document_keys: Iterable[bytes | str],
+        collection: CollectionName | None = None,
+        *,
+        as_of: AsOf = None,
+        now: float | None = None,
+        raw: bool = False,
+        bytes_max: int | None = None,
+    ) -> dict[bytes, Document]:
+        """Return those of the documents that exist, by key. Arguments and errors are those of `get`.
+
+        Documents of one group of vbuckets are read in one transaction, in the order of their keys. A value that cannot
+        be decompressed, or would be larger than 32 MiB, is returned as it is stored: its `datatype` then has bit 2 or
+        4. Raises AnswerTooLarge as soon as the values together are more than `bytes_max`.
+        """
+        by_group: dict[int, dict[int, list[bytes]]] = {}
+        for key in document_keys:
+            if isinstance(key, str):
+                key = key.encode()
+            vbid = ((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count
+            by_group.setdefault(vbid % self._group_count, {}).setdefault(vbid, []).append(key)
+        options = _Options(collection, as_of, now, raw, lenient=True)
+        found: dict[bytes, Document] = {}
+        byte_count = 0
+        for by_vbid in by_group.values():
+            with self.reader(next(iter(by_vbid))).environment.read() as txn:
+                for vbid, requested in by_vbid.items():
+                    documents = self._get_some(self.reader(vbid), txn, sorted(requested), options)
+                    if bytes_max is None:
+                        found.update(documents)
+                        continue
+                    for key, document in documents:
+                        found[key] = document
+                        byte_count += len(document.value)
+                        if byte_count > bytes_max:
+                            raise AnswerTooLarge(
+                                f"the documents asked for are more than {bytes_max} bytes", hint="ask for fewer at once"
+                            )
+        return found
+
+    def _get_some(
+        self, reader: VbucketReader, txn: Transaction, requested: list[bytes], options: _Options
+    ) -> Iterator[tuple[bytes, Document]]:
+        """Documents of one vbucket, in the order of the keys."""
+        vbid, row_tree, now, raw = reader.vbid, reader.rows, options.now, options.raw
+        get, verify, cursor = txn.raw.get, reader.verify_reads, None
+        try:
+            if options.as_of is None and options.collection is None:
+                branch, seqno, _, manifest_branch, _, flags = _unpack_pub(get(reader.vbid_key, b"", reader.pub))
+                if not manifest_branch and flags < keys.PUB_UNAVAILABLE:
+                    cursor = txn.raw.cursor(reader.keys)
+            for key in requested:
+                if cursor is not None:
+                    if not cursor.set_key(b"\x00" + key) or not cursor.last_dup():
+                        continue
+                    dup = cursor.value()
+                    dup_branch, dup_seqno, kind = _unpack_dup(dup)
+                    if dup_branch == branch and dup_seqno <= seqno:
+                        if kind != MUTATION:
+                            continue
+                        row_key = dup[ROW_KEY]
+                        stored = get(row_key, b"", row_tree)
+                        if verify and crc32c(stored) != seal.RESIDUE:
+                            seal.frame_of(stored, row_key, vbid, reader.environment.path)
+                        document = records.decode_row(vbid, branch, stored[seal.FRAME], raw=raw, lenient=True)
+                        if not document.expiry or document.expiry > (time.time() if now is None else now):
+                            yield key, document
+                        continue
+                other = self._get(reader, txn, key, options)
+                if other is not None:
+                    yield key, other
+        except (struct.error, lmdb.Error) as error:
+            raise reader.damaged(error) from error
+
+    def _get(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Document | None:
+        """A document in the general case."""
+        links: chain.Chain | None = None
+        now = options.now
+        if options.as_of is None:
+            pub = records.Pub(*_unpack_pub(txn.raw.get(reader.vbid_key, b"", reader.pub)))
+            if pub.is_unavailable:
+                reader.readable(txn)
+            branch, seqno, manifest_key = pub.branch, pub.seqno, pub.manifest_key
+        else:
+            served, boundary = reader.as_of(txn, options.as_of)
+            branch, seqno, links, manifest_key = served.links[0].branch, served.seqno, served.links, served.manifest_key
+            if now is None and boundary is not None:
+                now = boundary.time_ms / 1000
+        if options.collection is None and not manifest_key[0]:
+            manifest, collection_id, wire_key = None, 0, b"\x00" + key
+        else:
+            manifest = reader.manifest(txn, manifest_key)
+            collection_id = collection_id_of(manifest, options.collection, self._path)
+            wire_key = keys.encode_collection_id(collection_id) + key
+        dup = _newest(reader, txn, wire_key, branch, seqno, links)
+        if dup is None:
+            return None
+        _, dup_seqno, kind = _unpack_dup(dup)
+        if kind != MUTATION or (manifest is not None and not manifest.has(collection_id, dup_seqno)):
+            return None
+        document = reader.document(txn, dup, options.raw, options.lenient)
+        if document.expiry and document.expiry <= (time.time() if now is None else now):
+            return None
+        return document
+
+    def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
+        """Return whether `get` would return a document."""
+        return self.get(key, collection, raw=True) is not None
+
+    def find(self, wire_key: bytes, *, deletions: bool = False, now: float | None = None) -> Found:
+        """One document (raw) by collection id and key as they stand on the wire, and what else an answer to it needs,
+        all read in one transaction. `deletions`: a tombstone counts as a document.
+        """
+        collection_id, key = wire_key[0], wire_key[1:]
+        if collection_id >= 0x80:
+            collection_id, key = keys.split_key(wire_key)
+        reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
+        txn = Transaction(reader.environment, reader.begin_read())
+        try:
+            branch, seqno, _, m_branch, m_seqno, flags = _unpack_pub(txn.raw.get(reader.vbid_key, b"", reader.pub))
+            manifest = reader.manifest(txn, (m_branch, m_seqno))
+            collection = manifest.collections.get(collection_id)
+            stale = bool(flags & keys.PUB_STALE)
+            document = None
+            if collection is not None and (dup := _newest(reader, txn, wire_key, branch, seqno)) is not None:
+                _, dup_seqno, kind = _unpack_dup(dup)
+                if (kind == MUTATION or deletions) and dup_seqno > collection.begin_seqno:
+                    document = reader.document(txn, dup, True)
+                    if (
+                        kind == MUTATION
+                        and document.expiry
+                        and document.expiry <= (time.time() if now is None else now)
+                    ):
+                        document = None
+            return Found(document, collection is not None, seqno, stale, manifest)
+        except (struct.error, lmdb.Error) as error:
+            raise reader.damaged(error) from error
+        finally:
+            reader.environment.end(txn.raw)
+
+
+def _newest(
+    reader: VbucketReader, txn: Transaction, wire_key: bytes, branch: int, seqno: int, links: chain.Chain | None = None
+) -> bytes | None:
+    """The reference to the newest version of a key that is visible at (branch, seqno). `links`: its chain there, where
+    the caller has it.
+    """
+    cursor = txn.raw.cursor(reader.keys)
+    if not cursor.set_key(wire_key) or not cursor.last_dup():
+        return None
+    dup: bytes = cursor.value()
+    dup_branch, dup_seqno, _ = _unpack_dup(dup)
+    if dup_branch == branch and dup_seqno <= seqno:
+        return dup
+    if links is None:
+        links = reader.chain_at(txn, branch, seqno)
+    return chain.newest_version(cursor, wire_key, links)

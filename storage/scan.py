@@ -1,0 +1,217 @@
+"""Scans in the order of keys: chunks of documents of one vbucket, each chunk read in one transaction.
+
+Knows the key tree and what a reader sees. Invariants: a scan keeps the boundary that it began with, and holds no
+transaction between chunks, so it neither blocks the purger nor makes the file grow; it raises ViewInvalidated when a
+rollback or the purger has passed its boundary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from storage import branches, keys, validity
+from storage.collection_names import CollectionName, collection_id_of
+from storage.groups import Groups
+from storage.model import SEQNO_MAX, Branch, Document, Manifest, Seqno
+from storage.records import MUTATION
+from storage.tokens import AsOf, Pin
+from storage.transaction import Transaction
+from storage.vbucket_reader import Served, VbucketReader
+
+CHUNK_ROWS = 2_000
+"""Rows that a scan reads in one transaction."""
+
+CHUNK_BYTES = 8 * 1024 * 1024
+"""Row bytes that a scan holds at once; one document may be larger, so at least one is always read."""
+
+
+class Selection(NamedTuple):
+    """Which documents of a vbucket a caller wants. `start` <= key < `end`, and each key begins with `prefix`."""
+
+    prefix: bytes = b""
+    start: bytes = b""
+    end: bytes | None = None
+    deletions: bool = False
+    """Tombstones and expired documents too."""
+    raw: bool = False
+
+    def within(self, manifest: Manifest, collection_id: int) -> WireRange:
+        """The part of one collection of a manifest."""
+        collection = keys.encode_collection_id(collection_id)
+        return WireRange(
+            collection + max(self.prefix, self.start),
+            collection + self.prefix,
+            None if self.end is None else collection + self.end,
+            manifest.collections[collection_id].begin_seqno,
+        )
+
+
+class WireRange(NamedTuple):
+    """Keys with their collection id: from `start` on, with `prefix`, below `end`; of rows above `begin_seqno`."""
+
+    start: bytes
+    prefix: bytes
+    end: bytes | None
+    begin_seqno: int
+
+    def has(self, wire_key: bytes) -> bool:
+        """Whether a key that is not below `start` is in the range."""
+        return wire_key[: len(self.prefix)] == self.prefix and (self.end is None or wire_key < self.end)
+
+
+def documents(
+    reader: VbucketReader,
+    selection: Selection,
+    collection: CollectionName | None,
+    as_of: AsOf,
+    now: float | None,
+    path: str,
+) -> Iterator[Document]:
+    """Generate the documents of a vbucket at one boundary; `collection`, `as_of` and `now` as for `View.get`."""
+    with reader.environment.read() as txn:
+        served, boundary = reader.as_of(txn, as_of)
+        manifest = reader.manifest(txn, served.manifest_key)
+    if now is None:
+        now = boundary.time_ms / 1000 if boundary is not None else time.time()
+    ids = list(manifest.collections) if collection is None else [collection_id_of(manifest, collection, path)]
+    for collection_id in sorted(ids, key=keys.encode_collection_id):
+        if collection_id not in manifest.collections:
+            continue
+        left = selection.within(manifest, collection_id)
+        while left.start:
+            found, following = chunk(reader, served, left, deletions=selection.deletions, raw=selection.raw)
+            left = left._replace(start=following)
+            for document in found:
+                if selection.deletions or not document.expiry or document.expiry > now:
+                    yield document
+
+
+def pin(reader: VbucketReader, as_of: AsOf, now: float | None) -> Pin:
+    """What a vbucket serves now, or as of a boundary, for `page`. Raises NoSuchBoundary."""
+    with reader.environment.read() as txn:
+        served, boundary = reader.as_of(txn, as_of)
+    if boundary is not None and now is None:
+        now_ms = boundary.time_ms
+    else:
+        now_ms = int((time.time() if now is None else now) * 1000)
+    history_id = served.links[0].history_id(served.seqno)
+    return Pin(reader.vbid, Branch(served.branch), Seqno(served.seqno), history_id, now_ms)
+
+
+def page(
+    groups: Groups,
+    at: Pin,
+    collection: CollectionName | None,
+    selection: Selection,
+    limit: int,
+    bytes_max: int | None,
+) -> tuple[list[Document], bytes]:
+    """At most `limit` documents as `at` sees them, and the key to go on from (empty: the end).
+
+    Raises ViewInvalidated.
+    """
+    reader = groups.reader(at.vbid)
+    with reader.environment.read() as txn:
+        links = reader.chain_of_position(txn, at.branch, at.seqno, at.history_id)
+        manifest_key = branches.manifest_key_on(txn, at.vbid, links)
+        manifest = reader.manifest(txn, manifest_key)
+    collection_id = collection_id_of(manifest, collection, groups.path)
+    if collection_id not in manifest.collections:
+        return [], b""
+    served = Served(at.branch, at.seqno, 0, manifest_key, False, links)
+    found, following = chunk(
+        reader,
+        served,
+        selection.within(manifest, collection_id),
+        deletions=selection.deletions,
+        raw=selection.raw,
+        rows_max=limit,
+        bytes_max=bytes_max,
+    )
+    found = [each for each in found if selection.deletions or not each.expiry or each.expiry * 1000 > at.now_ms]
+    return found, following[len(keys.encode_collection_id(collection_id)) :]
+
+
+def chunk(
+    reader: VbucketReader,
+    served: Served,
+    wanted: WireRange,
+    *,
+    deletions: bool = False,
+    raw: bool,
+    rows_max: int | None = None,
+    bytes_max: int | None = None,
+) -> tuple[list[Document], bytes]:
+    """The next documents of a range, and the wire key to go on from (empty: the end). Raises ViewInvalidated."""
+    rows_max = CHUNK_ROWS if rows_max is None else rows_max
+    bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
+    with reader.environment.read() as txn:
+        newest, following = references(reader, txn, served, wanted, deletions=deletions, rows_max=rows_max)
+        found: list[Document] = []
+        byte_count = 0
+        for wire_key, dup in newest:
+            document = reader.document(txn, dup, raw, lenient=True)
+            byte_count += len(document.value)
+            if found and byte_count > bytes_max:
+                return found, wire_key
+            found.append(document)
+        return found, following
+
+
+def references(
+    reader: VbucketReader, txn: Transaction, served: Served, wanted: WireRange, *, deletions: bool, rows_max: int
+) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """The newest visible version of each key, among the next `rows_max` references, and the key to go on from.
+
+    Raises ViewInvalidated.
+    """
+    validity.check(reader, txn, served)
+    cuts = {link.branch: link.cut for link in served.links}
+    current, prefix, end, begin_seqno = wanted
+    prefix_length = len(prefix)
+    found: list[tuple[bytes, bytes]] = []
+    newest: bytes | None = None
+    following = b""
+    cursor = txn.raw.cursor(reader.keys)
+    if not cursor.set_range(current) or not wanted.has(cursor.key()):
+        return [], b""
+    for seen, (wire_key, dup) in enumerate(cursor.iternext()):
+        if wire_key != current:
+            if newest is not None:
+                found.append((current, newest))
+                newest = None
+            if wire_key[:prefix_length] != prefix or (end is not None and wire_key >= end):
+                break
+            if seen >= rows_max:
+                following = wire_key
+                break
+            current = wire_key
+        branch, seqno, kind = keys.DUP.unpack(dup)
+        if seqno <= cuts.get(branch, -1):
+            newest = dup if seqno > begin_seqno and (kind == MUTATION or deletions) else None
+    if newest is not None:
+        found.append((current, newest))
+    return found, following
+
+
+def count(reader: VbucketReader) -> int:
+    """Documents of a vbucket, counted by a walk over its keys; expired ones count."""
+    with reader.environment.read() as txn:
+        served = reader.served(txn)
+        manifest = reader.manifest(txn, served.manifest_key)
+        begin = {cid: entry.begin_seqno for cid, entry in manifest.collections.items()}
+        cuts = {link.branch: link.cut for link in served.links}
+        total = is_there = 0
+        current = b""
+        for wire_key, dup in txn.raw.cursor(reader.keys).iternext():
+            if wire_key != current:
+                total += is_there
+                is_there, current = 0, wire_key
+                collection_id = wire_key[0] if wire_key[0] < 0x80 else keys.split_key(wire_key)[0]
+                begin_seqno = begin.get(collection_id, SEQNO_MAX)
+            branch, seqno, kind = keys.DUP.unpack(dup)
+            if seqno <= cuts.get(branch, -1):
+                is_there = 1 if kind == MUTATION and seqno > begin_seqno else 0
+        return total + is_there

@@ -1,0 +1,117 @@
+"""Where a vbucket stands: its published position, floor, boundaries, resyncs, and its stored state.
+
+Knows the small records and boundary rows; walks no documents. Invariant: each answer is read in one transaction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from storage import branches, chain, keys, validity
+from storage.errors import CorruptedError, UnknownCollection
+from storage.groups import Groups
+from storage.highs import newest_of_collection
+from storage.model import Boundary, Branch, Seqno, VbucketState
+from storage.tokens import Pin, Token
+from storage.vbucket_reader import Served, VbucketReader
+
+
+class Published(NamedTuple):
+    """What one vbucket serves now."""
+
+    branch: Branch
+    seqno: Seqno
+    floor_seqno: Seqno
+    stale: bool
+    history_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """How far back a vbucket can be read, and how often it was resynced."""
+
+    floor: Boundary | None
+    """The oldest kept boundary; None: nothing was published yet."""
+    refills_ms: tuple[int, ...]
+    """When readers first saw a resynced copy, milliseconds since 1970, oldest first: the one that is served, and those
+    whose old copies are not gone yet.
+    """
+    refill_count: int
+    """All of them."""
+
+
+def state(reader: VbucketReader) -> VbucketState:
+    """The stored state of a vbucket."""
+    with reader.environment.read() as txn:
+        reader.manifest(txn, reader.served(txn).manifest_key)  # so that it is remembered
+        return branches.load(txn, reader.vbid, reader.remembered_manifests(txn)).state
+
+
+def published(groups: Groups) -> list[Published]:
+    """What every vbucket of the mirror serves now, in rising vbid."""
+    found = {}
+    for first in groups.vbids[: groups.count]:  # one of each group
+        environment = groups.environment(first)
+        with environment.read() as txn:
+            for key, data in txn.cursor(keys.DB_PUB).iternext():
+                (vbid,) = keys.VBID_KEY.unpack(key)
+                pub = txn.pub_of(vbid, data)
+                history_id = groups.reader(vbid).whole_chain(txn, pub.branch)[0].history_id(pub.seqno)
+                branch, seqno, floor = Branch(pub.branch), Seqno(pub.seqno), Seqno(pub.floor_seqno)
+                found[vbid] = Published(branch, seqno, floor, pub.is_stale, history_id)
+    return [found[vbid] for vbid in groups.vbids]
+
+
+def token(reader: VbucketReader, branch: int | None = None, seqno: int | None = None) -> Token:
+    """The position (branch, seqno) as a token; without them, what is published now."""
+    with reader.environment.read() as txn:
+        if branch is None or seqno is None:
+            served = reader.readable(txn)
+            branch, seqno = served.branch, served.seqno
+        history_id = reader.whole_chain(txn, branch)[0].history_id(seqno)
+    return Token(reader.vbid, Branch(branch), Seqno(seqno), history_id)
+
+
+def history_ids(reader: VbucketReader, branch: int) -> tuple[int, ...]:
+    """The histories that positions on a branch are of, oldest first; empty for a branch that is not there."""
+    with reader.environment.read() as txn:
+        try:
+            whole = reader.whole_chain(txn, branch)
+        except CorruptedError:
+            return ()
+    return tuple(history_id for history_id, _ in whole[0].history_ids)
+
+
+def newest_of(
+    reader: VbucketReader, pin: Pin, collection_id: int, below: int | None, rows_max: int
+) -> tuple[Seqno, int]:
+    """Seqno of the newest event of a collection as `pin` sees it, and where to go on (`View.newest_of`)."""
+    with reader.environment.read() as txn:
+        links = reader.chain_of_position(txn, pin.branch, pin.seqno, pin.history_id)
+        validity.check(reader, txn, Served(pin.branch, pin.seqno, 0, (0, 0), False, links))
+        collection = reader.manifest_on(txn, links).collections.get(collection_id)
+        if collection is None:
+            raise UnknownCollection(f"no collection {collection_id:#x}", vbid=pin.vbid)
+        below = pin.seqno if below is None else below
+        found, following = newest_of_collection(
+            txn, pin.vbid, links, collection_id, below, collection.begin_seqno, rows_max
+        )
+    return Seqno(found or collection.begin_seqno), following
+
+
+def past(reader: VbucketReader) -> Past:
+    """How far back a vbucket can be read, and when it was resynced."""
+    with reader.environment.read() as txn:
+        served = reader.served(txn)
+        floor = chain.newest_boundary(txn, reader.vbid, served.links, served.floor_seqno)
+        refills_ms, refill_count = branches.refills(txn, reader.vbid)
+    return Past(floor, refills_ms, refill_count)
+
+
+def boundaries(reader: VbucketReader) -> list[Boundary]:
+    """The kept boundaries of the served history, newest first."""
+    with reader.environment.read() as txn:
+        served = reader.served(txn)
+        found = chain.boundaries(txn, reader.vbid, served.links)
+        return [boundary for boundary in found if boundary.seqno >= served.floor_seqno]

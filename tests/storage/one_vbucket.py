@@ -1,0 +1,32 @@
+"""Rows, system events and snapshots of vbucket 0, for tests of what reads them."""
+
+from __future__ import annotations
+
+from storage import records
+from storage.model import Collection, Manifest, ManifestUid, Seqno
+from storage.writer import GroupWriter
+from tests.storage.model import keys_of, span
+
+A, B, C, D = keys_of(0, 4)
+ID = "00000000000000ff"
+
+
+def put(writer: GroupWriter, key: bytes, seqno: int, value: bytes = b"v", cid: int = 0, expiry: int = 0) -> None:
+    frame = records.encode_mutation(key, value, seqno, collection_id=cid, expiry=expiry)
+    writer.stage(0, [(writer.row_prefix(0) + seqno.to_bytes(8, "big"), frame)], 0, span(seqno, seqno))
+
+
+def system_event(writer: GroupWriter, seqno: int, *collections: Collection, scopes: dict[int, str]) -> None:
+    manifest = Manifest(ManifestUid(seqno), scopes, {c.collection_id: c for c in collections})
+    extras = seqno.to_bytes(8, "big") + b"\0\0\0\0\0"
+    frame = records.HEADER.pack(0x80, 0x5F, 0, 13, 0, 0, 13, 0, 0) + extras
+    writer.system_event(0, seqno, frame, manifest, span(seqno, seqno))
+
+
+def commit(writer: GroupWriter, seqno: int) -> None:
+    writer.publish(0, seqno, seqno)
+    writer.commit()
+
+
+DEFAULT = Collection(0, 0, "_default", Seqno(0))
+SCOPES = {0: "_default", 8: "shop"}

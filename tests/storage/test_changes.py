@@ -1,0 +1,121 @@
+"""Events in order: tokens that resume, ranges between two positions, pieces that are returned again."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from types import GeneratorType
+from typing import Any
+
+import pytest
+
+from storage.errors import ViewInvalidated
+from storage.model import Branch, Seqno, Vbid
+from storage.purge import Window
+from storage.vbucket_reader import VbucketReader
+from storage.view import Pieces, Token, View
+from storage.writer import GroupWriter
+from tests.storage.one_vbucket import A, B, C, D, commit, put
+from tests.storage.test_writer import Clock, publish
+
+
+def test_a_token_ahead_of_what_is_published_is_refused(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(A, b"1", 1)])
+    with pytest.raises(ViewInvalidated, match="ahead of what is published"):
+        list(view.changes(0, since=view.token(0, 1, 5)))
+
+
+def test_a_token_of_an_unknown_branch_is_refused(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(A, b"1", 1)])
+    with pytest.raises(ViewInvalidated, match="no branch 9"):
+        list(view.changes(0, since=Token(Vbid(0), Branch(9), Seqno(1), 5)))
+
+
+def test_the_rollback_that_is_told_is_the_one_that_took_place(writer: GroupWriter, view: View) -> None:
+    """Found by the simulation: after an abandoned snapshot at the same seqno another branch was named."""
+    put(writer, A, 1)
+    commit(writer, 1)
+    put(writer, A, 2)
+    writer.commit(flush_open=True)
+    writer.abandon(0)
+    put(writer, A, 3)
+    commit(writer, 3)
+    token = view.token(0, writer.state(0).branch, 3)
+    writer.rollback(0, 2)
+    assert next(view.changes(0, since=token)).rollback == view.rollbacks(0)[0]
+
+
+def test_two_positions_have_the_same_between_them_also_after_a_rollback_left_the_later_one(
+    writer: GroupWriter, view: View
+) -> None:
+    publish(writer, 0, [(A, b"a1", 1), (B, b"b1", 2)])
+    publish(writer, 0, [(A, b"a2", 3), (B, None, 4)])
+    publish(writer, 0, [(C, b"c1", 5)])
+    start, end = (view.token(0, 1, seqno) for seqno in (2, 4))
+    before = list(view.changes_between(start, end))
+    assert [(each.kind, each.document and each.document.seqno) for each in before] == [("mutation", 3), ("deletion", 4)]
+    writer.rollback(0, 2)
+    publish(writer, 0, [(D, b"d1", 3)])
+    assert list(view.changes_between(start, end)) == before
+    assert list(view.changes_between(None, start)) == list(view.changes_between(None, end))[:2]
+    told = [each.kind for each in view.changes_between(end, view.token(0, 2, 3))]
+    assert told == ["rollback", "retraction", "restoration", "retraction", "restoration", "mutation"]
+    again = list(view.changes_between(end, view.token(0, 2, 3)))
+    writer.rollback(0, 2)
+    assert list(view.changes_between(end, view.token(0, 2, 3))) == again
+
+
+def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    for seqno in range(1, 5):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+    end = view.token(0, 1, 4)
+    writer.rollback(0, 2)
+    publish(writer, 0, [(B, b"b", 3)])
+    assert [each.token.seqno for each in view.changes_between(None, end)] == [1, 2, 3, 4]
+    writer._purger.window = Window(boundaries=1)
+    while (vbid := writer._purger.plan(clock.now)) is not None:
+        writer._purge(vbid, clock.now)
+    with pytest.raises(ViewInvalidated, match="gone"):
+        list(view.changes_between(None, end))
+    with pytest.raises(ViewInvalidated, match="no branch 9"):
+        list(view.changes_between(None, Token(Vbid(0), Branch(9), Seqno(4), 5)))
+
+
+def test_changes_in_pieces_keep_nothing_that_was_returned_and_are_returned_again(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seqno, key in enumerate((A, B, C, D), 1):
+        put(writer, key, seqno, b"x" * 1000)
+    commit(writer, 4)
+    read_count = 0
+    known = VbucketReader.frame
+
+    def counted(*found: Any) -> bytes:
+        nonlocal read_count
+        read_count += 1
+        return known(*found)
+
+    monkeypatch.setattr(VbucketReader, "frame", counted)
+    pieces = Pieces(2500)
+    changes = view.changes(0, pieces=pieces)
+    first = next(changes)
+    assert first.token.seqno == 1
+    assert not any(isinstance(holder, GeneratorType) for holder in gc.get_referrers(first, first.document))
+    seqnos = []
+    for change in changes:
+        seqnos.append(change.token.seqno)
+        pieces.again = len(seqnos) in (2, 3, 5)
+    assert seqnos == [2, 3, 3, 3, 4, 4]
+    assert read_count == 7
+    assert [change.token.seqno for change in view.changes(0, pieces=Pieces(1))] == [1, 2, 3, 4]
+
+
+def test_a_token_is_checked_as_at_the_beginning_of_its_changes(writer: GroupWriter, view: View) -> None:
+    put(writer, A, 1)
+    commit(writer, 1)
+    token = view.token(0, 1, 1)
+    view.check_since(token)
+    with pytest.raises(ViewInvalidated, match="ahead of what is published"):
+        view.check_since(replace(token, seqno=Seqno(7)))

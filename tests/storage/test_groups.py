@@ -1,0 +1,79 @@
+"""The groups that a reader has open: which vbuckets, which file, and how long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from storage import changes, directory, validity
+from storage.environment import MAP_SIZE, SHARED
+from storage.errors import Closed, CorruptedError, StorageError, ViewInvalidated
+from storage.groups import Groups
+from storage.view import open_view
+from tests.storage.model import IDENTITY, keys_of
+from tests.storage.test_writer import open_writer, publish
+
+
+def open_groups(path: str) -> Groups:
+    return Groups(path, map_size=MAP_SIZE, stale_reads=False, verify_reads=True)
+
+
+def test_a_group_is_opened_once_and_closed_with_its_reader(path: str) -> None:
+    groups = open_groups(path)
+    assert groups.reader(0) is groups.reader(0)
+    environment = groups.reader(0).environment
+    assert groups.reader(2).environment is environment
+    assert groups.reader(1).environment is not environment
+    groups.close()
+    assert environment.path not in SHARED.open
+    with pytest.raises(Closed, match="the view is closed"):
+        groups.reader(0)
+
+
+def test_a_vbucket_that_the_bucket_does_not_have_is_named(path: str) -> None:
+    groups = open_groups(path)
+    with pytest.raises(StorageError, match="there is no vbucket 4; this bucket has 4"):
+        groups.reader(4)
+    groups.close()
+
+
+def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is set aside and filled again, as an error recommends, by another process."""
+    monkeypatch.setattr("storage.environment.LOOK_INTERVAL_S", 0.0)
+    key = keys_of(0, 1)[0]
+    writer = open_writer(path)
+    publish(writer, 0, [(key, b"old", 1)])
+    writer.close()
+    folder = directory.group_path(path, 0)
+    with open_view(path) as view, open_view(path) as other:
+        assert [each.get(key).value for each in (view, other)] == [b"old", b"old"]  # type: ignore[union-attr]
+        reader = other.reader(0)
+        with reader.environment.read() as txn:
+            standing = validity.standing(reader, txn, other.pin(0))
+        scan = changes.rows(reader, standing, 0, 1, raw=False)
+        os.rename(folder, folder + ".aside")
+        with pytest.raises(CorruptedError, match="data file is missing"):
+            view.get(key)
+        program = (
+            "import os, sys; from storage import directory; from tests.storage.model import *;"
+            "from tests.storage.test_writer import *; os.mkdir(sys.argv[2]);"
+            "directory.create_environment(sys.argv[2], 0, directory.group_vbids(IDENTITY, 0), IDENTITY);"
+            "w = open_writer(sys.argv[1]); publish(w, 0, [(keys_of(0, 1)[0], b'new', 2)]); w.close()"
+        )
+        subprocess.run([sys.executable, "-c", program, path, folder], check=True)
+        with open_view(path) as late:
+            for each in (view, other, late):
+                found = each.get(key)
+                assert found is not None
+                assert found.value == b"new"
+                assert [document.seqno for document in each.scan(0)] == [2]
+        with pytest.raises(ViewInvalidated, match="moved, removed or replaced"):
+            list(scan)
+        os.rename(path, path + ".aside")
+        directory.create(path, replace(IDENTITY, bucket_uuid="another"))
+        with pytest.raises(Closed, match="another mirror is at this path"):
+            view.get(key)

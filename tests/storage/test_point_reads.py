@@ -1,0 +1,151 @@
+"""Documents by key: collections by name, drops and flushes, expiry, many at once, by the key on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from storage import records
+from storage.environment import Environment
+from storage.errors import UnknownCollection
+from storage.model import Collection, Seqno
+from storage.view import View
+from storage.writer import GroupWriter
+from tests.storage.model import keys_of, span
+from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
+from tests.storage.test_writer import Clock, publish
+
+
+def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(writer: GroupWriter, view: View) -> None:
+    put(writer, A, 1, b"default")
+    system_event(writer, 2, DEFAULT, Collection(9, 8, "orders", Seqno(2)), scopes=SCOPES)
+    put(writer, A, 3, b"order a", cid=9)
+    put(writer, B, 4, b"order b", cid=9)
+    commit(writer, 4)
+
+    def read(key: bytes, collection: str | int | None = None) -> bytes | None:
+        document = view.get(key, collection)
+        return document and document.value
+
+    assert (read(A), read(A, "_default"), read(A, "_default._default"), read(A, 0)) == (b"default",) * 4
+    assert (read(A, "shop.orders"), read(A, 9), read(B, "shop.orders"), read(B)) == (
+        b"order a",
+        b"order a",
+        b"order b",
+        None,
+    )
+    assert [d.value for d in view.scan(0)] == [b"default", b"order a", b"order b"]
+    assert [d.value for d in view.scan(0, collection="shop.orders", prefix=B)] == [b"order b"]
+    with pytest.raises(UnknownCollection, match=r"known here: _default\._default, shop\.orders"):
+        view.get(A, "shop.unknown")
+
+    system_event(writer, 5, DEFAULT, Collection(9, 8, "orders", Seqno(5)), scopes=SCOPES)  # flushed
+    put(writer, B, 6, b"new b", cid=9)
+    commit(writer, 6)
+    assert (read(A, 9), read(B, 9), read(A)) == (None, b"new b", b"default")
+    assert [d.value for d in view.scan(0)] == [b"default", b"new b"]
+    assert view.count(0) == 2
+    assert [d.value for d in view.scan(0, as_of=4)] == [b"default", b"order a", b"order b"]
+
+    system_event(writer, 7, DEFAULT, scopes=SCOPES)  # dropped
+    commit(writer, 7)
+    assert [d.value for d in view.scan(0)] == [b"default"]
+    with pytest.raises(UnknownCollection):
+        view.get(B, "shop.orders")
+    assert view.manifest(0).uid == 7
+    old = view.get(A, "shop.orders", as_of=4)
+    assert old is not None
+    assert old.value == b"order a"
+    assert 9 not in view.manifest_of(view.pin(0)).collections
+    assert view.manifest_of(view.pin(0, 4)).collections[9].name == "orders"
+    writer.rollback(0, 6)
+    assert read(B, "shop.orders") == b"new b"
+
+
+def test_documents_beyond_their_expiry_are_absent_at_the_time_that_counts(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    clock.now = 50_000
+    put(writer, A, 1, expiry=60)
+    put(writer, B, 2)
+    commit(writer, 2)  # published at 50 s
+    clock.now = 90_000
+    put(writer, C, 3)
+    commit(writer, 3)
+    assert view.get(A, now=59.9) is not None
+    assert view.get(A, now=60) is None
+    assert view.get(A) is None
+    assert not view.exists(A)
+    assert [d.key for d in view.scan(0)] == sorted([B, C])
+    assert {d.key for d in view.scan(0, now=10)} == {A, B, C}
+    assert {d.key for d in view.scan(0, deletions=True)} == {A, B, C}
+    assert {d.key for d in view.scan(0, as_of=2)} == {A, B}  # as of 50 s it had not expired
+    assert view.get(A, as_of=2) is not None
+    assert set(view.get_many([A, B, C])) == {B, C}
+    assert set(view.get_many([A, B, C], as_of=2)) == {A, B}
+
+
+def test_many_documents_are_those_that_get_returns_one_by_one_read_in_one_transaction(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted, expired, changed by rows that are not published yet, and absent ones among them."""
+    for seqno, key in enumerate((A, B, C, D), 1):
+        put(writer, key, seqno, b"published", expiry=60 if key == C else 0)
+    commit(writer, 4)
+    others = keys_of(2, 20)
+    publish(writer, 2, [(key, b"x" * number, number) for number, key in enumerate(others[:-1], 1)])
+    put(writer, A, 5, b"staged")
+    writer.commit(flush_open=True)
+    names = [*others, D, C, B, A, B]
+    one_by_one = {key: document for key in names if (document := view.get(key, now=60)) is not None}
+    assert set(one_by_one) == {A, B, D, *others[:-1]}
+    assert one_by_one[A].value == b"published"
+    reads = 0
+    known = Environment.read
+
+    def counted(environment: Environment) -> Any:
+        nonlocal reads
+        reads += 1
+        return known(environment)
+
+    monkeypatch.setattr(Environment, "read", counted)
+    assert view.get_many(names, now=60) == one_by_one
+    assert reads == 1
+
+
+def test_find_gives_the_document_and_what_an_answer_needs_beside_it(writer: GroupWriter, view: View) -> None:
+    found = view.find(b"\0" + A)
+    assert (found.document, found.collection_exists, found.published_seqno, found.stale) == (None, True, 0, False)
+    put(writer, A, 1, b"old")
+    system_event(writer, 2, DEFAULT, Collection(300, 8, "orders", Seqno(2)), scopes=SCOPES)
+    put(writer, A, 3, b"order", cid=300)
+    put(writer, B, 4, b"gone", expiry=50)
+    commit(writer, 4)
+    found = view.find(b"\0" + A)
+    assert found.document is not None
+    assert (found.document.value, found.published_seqno, found.manifest.uid) == (b"old", 4, 2)
+    order = view.find(b"\xac\x02" + A).document
+    assert order is not None
+    assert (order.value, order.collection_id) == (b"order", 300)
+    assert view.find(b"\0" + B, now=49).document is not None
+    assert view.find(b"\0" + B, now=50).document is None
+    assert view.find(b"\0" + B).document is None
+    unknown = view.find(b"\x09" + A)
+    assert (unknown.document, unknown.collection_exists) == (None, False)
+    frame = records.encode_deletion(A, 5)
+    writer.stage(0, [(writer.row_prefix(0) + (5).to_bytes(8, "big"), frame)], 0, span(5, 5))
+    commit(writer, 5)
+    assert view.find(b"\0" + A).document is None
+    tombstone = view.find(b"\0" + A, deletions=True).document
+    assert tombstone is not None
+    assert tombstone.deleted
+    writer.rollback(0, 4)
+    again = view.find(b"\0" + A).document
+    assert again is not None
+    assert again.value == b"old"
+    system_event(writer, 6, DEFAULT, scopes={0: "_default"})
+    commit(writer, 6)
+    assert not view.find(b"\xac\x02" + A).collection_exists
+    writer.begin_refill(0)
+    assert view.find(b"\0" + A).stale

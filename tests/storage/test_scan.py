@@ -1,0 +1,93 @@
+"""Documents in the order of keys: ranges, limits, pages of a pin, and pages that are bounded by bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from storage.errors import AnswerTooLarge, StorageError, ViewInvalidated
+from storage.model import Branch, Seqno, Vbid
+from storage.scan import CHUNK_BYTES
+from storage.view import Pin, View
+from storage.writer import GroupWriter
+from tests.storage.model import keys_of
+from tests.storage.one_vbucket import A, B, C, D, commit, put
+from tests.storage.test_writer import Clock, publish
+
+
+def test_ranges_limits_and_vbuckets(path: str, writer: GroupWriter, view: View) -> None:
+    names = sorted([A, B, C, D])
+    for seqno, key in enumerate(names, 1):
+        put(writer, key, seqno)
+    commit(writer, 4)
+    other = keys_of(2, 1)[0]
+    publish(writer, 2, [(other, b"x", 1)])
+    assert [d.key for d in view.scan()] == [*names, other]
+    assert [d.key for d in view.scan(limit=3)] == names[:3]
+    assert list(view.scan(limit=0)) == []
+    assert [d.key for d in view.scan(0, start=names[1], end=names[3])] == names[1:3]
+    assert [d.key for d in view.scan(0, prefix=names[2].decode())] == [k for k in names if k.startswith(names[2])]
+    assert [d.seqno for d in view.scan_seqno(0, after_seqno=1, to_seqno=3)] == [2, 3]
+    with pytest.raises(StorageError, match="no vbucket 9; this bucket has 4"):
+        list(view.scan(9))
+    assert view.vbid_of(A) == 0
+
+
+def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_them(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    clock.now = 10_000
+    put(writer, A, 1, b"one")
+    put(writer, B, 2, b"one", expiry=12)
+    commit(writer, 2)
+    put(writer, C, 3, b"one")
+    commit(writer, 3)
+    pin = view.pin(0, now=11)
+    assert (pin.branch, pin.seqno, pin.now_ms) == (view.published()[0].branch, 3, 11_000)
+    put(writer, A, 4, b"two")
+    put(writer, D, 5, b"two")
+    commit(writer, 5)
+    found: list[bytes] = []
+    start = b""
+    while True:
+        page, start = view.scan_page(pin, start=start, limit=1)
+        assert len(page) <= 1
+        found += [document.key + document.value for document in page]
+        if not start:
+            break
+    assert found == sorted(key + b"one" for key in (A, B, C))
+    assert [document.key for document in view.scan_page(pin, prefix=B)[0]] == [B]
+    assert view.scan_page(view.pin(0, now=11), start=A, end=B)[0] == list(view.scan(0, start=A, end=B, now=11))
+    assert view.scan_page(pin, start=B, end=B) == view.scan_page(pin, start=B, end=A) == ([], b"")
+    assert B not in [document.key for document in view.scan_page(view.pin(0, now=13))[0]]
+    assert view.pin(0, 4).seqno == 3
+    pages: list[bytes] = []
+    start = b""
+    while not pages or start:
+        page, start = view.scan_page(pin, start=start, bytes_max=4)
+        pages.append(b"".join(each.value for each in page))
+    assert pages == [b"one"] * len(found)
+    writer.rollback(0, 3)
+    assert len(view.scan_page(pin)[0]) == 3, "a rollback to the pin itself takes nothing from it"
+    late = view.pin(0)
+    put(writer, D, 4, b"three")
+    commit(writer, 4)
+    writer.rollback(0, 2)
+    for lost in (pin, late):
+        with pytest.raises(ViewInvalidated):
+            view.scan_page(lost)
+    with pytest.raises(ViewInvalidated, match="no branch"):
+        view.scan_page(Pin(Vbid(0), Branch(99), Seqno(3), 5, 0))
+
+
+def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> None:
+    for seqno, key in enumerate((A, B, C), 1):
+        put(writer, key, seqno, b"x" * (CHUNK_BYTES // 2 + 1))
+    commit(writer, 3)
+    page, start = view.scan_page(view.pin(0))
+    assert [document.key for document in page] == sorted([A, B, C])[:1]
+    assert start == sorted([A, B, C])[1]
+    assert [document.key for document in view.scan(0)] == sorted([A, B, C])
+    assert [document.key for document in view.scan_seqno(0)] == [A, B, C]
+    with pytest.raises(AnswerTooLarge, match="ask for fewer"):
+        view.get_many([A, B, C], bytes_max=CHUNK_BYTES)
+    assert len(view.get_many([A, B], bytes_max=2 * CHUNK_BYTES)) == 2

@@ -1,0 +1,35 @@
+"""Where vbuckets stand: published positions, the floor, and resyncs."""
+
+from __future__ import annotations
+
+from storage.view import View
+from storage.writer import GroupWriter
+from tests.storage.model import keys_of
+from tests.storage.one_vbucket import A, commit, put
+from tests.storage.test_writer import Clock, publish
+
+
+def test_states_speak_of_all_vbuckets(path: str, writer: GroupWriter, view: View) -> None:
+    publish(writer, 2, [(keys_of(2, 1)[0], b"x", 5)])
+    assert [(s.vbid, s.published_seqno) for s in view.states()] == [(0, 0), (1, 0), (2, 5), (3, 0)]
+
+
+def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: View, clock: Clock) -> None:
+    assert view.past(0).floor is None
+    clock.now = 5_000
+    put(writer, A, 1)
+    commit(writer, 1)
+    first = view.published()
+    assert [each.seqno for each in first] == [1, 0, 0, 0]
+    past = view.past(0)
+    assert (past.floor, past.refills_ms) == (view.boundaries(0)[-1], ())
+    writer.begin_refill(0)
+    writer.commit()
+    assert [each.stale for each in view.published()] == [True, False, False, False]
+    clock.now = 6_000
+    put(writer, A, 7)
+    commit(writer, 7)
+    assert view.published()[0].seqno == 7
+    assert view.published()[0].branch > first[0].branch
+    assert len(view.past(0).refills_ms) == 1
+    assert view.past(0).refills_ms[0] >= 6_000

@@ -1,0 +1,76 @@
+"""What ends a read: a rollback, the purger, or a merge has taken what it began with."""
+
+from __future__ import annotations
+
+import pytest
+
+from storage import validity
+from storage.errors import ViewInvalidated
+from storage.purge import Window
+from storage.vbucket_reader import Served
+from storage.view import View
+from storage.writer import GroupWriter
+from tests.storage.model import keys_of
+from tests.storage.test_writer import Clock, publish
+
+A = keys_of(0, 1)[0]
+
+
+def check(view: View, pinned: Served) -> None:
+    reader = view.reader(0)
+    with reader.environment.read() as txn:
+        validity.check(reader, txn, pinned)
+
+
+def served_and_standing(view: View) -> tuple[Served, Served]:
+    """What a scan keeps, and what a reader keeps whose position survives a rollback."""
+    reader = view.reader(0)
+    with reader.environment.read() as txn:
+        return reader.served(txn), validity.standing(reader, txn, view.pin(0))
+
+
+def fill(writer: GroupWriter) -> None:
+    for seqno in (1, 2, 3):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+
+
+def test_a_later_snapshot_ends_no_read(writer: GroupWriter, view: View) -> None:
+    fill(writer)
+    served, standing = served_and_standing(view)
+    publish(writer, 0, [(A, b"4", 4)])
+    check(view, served)
+    check(view, standing)
+
+
+def test_a_rollback_ends_a_scan_above_its_boundary_but_not_a_position(writer: GroupWriter, view: View) -> None:
+    fill(writer)
+    served, standing = served_and_standing(view)
+    writer.rollback(0, 2)
+    with pytest.raises(ViewInvalidated, match="a rollback or refill passed seqno 3"):
+        check(view, served)
+    check(view, standing)
+    for each in served_and_standing(view):
+        check(view, each)
+
+
+def test_the_purger_ends_every_read_below_the_floor(writer: GroupWriter, view: View, clock: Clock) -> None:
+    fill(writer)
+    both = served_and_standing(view)
+    publish(writer, 0, [(A, b"4", 4)])
+    writer._purger.window = Window(boundaries=1)
+    while (vbid := writer._purger.plan(clock.now)) is not None:
+        writer._purge(vbid, clock.now)
+    for each in both:
+        with pytest.raises(ViewInvalidated, match="history before seqno 4 is gone"):
+            check(view, each)
+
+
+def test_a_branch_that_is_not_there_any_more_ends_a_read(writer: GroupWriter, view: View) -> None:
+    fill(writer)
+    reader = view.reader(0)
+    with reader.environment.read() as txn:
+        links = reader.served(txn).links
+        validity.check_unmoved(reader, txn, links)
+        for other in ((links[0], links[0]), (type(links[0])(9, 0, 3),)):
+            with pytest.raises(ViewInvalidated, match="merged or removed"):
+                validity.check_unmoved(reader, txn, other)
