@@ -1,7 +1,7 @@
 """A worker's side of mirroring: its groups' vbuckets, one session per node, the map, the commits, the watchdogs.
 
 Knows who is where and when what is due; decides nothing about a stream (the machines do), writes nothing itself (the
-performer does). One event loop, one thread: whatever comes from a socket is worked on before the next read, so nothing
+sinks do). One event loop, one thread: whatever comes from a socket is worked on before the next read, so nothing
 queues, and the flow-control window bounds what can come.
 
 Invariants:
@@ -37,15 +37,14 @@ from mirror.feed.discovery import discover
 from mirror.feed.map_poll import MapPoller
 from mirror.feed.nodes import NodeKeeper, pause_s
 from mirror.feed.pace import CommitPace
-from mirror.feed.performer import perform
 from mirror.feed.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.transport import Opaques
-from mirror.feed.vbucket import VbucketActor
+from mirror.feed.vbucket import MirroredVbucket
 from mirror.feed.watch import SourceWatch
-from mirror.ingest import events as happenings
+from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row
-from mirror.ingest.instructions import BeginRefill, Status
+from mirror.ingest.instructions import Status
 from mirror.ingest.selection import Resolved, Selection
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.log import get_logger
@@ -54,7 +53,7 @@ from mirror.wire.constants import ControlKey
 from mirror.wire.frame import Frame
 from storage.errors import Full, Locked, SeqnoOrder, StorageError
 from storage.history import History
-from storage.model import Identity, Vbid
+from storage.model import Identity
 from storage.writer import GroupWriter
 
 log = get_logger("feed")
@@ -105,7 +104,7 @@ class Group:
     def __init__(self, writer: GroupWriter) -> None:
         """A healthy group without actors."""
         self.writer = writer
-        self.actors: list[VbucketActor] = []
+        self.actors: list[MirroredVbucket] = []
         self.commit_waits = False
         self.waiting_since = 0.0
         self.retry_timer: asyncio.TimerHandle | None = None
@@ -155,11 +154,12 @@ class Consumer:
         self._has_map = asyncio.Event()
         self._map_poller = MapPoller(self, self._maps, self._access, self.clock, self._task_ended)
         self._groups = [Group(writer) for writer in writers]
-        self._actors: dict[int, VbucketActor] = {}
+        self._actors: dict[int, MirroredVbucket] = {}
         self._group_of: dict[int, Group] = {}
         for group in self._groups:
             for vbid in group.writer.vbids:
-                actor = VbucketActor(vbid, group.writer, self)
+                gate = PersistenceGate() if settings.publish == "persisted" else None
+                actor = MirroredVbucket(vbid, group.writer, self, gate)
                 group.actors.append(actor)
                 self._actors[vbid] = actor
                 self._group_of[vbid] = group
@@ -169,8 +169,6 @@ class Consumer:
         self._poller: PersistencePoller | None = None
         if settings.publish == "persisted":
             self._poller = PersistencePoller(self._access, self, self.clock)
-            for actor in self._actors.values():
-                actor.gate = PersistenceGate()
         self._dcp_name = f"dcp-mirror:{self.clock.unique()}:{worker}"
         self._was_ready = False
         selection = Selection.parse(identity.selection)
@@ -211,7 +209,7 @@ class Consumer:
             task.add_done_callback(self._task_ended)
         try:
             for actor in self._actors.values():
-                actor.revive()
+                actor.start_machine()
             await self._ending
         finally:
             for task in tasks:
@@ -366,13 +364,13 @@ class Consumer:
         self._node_of[vbid] = address
         actor.forget_high_seqno()
         if address is None:
-            self._guarded(vbid, partial(actor.detach, happenings.NoActiveNode()))
+            self._guarded(vbid, partial(actor.detach, events.NoActiveNode()))
             node = self.cluster_map.node_of(vbid) if self.cluster_map is not None else None
             if node is not None:
                 how = "with TLS" if self._source.tls else "without TLS"
                 actor.report(Status.WAITING, f"its node {node.host} offers the data service nowhere {how}")
             return
-        self._guarded(vbid, partial(actor.detach, happenings.Stop(f"moved to {address}")))
+        self._guarded(vbid, partial(actor.detach, events.Stop(f"moved to {address}")))
         keeper = self._nodes.get(address)
         if keeper is None:
             keeper = NodeKeeper(address, self._make_session, self, self.settings, self.clock)
@@ -452,7 +450,7 @@ class Consumer:
         """A session is over: its vbuckets wait for the next."""
         for vbid, actor in self._actors.items():
             if actor.session is session:
-                self._guarded(vbid, partial(actor.detach, happenings.ConnectionLost(str(error))))
+                self._guarded(vbid, partial(actor.detach, events.ConnectionLost(str(error))))
 
     def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
         """Data: staged when this returns, and the group is committed first where it holds enough."""
@@ -612,7 +610,7 @@ class Consumer:
         for actor in group.actors:
             address = self._node_of[actor.vbid]
             keeper = None if address is None else self._nodes.get(address)
-            actor.revive()
+            actor.start_machine()
             if keeper is not None and keeper.session is not None and keeper.ready:
                 self._attach(actor.vbid, keeper.session)
 
@@ -655,7 +653,7 @@ class Consumer:
         """The collections whose high seqnos count; None: the bucket's."""
         return self._collections.polled_collections
 
-    def actors_at(self, address: Address) -> list[VbucketActor]:
+    def actors_at(self, address: Address) -> list[MirroredVbucket]:
         """The vbuckets whose node that is."""
         return [self._actors[vbid] for vbid in self._vbids_at(address)]
 
@@ -668,7 +666,7 @@ class Consumer:
         actor = self._actors[vbid]
         session = actor.session
         if session is not None:
-            self._guarded(vbid, partial(actor.detach, happenings.Stop(cause)))
+            self._guarded(vbid, partial(actor.detach, events.Stop(cause)))
             self._attach(vbid, session)
 
     # -- which collections ----------------------------------------------------------------------------------------
@@ -855,9 +853,8 @@ class Consumer:
         except StorageError as error:
             self._store_failed(group, error)
             raise
-        actor.went_back(result.boundary_seqno)
         actor.note_rollback(result)
-        actor.revive()
+        actor.start_machine()
         if session is not None and session.ready:
             self._attach(vbid, session)
         return {
@@ -879,12 +876,12 @@ class Consumer:
         session = actor.session
         actor.drop_machine()
         try:
-            perform(actor, [BeginRefill(Vbid(vbid), "requested by an operator")])
+            actor.begin_resync("requested by an operator")
         except StorageError as error:
             self._store_failed(group, error)
             raise
         state = group.writer.state(vbid)
-        actor.revive()
+        actor.start_machine()
         if session is not None and session.ready:
             self._attach(vbid, session)
         if state.published_seqno and state.staging_branch == state.branch:

@@ -41,11 +41,12 @@ from mirror.feed.connection_string import Address, parse
 from mirror.feed.discovery import discover
 from mirror.feed.map_poll import MapPoller
 from mirror.feed.nodes import NodeKeeper
-from mirror.feed.reading import Ended, Item, Position, Reading, RolledBack, Snapshot, VbucketReading
+from mirror.feed.reading import Reading, ReadVbucket
 from mirror.feed.session import NodeSession, StreamAnswer
+from mirror.feed.snapshot import Ended, Item, Position, RolledBack, Snapshot
 from mirror.feed.spool import SpoolFile
 from mirror.feed.transport import Opaques, Tap
-from mirror.ingest import events as happenings
+from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.wire import events as ev
@@ -285,7 +286,8 @@ class _Hub:
         self._access = access
         self._collections = collections
         self._collection_ids: list[int] = []
-        self._filter: dict[str, Any] = {}
+        self.stream_filter: dict[str, Any] = {}
+        """What every stream request says in its JSON value."""
         self._timeout_s = timeout_s
         self._followed = followed
         self._maps = NewestMap()
@@ -436,21 +438,18 @@ class _Hub:
             return ""
 
         await self._until(round_)
-        for keeper in self._keepers.values():
-            if keeper.session is not None:
-                keeper.session.stream_filter = self._filter
 
     async def _resolve(self, session: NodeSession) -> None:
         names = self._collections
         if len(names) == 1 and isinstance(names[0], str) and "." not in names[0]:
             scope_id = await self._id_of(session, Opcode.GET_SCOPE_ID, "scope", names[0])
-            self._filter = {"scope": f"{scope_id:x}"}
+            self.stream_filter = {"scope": f"{scope_id:x}"}
             return
         self._collection_ids = [
             name if isinstance(name, int) else await self._id_of(session, Opcode.GET_COLLECTION_ID, "collection", name)
             for name in names
         ]
-        self._filter = {"collections": [f"{collection_id:x}" for collection_id in self._collection_ids]}
+        self.stream_filter = {"collections": [f"{collection_id:x}" for collection_id in self._collection_ids]}
 
     async def _id_of(self, session: NodeSession, opcode: int, what: str, name: str) -> int:
         answer = await session.link.request(opcode, value=name.encode(), timeout_s=self.settings.request_timeout_s)
@@ -594,11 +593,11 @@ class _Hub:
         for vbucket in self._streamed():
             session = self.session_of(vbucket.vbid)
             if vbucket.session is not None and vbucket.session is not session:
-                vbucket.detach(happenings.Stop("moved"))
+                vbucket.detach(events.Stop("moved"))
             if session is not None and vbucket.session is None:
                 vbucket.attach(session)
 
-    def _streamed(self) -> list[VbucketReading]:
+    def _streamed(self) -> list[ReadVbucket]:
         reading = self._reading
         if reading is None:
             return []
@@ -616,7 +615,6 @@ class _Hub:
     def on_node_ready(self, keeper: NodeKeeper) -> None:
         """A session is open: its vbuckets may ask for their streams."""
         assert keeper.session is not None
-        keeper.session.stream_filter = self._filter
         keeper.session.acks_held = self._acks_held
         self._follow()
 
@@ -631,7 +629,7 @@ class _Hub:
         """A session is over: its vbuckets wait for the next."""
         for vbucket in self._streamed():
             if vbucket.session is session:
-                vbucket.detach(happenings.ConnectionLost(error.what))
+                vbucket.detach(events.ConnectionLost(error.what))
 
     def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
         """Data of a live stream."""
@@ -641,12 +639,12 @@ class _Hub:
     def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
         """Any other message of a live stream."""
         if (vbucket := self._vbucket(vbid)) is not None:
-            vbucket.event(event)
+            vbucket.on_event(event)
 
     def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
         """The answer to a stream request."""
         if (vbucket := self._vbucket(vbid)) is not None:
-            vbucket.answered(answer)
+            vbucket.on_answer(answer)
 
-    def _vbucket(self, vbid: int) -> VbucketReading | None:
+    def _vbucket(self, vbid: int) -> ReadVbucket | None:
         return None if self._reading is None else self._reading.vbucket(vbid)

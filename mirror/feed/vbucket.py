@@ -1,44 +1,38 @@
-"""A vbucket at work: its machine, its store, the session that carries its stream, and what status says of it.
+"""A vbucket of a mirror: the host of its stream, over the store, and the figures that status shows of it.
 
-Knows how to hand events to the machine and perform what comes back; decides nothing itself. Invariants: the machine
-sees events one at a time and in order; an opaque of another session, or of a stream that was closed, never reaches it;
-counters only rise.
+Knows when a commit is to be made, what of the bucket its stream is asked for, and how snapshots wait to be persisted;
+decides nothing about the stream. Invariants: counters only rise; what was published when the process began, or after a
+rollback, is counted when it is sent again (`requested_again_bytes`).
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mirror.clock import Clock
-from mirror.errors import ConnectFailed
-from mirror.feed.performer import perform
 from mirror.feed.persistence import PersistenceGate
 from mirror.feed.session import NodeSession
-from mirror.ingest import events as happenings
-from mirror.ingest.backoff import delay_s
+from mirror.feed.store_sink import StoreSink
+from mirror.feed.vbucket_host import MachineEvent, VbucketHost
+from mirror.ingest import events
 from mirror.ingest.events import Row
-from mirror.ingest.instructions import AbandonStaged, Instruction, RequestStream, RetryReason, Status
-from mirror.ingest.machine import Phase, VbucketMachine
+from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, Status
+from mirror.ingest.machine import Phase
 from mirror.ingest.selection import Resolved, StreamFilter
-from mirror.wire.codec_dcp import decode_failover_log
-from mirror.wire.constants import Status as WireStatus
-from mirror.wire.errors import RemoteProtocolError
-from mirror.wire.frame import Frame
 from storage.history import History
-from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from storage.model import Vbid
 from storage.writer import GroupWriter, RollbackResult
 
-TROUBLES = frozenset((Status.REFUSED, Status.ROLLING_BACK, Status.REFILLING, Status.WAITING))
-"""What is told in these states is remembered as the last error."""
+ERROR_STATES = frozenset((Status.REFUSED, Status.ROLLING_BACK, Status.REFILLING, Status.WAITING))
+"""The text of these states is kept as the last error."""
 
-
-HIGHS_HEARD = 2
+POLLS_MIN = 2
 """The first high seqno after a stream was accepted may have been asked for before."""
 
 
-class Surroundings(Protocol):
-    """What a vbucket may ask of those around it."""
+class VbucketServices(Protocol):
+    """What a vbucket may ask of the consumer."""
 
     clock: Clock
 
@@ -63,100 +57,81 @@ class Surroundings(Protocol):
         """Get a new cluster map, or read this one."""
         ...
 
-    def enter(self, vbid: int, event: Any) -> None:
-        """Hand an event in from a timer or an answer, with the group's errors looked after."""
+    def enter(self, vbid: int, event: MachineEvent) -> None:
+        """Hand in an event of a timer or of an answer, and handle the group's errors."""
         ...
 
 
-class VbucketActor:
+class MirroredVbucket(VbucketHost):
     """One vbucket of a worker."""
 
-    def __init__(self, vbid: int, writer: GroupWriter, around: Surroundings) -> None:
-        """At rest: `revive` gives it a machine, `attach` a session."""
-        self.vbid = vbid
+    sink: StoreSink
+
+    def __init__(
+        self, vbid: int, writer: GroupWriter, services: VbucketServices, gate: PersistenceGate | None = None
+    ) -> None:
+        """At rest: `start_machine` gives it a machine, `attach` a session.
+
+        `gate` holds complete snapshots back until the source has persisted them; None: nothing is held back.
+        """
+        super().__init__(vbid, StoreSink(vbid, writer, self, gate), services.clock)
         self.writer = writer
-        self.session: NodeSession | None = None
-        self.machine: VbucketMachine | None = None
-        self.opaque: int | None = None
+        self.gate = gate
         self.status: str = Status.WAITING
         self.text = "not connected yet"
-        self._high_seqno: tuple[NodeSession, int] | None = None
-        """The source's high seqno, and the session over which it was asked."""
         self.documents = 0
         self.bytes = 0
         self.requested_again_bytes = 0
-        self._last_data: float | None = None
-        self.last_progress = around.clock.monotonic()
+        self.last_progress = services.clock.monotonic()
         self.last_error: str | None = None
         self.stalls = 0
         self.retries = 0
         self.stalled_streams = 0
-        """How many streams in a row stood still, though the source is ahead; 0 when the last one brought something."""
+        """How many streams in a row stalled, though the source is ahead; 0 when the last one brought something."""
         self.stall_text = ""
         self.violations = 0
-        self.last_rollback: tuple[int, int] | None = None
-        """What the last rollback led from and to; None: there was none since the worker began."""
-        self.resyncs_begun = 0
-        """Since the worker began."""
-        self.resync_why: str | None = None
-        """Of the last one."""
-        self.gate: PersistenceGate | None = None
-        """Holds complete snapshots back until the source has persisted them; None: nothing is held back."""
-        self._around = around
-        self._abandon_due = False
-        self._highs: list[int] = []  # the source's high seqno, as said since the stream was accepted
-        self._retry: asyncio.TimerHandle | None = None
-        self._filter: StreamFilter | None = None  # of the machine's last Start
-        # What was published when the process started, or after a rollback: at or below it nothing may be sent again.
+        self._services = services
+        self._high_seqno: tuple[NodeSession, int] | None = None
+        """The source's high seqno, and the session over which it was asked."""
+        self._highs: list[int] = []
+        """The source's high seqnos that were polled since the stream was accepted, the last ones."""
+        self._last_data: float | None = None
+        self._filter: StreamFilter | None = None
+        """Of the machine's last Start."""
         self._held_seqno: int = writer.state(vbid).published_seqno
+        """Published when the process began, or after a rollback: at or below it nothing needs to be sent again."""
 
     # -- life -----------------------------------------------------------------------------------------------------
 
-    def revive(self) -> None:
-        """Make a machine from the stored state; whatever the old one knew is forgotten."""
-        self.drop_machine()
-        self.machine = VbucketMachine(Vbid(self.vbid), self.writer.state(self.vbid))
-
     def drop_machine(self) -> None:
         """Close the stream and forget the machine: the store failed, or the vbucket is stopped."""
-        if self.session is not None and self.opaque is not None:
-            self.session.close_stream(self.vbid, self.opaque)
-        self.opaque = None
-        self.machine = None
-        self._abandon_due = False
-        self.drop_held()
-        self._cancel_retry()
+        super().drop_machine()
+        self.sink.forget()
 
     def attach(self, session: NodeSession) -> None:
-        """The session of its node is ready."""
-        self.session = session
-        self.opaque = None
-        self.last_progress = self._around.clock.monotonic()
-        self.handle(self._started(session))
+        """The session of its node is ready: ask for a stream."""
+        self.last_progress = self._clock.monotonic()
+        super().attach(session)
 
-    def _started(self, session: NodeSession) -> happenings.Start:
-        """Whatever is asked for from now on is what of the bucket is shown now."""
-        shown = self._around.shown
+    def start_event(self, session: NodeSession) -> events.Start:
+        """Ask for what of the bucket is shown now."""
+        shown = self._services.shown
         self._filter = shown.filter
-        return happenings.Start(
+        return events.Start(
             collections=session.handshake.collections,
             sends_purge_seqno=session.sends_purge_seqno,
             filter=shown.filter,
             scope_names=shown.scope_names,
         )
 
-    def detach(self, event: happenings.Stop | happenings.ConnectionLost | happenings.NoActiveNode) -> None:
-        """The session is gone, or no longer the right one."""
-        if self.session is None and not isinstance(event, happenings.NoActiveNode):
-            return
-        self._cancel_retry()
-        self.handle(event)
-        self.session = None
-        self.opaque = None
+    @property
+    def stream_filter(self) -> dict[str, Any]:
+        """The fields of the filter that the machine was started with."""
+        return {} if self._filter is None else self._filter.fields
 
     @property
     def source_high_seqno(self) -> int | None:
-        """The source's high seqno; None where nobody can say: its node was not asked yet, or is away."""
+        """The source's high seqno; None where it is unknown: its node was not asked yet, or is away."""
         return self._high_seqno[1] if self._high_seqno is not None and self._high_seqno[0].ready else None
 
     def note_high_seqno(self, session: NodeSession, seqno: int | None) -> None:
@@ -164,52 +139,47 @@ class VbucketActor:
         self._high_seqno = None if seqno is None else (session, seqno)
 
     def forget_high_seqno(self) -> None:
-        """The vbucket has another node, or none: what the old one said holds no more."""
+        """The vbucket has another node, or none: the high seqno of the old one is no longer valid."""
         self._high_seqno = None
-
-    @property
-    def streaming(self) -> bool:
-        """True while a stream is open."""
-        return self.machine is not None and self.machine.phase is Phase.STREAMING
 
     @property
     def refused(self) -> bool:
         """True while the vbucket waits for people, or for collections."""
         return self.machine is not None and self.machine.phase is Phase.REFUSED
 
-    def went_back(self, seqno: int) -> None:
-        """The store was rolled back by hand: what lies above may come again without being asked for again."""
-        self._held_seqno = min(self._held_seqno, seqno)
-
     def note_rollback(self, result: RollbackResult) -> None:
-        """Remember what a rollback led from and to."""
-        self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
+        """The store was rolled back by a command: what lies above may come again without being asked for again."""
+        self._held_seqno = min(self._held_seqno, result.boundary_seqno)
+        self.sink.note_rollback(result)
 
-    def note_resync(self, why: str) -> None:
-        """Remember that a resync began, and why."""
-        self.resyncs_begun += 1
-        self.resync_why = why
+    def begin_resync(self, cause: str) -> None:
+        """Open an empty branch by a command, while there is no machine."""
+        assert self.machine is None, "the machine decides about branches"
+        self.answered(self.sink.begin_resync(cause))
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Any) -> None:
-        """Hand an event to the machine and do what it wants."""
-        if self.machine is not None:
-            perform(self, self.machine.handle(event))
-        if isinstance(event, happenings.StreamAccepted):
+    def enter(self, event: MachineEvent) -> None:
+        """Hand in an event, with the group's errors handled."""
+        self._services.enter(self.vbid, event)
+
+    def handle(self, event: MachineEvent) -> None:
+        """Hand an event to the machine and execute what it returns."""
+        super().handle(event)
+        if isinstance(event, events.StreamAccepted):
             self._highs = []
-        elif isinstance(event, happenings.HighSeqno) and self.streaming:
-            self._heard_high(event.seqno)
+        elif isinstance(event, events.HighSeqno) and self.streaming:
+            self._note_polled(event.seqno)
 
     def published(self, seqno: int) -> None:
         """A commit made everything up to `seqno` visible."""
-        self.handle(happenings.Published(seqno))
-        if self._abandon_due:
-            self._abandon_due = False
-            perform(self, [AbandonStaged(Vbid(self.vbid), "the snapshot before it is published")])
+        self.handle(events.Published(seqno))
+        if self.sink.abandon_due:
+            self.sink.abandon_due = False
+            self.execute([AbandonStaged(Vbid(self.vbid), "the snapshot before it is published")])
 
     def handle_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Hand data to the machine and do what it wants."""
+        """Hand data to the machine, execute what it returns, and have the group committed where that is due."""
         if self.machine is None:
             return
         self.documents += len(rows)
@@ -222,78 +192,73 @@ class VbucketActor:
             self.requested_again_bytes += sum(
                 len(value) for key, value in rows if int.from_bytes(key[4:12]) <= self._held_seqno
             )
-        perform(self, self.machine.handle_run(opaque, rows, byte_count))
+        self.execute(self.machine.handle_run(opaque, rows, byte_count))
         if self.writer.publishable(self.vbid):
-            self._around.touch_group(self.vbid)
+            self._services.touch_group(self.vbid)
 
     def progressed(self) -> None:
         """The stream is well: something of it came with what was received last."""
-        self.last_progress = self._around.clock.monotonic() if self.session is None else self.session.received_at
+        self.last_progress = self._clock.monotonic() if self.session is None else self.session.received_at
         self.stalled_streams = 0
 
     def stalled(self, text: str) -> None:
-        """The stream stands still though the source is ahead."""
+        """The stream brings nothing though the source is ahead."""
         self.stalls += 1
         self.stalled_streams += 1
         self.stall_text = self.last_error = text
-        self.last_progress = self._around.clock.monotonic()
+        self.last_progress = self._clock.monotonic()
 
-    # -- what the performer asks for ------------------------------------------------------------------------------
+    # -- what the executor and the sink ask for -------------------------------------------------------------------
 
-    def tell(self, event: Any) -> list[Instruction]:
-        """Hand the machine the answer to an instruction."""
-        if isinstance(event, (happenings.RolledBack, happenings.RefillBegun)):
-            self._held_seqno = min(self._held_seqno, event.state.staged_seqno)
-        if isinstance(event, happenings.StagingRefused):
-            self.last_error = event.text
-        return self.machine.handle(event) if self.machine is not None else []
+    def answered(self, answer: events.Answer) -> Sequence[Instruction]:
+        """Hand the answer of an instruction to the machine; returns what follows from it."""
+        if isinstance(answer, (events.RolledBack, events.RefillBegun)):
+            self._held_seqno = min(self._held_seqno, answer.state.staged_seqno)
+        elif isinstance(answer, events.StagingRefused):
+            self.last_error = answer.text
+        return super().answered(answer)
 
-    def request_stream(self, asked: RequestStream) -> int | None:
-        """Send a stream request."""
-        if self.session is None or not self.session.ready:
-            return None
-        self.session.stream_filter = {} if self._filter is None else self._filter.fields  # other vbuckets' may differ
-        self.opaque = self.session.request_stream(asked, self.writer.row_prefix(self.vbid))
-        return self.opaque
+    def commit(self) -> None:
+        """Commit the group now."""
+        self._services.commit_group(self.vbid)
 
-    def close_stream(self, opaque: int | None) -> None:
-        """Send CLOSE_STREAM."""
-        if self.session is not None:
-            self.session.close_stream(self.vbid, opaque)
-        self.opaque = None
+    def branch_changed(self) -> None:
+        """Rows of the live stream are to be made for the staging branch as it is now."""
+        self._services.touch_group(self.vbid)
+        if self.session is not None and self.opaque is not None:
+            self.session.set_row_prefix(self.opaque, self.sink.row_prefix())
 
-    def get_failover_log(self) -> bool:
-        """Ask for the failover log."""
-        session = self.session
-        if session is None or not session.ready:
-            return False
+    def refresh_map(self, config: bytes) -> None:
+        """Get a new cluster map, or read this one."""
+        self._services.refresh_map(config, self.vbid)
 
-        def settle(outcome: Frame | Exception) -> None:
-            if self.session is session and isinstance(outcome, Frame):
-                self._around.enter(self.vbid, failover_log_event(outcome, self.source_high_seqno))
+    def refresh_collections(self) -> None:
+        """Ask which collections there are now."""
+        self._services.refresh_collections(self.vbid)
 
-        session.get_failover_log(self.vbid, settle)
-        return True
+    def reconnect(self, cause: str) -> None:
+        """Close the connection and log in again."""
+        super().reconnect(cause)
+        self.last_error = cause
 
-    def answer_marker(self, opaque: int) -> None:
-        """Answer a marker, unless its stream is gone."""
-        if self.session is not None and self.session.ready and opaque == self.opaque:
-            self.session.answer_marker(self.vbid, opaque)
+    def retry_after(self, reason: RetryReason, attempt: int) -> None:
+        """Hand in RetryDue after a pause."""
+        self.retries += 1
+        super().retry_after(reason, attempt)
 
-    def holds(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> bool:
-        """Keep a complete snapshot back until it is persisted, where that is asked for."""
-        if self.gate is not None:
-            self.gate.hold(seqno, snap_start_seqno, purge_seqno)
-        return self.gate is not None
+    def report(self, status: Status, text: str) -> None:
+        """Show what the vbucket does."""
+        self.status, self.text = str(status), text
+        if status in ERROR_STATES:
+            self.last_error = text
 
-    @property
-    def defers_rollbacks(self) -> bool:
-        """With `publish=persisted` (see `persistence`)."""
-        return self.gate is not None
+    def _after_pause(self) -> events.RetryDue | events.Start:
+        expected = self._services.shown.filter
+        if self.session is not None and expected is not None and expected != self._filter:
+            return self.start_event(self.session)  # what was asked for no longer exists: no node would stream it
+        return super()._after_pause()
 
-    def drop_held(self) -> bool:
-        """Forget what was held back."""
-        return self.gate is not None and self.gate.drop()
+    # -- publish=persisted ----------------------------------------------------------------------------------------
 
     @property
     def observed_vbuuid(self) -> int | None:
@@ -310,84 +275,30 @@ class VbucketActor:
         released = self.gate.release(seqno, self._release_min())
         if released is not None:
             self.writer.publish(self.vbid, *released)
-            self._around.touch_group(self.vbid)
-
-    def abandon_later(self) -> None:
-        """Wait for the complete snapshot that is being published."""
-        self._abandon_due = True
+            self._services.touch_group(self.vbid)
 
     def _release_min(self) -> int:
         """The least end that readers may go over to: what they see, or the end of a history that is shorter."""
-        state = self.writer.state(self.vbid)
+        state = self.sink.state()
         if not state.rollback_deferred:
             return 0
-        high = None if len(self._highs) < HIGHS_HEARD else self._highs[-1]
+        high = None if len(self._highs) < POLLS_MIN else self._highs[-1]
         return state.published_seqno if high is None else min(state.published_seqno, high)
 
-    def _heard_high(self, seqno: int) -> None:
-        """The source says how far the history of the open stream goes. Nothing more may come of a shorter one."""
-        self._highs = [*self._highs, seqno][-HIGHS_HEARD:]
-        if self.gate is None or self.gate.waiting or len(self._highs) < HIGHS_HEARD:
+    def _note_polled(self, seqno: int) -> None:
+        """The history of the open stream goes as far as `seqno`. Nothing more may come of a shorter one."""
+        self._highs = [*self._highs, seqno][-POLLS_MIN:]
+        if self.gate is None or self.gate.waiting or len(self._highs) < POLLS_MIN:
             return
-        state = self.writer.state(self.vbid)
+        state = self.sink.state()
         if state.rollback_deferred and seqno <= state.staging_published_seqno:
             self.gate.hold(state.staging_published_seqno, state.staging_published_seqno, None)
-
-    def commit(self) -> None:
-        """Commit the group now."""
-        self._around.commit_group(self.vbid)
-
-    def reroute(self) -> None:
-        """Rows of the live stream are to be made for the staging branch as it is now."""
-        self._around.touch_group(self.vbid)
-        if self.session is not None and self.opaque is not None:
-            self.session.set_row_prefix(self.opaque, self.writer.row_prefix(self.vbid))
-
-    def refresh_map(self, config: bytes) -> None:
-        """Get a new cluster map, or read this one."""
-        self._around.refresh_map(config, self.vbid)
-
-    def refresh_collections(self) -> None:
-        """Ask which collections there are now."""
-        self._around.refresh_collections(self.vbid)
-
-    def reconnect(self, cause: str) -> None:
-        """Close the connection and log in again."""
-        if self.session is not None:
-            asyncio.get_running_loop().call_soon(self.session.close, ConnectFailed(cause, hint=""))
-        self.last_error = cause
-
-    def retry_after(self, reason: RetryReason, attempt: int) -> None:
-        """Hand in RetryDue later."""
-        self.retries += 1
-        self._cancel_retry()
-        delay = delay_s(reason, attempt, self._around.clock.jitter())
-        self._retry = asyncio.get_running_loop().call_later(delay, self._retry_due)
-
-    def report(self, status: Status, text: str) -> None:
-        """Say what the vbucket does."""
-        self.status, self.text = str(status), text
-        if status in TROUBLES:
-            self.last_error = text
-
-    def _retry_due(self) -> None:
-        self._retry = None
-        event: Any = happenings.RetryDue()
-        wanted = self._around.shown.filter
-        if self.session is not None and wanted is not None and wanted != self._filter:
-            event = self._started(self.session)  # what was asked for is not there any more: no node would stream it
-        self._around.enter(self.vbid, event)
-
-    def _cancel_retry(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
 
     # -- status ---------------------------------------------------------------------------------------------------
 
     def row(self, history: History | None = None) -> dict[str, Any]:
         """What status says of the vbucket; `history` of the last commit, where the store can be read."""
-        state = self.writer.state(self.vbid)
+        state = self.sink.state()
         high = self.source_high_seqno
         published = int(state.published_seqno)
         failing = self.machine.failing_text if self.machine is not None else None
@@ -411,11 +322,11 @@ class VbucketActor:
             "open_prepares": len(self.writer.open_prepares(self.vbid)),
             "rollback_count": state.rollback_count,
             "last_rollback_ms": state.last_rollback_ms,
-            "last_rollback": self.last_rollback,
+            "last_rollback": self.sink.last_rollback,
             "resync_count": history.resync_count if history is not None else None,
             "last_resync_ms": history.last_resync_ms if history is not None else None,
-            "resyncs_begun": self.resyncs_begun,
-            "resync_why": self.resync_why,
+            "resyncs_begun": self.sink.resyncs_begun,
+            "resync_why": self.sink.resync_why,
             "persisted_seqno": self.gate.persisted_seqno if self.gate is not None else None,
             "held_snapshots": self.gate.waiting if self.gate is not None else 0,
             "stale": state.staging_branch != state.branch and published > 0,
@@ -433,16 +344,4 @@ class VbucketActor:
         """When data came last, by the wall clock as it is now."""
         if self._last_data is None:
             return None
-        clock = self._around.clock
-        return clock.wall_ms() - int((clock.monotonic() - self._last_data) * 1000)
-
-
-def failover_log_event(answer: Frame, high_seqno: int | None = None) -> Any:
-    """What an answer to GET_FAILOVER_LOG means to a vbucket's machine."""
-    if answer.status != WireStatus.SUCCESS:
-        return happenings.FailoverLogRefused(answer.status)
-    try:
-        log = [FailoverEntry(Vbuuid(uuid), Seqno(at)) for uuid, at in decode_failover_log(answer.value)]
-    except RemoteProtocolError:
-        return happenings.FailoverLogRefused(WireStatus.EINTERNAL)
-    return happenings.FailoverLogReceived(log, high_seqno)
+        return self._clock.wall_ms() - int((self._clock.monotonic() - self._last_data) * 1000)

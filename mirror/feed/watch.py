@@ -22,8 +22,8 @@ from mirror.errors import ClusterError, SourceTimeout
 from mirror.feed.bootstrap import fetch_high_seqnos
 from mirror.feed.connection_string import Address
 from mirror.feed.nodes import NodeKeeper
-from mirror.feed.vbucket import VbucketActor
-from mirror.ingest import events as happenings
+from mirror.feed.vbucket import MirroredVbucket
+from mirror.ingest import events
 from mirror.log import get_logger
 
 log = get_logger("feed")
@@ -47,7 +47,7 @@ class Watched(Protocol):
         """The collections whose high seqnos count; None: the bucket's."""
         ...
 
-    def actors_at(self, address: Address) -> Iterable[VbucketActor]:
+    def actors_at(self, address: Address) -> Iterable[MirroredVbucket]:
         """The vbuckets whose node that is."""
         ...
 
@@ -111,7 +111,7 @@ class SourceWatch:
             if actor.vbid in seqnos or self._watched.polled_collections is None:
                 actor.note_high_seqno(session, seqnos.get(actor.vbid))
             if actor.vbid in seqnos:
-                self._watched.guarded(actor.vbid, partial(actor.handle, happenings.HighSeqno(seqnos[actor.vbid])))
+                self._watched.guarded(actor.vbid, partial(actor.handle, events.HighSeqno(seqnos[actor.vbid])))
 
     def judge(self) -> None:
         """A stream that is open and brings nothing although its source is ahead is asked for again."""
@@ -119,7 +119,7 @@ class SourceWatch:
             for actor in list(self._watched.actors_at(address)):
                 self._judge(actor)
 
-    def _judge(self, actor: VbucketActor) -> None:
+    def _judge(self, actor: MirroredVbucket) -> None:
         now = self._clock.monotonic()
         high, session = actor.source_high_seqno, actor.session
         if session is None or high is None or not actor.streaming:

@@ -133,7 +133,7 @@ class RowsRun:
     byte_count: int
 
 
-# --- from the performer: what the store did ---
+# --- from the executor: what the sink did ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,33 +145,33 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """RollbackTo was performed: `state` stands at the newest kept boundary."""
+    """RollbackTo was executed: `state` stands at the newest kept boundary."""
 
     state: VbucketState
 
 
 @dataclass(frozen=True, slots=True)
 class NoBoundary:
-    """RollbackTo was not performed: no boundary above 0 is kept at or below its seqno. Nothing was changed."""
+    """RollbackTo was not executed: no boundary above 0 is kept at or below its seqno. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """AbandonStaged was performed: `state` stands at the newest complete boundary of the staging branch."""
+    """AbandonStaged was executed: `state` stands at the newest complete boundary of the staging branch."""
 
     state: VbucketState
 
 
 @dataclass(frozen=True, slots=True)
 class RefillBegun:
-    """BeginRefill was performed: `state.staging_branch` is a new, empty branch beside the served one."""
+    """BeginRefill was executed: `state.staging_branch` is a new, empty branch beside the served one."""
 
     state: VbucketState
 
 
 @dataclass(frozen=True, slots=True)
 class RefillRefused:
-    """BeginRefill was not performed (too little free space, say): the old copy is kept."""
+    """BeginRefill was not executed (too little free space, say): the old copy is kept."""
 
     text: str
 
@@ -194,7 +194,7 @@ class KeyRefused:
 
 @dataclass(frozen=True, slots=True)
 class PrepareMissing:
-    """CommitPrepare was not performed: no prepare of that key is held. The rest of that list was dropped."""
+    """CommitPrepare was not executed: no prepare of that key is held. The rest of that list was dropped."""
 
     state: VbucketState
     seqno: int
@@ -225,8 +225,23 @@ LocalEvent = (
     | PrepareMissing
 )
 
+Answer = (
+    StreamRequested
+    | ConnectionLost
+    | Published
+    | RolledBack
+    | NoBoundary
+    | Abandoned
+    | RefillBegun
+    | RefillRefused
+    | StagingRefused
+    | PrepareMissing
+)
+"""What the execution of an instruction can be answered with at once."""
+
 __all__ = [
     "Abandoned",
+    "Answer",
     "ConnectionLost",
     "FailoverLogReceived",
     "FailoverLogRefused",

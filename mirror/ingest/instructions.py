@@ -1,12 +1,12 @@
-"""What a machine wants done: the values `VbucketMachine.handle` returns.
+"""Instructions: the values that `VbucketMachine.handle` returns, one for each thing to do for a vbucket.
 
-Knows what each deed means and what its performer owes; must never know how it is done. Every instruction carries the
-vbucket and its `cause`, so that an effect can be traced to what brought it about.
+Knows what each instruction means and what its executor must guarantee; must never know how it is done. Every
+instruction carries the vbucket and its `cause`, so that an effect can be traced to the event that led to it.
 
-What a performer owes, for all of them:
-- instructions of one list are performed in list order; where one fails, the rest of its list is dropped and the
-  machine is told (StagingRefused, PrepareMissing), or, where the store itself failed, replaced by a new one made from
-  the stored state;
+What an executor guarantees:
+- the instructions of one list are executed in list order; where one fails, the rest of its list is dropped and the
+  machine is sent StagingRefused or PrepareMissing, or, where the store itself failed, is replaced by a new machine made
+  from the stored state;
 - the instructions that say "answered by" are followed by that event, and until then nothing is sent for the vbucket;
 - durable before acknowledged: AnswerMarker is only returned for a snapshot whose Published was handed in.
 
@@ -49,8 +49,8 @@ class RetryReason(StrEnum):
 
 
 @dataclass(slots=True)
-class Instruction:
-    """One thing to do for one vbucket."""
+class InstructionFields:
+    """The fields that every instruction begins with."""
 
     vbid: Vbid
     cause: str
@@ -60,7 +60,7 @@ class Instruction:
 
 
 @dataclass(slots=True)
-class RequestStream(Instruction):
+class RequestStream(InstructionFields):
     """Send STREAM_REQ with a fresh opaque; hand in StreamRequested, later the answer."""
 
     offset: StreamOffset
@@ -71,38 +71,38 @@ class RequestStream(Instruction):
 
 
 @dataclass(slots=True)
-class CloseStream(Instruction):
+class CloseStream(InstructionFields):
     """Send CLOSE_STREAM for the vbucket. What still comes with `opaque` is dropped, and acked."""
 
     opaque: int | None
 
 
 @dataclass(slots=True)
-class GetFailoverLog(Instruction):
+class GetFailoverLog(InstructionFields):
     """Send GET_FAILOVER_LOG. Answered by FailoverLogReceived or FailoverLogRefused."""
 
 
 @dataclass(slots=True)
-class AnswerMarker(Instruction):
+class AnswerMarker(InstructionFields):
     """Answer the snapshot marker that asked for it, with its opaque. Its snapshot is durable."""
 
     opaque: int
 
 
 @dataclass(slots=True)
-class RefreshMap(Instruction):
+class RefreshMap(InstructionFields):
     """Get a new cluster map; `config` is one if not empty."""
 
     config: bytes = b""
 
 
 @dataclass(slots=True)
-class RefreshCollections(Instruction):
+class RefreshCollections(InstructionFields):
     """Ask which collections there are now. A filter that differs comes with a new Start."""
 
 
 @dataclass(slots=True)
-class Reconnect(Instruction):
+class Reconnect(InstructionFields):
     """Close the connection and log in again: its authentication or bucket is no longer good."""
 
 
@@ -110,11 +110,11 @@ class Reconnect(Instruction):
 
 
 @dataclass(slots=True)
-class StageRows(Instruction):
+class StageRows(InstructionFields):
     """Accept rows above the staged position, hidden until a publish. The bytes may be acked once they are accepted.
 
     Rows carry the branch that the scanner was given: after BeginOso in the same buffer that is not yet the staging
-    branch, and the performer rewrites their keys.
+    branch, and the sink rewrites their keys.
     """
 
     rows: list[Row]
@@ -125,7 +125,7 @@ class StageRows(Instruction):
 
 
 @dataclass(slots=True)
-class Advance(Instruction):
+class Advance(InstructionFields):
     """Move the staged position without a row."""
 
     seqno: Seqno
@@ -133,7 +133,7 @@ class Advance(Instruction):
 
 
 @dataclass(slots=True)
-class StageSystemEvent(Instruction):
+class StageSystemEvent(InstructionFields):
     """Stage a system event's row and the manifest as it stands from there on."""
 
     seqno: Seqno
@@ -148,7 +148,7 @@ class StageSystemEvent(Instruction):
 
 
 @dataclass(slots=True)
-class StagePrepare(Instruction):
+class StagePrepare(InstructionFields):
     """Stage the first half of a sync write: it takes its seqno, and no reader sees it."""
 
     seqno: Seqno
@@ -158,7 +158,7 @@ class StagePrepare(Instruction):
 
 
 @dataclass(slots=True)
-class CommitPrepare(Instruction):
+class CommitPrepare(InstructionFields):
     """Stage what was prepared of a key as a row of its own. Answered by PrepareMissing where nothing was."""
 
     seqno: Seqno
@@ -168,7 +168,7 @@ class CommitPrepare(Instruction):
 
 
 @dataclass(slots=True)
-class AbortPrepare(Instruction):
+class AbortPrepare(InstructionFields):
     """Forget what was prepared of a key, if anything was; the abort takes its seqno."""
 
     seqno: Seqno
@@ -177,7 +177,7 @@ class AbortPrepare(Instruction):
 
 
 @dataclass(slots=True)
-class PublishSnapshot(Instruction):
+class PublishSnapshot(InstructionFields):
     """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
 
     With seqno 0 (only while a refill or an OSO snapshot is under way): the source holds nothing at all.
@@ -189,7 +189,7 @@ class PublishSnapshot(Instruction):
 
 
 @dataclass(slots=True)
-class SaveFailoverLog(Instruction):
+class SaveFailoverLog(InstructionFields):
     """Keep the log, newest first, no later than the first row of the stream that it came with."""
 
     failover_log: tuple[FailoverEntry, ...]
@@ -197,14 +197,14 @@ class SaveFailoverLog(Instruction):
 
 
 @dataclass(slots=True)
-class SaveFilter(Instruction):
+class SaveFilter(InstructionFields):
     """Keep what the streams of the staging branch are filtered to, no later than the first row of the stream."""
 
     text: str
 
 
 @dataclass(slots=True)
-class RollbackTo(Instruction):
+class RollbackTo(InstructionFields):
     """Go back to the newest kept boundary at or below `seqno`, staged rows included. Answered by RolledBack.
 
     Where no boundary above 0 is kept there, nothing is changed. Answered by NoBoundary.
@@ -214,17 +214,17 @@ class RollbackTo(Instruction):
 
 
 @dataclass(slots=True)
-class AbandonStaged(Instruction):
+class AbandonStaged(InstructionFields):
     """Drop the staged rows of the open snapshot; a complete one before it stays. Answered by Abandoned."""
 
 
 @dataclass(slots=True)
-class BeginRefill(Instruction):
+class BeginRefill(InstructionFields):
     """Open a branch without a parent, to be filled beside the served one. Answered by RefillBegun or RefillRefused."""
 
 
 @dataclass(slots=True)
-class BeginOso(Instruction):
+class BeginOso(InstructionFields):
     """Open a branch for an out-of-order snapshot, before anything that follows in the list."""
 
 
@@ -232,7 +232,7 @@ class BeginOso(Instruction):
 
 
 @dataclass(slots=True)
-class RetryAfter(Instruction):
+class RetryAfter(InstructionFields):
     """Hand in RetryDue after the delay that `backoff` gives for the reason and the attempt (0 is the first)."""
 
     reason: RetryReason
@@ -240,8 +240,35 @@ class RetryAfter(Instruction):
 
 
 @dataclass(slots=True)
-class Report(Instruction):
+class Report(InstructionFields):
     """What the vbucket does now, why, and what fixes it."""
 
     status: Status
     text: str
+
+
+Instruction = (
+    RequestStream
+    | CloseStream
+    | GetFailoverLog
+    | AnswerMarker
+    | RefreshMap
+    | RefreshCollections
+    | Reconnect
+    | StageRows
+    | Advance
+    | StageSystemEvent
+    | StagePrepare
+    | CommitPrepare
+    | AbortPrepare
+    | PublishSnapshot
+    | SaveFailoverLog
+    | SaveFilter
+    | RollbackTo
+    | AbandonStaged
+    | BeginRefill
+    | BeginOso
+    | RetryAfter
+    | Report
+)
+"""Every instruction there is: an executor that leaves one out does not pass the type checker (`assert_never`)."""

@@ -62,6 +62,7 @@ from mirror.wire.constants import SnapshotFlag, StreamEndReason, StreamRequestFl
 from mirror.wire.events import (
     Abort,
     Commit,
+    Event,
     OsoSnapshot,
     Prepare,
     SeqnoAdvanced,
@@ -203,7 +204,7 @@ class VbucketMachine:
 
     # --- the two doors ---
 
-    def handle(self, event: ev.LocalEvent | StreamEvent) -> list[Instruction]:
+    def handle(self, event: ev.LocalEvent | Event) -> list[Instruction]:
         """Take one event, return what is to be done, in order."""
         move = TRANSITIONS[self.phase].get(type(event))
         if move is None:

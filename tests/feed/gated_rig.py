@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from mirror.clock import ManualClock
 from mirror.feed.persistence import PersistenceGate
-from mirror.feed.vbucket import VbucketActor
+from mirror.feed.vbucket import MirroredVbucket
 from mirror.ingest import events
 from mirror.ingest.instructions import RequestStream
 from mirror.wire.events import SnapshotMarker
@@ -100,9 +100,8 @@ class GatedVbucket:
         )
         self.session = ScriptedSession()
         around: Any = _Around(self)
-        self.actor = VbucketActor(VBID, self.writer, around)
-        self.actor.gate = PersistenceGate() if gated else None
-        self.actor.revive()
+        self.actor = MirroredVbucket(VBID, self.writer, around, PersistenceGate() if gated else None)
+        self.actor.start_machine()
         self.connect()
 
     def connect(self) -> None:

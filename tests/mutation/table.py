@@ -21,13 +21,14 @@ class Mutation(NamedTuple):
 
 _ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
 _ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
-_PERSISTENCE, _VBUCKET, _PERFORMER = "mirror/feed/persistence.py", "mirror/feed/vbucket.py", "mirror/feed/performer.py"
+_PERSISTENCE, _VBUCKET = "mirror/feed/persistence.py", "mirror/feed/vbucket.py"
+_STORE_SINK = "mirror/feed/store_sink.py"
 _WRITER, _BRANCHES, _PURGE = "storage/writer.py", "storage/branches.py", "storage/purge.py"
 _RETRACTIONS = "storage/retractions.py"
 
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
 _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
-_OF_GATE, _OF_PERFORMER = "tests/feed/test_persistence.py", "tests/feed/test_performer.py"
+_OF_GATE, _OF_STORE_SINK = "tests/feed/test_persistence.py", "tests/feed/test_store_sink.py"
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
 _OF_WRITER, _OF_PURGE = "tests/storage/test_writer.py", "tests/storage/test_purge.py"
@@ -127,25 +128,25 @@ MUTATIONS = (
         _PERSISTENCE, "min(seen.persisted_seqno, seen.last_seqno_received or 0)", "seen.persisted_seqno", _OF_GATE
     ),
     Mutation(_VBUCKET, "if self.gate is None or vbuuid != self.observed_vbuuid:", "if self.gate is None:", _OF_GATE),
-    Mutation(_VBUCKET, "HIGHS_HEARD = 2", "HIGHS_HEARD = 1", _OF_GATE),
-    Mutation(_PERFORMER, "deferred=actor.defers_rollbacks", "deferred=False", _OF_GATE),
+    Mutation(_VBUCKET, "POLLS_MIN = 2", "POLLS_MIN = 1", _OF_GATE),
+    Mutation(_STORE_SINK, "deferred=self.gate is not None", "deferred=False", _OF_GATE),
     Mutation(
-        _PERFORMER,
+        _STORE_SINK,
         "if state.staging_branch != state.branch and not state.rollback_deferred:",
         "if False:",
-        _OF_PERFORMER,
+        _OF_STORE_SINK,
     ),
     Mutation(
-        _PERFORMER,
-        "    actor.drop_held()\n    writer.begin_refill(",
-        "    writer.begin_refill(",
-        f"{_OF_PERFORMER} -k were_held",
+        _STORE_SINK,
+        "        self.drop_held()\n        writer.begin_refill(",
+        "        writer.begin_refill(",
+        f"{_OF_STORE_SINK} -k were_held",
     ),
     Mutation(
-        _PERFORMER,
-        "    actor.drop_held()\n    if not actor.writer.abandon(",
-        "    if not actor.writer.abandon(",
-        f"{_OF_PERFORMER} -k were_held",
+        _STORE_SINK,
+        "        self.drop_held()\n        if not self.writer.abandon(",
+        "        if not self.writer.abandon(",
+        f"{_OF_STORE_SINK} -k were_held",
     ),
     # --- the store
     Mutation(_WRITER, 'if txn.get(keys.DB_META, b"fence") != fence:', "if False:", f"{_OF_WRITER} -k overtaken"),

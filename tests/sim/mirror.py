@@ -245,7 +245,7 @@ class Mirror:
         self.actors = self.consumer._actors
         for vbid, actor in self.actors.items():
             self.consumer._node_of[vbid] = self.keepers[self.source.bucket.map.owners[vbid]].address
-            actor.revive()
+            actor.start_machine()
 
     def wall_ms(self) -> int:
         """The wall clock of the machine, which somebody may set."""

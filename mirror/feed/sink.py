@@ -1,0 +1,101 @@
+"""The interface of a sink: where the rows of one vbucket go, whether they are kept or handed on.
+
+Knows the instructions that concern rows, and the events that answer them; must never know how rows are kept. A mirror
+has a store behind it (`store_sink`), a bounded reader a spool (`spool_sink`). Invariants that every sink keeps: nothing
+that was staged is seen before its publish; what cannot be staged in full is refused, never left out; `state` is what a
+machine is started from.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mirror.ingest.events import (
+    Abandoned,
+    NoBoundary,
+    PrepareMissing,
+    Published,
+    RefillBegun,
+    RefillRefused,
+    RolledBack,
+    StagingRefused,
+)
+from mirror.ingest.instructions import (
+    AbandonStaged,
+    AbortPrepare,
+    Advance,
+    BeginOso,
+    CommitPrepare,
+    PublishSnapshot,
+    RollbackTo,
+    SaveFailoverLog,
+    SaveFilter,
+    StagePrepare,
+    StageRows,
+    StageSystemEvent,
+)
+from storage.model import VbucketState
+
+
+class Sink(Protocol):
+    """Where the rows of one vbucket go. Each instruction is described where it is defined (`ingest.instructions`)."""
+
+    def state(self) -> VbucketState:
+        """What is held."""
+        ...
+
+    def row_prefix(self) -> bytes:
+        """What the keys of rows begin with that are received from now on: the staging branch."""
+        ...
+
+    def stage_rows(self, rows: StageRows) -> StagingRefused | None:
+        """Accept rows."""
+        ...
+
+    def advance(self, step: Advance) -> StagingRefused | None:
+        """Move the staged position without a row."""
+        ...
+
+    def stage_system_event(self, event: StageSystemEvent) -> StagingRefused | None:
+        """Accept a system event's row and the manifest that follows from it."""
+        ...
+
+    def stage_prepare(self, prepare: StagePrepare) -> StagingRefused | None:
+        """Accept the first half of a sync write."""
+        ...
+
+    def commit_prepare(self, commit: CommitPrepare) -> StagingRefused | PrepareMissing | None:
+        """Make a row of what was prepared."""
+        ...
+
+    def abort_prepare(self, abort: AbortPrepare) -> StagingRefused | None:
+        """Settle what was prepared."""
+        ...
+
+    def publish(self, snapshot: PublishSnapshot) -> Published | None:
+        """Take the snapshot for complete; returns Published if it is out already, else that follows its commit."""
+        ...
+
+    def save_failover_log(self, log: SaveFailoverLog) -> None:
+        """Keep the source's failover log."""
+        ...
+
+    def save_filter(self, stream_filter: SaveFilter) -> None:
+        """Keep what the streams of the staging branch are filtered to."""
+        ...
+
+    def roll_back(self, target: RollbackTo) -> RolledBack | NoBoundary | None:
+        """Go back to a boundary; None where nothing more is read of the vbucket after a rollback."""
+        ...
+
+    def abandon(self, staged: AbandonStaged) -> Abandoned | None:
+        """Drop the staged rows of the open snapshot; None: later, once a complete one before it is published."""
+        ...
+
+    def begin_resync(self, cause: str) -> RefillBegun | RefillRefused | None:
+        """Make room for a second copy; None where nothing more is read of the vbucket."""
+        ...
+
+    def begin_oso(self, begin: BeginOso) -> None:
+        """Make room for an out-of-order snapshot."""
+        ...

@@ -1,0 +1,134 @@
+"""What a bounded read hands out: whole snapshots, and how the read of a vbucket ended.
+
+Knows the rows of a snapshot as a spool of frames in stored form; must never know streams or connections. Invariants: a
+snapshot is valid until it is closed, and gives its memory and disk back then, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mirror.feed.spool import Spool
+from storage.model import Branch, Document, Manifest, Vbid
+from storage.records import decode_row
+
+_BRANCH = Branch(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Everything of a vbucket up to `seqno` is held, on the history `vbuuid`. (0, 0): nothing is."""
+
+    vbuuid: int = 0
+    seqno: int = 0
+
+
+class Snapshot:
+    """A whole snapshot of a vbucket: everything that changed in (start_seqno, end_seqno].
+
+    Valid until the next item is asked for. Rows are whole messages in stored form (`storage.records` decodes them):
+    mutations, deletions, expirations and system events.
+    """
+
+    __slots__ = (
+        "_on_close",
+        "_spool",
+        "end_seqno",
+        "manifest",
+        "ordered",
+        "purge_seqno",
+        "start_seqno",
+        "vbid",
+        "vbuuid",
+    )
+
+    def __init__(
+        self,
+        vbid: int,
+        vbuuid: int,
+        start_seqno: int,
+        end_seqno: int,
+        spool: Spool,
+        *,
+        manifest: Manifest,
+        ordered: bool = True,
+        purge_seqno: int | None = None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`ordered`: seqnos rise from row to row (not in an out-of-order snapshot, of which each key comes once)."""
+        self.vbid = vbid
+        self.vbuuid = vbuuid
+        self.start_seqno = start_seqno
+        self.end_seqno = end_seqno
+        self.manifest = manifest
+        """Scopes and collections at its end, as far as the read has seen them made: all, where it began at 0."""
+        self.ordered = ordered
+        self.purge_seqno = purge_seqno
+        """Tombstones up to here are gone at the source, where it says so (8.0 and newer)."""
+        self._spool: Spool | None = spool
+        self._on_close = on_close
+
+    @property
+    def position(self) -> Position:
+        """Where anyone who has taken this snapshot stands."""
+        return Position(self.vbuuid, self.end_seqno)
+
+    @property
+    def row_count(self) -> int:
+        """How many rows there are; none in a snapshot that only says that nothing up to its end is missing."""
+        return self._open.frame_count
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all rows."""
+        return self._open.byte_count
+
+    def frames(self) -> Iterator[bytes]:
+        """The rows, one after the other, as they are stored."""
+        return self._open.frames()
+
+    def documents(self, *, raw: bool = False) -> Iterator[Document]:
+        """The rows, decoded; `raw` leaves values compressed and with their xattrs. A value that cannot be taken apart
+        stays so, too: `storage.records.value_problem` says why.
+        """
+        vbid = Vbid(self.vbid)
+        return (decode_row(vbid, _BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
+
+    def close(self) -> None:
+        """Give the rows' memory and disk back."""
+        if self._spool is not None:
+            self._spool.close()
+            self._spool = None
+            self._on_close()
+
+    @property
+    def _open(self) -> Spool:
+        assert self._spool is not None, "a snapshot is valid until the next item is asked for"
+        return self._spool
+
+    def __repr__(self) -> str:
+        """Its vbucket and range."""
+        return f"Snapshot(vb {self.vbid}, {self.start_seqno}..{self.end_seqno}, vbuuid {self.vbuuid:#x})"
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """The source holds only what lies at or below `seqno` of what was read before: the rest is lost, or (at 0) it can
+    no longer say what changed since. Nothing more comes of the vbucket in this read.
+    """
+
+    vbid: int
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All that was asked for of the vbucket was handed out, up to `position`."""
+
+    vbid: int
+    position: Position
+    text: str = "complete"
+
+
+Item = Snapshot | RolledBack | Ended

@@ -1,0 +1,201 @@
+"""The sink of a bounded reader: the rows of the open snapshot in a spool, which is handed out when it is complete.
+
+Knows spools and snapshots; must never know connections or who reads. Invariants: only whole snapshots are handed out,
+of a vbucket in the order of their seqnos, each once; what was handed out is never taken back: a rollback or a resync
+ends the read of the vbucket; what cannot be part of a snapshot is refused, so that it is never missing from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Protocol
+
+from mirror.feed.snapshot import Position, Snapshot
+from mirror.feed.spool import Spool, SpoolFile
+from mirror.ingest.events import Abandoned, Published, StagingRefused
+from mirror.ingest.instructions import (
+    AbandonStaged,
+    AbortPrepare,
+    Advance,
+    BeginOso,
+    CommitPrepare,
+    PublishSnapshot,
+    RollbackTo,
+    SaveFailoverLog,
+    SaveFilter,
+    StagePrepare,
+    StageRows,
+    StageSystemEvent,
+)
+from storage.model import Branch, FailoverEntry, Manifest, Seqno, Vbid, VbucketState, Vbuuid, vbuuid_at
+
+BRANCH = Branch(0)
+ROW_PREFIX = bytes(4)
+SYNC_WRITE = "a half of a durable write came over a connection that did not ask for any"
+
+
+class SpoolOwner(Protocol):
+    """The read that a sink belongs to: it bounds what all open snapshots hold together."""
+
+    file: SpoolFile
+
+    def took(self, byte_count: int) -> None:
+        """An open snapshot grew in memory."""
+        ...
+
+    def dropped(self, spool: Spool) -> None:
+        """An open snapshot is not going to be complete."""
+        ...
+
+    def hand_out(self, snapshot: Snapshot, spool: Spool) -> None:
+        """A snapshot is complete."""
+        ...
+
+    def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
+        """What is to be called when a snapshot that holds so much is closed."""
+        ...
+
+
+class SpoolSink:
+    """The rows of one vbucket's open snapshot."""
+
+    def __init__(self, vbid: int, position: Position, owner: SpoolOwner, on_lost: Callable[[int], None]) -> None:
+        """`on_lost` is called with the seqno up to which the source still holds what was read: the read ends there."""
+        self.vbid = vbid
+        self.spool: Spool | None = None
+        self._owner = owner
+        self._on_lost = on_lost
+        self._boundary = Seqno(position.seqno)
+        # Of a position only its history is known: the entry says so for every seqno.
+        entry = FailoverEntry(Vbuuid(position.vbuuid), Seqno(0))
+        self._log: tuple[FailoverEntry, ...] = (entry,) if position.seqno else ()
+        self._manifest = Manifest.initial()
+        self._manifest_open = self._manifest
+        self._purge_seqno = 0
+        self._ordered = True
+
+    @property
+    def position(self) -> Position:
+        """What was handed out reaches to here."""
+        return Position(int(vbuuid_at(self._log, self._boundary)), int(self._boundary))
+
+    def state(self) -> VbucketState:
+        """What was handed out, and the history that it belongs to."""
+        seqno = self._boundary
+        return VbucketState(
+            vbid=Vbid(self.vbid),
+            branch=BRANCH,
+            published_seqno=seqno,
+            history_floor_seqno=seqno,
+            staging_branch=BRANCH,
+            staged_seqno=seqno,
+            staging_published_seqno=seqno,
+            open_snapshot=None,
+            failover_log=self._log,
+            source_purge_seqno=Seqno(self._purge_seqno),
+            local_purge_seqno=Seqno(0),
+            manifest=self._manifest,
+        )
+
+    def row_prefix(self) -> bytes:
+        """There is one branch."""
+        return ROW_PREFIX
+
+    def discard(self) -> None:
+        """Forget the open snapshot."""
+        if self.spool is not None:
+            self._owner.dropped(self.spool)
+            self.spool = None
+        self._manifest_open = self._manifest
+        self._ordered = True
+
+    # -- staging --------------------------------------------------------------------------------------------------
+
+    def stage_rows(self, rows: StageRows) -> StagingRefused | None:
+        """Put rows into the spool."""
+        if not rows.unordered and any(earlier[0] >= later[0] for earlier, later in pairwise(rows.rows)):
+            return self._refuse("seqnos do not rise inside a run of rows")
+        self._keep([frame for _, frame in rows.rows])
+        return None
+
+    def advance(self, step: Advance) -> None:
+        """Nothing to do: the machine knows the position, and what is not complete is not resumed after a restart."""
+
+    def stage_system_event(self, event: StageSystemEvent) -> None:
+        """Put a system event's row into the spool."""
+        self._keep([event.row_value])
+        self._manifest_open = event.manifest
+
+    def stage_prepare(self, prepare: StagePrepare) -> StagingRefused:
+        """Refused: a reader does not ask for sync writes, and a snapshot without them would lack documents."""
+        return self._refuse(SYNC_WRITE)
+
+    def commit_prepare(self, commit: CommitPrepare) -> StagingRefused:
+        """Refused, as a prepare is."""
+        return self._refuse(SYNC_WRITE)
+
+    def abort_prepare(self, abort: AbortPrepare) -> StagingRefused:
+        """Refused, as a prepare is."""
+        return self._refuse(SYNC_WRITE)
+
+    def _refuse(self, text: str) -> StagingRefused:
+        self.discard()
+        return StagingRefused(self.state(), text)
+
+    def _keep(self, frames: list[bytes]) -> None:
+        if self.spool is None:
+            self.spool = Spool(self._owner.file)
+        self._owner.took(self.spool.append(frames))
+
+    # -- publishing -----------------------------------------------------------------------------------------------
+
+    def publish(self, snapshot: PublishSnapshot) -> Published:
+        """Hand the snapshot out."""
+        spool, self.spool = self.spool or Spool(self._owner.file), None
+        start_seqno, self._boundary = int(self._boundary), snapshot.seqno
+        self._manifest = self._manifest_open
+        if snapshot.source_purge_seqno is not None:
+            self._purge_seqno = snapshot.source_purge_seqno
+        self._owner.hand_out(
+            Snapshot(
+                self.vbid,
+                self.position.vbuuid,
+                start_seqno,
+                int(snapshot.seqno),
+                spool,
+                manifest=self._manifest,
+                ordered=self._ordered,
+                purge_seqno=snapshot.source_purge_seqno,
+                on_close=self._owner.closing(spool.memory_bytes, spool.disk_bytes),
+            ),
+            spool,
+        )
+        self._ordered = True
+        return Published(snapshot.seqno)
+
+    def save_failover_log(self, log: SaveFailoverLog) -> None:
+        """Remember the log, which says what history a position is of."""
+        self._log = log.failover_log
+
+    def save_filter(self, stream_filter: SaveFilter) -> None:
+        """Nothing to do: a read has one filter from its beginning to its end."""
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def roll_back(self, target: RollbackTo) -> None:
+        """The source lost some of what was handed out."""
+        self._on_lost(int(target.seqno))
+
+    def abandon(self, staged: AbandonStaged) -> Abandoned:
+        """Forget the open snapshot."""
+        self.discard()
+        return Abandoned(self.state())
+
+    def begin_resync(self, cause: str) -> None:
+        """The source cannot continue what was handed out: the caller decides whether to read from 0."""
+        self._on_lost(0)
+
+    def begin_oso(self, begin: BeginOso) -> None:
+        """The rows of this snapshot do not come in the order of their seqnos."""
+        self._ordered = False

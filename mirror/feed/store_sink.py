@@ -1,0 +1,238 @@
+"""The sink of a mirror: one vbucket of a group's writer, and the complete snapshots that wait to be persisted.
+
+Knows the writer's calls for each instruction, and that a rollback or a resync changes the staging branch; must never
+know connections. Invariants: what was committed on the way is reported before a branch changes (`StoreOwner.commit`);
+ends of snapshots that are held back never outlive the rows that they are the ends of; rows that were scanned for an
+earlier staging branch are staged on the present one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Protocol
+
+from mirror.feed.persistence import PersistenceGate
+from mirror.ingest.events import (
+    Abandoned,
+    NoBoundary,
+    PrepareMissing,
+    RefillBegun,
+    RefillRefused,
+    RolledBack,
+    StagingRefused,
+)
+from mirror.ingest.instructions import (
+    AbandonStaged,
+    AbortPrepare,
+    Advance,
+    BeginOso,
+    CommitPrepare,
+    PublishSnapshot,
+    RollbackTo,
+    SaveFailoverLog,
+    SaveFilter,
+    StagePrepare,
+    StageRows,
+    StageSystemEvent,
+)
+from storage.errors import SeqnoOrder
+from storage.model import VbucketState
+from storage.writer import GroupWriter, RollbackResult
+
+FREE_BYTES_MIN = 64 * 1024 * 1024
+"""What a resync leaves free on the disk: with less, the commits of the other vbuckets would be the next to fail."""
+
+
+class StoreOwner(Protocol):
+    """Whose vbucket this is."""
+
+    def commit(self) -> None:
+        """Commit what the group has pending, and report to the machines what was published."""
+        ...
+
+    def branch_changed(self) -> None:
+        """The staging branch is another: rows of the live stream are to be made for it."""
+        ...
+
+
+class StoreSink:
+    """One vbucket's part of a group's store."""
+
+    def __init__(self, vbid: int, writer: GroupWriter, owner: StoreOwner, gate: PersistenceGate | None = None) -> None:
+        """`gate` holds complete snapshots back until the source has persisted them; None: nothing is held back."""
+        self.vbid = vbid
+        self.writer = writer
+        self.gate = gate
+        self.abandon_due = False
+        """AbandonStaged is to be executed again once the complete snapshot that is being published is visible."""
+        self.last_rollback: tuple[int, int] | None = None
+        """What the last rollback led from and to; None: there was none since the worker began."""
+        self.resyncs_begun = 0
+        """Since the worker began."""
+        self.resync_why: str | None = None
+        """Of the last one."""
+        self._owner = owner
+
+    def state(self) -> VbucketState:
+        """What is stored."""
+        return self.writer.state(self.vbid)
+
+    def row_prefix(self) -> bytes:
+        """The staging branch."""
+        return self.writer.row_prefix(self.vbid)
+
+    # -- staging --------------------------------------------------------------------------------------------------
+
+    def stage_rows(self, rows: StageRows) -> StagingRefused | None:
+        """Stage rows; a run is checked as a whole by the writer."""
+        made = rows.rows
+        prefix = self.writer.row_prefix(self.vbid)
+        if made[0][0][:4] != prefix:
+            made = [(prefix + key[4:], value) for key, value in made]
+        try:
+            self.writer.stage(self.vbid, made, rows.byte_count, rows.open_snapshot, rows.unordered)
+        except SeqnoOrder as error:
+            return self._refused(error)
+        return None
+
+    def advance(self, step: Advance) -> StagingRefused | None:
+        """Move the staged position."""
+        try:
+            self.writer.advance(self.vbid, step.seqno)
+        except SeqnoOrder as error:
+            return self._refused(error)
+        if step.open_snapshot != self.writer.state(self.vbid).open_snapshot:
+            self.writer.set_open_snapshot(self.vbid, step.open_snapshot)
+        return None
+
+    def stage_system_event(self, event: StageSystemEvent) -> StagingRefused | None:
+        """Stage a system event."""
+        try:
+            self.writer.system_event(
+                self.vbid,
+                event.seqno,
+                event.row_value,
+                event.manifest,
+                event.open_snapshot,
+                event.unordered,
+                event.change,
+            )
+        except SeqnoOrder as error:
+            return self._refused(error)
+        return None
+
+    def stage_prepare(self, prepare: StagePrepare) -> StagingRefused | None:
+        """Stage the first half of a sync write."""
+        try:
+            self.writer.prepare(self.vbid, prepare.seqno, prepare.frame, prepare.open_snapshot)
+        except SeqnoOrder as error:
+            return self._refused(error)
+        return None
+
+    def commit_prepare(self, commit: CommitPrepare) -> StagingRefused | PrepareMissing | None:
+        """Stage what was prepared of a key as a row."""
+        try:
+            if self.writer.commit_prepare(self.vbid, commit.seqno, commit.key, commit.open_snapshot):
+                return None
+        except SeqnoOrder as error:
+            return self._refused(error)
+        return PrepareMissing(self.state(), commit.seqno)
+
+    def abort_prepare(self, abort: AbortPrepare) -> StagingRefused | None:
+        """Settle what was prepared of a key."""
+        try:
+            self.writer.abort_prepare(self.vbid, abort.seqno, abort.key, abort.open_snapshot)
+        except SeqnoOrder as error:
+            return self._refused(error)
+        return None
+
+    def _refused(self, error: SeqnoOrder) -> StagingRefused:
+        return StagingRefused(self.state(), str(error))
+
+    # -- publishing -----------------------------------------------------------------------------------------------
+
+    def publish(self, snapshot: PublishSnapshot) -> None:
+        """Publish with the group's next commit, or hold the end back until it is persisted."""
+        if self.gate is not None:
+            self.gate.hold(snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
+        else:
+            self.writer.publish(self.vbid, snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
+
+    def save_failover_log(self, log: SaveFailoverLog) -> None:
+        """Store the log with the next commit."""
+        self.writer.save_failover_log(self.vbid, log.failover_log, log.source_purge_seqno)
+
+    def save_filter(self, stream_filter: SaveFilter) -> None:
+        """Store the filter with the next commit."""
+        self.writer.save_filter(self.vbid, stream_filter.text)
+
+    def drop_held(self) -> bool:
+        """Forget the ends that were held back; True when there were any."""
+        return self.gate is not None and self.gate.drop()
+
+    def forget(self) -> None:
+        """The machine is gone: nothing that it decided is to be done later."""
+        self.abandon_due = False
+        self.drop_held()
+
+    # -- other branches -------------------------------------------------------------------------------------------
+
+    def roll_back(self, target: RollbackTo) -> RolledBack | NoBoundary:
+        """Go back to the newest kept boundary at or below a seqno; deferred with `publish=persisted`."""
+        self._owner.commit()  # else the writer would, and the machines would not learn what was published
+        held = self.drop_held()
+        state = self.state()
+        if state.staging_branch != state.branch and not state.rollback_deferred:
+            # The machine goes back in a resync, complete perhaps, of which nothing is published: it has no boundary.
+            # Those of the copy that is still served are of another history.
+            return NoBoundary()
+        if held and state.published_seqno <= target.seqno and not state.rollback_deferred:
+            # All that was lost is what no reader has seen.
+            self.writer.abandon(self.vbid, keep_complete=False)
+            self._owner.branch_changed()
+            return RolledBack(self.state())
+        result = self.writer.rollback(self.vbid, target.seqno, deferred=self.gate is not None)
+        if result.boundary_seqno == 0:
+            return NoBoundary()
+        self.note_rollback(result)
+        self._owner.branch_changed()
+        return RolledBack(self.state())
+
+    def note_rollback(self, result: RollbackResult) -> None:
+        """Remember what a rollback led from and to."""
+        self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
+
+    def abandon(self, staged: AbandonStaged) -> Abandoned | None:
+        """Drop the open snapshot; None while a complete one before it waits for its key rows (`abandon_due`)."""
+        self._owner.commit()
+        self.drop_held()
+        if not self.writer.abandon(self.vbid):
+            self.abandon_due = True
+            return None
+        self._owner.branch_changed()
+        return Abandoned(self.state())
+
+    def begin_resync(self, cause: str) -> RefillBegun | RefillRefused:
+        """Open an empty branch next to the copy that is served, if the disk has space for both."""
+        writer = self.writer
+        if self.state().published_seqno:  # there is a copy to keep: the new one is stored next to it for a while
+            share_bytes = writer.figures()["file_bytes"] // max(1, len(writer.vbids))
+            free_bytes = shutil.disk_usage(writer.path).free
+            if free_bytes < share_bytes + FREE_BYTES_MIN:
+                return RefillRefused(
+                    f"a refill needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB beside the old copy, "
+                    f"{free_bytes >> 20} MiB are free"
+                )
+        self._owner.commit()
+        self.drop_held()
+        writer.begin_refill(self.vbid)
+        self.resyncs_begun += 1
+        self.resync_why = cause
+        self._owner.branch_changed()
+        return RefillBegun(self.state())
+
+    def begin_oso(self, begin: BeginOso) -> None:
+        """Open a branch for the out-of-order snapshot."""
+        self._owner.commit()
+        self.writer.begin_oso(self.vbid)
+        self._owner.branch_changed()

@@ -1,0 +1,98 @@
+"""A vbucket for tests of the executor and of the store's sink: a real writer, and a record of everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mirror.feed.store_sink import StoreSink
+from mirror.ingest import instructions as ins
+from mirror.ingest.events import Answer
+from mirror.ingest.instructions import Instruction
+from mirror.wire import events as ev
+from mirror.wire.codec_dcp import encode as encode_event
+from storage import directory
+from storage.model import Identity, Seqno, SnapshotRange, Vbid
+from storage.writer import GroupWriter
+
+VBID = Vbid(0)
+
+
+class FakeVbucket:
+    """Writes down what it is asked, over the sink of a real writer."""
+
+    def __init__(self, writer: GroupWriter) -> None:
+        self.vbid = int(VBID)
+        self.writer = writer
+        self.sink = StoreSink(0, writer, self)
+        self.running = True
+        self.done: list[Any] = []
+        self.answers_given: list[Any] = []
+        self.connected = True
+        self.answers: dict[type, list[Instruction]] = {}
+
+    def answered(self, answer: Answer) -> list[Instruction]:
+        self.answers_given.append(answer)
+        return self.answers.get(type(answer), [])
+
+    def request_stream(self, request: ins.RequestStream) -> int | None:
+        self.done.append(("request", request.offset.start_seqno))
+        return 42 if self.connected else None
+
+    def close_stream(self, opaque: int | None) -> None:
+        self.done.append(("close", opaque))
+
+    def get_failover_log(self) -> bool:
+        self.done.append("log")
+        return self.connected
+
+    def answer_marker(self, opaque: int) -> None:
+        self.done.append(("marker", opaque))
+
+    def commit(self) -> None:
+        self.done.append("commit")
+        self.writer.commit()
+
+    def branch_changed(self) -> None:
+        self.done.append(("branch", self.writer.row_prefix(self.vbid)))
+
+    def refresh_map(self, config: bytes) -> None:
+        self.done.append(("map", config))
+
+    def refresh_collections(self) -> None:
+        self.done.append("collections")
+
+    def reconnect(self, cause: str) -> None:
+        self.done.append(("reconnect", cause))
+
+    def retry_after(self, reason: ins.RetryReason, attempt: int) -> None:
+        self.done.append(("retry", reason, attempt))
+
+    def report(self, status: ins.Status, text: str) -> None:
+        self.done.append(("report", status))
+
+
+def open_writer(path: Path) -> GroupWriter:
+    identity = Identity("c", "b", "u", 1, 1)
+    data = str(path / "data")
+    directory.create(data, identity)
+    return GroupWriter.open(
+        directory.group_path(data, 0), group=0, vbids=[0], identity=identity, sync="unsafe", clock_ms=lambda: 1000
+    )
+
+
+def rows(writer: GroupWriter, *seqnos: int, prefix: bytes | None = None) -> list[tuple[bytes, bytes]]:
+    branch = writer.row_prefix(0) if prefix is None else prefix
+    return [
+        (branch + seqno.to_bytes(8), encode_event(ev.Mutation(0, b"\0k%d" % seqno, seqno, 1, 1, value=b"{}")))
+        for seqno in seqnos
+    ]
+
+
+def stage(vbucket: FakeVbucket, *seqnos: int, prefix: bytes | None = None) -> ins.StageRows:
+    made = rows(vbucket.writer, *seqnos, prefix=prefix)
+    return ins.StageRows(VBID, "t", made, 100, SnapshotRange(Seqno(0), Seqno(seqnos[-1])))
+
+
+def publish(seqno: int) -> ins.PublishSnapshot:
+    return ins.PublishSnapshot(VBID, "t", Seqno(seqno), Seqno(0))

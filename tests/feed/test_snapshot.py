@@ -1,0 +1,32 @@
+"""A snapshot of a read: its rows, decoded or as they are, until it is closed."""
+
+from __future__ import annotations
+
+import pytest
+
+from mirror.feed.snapshot import Position, Snapshot
+from mirror.feed.spool import Spool, SpoolFile
+from storage.model import Manifest
+from storage.records import encode_mutation
+
+
+def test_a_snapshot_is_valid_until_it_is_closed() -> None:
+    spool = Spool(SpoolFile())
+    frame = encode_mutation(b"k", b"v", 7, collection_id=8)
+    spool.append([frame])
+    closed: list[int] = []
+    snapshot = Snapshot(3, 99, 5, 7, spool, manifest=Manifest.initial(), on_close=lambda: closed.append(1))
+    assert (snapshot.position, snapshot.row_count, snapshot.byte_count) == (Position(99, 7), 1, len(frame))
+    (document,) = snapshot.documents()
+    assert (document.vbid, document.collection_id, document.key, document.value, document.seqno) == (
+        3,
+        8,
+        b"k",
+        b"v",
+        7,
+    )
+    snapshot.close()
+    snapshot.close()
+    assert closed == [1]
+    with pytest.raises(AssertionError, match="valid until"):
+        next(snapshot.frames())

@@ -1,0 +1,231 @@
+"""The store behind a vbucket: what each instruction does to it, what it refuses, and what it answers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.feed.executor import execute
+from mirror.feed.persistence import PersistenceGate
+from mirror.ingest import events
+from mirror.ingest import instructions as ins
+from mirror.wire import events as ev
+from mirror.wire.codec_dcp import encode as encode_event
+from storage.model import FailoverEntry, Manifest, Seqno, SnapshotRange, Vbuuid
+from tests.feed.executor_rig import VBID, FakeVbucket, open_writer, publish, rows, stage
+
+
+@pytest.fixture
+def vbucket(tmp_path: Path) -> Iterator[FakeVbucket]:
+    writer = open_writer(tmp_path)
+    yield FakeVbucket(writer)
+    writer.close()
+
+
+def test_rows_log_and_publish_become_one_commit(vbucket: FakeVbucket) -> None:
+    log = (FailoverEntry(Vbuuid(7), Seqno(0)),)
+    execute(vbucket, [ins.SaveFailoverLog(VBID, "t", log), stage(vbucket, 1, 2, 5), publish(5)])
+    assert vbucket.writer.commit().published == [(0, 5)]
+    state = vbucket.writer.state(0)
+    assert (state.published_seqno, state.failover_log, state.open_snapshot) == (5, log, None)
+    assert vbucket.answers_given == []
+
+
+def test_rows_made_for_another_branch_are_rewritten(vbucket: FakeVbucket) -> None:
+    execute(vbucket, [stage(vbucket, 1, 2, prefix=b"\0\0\0\x63"), publish(2)])
+    assert vbucket.writer.commit().published == [(0, 2)]
+
+
+def test_refused_rows_end_their_list_and_the_machine_is_told(vbucket: FakeVbucket) -> None:
+    execute(vbucket, [stage(vbucket, 1, 5), publish(5)])
+    vbucket.answers[events.StagingRefused] = [ins.Report(VBID, "t", ins.Status.WAITING, "so what")]
+    for bad in (
+        stage(vbucket, 4, 6),
+        ins.Advance(VBID, "t", Seqno(3), None),
+        ins.StageSystemEvent(VBID, "t", Seqno(2), b"row", Manifest.initial(), SnapshotRange(Seqno(0), Seqno(9))),
+    ):
+        vbucket.answers_given.clear()
+        vbucket.done.clear()
+        execute(vbucket, [bad, publish(9), ins.RefreshMap(VBID, "t")])
+        (refused,) = vbucket.answers_given
+        assert isinstance(refused, events.StagingRefused)
+        assert refused.state.staged_seqno == 5
+        assert vbucket.done == [("report", ins.Status.WAITING)], "nothing after what was refused"
+
+
+def test_advance_moves_the_position_and_the_open_snapshot(vbucket: FakeVbucket) -> None:
+    snapshot = SnapshotRange(Seqno(0), Seqno(9))
+    execute(vbucket, [ins.Advance(VBID, "t", Seqno(7), snapshot)])
+    assert (vbucket.writer.state(0).staged_seqno, vbucket.writer.state(0).open_snapshot) == (7, snapshot)
+
+
+def test_rollback_is_answered_with_the_state_or_with_no_boundary(vbucket: FakeVbucket) -> None:
+    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.writer.commit()
+    execute(vbucket, [stage(vbucket, 3, 4), publish(4)])
+    vbucket.writer.commit()
+    execute(vbucket, [ins.RollbackTo(VBID, "t", Seqno(3))])
+    (answer,) = vbucket.answers_given
+    assert isinstance(answer, events.RolledBack)
+    assert answer.state.published_seqno == 2
+    assert vbucket.done[0] == "commit", "else the machines would miss what is published on the way"
+    vbucket.answers_given.clear()
+    execute(vbucket, [ins.RollbackTo(VBID, "t", Seqno(1))])
+    assert vbucket.answers_given == [events.NoBoundary()]
+
+
+def test_what_a_gate_holds_stays_staged_and_a_rollback_of_it_alone_is_none_to_readers(vbucket: FakeVbucket) -> None:
+    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.writer.commit()
+    gate = vbucket.sink.gate = PersistenceGate()
+    execute(vbucket, [stage(vbucket, 3, 4), publish(4), stage(vbucket, 5), publish(5)])
+    vbucket.writer.commit()
+    assert (vbucket.writer.state(0).published_seqno, vbucket.writer.state(0).staged_seqno) == (2, 5)
+    execute(vbucket, [ins.RollbackTo(VBID, "t", Seqno(3))])
+    (answer,) = vbucket.answers_given
+    assert isinstance(answer, events.RolledBack)
+    assert (answer.state.published_seqno, answer.state.staged_seqno, answer.state.rollback_count) == (2, 2, 0)
+    assert gate.waiting == 0
+    execute(vbucket, [stage(vbucket, 3), publish(3), ins.RollbackTo(VBID, "t", Seqno(1))])
+    assert (
+        vbucket.answers_given[-1] == events.NoBoundary()
+    )  # what readers have seen was lost, and nothing older is kept
+
+
+def test_a_refill_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_to(
+    vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the simulation: while its key rows were made, the source rolled back; the copy that was still served, of
+    another history, went back to a boundary of its own, and its documents were taken for those of the source.
+    """
+    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 0)
+    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.writer.commit()
+    vbucket.writer.begin_refill(0)
+    execute(vbucket, [stage(vbucket, 5, 6)])
+    vbucket.writer.commit(flush_open=True)
+    execute(vbucket, [publish(6)])
+    vbucket.writer.commit()
+    assert vbucket.writer.publishing(0)
+    execute(vbucket, [ins.RollbackTo(VBID, "t", Seqno(4))])
+    assert vbucket.answers_given == [events.NoBoundary()]
+    assert vbucket.writer.state(0).rollback_count == 0
+
+
+def test_rows_that_follow_the_begin_of_an_unordered_snapshot_go_to_its_branch(vbucket: FakeVbucket) -> None:
+    """They were scanned for the old one. Whatever comes in any order is taken in any order, system events too."""
+    within = SnapshotRange(Seqno(0), Seqno(0))
+    made = rows(vbucket.writer, 7, 3)
+    event = encode_event(ev.SystemEvent(0, 5, 0, 0, b"c", bytes(16)))
+    execute(
+        vbucket,
+        [
+            ins.BeginOso(VBID, "t"),
+            ins.StageRows(VBID, "t", made, 9, within, unordered=True),
+            ins.StageSystemEvent(VBID, "t", Seqno(5), event, Manifest.initial(), within, unordered=True),
+            publish(7),
+        ],
+    )
+    vbucket.writer.commit()
+    assert vbucket.answers_given == []
+    assert vbucket.writer.state(0).published_seqno == 7
+    assert vbucket.writer.row_prefix(0) != b"\0\0\0\1"
+
+
+def test_a_sync_write_is_staged_half_by_half(vbucket: FakeVbucket) -> None:
+    within = SnapshotRange(Seqno(1), Seqno(9))
+    frame = encode_event(ev.Prepare(0, b"\0k", 1, 1, 1, value=b"{}"))
+    execute(vbucket, [ins.StagePrepare(VBID, "t", Seqno(1), frame, within)])
+    assert vbucket.writer.open_prepares(0) == {b"\0k": 1}
+    execute(vbucket, [ins.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within)])
+    assert vbucket.writer.open_prepares(0) == {}
+    execute(vbucket, [ins.AbortPrepare(VBID, "t", Seqno(3), b"\0k", within)])
+    assert vbucket.writer.state(0).staged_seqno == 3
+    assert vbucket.answers_given == []
+
+
+def test_a_commit_without_its_prepare_ends_its_list_and_the_machine_learns_of_it(vbucket: FakeVbucket) -> None:
+    within = SnapshotRange(Seqno(1), Seqno(9))
+    execute(vbucket, [ins.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within), publish(9)])
+    assert vbucket.answers_given == [events.PrepareMissing(vbucket.writer.state(0), 2)]
+    assert not vbucket.writer.publishing(0)
+
+
+@pytest.mark.parametrize("kind", [ins.StagePrepare, ins.CommitPrepare, ins.AbortPrepare])
+def test_a_half_that_does_not_rise_ends_its_list(vbucket: FakeVbucket, kind: Any) -> None:
+    within = SnapshotRange(Seqno(1), Seqno(9))
+    frame = encode_event(ev.Prepare(0, b"\0k", 5, 1, 1, value=b"{}"))
+    execute(vbucket, [ins.StagePrepare(VBID, "t", Seqno(5), frame, within)])
+    what = frame if kind is ins.StagePrepare else b"\0k"
+    execute(vbucket, [kind(VBID, "t", Seqno(5), what, within), publish(9)])
+    (told,) = vbucket.answers_given
+    assert isinstance(told, events.StagingRefused)
+    assert not vbucket.writer.publishing(0)
+
+
+def test_what_streams_are_filtered_to_is_kept(vbucket: FakeVbucket) -> None:
+    execute(vbucket, [ins.SaveFilter(VBID, "t", "collections 8")])
+    vbucket.writer.commit()
+    assert vbucket.writer.state(0).stream_filter == "collections 8"
+
+
+def test_staged_rows_are_abandoned_and_the_published_stay(vbucket: FakeVbucket) -> None:
+    execute(vbucket, [stage(vbucket, 1, 2), publish(2), stage(vbucket, 3, 4), ins.AbandonStaged(VBID, "t")])
+    (answer,) = vbucket.answers_given
+    assert isinstance(answer, events.Abandoned)
+    assert (answer.state.published_seqno, answer.state.staged_seqno) == (2, 2)
+
+
+def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_disk(
+    vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 0)
+    execute(vbucket, [stage(vbucket, 1, 4)])
+    vbucket.writer.commit(flush_open=True)
+    execute(vbucket, [publish(4)])
+    vbucket.writer.commit()
+    execute(vbucket, [stage(vbucket, 5, 6), ins.AbandonStaged(VBID, "t")])
+    (answer,) = vbucket.answers_given
+    assert isinstance(answer, events.Abandoned)
+    assert answer.state.staged_seqno == 4
+    vbucket.answers_given.clear()
+    execute(vbucket, [stage(vbucket, 5, 6)])
+    vbucket.writer.commit(flush_open=True)
+    execute(vbucket, [ins.AbandonStaged(VBID, "t")])
+    assert vbucket.answers_given == []
+    assert vbucket.sink.abandon_due
+    while vbucket.writer.publishing(0):
+        vbucket.writer.step()
+        vbucket.writer.commit()
+    execute(vbucket, [ins.AbandonStaged(VBID, "t")])
+    (answer,) = vbucket.answers_given
+    assert (answer.state.published_seqno, answer.state.staged_seqno) == (4, 4)
+
+
+@pytest.mark.parametrize("asked", [ins.BeginRefill, ins.AbandonStaged])
+def test_ends_that_were_held_are_forgotten_with_what_was_staged(vbucket: FakeVbucket, asked: Any) -> None:
+    """A refill or an abandoned snapshot: an end of what is gone would be published on the branch that follows."""
+    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.writer.commit()
+    gate = vbucket.sink.gate = PersistenceGate()
+    execute(vbucket, [stage(vbucket, 3, 4), publish(4), asked(VBID, "t")])
+    assert gate.waiting == 0
+    assert gate.release(9) is None
+
+
+def test_refill_needs_room_beside_the_old_copy(vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.writer.commit()
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1024))
+    execute(vbucket, [ins.BeginRefill(VBID, "t")])
+    assert isinstance(vbucket.answers_given[-1], events.RefillRefused)
+    assert vbucket.writer.state(0).staging_branch == vbucket.writer.state(0).branch
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    execute(vbucket, [ins.BeginRefill(VBID, "t")])
+    assert isinstance(vbucket.answers_given[-1], events.RefillBegun)
+    assert vbucket.writer.state(0).published_seqno == 2, "the old copy is served on"
