@@ -20,6 +20,7 @@ import typer
 from cli import options, output
 from cli.exits import Ended, complain
 from cli.pipeline import need, spark_session
+from mirror.bench import dcp as dcp_bench
 from mirror.bench import http as http_bench
 from mirror.bench import kv as kv_bench
 from mirror.bench import lag as lag_bench
@@ -59,7 +60,10 @@ def ingest(
     folder: FolderOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """First backfill of a bucket by one worker, over a socket, against the same rows put into bare LMDB."""
+    """First backfill of a bucket by one worker, over a socket, against the same rows put into bare LMDB.
+
+    And against the same bytes received and discarded.
+    """
     check_sync(sync)
     if order not in (*ORDERS, "both"):
         complain(f"--order {order!r}: must be turn, stream or both")
@@ -74,6 +78,8 @@ def ingest(
                     "documents_per_s": round(figures.ingest.per_second),
                     "limit_documents_per_s": round(figures.limit.per_second),
                     "ratio": round(figures.ratio, 3),
+                    "discarded_documents_per_s": round(figures.discarded.per_second),
+                    "discard_ratio": round(figures.discard_ratio, 3),
                     "cpu_s": round(figures.ingest.cpu_s, 3),
                     "limit_cpu_s": round(figures.limit.cpu_s, 3),
                     "peak_private_mib": round(figures.peak_private_bytes / 2**20, 1),
@@ -100,10 +106,7 @@ def lag(
 ) -> None:
     """From a write at the source until readers see it, against a bare loop that commits what it receives to LMDB."""
     check_sync(sync)
-    each_rate = [int(rate) for rate in rates.split(",") if rate.strip().isdecimal() and 0 < int(rate) <= 100_000]
-    if len(each_rate) != rates.count(",") + 1:
-        complain(f"--rates {rates!r}: must be numbers from 1 to 100000, separated by commas")
-        raise Ended(ExitCode.USAGE)
+    each_rate = _numbers("--rates", rates, 100_000)
     found = []
     with _folder(folder) as path:
         for figures in lag_bench.lags(each_rate, seconds, path, sync):
@@ -270,6 +273,50 @@ def kv(
                 _say_round(found[-1], as_json)
     if as_json:
         output.print_json({"bench": "kv", "documents": documents, "reads": reads, "rounds": found})
+
+
+@app.command()
+def dcp(
+    documents: Annotated[int, typer.Option(min=1000, max=20_000_000, help="Documents in the mirror.")] = 100_000,
+    vbuckets: Annotated[int, typer.Option(min=1, max=1024, help="Vbuckets they are in.")] = 64,
+    clients: Annotated[
+        str, typer.Option(help="How many clients read all documents at once, separated by commas.")
+    ] = "1,64",
+    rounds: RoundsOption = 3,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """The DCP port of one process read by clients that store nothing, against the same bytes sent from memory."""
+    numbers = _numbers("--clients", clients, 1000)
+    found = []
+    with _folder(folder) as path:
+        mirror = str(Path(path) / "mirror")
+        limits.store_rows(mirror, limits.own_keys(vbuckets, documents), snapshot_rows=documents)
+        for figures in dcp_bench.dcp_rounds(mirror, "bench", numbers, rounds):
+            found.append(
+                {
+                    "clients": figures.clients,
+                    "documents_per_s": round(figures.streamed.per_second),
+                    "limit_documents_per_s": round(figures.limit.per_second),
+                    "ratio": round(figures.streamed.per_second / figures.limit.per_second, 3),
+                }
+            )
+            _say_round(found[-1], as_json)
+    if as_json:
+        output.print_json({"bench": "dcp", "documents": documents, "vbuckets": vbuckets, "rounds": found})
+        return
+    for number in numbers:
+        each = [figures for figures in found if figures["clients"] == number]
+        _finish(f"dcp, {number} client{'s' if number > 1 else ''}", {}, each, as_json)
+
+
+def _numbers(option: str, text: str, most: int) -> list[int]:
+    """The numbers that an option lists."""
+    numbers = [int(each) for each in text.split(",") if each.strip().isdecimal() and 0 < int(each) <= most]
+    if len(numbers) != text.count(",") + 1:
+        complain(f"{option} {text!r}: must be numbers from 1 to {most}, separated by commas")
+        raise Ended(ExitCode.USAGE)
+    return numbers
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""`bench ingest`: the whole way of a document, from the source's socket to a published row, against LMDB's limit.
+"""`bench ingest`: the whole way of a document, from the source's socket to a published row, against LMDB's limit,
+and against a client that receives the same and stores nothing.
 
 Knows a source process, a consumer process and how to watch them; what the limit is, `mirror.bench.limits` knows. The
 source sends one disk snapshot per vbucket over loopback, as a first backfill is, with the messages of all vbuckets in
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mirror.bench import limits
+from mirror.bench.drain import Server, discard, measured
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.feed.bootstrap import Access
@@ -44,18 +46,28 @@ PATIENCE_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class IngestFigures:
-    """One round: the consumer's time against the limit's, and the most private memory (RssAnon) it had, in bytes."""
+    """One round and order: the consumer's time against two limits, and the most private memory (RssAnon) it had, in
+    bytes.
+    """
 
     order: str
     documents: int
     ingest: limits.Timing
     limit: limits.Timing
+    """Bare LMDB, which receives nothing."""
+    discarded: limits.Timing
+    """A client that stores nothing, of the same source."""
     peak_private_bytes: int
 
     @property
     def ratio(self) -> float:
         """Ingest rate as a share of the limit."""
         return self.ingest.per_second / self.limit.per_second
+
+    @property
+    def discard_ratio(self) -> float:
+        """Ingest rate as a share of what can be received."""
+        return self.ingest.per_second / self.discarded.per_second
 
 
 def documents(count: int, value_bytes: int) -> Iterator[tuple[bytes, bytes]]:
@@ -86,6 +98,9 @@ def ingest_rounds(
     source.start()
     try:
         connection_string: str = receive(here, source)
+        address = parse(connection_string).addresses[0]
+        server = Server(address.host, address.port, "demo", "demo", SANDBOX_PASSWORD)
+        volume = measured(server)
         rows = limit_rows(count, vbuckets, value_bytes)
         for number in range(rounds):
             path = os.path.join(folder, f"limit-{number}")
@@ -95,7 +110,7 @@ def ingest_rounds(
                 receive(here, source)
                 path = os.path.join(folder, f"m-{order}-{number}")
                 ingest, peak = _consume_once(context, connection_string, path, sync)
-                yield IngestFigures(order, count, ingest, limit, peak)
+                yield IngestFigures(order, count, ingest, limit, discard(server, volume), peak)
     finally:
         here.close()
         source.join(10)

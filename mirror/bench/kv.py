@@ -139,14 +139,14 @@ def _exchange(line: socket.socket, protocol: Protocol, requests: Sequence[bytes]
             left -= 1
 
 
-def _serve(path: str, out: Connection) -> None:
+def _serve(path: str, make: type[KvServer], out: Connection) -> None:
     """A server process."""
 
     async def serve() -> None:
         bucket = KvBucket(path, SystemClock(), stale_allowed=True)
         held = reserve(Address(), "kv")
         users = SourceUser("", lambda: None)
-        server = KvServer(
+        server = make(
             bucket, users, ClusterMap(bucket.identity, [own_node([held.address])], 1), SystemClock(),
         )  # fmt: skip
         await server.start([(held.address, listening_socket(held.address))])
@@ -157,19 +157,19 @@ def _serve(path: str, out: Connection) -> None:
 
 
 @contextmanager
-def mirror_server(path: str) -> Iterator[int]:
-    """The endpoint over the mirror at `path`, in a process of its own; its port."""
+def mirror_server(path: str, make: type[KvServer] = KvServer) -> Iterator[int]:
+    """The endpoint over the mirror at `path`, KV or DCP, in a process of its own; its port."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(path, theirs), daemon=True)
+    process = context.Process(target=_serve, args=(path, make, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
         if not ours.poll(PATIENCE_S):
-            raise RuntimeError("the KV process did not start")
+            raise RuntimeError("the server process did not start")
         yield ours.recv()
     except EOFError:
-        raise RuntimeError("the KV process ended before it listened") from None
+        raise RuntimeError("the server process ended before it listened") from None
     finally:
         process.kill()
         process.join()

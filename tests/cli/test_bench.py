@@ -67,6 +67,7 @@ def test_ingest_prints_a_ratio_for_each_order_that_was_measured(tmp_path: Path) 
     [
         (["ingest", "--sync", "maybe"], "--sync 'maybe': must be safe, full or unsafe"),
         (["lag", "--rates", "5,fast"], "--rates '5,fast': must be numbers from 1 to 100000, separated by commas"),
+        (["dcp", "--clients", "0"], "--clients '0': must be numbers from 1 to 1000, separated by commas"),
         (["ingest", "--order", "any"], "--order 'any': must be turn, stream or both"),
         (["get", "--folder", "/no/such/folder"], "--folder /no/such/folder: no such directory"),
         (["get", "--documents", "5"], "documents"),
@@ -101,6 +102,7 @@ def test_rollback_prints_its_figures_and_leaves_nothing_behind(tmp_path: Path) -
         ("get", [*FEW, "--reads", "1000", "--vbuckets", "4"]),
         ("http", [*FEW, "--requests", "100", "--connections", "2"]),
         ("kv", [*FEW, "--reads", "1000", "--vbuckets", "4"]),
+        ("dcp", [*FEW, "--clients", "1,2", "--vbuckets", "4"]),
     ],
 )
 def test_every_field_that_is_printed_is_promised(name: str, few: list[str], tmp_path: Path) -> None:
