@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from google_crc32c import value as crc32c
+from google_crc32c import extend as crc32c
 
-from mirror.document import jsonpath, values
+from mirror.document import jsonpath, values, walk
 from mirror.document.jsonpath import PathError
+from mirror.document.walk import Buffer, Steps
 from mirror.wire.constants import Opcode, Status
 
 XATTR_PATH = 0x04
@@ -23,6 +24,11 @@ PATH_FLAGS = 0x01 | XATTR_PATH | 0x10
 
 LOOKUPS = (Opcode.GET, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT)
 """What one path of a lookup may ask; GET is the whole body."""
+
+JUDGED_BYTES_MAX = 64 * 1024
+"""A larger body is JSON if its datatype says so, which is its source's judgement: our own takes long."""
+CHECKSUM_BYTES = 256 * 1024
+"""Of a body, in one step."""
 
 _CHECKSUM = "value_crc32c"
 
@@ -46,9 +52,10 @@ class Content:
     """A document taken apart."""
 
     xattrs: values.Xattrs
-    body: bytes
+    body: Buffer
     about: About | None = None
     _text: str | None = field(default=None, repr=False)
+    _is_json: bool | None = field(default=None, repr=False)
     _crc32c: int | None = field(default=None, repr=False)
 
     @staticmethod
@@ -59,19 +66,40 @@ class Content:
 
     def lookup(self, opcode: int, path: str, flags: int) -> bytes:
         """What one path of a lookup gives. Raises PathError."""
+        steps = self.lookup_steps(opcode, path, flags)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                return bytes(done.value)
+
+    def lookup_steps(self, opcode: int, path: str, flags: int) -> Steps[Buffer | memoryview]:
+        """The same in steps; a large value as a part of the body, which is not copied. Raises PathError."""
         if opcode == Opcode.GET and not path:
-            return self.body
+            return memoryview(self.body)
         if flags & ~PATH_FLAGS:
             raise PathError(Status.SUBDOC_XATTR_INVALID_FLAG_COMBO)
-        try:
-            text = self.attributes_text(path) if flags & XATTR_PATH else self.body_text()
-            parts = jsonpath.parse_path(path)
-            if opcode == Opcode.SUBDOC_GET_COUNT:
-                return str(jsonpath.count(text, parts)).encode()
-            start, end = jsonpath.find(text, parts)
-        except RecursionError:
-            raise PathError(Status.SUBDOC_DOC_E2DEEP) from None
-        return b"" if opcode == Opcode.SUBDOC_EXISTS else text[start:end].encode()
+        if flags & XATTR_PATH:
+            if _needs_checksum(jsonpath.parse_path(path)):
+                yield from self._compute_checksum()
+            data: Buffer = self.attributes_text(path).encode()
+        else:
+            data = self._json_body()
+        parts = jsonpath.parse_path(path)
+        if opcode == Opcode.SUBDOC_GET_COUNT:
+            return str((yield from walk.count(data, parts))).encode()
+        start, end = yield from walk.find(data, parts)
+        return b"" if opcode == Opcode.SUBDOC_EXISTS else memoryview(data)[start:end]
+
+    def _json_body(self) -> Buffer:
+        if self._is_json is None:
+            if len(self.body) > JUDGED_BYTES_MAX and self.about is not None:
+                self._is_json = bool(self.about.datatype & values.JSON)
+            else:
+                self._is_json = values.is_json(self.body)
+        if not self._is_json:
+            raise PathError(Status.SUBDOC_DOC_NOT_JSON)
+        return self.body
 
     def body_text(self) -> str:
         """The body as text, if it is JSON."""
@@ -83,25 +111,30 @@ class Content:
 
     def attributes_text(self, path: str) -> str:
         """All xattrs as the text of one object; where the path begins with a virtual one, that alone."""
-        parts = jsonpath.parse_path(path)
-        name = _first_name(parts)
+        name = _first_name(jsonpath.parse_path(path))
         if name.startswith("$"):
-            whole = len(parts) == 1
-            virtual = self._virtual(name, with_checksum=whole or parts[1] == _CHECKSUM)
-            return json.dumps({name: virtual}, separators=(",", ":"))
+            return json.dumps({name: self._virtual(name)}, separators=(",", ":"))
         pairs = ",".join(f"{json.dumps(key.decode())}:{content.decode()}" for key, content in self.xattrs.items())
         return f"{{{pairs}}}"
 
-    def _virtual(self, name: str, *, with_checksum: bool) -> object:
+    def _compute_checksum(self) -> Steps[None]:
+        if self._crc32c is None:
+            found = 0
+            for at in range(0, len(self.body), CHECKSUM_BYTES):
+                found = crc32c(found, bytes(self.body[at : at + CHECKSUM_BYTES]))
+                yield
+            self._crc32c = found
+
+    def _virtual(self, name: str) -> object:
         if name == "$XTOC":
             return [key.decode() for key in self.xattrs]
         if name == "$document" and self.about is not None:
-            return self._about_document(self.about, with_checksum=with_checksum)
+            return self._about_document(self.about)
         if name == "$vbucket":
             return {"HLC": {"now": "0", "mode": "real"}}
         raise PathError(Status.SUBDOC_XATTR_UNKNOWN_VATTR)
 
-    def _about_document(self, about: About, *, with_checksum: bool) -> dict[str, object]:
+    def _about_document(self, about: About) -> dict[str, object]:
         names = {values.JSON: "json", values.SNAPPY: "snappy", values.XATTR: "xattr"}
         found: dict[str, object] = {
             "CAS": f"0x{about.cas:016x}",
@@ -113,14 +146,14 @@ class Content:
             "revid": str(about.rev_seqno),
             "seqno": f"0x{about.seqno:016x}",
             "value_bytes": len(self.body),
-            _CHECKSUM: None,  # its place
+            _CHECKSUM: None if self._crc32c is None else f"0x{self._crc32c:08x}",
             "vbucket_uuid": f"0x{about.vbuuid:016x}",
         }
-        if with_checksum:
-            if self._crc32c is None:
-                self._crc32c = crc32c(self.body)
-            found[_CHECKSUM] = f"0x{self._crc32c:08x}"
         return found
+
+
+def _needs_checksum(parts: list[jsonpath.Part]) -> bool:
+    return parts[:1] == ["$document"] and (len(parts) == 1 or parts[1] == _CHECKSUM)
 
 
 def first_name(path: str) -> str:

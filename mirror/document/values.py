@@ -42,7 +42,7 @@ def deflate(value: bytes, datatype: int) -> tuple[bytes, int]:
     return (smaller, datatype | SNAPPY) if len(smaller) < len(value) else (value, datatype)
 
 
-def is_json(body: bytes) -> bool:
+def is_json(body: bytes | bytearray) -> bool:
     """Whether a body is JSON, as the engine judges each value that it is given."""
     try:
         json.loads(body)

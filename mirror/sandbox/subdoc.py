@@ -59,11 +59,12 @@ class Draft(Content):
         return answer
 
     def _set_body(self, body: bytes) -> None:
-        self.body, self._text = body, None
+        self.body, self._text, self._is_json = body, None, None
 
     def stored(self) -> tuple[bytes, int]:
         """The draft as a value and its datatype."""
-        return values.join(self.xattrs, self.body, values.datatype_of(self.body) if self.body else 0)
+        body = bytes(self.body)
+        return values.join(self.xattrs, body, values.datatype_of(body) if body else 0)
 
     def _change_attribute(self, opcode: int, path: str, value: bytes, flags: int) -> bytes:
         name = first_name(path)

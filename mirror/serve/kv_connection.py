@@ -9,6 +9,8 @@ unordered execution (kv_engine docs/UnorderedExecution.md); with others their fu
   from its header and its body dropped as it comes;
 - while the client does not take its answers, nothing more of it is read or answered, so what is held for it is the
   high-water mark and one answer; after `requests_per_turn` answers, or `TURN_S`, the others have their turn;
+- who used up a turn comes next when it is its turn among those who did (`turns`), and so does each step of a request
+  that takes time: a client that wants little waits for one of them, not for one of each;
 - at most `LATER_MAX` requests that take time are under way, and they end with the connection.
 """
 
@@ -27,6 +29,7 @@ from mirror.serve.auth import Reader
 from mirror.serve.kv_fast import Counters, fast_get
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
+from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests, requests
 from mirror.server.session import Later, Operation, Reply
 from mirror.wire import frame as fr
@@ -72,6 +75,7 @@ class Host(Protocol):
     """Monotonic, renewed every second: good enough to tell the idle."""
     requests_per_turn: int
     request_bytes_max: int
+    turns: Turns
 
     def opened(self, connection: KvConnection) -> None:
         """A client connected."""
@@ -116,6 +120,8 @@ class KvConnection(asyncio.Protocol):
         """The rest of the pipeline waits for its next turn."""
         self._held = False
         """The pipeline waits for the answer to its first request."""
+        self._is_busy = False
+        """The client used up its last turn."""
         self._later: set[asyncio.Task[None]] = set()
         self._goodbye = False
         """Hang up when what was answered is written."""
@@ -150,7 +156,11 @@ class KvConnection(asyncio.Protocol):
             return
         self._pieces.append(data)
         self._size += len(data)
-        if not (self._paused or self._waiting or self._held):
+        if self._paused or self._waiting or self._held:
+            return
+        if self._is_busy and self._size >= self._wanted:
+            self._wait_for_turn()
+        else:
             self._work()
 
     def pause_writing(self) -> None:
@@ -239,9 +249,12 @@ class KvConnection(asyncio.Protocol):
         if self._held:
             self.transport.pause_reading()
         elif self._size >= self._wanted and not self._paused:
-            self._waiting = True
-            self.transport.pause_reading()
-            self._loop.call_soon(self._next_turn)
+            self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        self._waiting = True
+        self.transport.pause_reading()
+        self._host.turns.call(self._next_turn)
 
     def _next_turn(self) -> None:
         self._waiting = False
@@ -266,6 +279,7 @@ class KvConnection(asyncio.Protocol):
         end = len(data)
         gathered = 0
         turn_ends = perf_counter() + TURN_S
+        self._is_busy = False
         for _ in range(host.requests_per_turn):
             if end - pos < HEADER_SIZE:
                 fr.frame_size(data, pos)  # a first byte that begins no frame is an error at once
@@ -295,6 +309,7 @@ class KvConnection(asyncio.Protocol):
             if self._ended or self._paused or self._goodbye or self._held:
                 return pos
             if perf_counter() > turn_ends:
+                self._is_busy = True
                 break
         if 0 < end - pos < HEADER_SIZE:
             fr.frame_size(data, pos)  # as above, where the turn ended just before
@@ -370,7 +385,12 @@ class KvConnection(asyncio.Protocol):
     async def _go_on(self, frame: Frame, later: Later, began: float) -> None:
         reply = None
         while reply is None:
-            await (asyncio.sleep(later.pause_s) if later.wait is None else later.wait())
+            if later.wait is not None:
+                await later.wait()
+            elif later.pause_s:
+                await asyncio.sleep(later.pause_s)
+            else:
+                await self._host.turns.turn()
             await self._writable.wait()
             reply = self._guarded(frame, later.step)
         if not self._ended:

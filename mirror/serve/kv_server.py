@@ -26,6 +26,7 @@ from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_session import KvSession, LoginOptions
 from mirror.serve.listener import Address, Limits
 from mirror.serve.logins import Logins
+from mirror.serve.turns import Turns
 
 SWEEP_S = 1.0
 REPLACED_CHECK_S = 5.0
@@ -56,6 +57,7 @@ class KvServer:
         self.now_s = clock.monotonic()
         self.requests_per_turn = requests_per_turn
         self.request_bytes_max = request_bytes_max
+        self.turns = Turns()
         self.connections: set[KvConnection] = set()
         self.dropped_count = 0
         """Hung up on for silence or for not taking their answers."""

@@ -29,7 +29,8 @@ KEY_BYTES_MAX = 250
 """Of a key without its collection id."""
 
 LARGE_BYTES = 64 * 1024
-"""Of documents above this size, other clients have their turn after each path of a lookup."""
+"""Bytes that a lookup walks through, if each of its paths is at the end of the document: above this, other clients have
+their turn meanwhile."""
 
 ACCESS_DELETED = 0x04
 REPLICA_READ = 0x20
@@ -144,7 +145,7 @@ def _lookup_many(session: DocumentSession, frame: Frame) -> Reply | Later:
         raise Refused(Status.SUBDOC_INVALID_COMBO)
     document = _find_for_lookup(session, frame, frame.extras[-1] if frame.extras else 0)
     steps = _lookup_steps(session.content_of(document), specs, document)
-    if len(document.value) > LARGE_BYTES:
+    if len(document.value) * len(specs) > LARGE_BYTES:
         return Later(steps.__next__)
     *_, reply = steps
     assert reply is not None, "the last step is the answer"
@@ -158,8 +159,8 @@ def _lookup_steps(
     results = []
     for spec in specs:
         try:
-            value = content.lookup(spec.opcode, path_text(spec.path), spec.flags)
-            results.append(LookupResult(Status.SUCCESS, value))
+            value = yield from content.lookup_steps(spec.opcode, path_text(spec.path), spec.flags)
+            results.append(LookupResult(Status.SUCCESS, bytes(value)))
         except PathError as error:
             results.append(LookupResult(error.status))
         yield None

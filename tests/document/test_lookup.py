@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+from google_crc32c import extend
 from google_crc32c import value as crc32c
 
-from mirror.document import lookup, values
+from mirror.document import lookup, values, walk
 from mirror.document.jsonpath import PathError
 from mirror.document.lookup import XATTR_PATH, About, Content, first_name
 from mirror.wire.constants import Opcode, Status
@@ -68,11 +70,39 @@ def test_what_is_not_there_has_its_status(opcode: int, path: str, flags: int, st
 @pytest.mark.parametrize("body", [b"\0\1\xff", b"{", b"", b"[" * 200_000])
 def test_a_body_that_is_no_json_has_only_its_whole(body: bytes) -> None:
     found = content(body)
+    found.about = replace(ABOUT, datatype=values.XATTR)
     assert found.lookup(Opcode.GET, "", 0) == body
     with pytest.raises(PathError) as caught:
         found.lookup(GET, "n", 0)
     assert caught.value.status == Status.SUBDOC_DOC_NOT_JSON
     assert found.lookup(GET, "u.x", XATTR_PATH) == b"1"
+
+
+@pytest.mark.parametrize("body", [b"[" * 200_000, b'{"a":"' + b"x" * 200_000, b'{"a":1,' * 40_000, b"\0" * 200_000])
+def test_a_large_body_that_its_source_calls_json_and_is_none_is_a_failed_path(body: bytes) -> None:
+    """It is not judged as a whole, which takes long: what is walked through is."""
+    found = Content({}, body, ABOUT)
+    for path, opcode in (("b", GET), ("[-1]", GET), ("a.b", GET), ("", COUNT)):
+        with pytest.raises(PathError) as caught:
+            found.lookup(opcode, path, 0)
+        assert caught.value.status in (Status.SUBDOC_DOC_NOT_JSON, Status.SUBDOC_PATH_MISMATCH)
+
+
+def test_a_large_value_is_a_part_of_the_body_and_no_copy() -> None:
+    body = bytearray(b'{"a":["' + b"x" * 200_000 + b'"]}')
+    steps = Content({}, body, ABOUT).lookup_steps(GET, "a[0]", 0)
+    counted = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            value = done.value
+            break
+        counted += 1
+    assert isinstance(value, memoryview)
+    assert value.obj is body
+    assert len(value) == 200_002
+    assert counted >= len(body) // walk.STEP_BYTES
 
 
 def test_document_tells_of_the_version() -> None:
@@ -101,9 +131,9 @@ def test_the_first_name_of_a_path() -> None:
 def test_the_checksum_is_computed_once_and_only_for_paths_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies: list[bytes] = []
 
-    def counted(data: bytes) -> int:
+    def counted(crc: int, data: bytes) -> int:
         bodies.append(data)
-        return int(crc32c(data))
+        return int(extend(crc, data))
 
     monkeypatch.setattr(lookup, "crc32c", counted)
     found = content()

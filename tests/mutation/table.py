@@ -239,6 +239,16 @@ MUTATIONS = (
         "return here",
         "tests/storage/test_wait.py",
     ),
+    # --- what other clients wait for
+    Mutation(
+        "mirror/serve/kv_connection.py",
+        "self._host.turns.call(self._next_turn)",
+        "self._loop.call_soon(self._next_turn)",
+        "tests/serve/test_kv_connection.py -k one_works",
+    ),
+    Mutation(
+        "mirror/document/walk.py", "self._left -= TOKEN_COST_BYTES", "pass", "tests/document/test_walk.py -k many"
+    ),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
     Mutation(_DELTA, "if before and size <= total:", "if before:", _OF_DELTA),
     Mutation(_DELTA, "part.add_action(new_rows=False)", "part.add_action()", _OF_DELTA),

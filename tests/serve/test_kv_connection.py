@@ -72,6 +72,38 @@ async def test_a_turn_ends_with_its_time_however_few_requests_it_had(
     assert turns == [slow + 1, 8 - slow - 1]
 
 
+async def test_of_clients_that_use_up_their_turns_one_works_in_each_turn_of_the_loop(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once had its turn in each: the others waited for as many turns as there were such clients."""
+    now, iteration, worked = 0.0, 0, list[int]()
+
+    def clock() -> float:
+        return now
+
+    def answer(self: KvConnection, frame: Frame) -> bytes:
+        nonlocal now
+        now += 1.0
+        worked.append(iteration)
+        return plain(self, frame)
+
+    plain = KvConnection._answer
+    monkeypatch.setattr("mirror.serve.kv_connection.perf_counter", clock)
+    monkeypatch.setattr(KvConnection, "_answer", answer)
+    clients = [await endpoint.connect() for _ in range(5)]
+    for client in clients:
+        assert (await client.ask(codec_kv.noop())).status == 0, "it has used up a turn now"
+    worked.clear()
+    for client in clients:  # some that wait for each answer, some that do not
+        await client.send(*(codec_kv.noop(opaque=number) for number in range(6)))
+    while len(worked) < 30:
+        iteration += 1
+        await asyncio.sleep(0)
+    assert len(set(worked)) == 30, "no two in one turn of the loop"
+    for client in clients:
+        assert [frame.opaque for _ in range(6) if (frame := await client.receive())] == list(range(6))
+
+
 async def test_answers_come_in_the_order_of_requests_however_they_are_cut(endpoint: Endpoint) -> None:
     requests = [get(opaque=number) if number % 3 else codec_kv.noop(opaque=number) for number in range(60)]
     data = b"".join(fr.encode(each) for each in requests)

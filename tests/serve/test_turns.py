@@ -1,0 +1,65 @@
+"""Large work: one step in each turn of the event loop, in order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mirror.serve.turns import Turns
+
+
+async def test_one_step_is_granted_in_each_turn_of_the_loop() -> None:
+    """Ten clients with ten steps each, and one that counts how many were done each time the loop came round."""
+    turns, done = Turns(), [0]
+
+    async def client() -> None:
+        for _ in range(10):
+            await turns.turn()
+            done[-1] += 1
+
+    clients = [asyncio.create_task(client()) for _ in range(10)]
+    while not all(each.done() for each in clients):
+        done.append(0)
+        await asyncio.sleep(0)
+    assert sum(done) == 100
+    assert max(done) == 1
+
+
+async def test_steps_come_in_the_order_of_their_requests() -> None:
+    turns, seen = Turns(), list[int]()
+
+    def first() -> None:
+        seen.append(1)
+        turns.call(lambda: seen.append(4))
+
+    turns.call(first)
+    turns.call(lambda: seen.append(2))
+    turns.call(lambda: seen.append(3))
+    assert seen == [], "never at once"
+    for expected in (1, 2, 3, 4):
+        await asyncio.sleep(0)
+        assert seen == [*range(1, expected + 1)]
+    await asyncio.sleep(0)
+    assert len(seen) == 4
+
+
+async def test_one_that_is_cancelled_or_fails_leaves_the_others_their_turn() -> None:
+    turns, seen = Turns(), list[int]()
+    heard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["exception"]))
+    gone = asyncio.create_task(turns.turn())
+    await asyncio.sleep(0)
+    gone.cancel()
+    error = RuntimeError("broken")
+
+    def fail() -> None:
+        raise error
+
+    turns.call(fail)
+    turns.call(lambda: seen.append(1))
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (seen, heard) == ([1], [error])
