@@ -210,6 +210,11 @@ class Settings:
     """A reader's lease on history ends after this long unless it is renewed: so long a dead job keeps history."""
     lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = 86_400.0
     """A lease is not renewed beyond this age, which bounds the history that a running job can keep."""
+    readers_group: str | None = None
+    """Group of the system whose members may read the data directory in-process. They get no right to write data: the
+    directories become 0750, `mirror.json`, `map.json` and `data.mdb` 0640, and only `lock.mdb`, in which LMDB registers
+    readers, 0660. The service's user must be a member. Unset: modes are left as they are, by default the service's user
+    alone reads."""
     reader_pin_limit_s: Annotated[float, Field(ge=5, le=86_400)] = 60.0
     """A process that reads within one LMDB transaction for longer is named in `warnings` and in the log: the file grows
     meanwhile, since no page that was freed can be used again. Readers of this package hold one for milliseconds; a

@@ -62,7 +62,7 @@ class _Checks(BaseModel):
             value = tuple(name.strip() for name in value.split(",") if name.strip())
         return value or None
 
-    @field_validator("source", "kv", "http", "dcp", mode="before", check_fields=False)
+    @field_validator("source", "kv", "http", "dcp", "readers_group", mode="before", check_fields=False)
     @classmethod
     def _not_blank(cls, value: Any) -> Any:
         if isinstance(value, str) and not value.strip():

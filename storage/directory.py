@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -16,13 +17,15 @@ from dataclasses import asdict, fields, replace
 import msgpack
 
 from storage import keys, records
-from storage.environment import DATA_FILE, Environment, storage_error
+from storage.environment import DATA_FILE, WRITER_LOCK_FILE, Environment, storage_error
 from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, ReadOnly, StorageError, WrongBucket
 from storage.model import BranchReason, Identity
 
 FORMAT = 2
 FILE = "mirror.json"
-LOCK_FILE = "writer.lock"
+READERS_HINT = "run as the user that owns the mirror, or as a member of its readers_group"
+LOCK_PAUSES_S = (0.002, 0.01)
+"""A reader that looks whether somebody writes holds the lock for some microseconds."""
 VBUCKETS_MAX = 65536
 GROUPS_MAX = 1024
 
@@ -168,7 +171,7 @@ def load(path: str) -> Identity:
     except NotADirectoryError as error:
         raise NotAMirror("not a directory", path=path) from error
     except PermissionError as error:
-        raise ReadOnly("permission denied", path=file_path, hint="run as the user that owns the mirror") from error
+        raise ReadOnly("permission denied", path=file_path, hint=READERS_HINT) from error
     except (OSError, ValueError) as error:
         raise CorruptedError(f"cannot be read: {error}", path=file_path, hint="restore it from a backup") from error
     if not isinstance(data, dict) or not isinstance(data.get("format"), int):
@@ -248,21 +251,27 @@ class GroupLock:
     """The exclusive lock of a group's writer, held for life; the kernel gives it up when the process dies."""
 
     def __init__(self, path: str) -> None:
-        """Take the lock of the group folder `path`, or raise Locked at once."""
+        """Take the lock of the group folder `path`, or raise Locked."""
         try:
             if os.path.islink(path):
                 raise StorageError("is a symbolic link", path=path, hint="move the group's folder here in its place")
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._descriptor = os.open(os.path.join(path, LOCK_FILE), flags, 0o600)
+            self._descriptor = os.open(os.path.join(path, WRITER_LOCK_FILE), flags, 0o600)
         except OSError as error:
             raise storage_error(error, path) from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise Locked(
-                "another process is writing this group", path=path, hint="stop the other dcp-mirror on this data first"
-            ) from error
+        for pause_s in (*LOCK_PAUSES_S, None):
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if pause_s is None:
+                    os.close(self._descriptor)
+                    raise Locked(
+                        "another process is writing this group",
+                        path=path,
+                        hint="stop the other dcp-mirror on this data first",
+                    ) from error
+            time.sleep(pause_s)
 
     def release(self) -> None:
         """Give the lock up."""

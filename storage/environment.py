@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
 import secrets
@@ -32,8 +33,12 @@ READERS_MAX = 1024
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
 """LMDB's table of readers."""
+WRITER_LOCK_FILE = "writer.lock"
+"""Locked by flock by the process that writes the environment."""
 LOOK_INTERVAL_S = 1.0
 """Between two looks whether the file that is open is still the one at its path: a few microseconds each."""
+UNREGISTERED_LOOK_INTERVAL_S = 0.01
+"""The same where readers cannot be registered: less than a writer that starts takes for its first two commits."""
 REMAP_WAIT_S = 10.0
 """A map is taken over in a new size when no transaction of the process is open: each is some milliseconds of work."""
 REMAP_POLL_S = 0.0005
@@ -100,6 +105,33 @@ def _identity_of(path: str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
+def _refuse_unregistered(path: str) -> None:
+    """Raise ReadOnly unless no process writes the environment at `path`, which is mounted read-only.
+
+    LMDB does not register readers there, and does not say so: a writer, which has the same files mounted otherwise,
+    would use pages again that are being read.
+    """
+    try:
+        descriptor = os.open(os.path.join(path, WRITER_LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    except OSError:
+        written = "perhaps"
+    else:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except OSError:
+            written = "now"
+        finally:
+            os.close(descriptor)
+    raise ReadOnly(
+        f"it is mounted read-only, where LMDB cannot register readers, and a service writes it {written}",
+        path=path,
+        hint="mount it writable: members of the service's readers_group cannot write data; or read by HTTP or an SDK",
+    )
+
+
 def _has_space(path: str) -> bool:
     """False where a write is cut short for want of space, or by the process's own limit of a file's size."""
     try:
@@ -141,8 +173,18 @@ class Environment:
         self._handles: dict[bytes, Any] = {}
         self.history_id = secrets.randbits(64) or 1
         """Of the branches and positions that this writer makes, and of no other's."""
-        if not create and not os.path.exists(os.path.join(path, DATA_FILE)):
-            raise CorruptedError("the group's data file is missing", path=path, hint="run `dcp-mirror check`")
+        if not create:
+            try:
+                os.stat(os.path.join(path, DATA_FILE))
+            except FileNotFoundError:
+                raise CorruptedError(
+                    "the group's data file is missing", path=path, hint="run `dcp-mirror check`"
+                ) from None
+            except OSError as error:
+                raise storage_error(error, path) from error
+        self._unregistered = not writable and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+        if self._unregistered:
+            _refuse_unregistered(path)
         try:
             self.env = lmdb.open(
                 path,
@@ -164,12 +206,13 @@ class Environment:
                 raise ReadOnly(
                     "permission denied",
                     path=os.path.join(path, LOCK_FILE),
-                    hint="a reader needs write access to this file alone, in which LMDB registers readers; or read by "
-                    "HTTP or with an SDK",
+                    hint="a reader needs write access to this file alone, in which LMDB registers readers: the setting "
+                    "readers_group of the service gives it to a group; or read by HTTP or with an SDK",
                 ) from error
             raise found from error
         self._file = _identity_of(self.path)
-        self._look_at = time.monotonic() + LOOK_INTERVAL_S
+        self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._unregistered else LOOK_INTERVAL_S
+        self._look_at = time.monotonic() + self._look_interval_s
         self.replaced = False
         """The group's folder or file was moved, removed or replaced: what is open is not read any more."""
         try:
@@ -207,10 +250,15 @@ class Environment:
         return self.look()
 
     def look(self) -> bool:
-        """True once the file that is open is not the one at its path any more. Looks once a second at most."""
+        """True once the file that is open is not the one at its path any more. Looks once a second at most.
+
+        Raises ReadOnly once a writer runs and the reader cannot be registered.
+        """
         now = time.monotonic()
         if now >= self._look_at and not self.replaced:
-            self._look_at = now + LOOK_INTERVAL_S
+            self._look_at = now + self._look_interval_s
+            if self._unregistered:
+                _refuse_unregistered(self.path)
             try:
                 self.replaced = _identity_of(self.path) != self._file
             except OSError:

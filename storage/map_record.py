@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import asdict, dataclass
 
+from storage import directory
 from storage.directory import sync_directory
 from storage.environment import storage_error
 from storage.errors import CorruptedError
@@ -58,8 +60,20 @@ def save(path: str, record: MapRecord) -> None:
         with open(file_path + ".new", "w", encoding="utf-8") as file:
             json.dump(asdict(record), file)
             file.flush()
+            _as_readable_as(os.path.join(path, directory.FILE), file.fileno())
             os.fsync(file.fileno())
         os.rename(file_path + ".new", file_path)
         sync_directory(path)
     except OSError as error:
         raise storage_error(error, file_path) from error
+
+
+def _as_readable_as(pattern: str, descriptor: int) -> None:
+    """Give a file the group and the mode of another one: who reads that, reads this."""
+    try:
+        found = os.stat(pattern)
+    except FileNotFoundError:  # a mirror that is being made
+        return
+    if os.fstat(descriptor).st_gid != found.st_gid:
+        os.fchown(descriptor, -1, found.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(found.st_mode))

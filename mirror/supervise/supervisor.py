@@ -41,9 +41,11 @@ from mirror.supervise.maps import MapBook
 from mirror.supervise.observer import Observer
 from mirror.supervise.plan import Kill, Phase, Start, Stop, WorkerFacts, assign, plan
 from mirror.supervise.quarantine import GroupMark, Quarantine
+from mirror.supervise.sharing import readers_gid
 from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
 from mirror.supervise.systemd import Notifier
-from storage import directory
+from storage import access, directory
+from storage.errors import StorageError
 from storage.model import Identity
 
 TICK_S = 0.2
@@ -157,6 +159,7 @@ class Supervisor:
         self._data = settings.data
         if not directory.exists(str(settings.data)):
             judge_streams(settings, self._selection)
+        readers_gid(settings)
         self._look_up = look_up
         self._clock = clock
         self._groups_asked = groups_asked
@@ -215,6 +218,7 @@ class Supervisor:
             self._listeners.reserve()
             if directory.exists(str(self._data)):
                 self._identity = self._known(directory.load(str(self._data)))
+                self._share()
                 self._maps = self._open_maps(self._identity)
             self._spawn_task(self._ticks())
             self._spawn_task(self._meet_source())
@@ -377,6 +381,7 @@ class Supervisor:
         selected = self._selection.text
         identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, count, groups, held, selected)
         directory.create(str(self._data), identity)
+        self._share()
         self._observer.fill_begins()
         log.info(
             "made a new mirror",
@@ -386,6 +391,25 @@ class Supervisor:
             selection=str(self._selection),
         )
         return identity
+
+    def _share(self) -> None:
+        """Let the members of `readers_group` come in; each worker does the same for its groups."""
+        name, gid = self._settings.readers_group, readers_gid(self._settings)
+        if gid is None:
+            return
+        try:
+            access.share(str(self._data), gid)
+        except StorageError as error:
+            log.error("readers_group cannot be let in", readers_group=name, error=str(error))
+        else:
+            closed = access.closed_parent(str(self._data), gid)
+            if closed is not None:
+                log.warning(
+                    "readers_group cannot come to the data directory: its members may not enter one above it",
+                    readers_group=name,
+                    directory=closed,
+                    hint=f"chmod o+x {closed}, or make {name} its group",
+                )
 
     def _open_maps(self, identity: Identity) -> MapBook:
         return MapBook(str(self._data), identity.bucket_uuid, accept_older=self._accept_older_map)
@@ -562,6 +586,7 @@ class Supervisor:
             fresh = self._reload()
             if fresh.on_event is not None:
                 words_of(fresh.on_event)
+            readers_gid(fresh)
             self._listeners.change(fresh)
             self._hook.use(fresh.on_event)
         except ConfigError as error:
@@ -575,6 +600,8 @@ class Supervisor:
             self._settings = fresh
             need_restart = tuple(name for name in found if name in FIXED)
             self._event_log.add(SettingsRead(in_force=tuple(changed), need_restart=need_restart))
+            if self._identity is not None and "readers_group" in changed:
+                self._share()
             if self._desired and self._identity is not None:
                 self._desired = self._wanted_now(self._identity)
             if self._leases is not None:

@@ -32,7 +32,8 @@ from mirror.supervise.collector import settle_collector
 from mirror.supervise.heartbeat import INTERVAL_MS
 from mirror.supervise.pinned import PinnedPages
 from mirror.supervise.quarantine import GroupMark, quarantined
-from storage import directory
+from mirror.supervise.sharing import readers_gid
+from storage import access, directory
 from storage.environment import MAP_SIZE, storage_error
 from storage.errors import StorageError
 from storage.model import Identity
@@ -181,6 +182,14 @@ def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> N
         raise storage_error(error, path) from error
 
 
+def share(path: str, gid: int) -> None:
+    """Let the members of `readers_group` read a group of vbuckets; where that fails, the group works without them."""
+    try:
+        access.share_group(path, gid)
+    except StorageError as error:
+        log.error("readers_group cannot be let in", error=str(error))
+
+
 async def open_stores(start: Message, send: Send) -> Work:
     """Open the groups that a START message names. Raises what makes working on any of them impossible."""
     settings = from_wire(start["settings"])
@@ -197,6 +206,7 @@ async def open_stores(start: Message, send: Send) -> Work:
         boundaries=settings.history_boundaries,
         size_bytes=settings.history_bytes,
     )
+    gid = readers_gid(settings)
     mark = GroupMark(start["group_mark"])
     left_alone = dict(start["quarantined"])
     for group in start["groups"]:
@@ -221,6 +231,8 @@ async def open_stores(start: Message, send: Send) -> Work:
                 )
             writer.at_work = mark.word
             writers.append(writer)
+            if gid is not None:
+                share(path, gid)
         except StorageError as error:
             log.error("a group cannot be opened", group=group, error=str(error))
             failures[group] = (vbids, error)

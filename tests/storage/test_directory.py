@@ -11,6 +11,7 @@ import msgpack
 import pytest
 
 from storage import directory
+from storage.environment import WRITER_LOCK_FILE
 from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, StorageError, WrongBucket
 from storage.model import Identity
 from tests.storage.model import IDENTITY
@@ -132,7 +133,7 @@ def test_a_group_folder_that_is_a_symbolic_link_is_not_followed(tmp_path: Path) 
     with pytest.raises(StorageError, match="is a symbolic link"):
         directory.GroupLock(str(path / "group-0000"))
     assert list(elsewhere.iterdir()) == []
-    (elsewhere / directory.LOCK_FILE).symlink_to(tmp_path / "victim")
+    (elsewhere / WRITER_LOCK_FILE).symlink_to(tmp_path / "victim")
     with pytest.raises(StorageError):
         directory.GroupLock(str(elsewhere))
     assert not (tmp_path / "victim").exists()

@@ -1,0 +1,220 @@
+"""Members of a group read a mirror, write nothing but the lock files, and nobody else comes in."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import access, directory
+from storage.errors import ReadOnly, StorageError
+from storage.map_record import MapRecord, save
+from storage.view import open_view
+from tests.storage.model import IDENTITY, keys_of
+from tests.storage.test_writer import Clock, open_writer, publish
+
+ROOT = os.geteuid() == 0
+GROUP = "54321" if ROOT else str(os.getegid())
+"""Only root may give files to a group that it is no member of; that there is none of that number does not matter."""
+NOBODY = 65534
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """Where another user gets to; pytest's own directories are closed."""
+    with tempfile.TemporaryDirectory() as made:
+        os.chmod(made, 0o711)
+        yield os.path.join(made, "mirror")
+
+
+def modes(path: str) -> dict[str, str]:
+    return {
+        os.path.relpath(name, path): oct(stat.S_IMODE(os.stat(name).st_mode))
+        for name in (path, *(str(each) for each in Path(path).rglob("*")))
+    }
+
+
+def as_member(groups: list[int], work: Callable[[], str]) -> str:
+    """What `work` returns in a process of user nobody with these groups."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups(groups)
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            said = work()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with open(reading, encoding="utf-8") as answer:
+        return answer.read()
+
+
+def test_members_read_and_register_and_write_no_data(place: str, clock: Clock) -> None:
+    directory.create(place, IDENTITY)
+    save(place, MapRecord("uuid", 1, 2))
+    writer = open_writer(place, clock=clock)
+    (key,) = keys_of(0, 1)
+    publish(writer, 0, [(key, b"value", 1)])
+    writer.close()
+    gid = access.group_id(GROUP)
+    access.share(place, gid)
+    for group in range(IDENTITY.group_count):
+        access.share_group(directory.group_path(place, group), gid)
+    save(place, MapRecord("uuid", 1, 3))  # the service replaces it with each map
+    found = modes(place)
+    assert {name: mode for name, mode in found.items() if "group-0001" not in name} == {
+        ".": "0o750",
+        "mirror.json": "0o640",
+        "map.json": "0o640",
+        "group-0000": "0o750",
+        "group-0000/data.mdb": "0o640",
+        "group-0000/lock.mdb": "0o660",
+        "group-0000/writer.lock": "0o600",
+    }
+    shared = [name for name in found if not name.endswith("writer.lock")]
+    assert {os.stat(os.path.join(place, name)).st_gid for name in shared} == {gid}
+    data = os.path.join(directory.group_path(place, 0), "data.mdb")
+
+    def read() -> str:
+        with open_view(place) as view:
+            document = view.get(key)
+            assert document is not None
+            assert view._environment(0).env.info()["num_readers"] > 0
+            return document.value.decode()
+
+    def write() -> str:
+        for refused in (lambda: os.open(data, os.O_RDWR), lambda: os.mkdir(data + ".new"), lambda: os.unlink(data)):
+            with pytest.raises(PermissionError):
+                refused()
+        return "refused"
+
+    if ROOT:
+        assert as_member([gid], read) == "value"
+        assert as_member([gid], write) == "refused"
+        assert as_member([], read).startswith("ReadOnly: ")
+
+
+def test_a_folder_that_may_not_be_entered_is_no_damage(place: str) -> None:
+    """To those who may not look, its data file seems to be missing."""
+    directory.create(place, IDENTITY)
+    os.chmod(place, 0o755)
+    os.chmod(os.path.join(place, "mirror.json"), 0o644)
+
+    def read() -> str:
+        with open_view(place) as view:
+            return str(view.state(0))
+
+    if ROOT:
+        assert as_member([], read).startswith("ReadOnly: ")
+    assert oct(os.stat(directory.group_path(place, 0)).st_mode)[-3:] == "700"
+
+
+def test_a_group_that_cannot_be_used_is_named(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match="there is no group 'no such group'"):
+        access.group_id("no such group")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "getegid", lambda: 1000)
+    monkeypatch.setattr(os, "getgroups", lambda: [1000, 54322])
+    assert access.group_id("54322") == 54322
+    with pytest.raises(StorageError, match="not a member of the group '54321'") as caught:
+        access.group_id("54321")
+    assert "usermod" in caught.value.hint
+
+
+def test_links_are_not_followed_and_what_is_missing_is_no_error(place: str, tmp_path: Path) -> None:
+    directory.create(place, IDENTITY)
+    access.share(place, access.group_id(GROUP))  # without map.json
+    victim = tmp_path / "victim"
+    victim.write_text("")
+    victim.chmod(0o600)
+    folder = directory.group_path(place, 0)
+    os.rename(os.path.join(folder, "data.mdb"), os.path.join(folder, "moved"))
+    os.symlink(victim, os.path.join(folder, "data.mdb"))
+    with pytest.raises(StorageError, match=r"data\.mdb: is a symbolic link"):
+        access.share_group(folder, access.group_id(GROUP))
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o600
+
+
+def test_a_directory_above_that_members_may_not_enter_is_found(tmp_path: Path) -> None:
+    inner = tmp_path / "closed" / "data"
+    inner.mkdir(parents=True)
+    gid, other = os.stat(inner).st_gid, os.stat(inner).st_gid + 1
+    (tmp_path / "closed").chmod(0o710)
+    assert access.closed_parent(str(inner), other) == str(tmp_path / "closed")
+    assert access.closed_parent(str(inner), gid) != str(tmp_path / "closed")
+    assert access.closed_parent("/", other) is None
+
+
+def test_a_read_only_mount_is_read_while_nobody_writes(path: str, clock: Clock) -> None:
+    """LMDB registers no readers there and does not say so: a writer would use their pages again."""
+    (key,) = keys_of(0, 1)
+    writer = open_writer(path, clock=clock)
+    publish(writer, 0, [(key, b"value", 1)])
+    program = (
+        "import sys, time\n"
+        "from storage.errors import ReadOnly\n"
+        "from storage.view import open_view\n"
+        "try:\n"
+        "    with open_view(sys.argv[1]) as view:\n        print(view.get(sys.argv[2]).value.decode())\n"
+        "except ReadOnly as error:\n    print(error)\n"
+    )
+    mounted = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && exec "$2" -c "$3" "$1" "$4"'
+
+    def read() -> str:
+        command = ["unshare", "-m", "sh", "-c", mounted, "sh", path, sys.executable, program, key.decode()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else f"cannot be mounted: {done.stderr}"
+
+    beside_writer = read()
+    writer.close()
+    alone = read()
+    if ROOT and not alone.startswith("cannot be mounted"):
+        assert "mounted read-only, where LMDB cannot register readers, and a service writes it now" in beside_writer
+        assert alone == "value"
+
+
+def test_a_reader_that_is_not_registered_ends_when_a_writer_begins(
+    path: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a read-only mount."""
+
+    class Mounted:
+        f_flag = os.ST_RDONLY
+
+    (key,) = keys_of(0, 1)
+    writer = open_writer(path, clock=clock)
+    publish(writer, 0, [(key, b"value", 1)])
+    writer.close()
+    monkeypatch.setattr(os, "statvfs", lambda _path: Mounted)
+    monkeypatch.setattr("storage.environment.UNREGISTERED_LOOK_INTERVAL_S", 0.0)
+    with open_view(path) as view:
+        assert view.get(key) is not None
+        lock = directory.GroupLock(directory.group_path(path, 0))
+        with pytest.raises(ReadOnly, match="a service writes it now"):
+            view.get(key)
+        lock.release()
+    os.unlink(os.path.join(directory.group_path(path, 0), "writer.lock"))
+    with open_view(path) as view:
+        assert view.get(key) is not None
+    os.symlink("/nonexistent", os.path.join(directory.group_path(path, 0), "writer.lock"))
+    with open_view(path) as view, pytest.raises(ReadOnly, match="a service writes it perhaps"):
+        view.get(key)
+
+
+def test_a_writer_waits_for_a_reader_that_looks_whether_somebody_writes(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = directory.GroupLock(directory.group_path(path, 0))
+    monkeypatch.setattr("storage.directory.time.sleep", lambda _pause_s: looking.release())
+    directory.GroupLock(directory.group_path(path, 0)).release()

@@ -1,0 +1,81 @@
+"""`readers_group`: set, changed and wrong, from the settings to the modes of the files."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from mirror.supervise.sharing import readers_gid
+from mirror.supervise.worker import share
+from storage import directory
+from storage.model import Identity
+from tests.supervise import in_process
+from tests.supervise.conftest import eventually
+from tests.supervise.in_process import vbids_of, vbucket
+from tests.supervise.scripted import settings_for
+from tests.supervise.test_supervisor import ask
+
+ROOT = os.geteuid() == 0
+GROUP = "54321" if ROOT else str(os.getegid())
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_group_that_cannot_be_used_is_a_wrong_setting() -> None:
+    assert readers_gid(Settings()) is None
+    assert readers_gid(Settings(readers_group=GROUP)) == int(GROUP)
+    with pytest.raises(ConfigError, match="no group 'absent group'") as caught:
+        readers_gid(Settings(readers_group="absent group"))
+    assert caught.value.setting == "readers_group"
+
+
+async def test_the_service_lets_the_group_in_at_start_and_after_a_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
+    data = tmp_path / "data"
+    (tmp_path).chmod(0o700)
+    fresh = [settings_for(data, workers=1, readers_group=GROUP), settings_for(data, readers_group="absent group")]
+
+    def told(number: int, event: str) -> Callable[[], bool]:
+        return lambda: [each["event"] for each in service.status_document()["events"]][:number][-1:] == [event]
+
+    async with in_process.serving(data, reload=lambda: fresh.pop(0)) as service:
+        await eventually(lambda: service.status_document()["events"])
+        assert mode_of(data) == 0o700
+        await ask(data, {"op": "reload"})
+        await eventually(told(1, "settings-read"))
+        assert service.status_document()["events"][0]["in_force"] == ["readers_group"]
+        assert (mode_of(data), mode_of(data / directory.FILE)) == (0o750, 0o640)
+        assert data.stat().st_gid == int(GROUP)
+        await ask(data, {"op": "reload"})
+        await eventually(told(1, "settings-refused"))
+    said = "".join(capsys.readouterr())
+    assert said.count("its members may not enter one above it") == (1 if ROOT else said.count("members may not enter"))
+
+
+async def test_a_new_mirror_is_made_for_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
+    async with in_process.serving(tmp_path, settings_for(tmp_path, workers=1, readers_group=GROUP)) as service:
+        await eventually(lambda: service.status_document()["events"])
+        assert mode_of(tmp_path / directory.FILE) == 0o640
+
+
+def test_a_group_that_cannot_be_let_in_works_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(tmp_path / "data")
+    directory.create(data, Identity("c", "b", "u", 4, 2))
+    folder = directory.group_path(data, 0)
+    share(folder, int(GROUP))
+    assert oct(os.stat(os.path.join(folder, "lock.mdb")).st_mode)[-3:] == "660"
+    os.rename(os.path.join(folder, "lock.mdb"), os.path.join(folder, "moved"))
+    os.symlink("moved", os.path.join(folder, "lock.mdb"))
+    share(folder, int(GROUP))
+    assert "readers_group cannot be let in" in "".join(capsys.readouterr())
