@@ -42,7 +42,6 @@ async def test_the_service_lets_the_group_in_at_start_and_after_a_reload(
 ) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     data = tmp_path / "data"
-    (tmp_path).chmod(0o700)
     fresh = [settings_for(data, workers=1, readers_group=GROUP), settings_for(data, readers_group="absent group")]
 
     def told(number: int, event: str) -> Callable[[], bool]:
