@@ -90,7 +90,7 @@ def test_members_read_and_register_and_write_no_data(place: str, clock: Clock) -
         with open_view(place) as view:
             document = view.get(key)
             assert document is not None
-            assert view._environment(0).env.info()["num_readers"] > 0
+            assert view.groups.environment(0).env.info()["num_readers"] > 0
             return document.value.decode()
 
     def write() -> str:
