@@ -44,6 +44,10 @@ TIDY_BATCHES = 100
 KEEP_HOURS = 168
 KEEP_HOURS_OBJECTS_MIN = 24
 POLL_S = 0.2
+STARTS_MAX = 3
+NOT_CONNECTED = "Python worker failed to connect back"
+"""Spark gives its Python processes ten seconds to connect, whatever its settings; a busy machine may need more. The
+query goes on from its checkpoint, as after a crash."""
 
 
 @dataclass(frozen=True)
@@ -219,20 +223,32 @@ def sync(
         sink = Sink(lake, checkpoint, how, on_batch)
         try:
             sink.catch_up(due_only=False)
-            stream = spark.readStream.format("mirror").options(**source, table="changes").load()
-            writer = stream.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint))
-            writer = writer.queryName("sync")
-            writer = writer.trigger(availableNow=True) if how.available_now else _every(writer, how.trigger_s)
-            query = writer.start()
-            while not query.awaitTermination(POLL_S):
-                if stop is not None and stop.is_set():
-                    query.stop()
-                else:
-                    sink.catch_up(due_only=True)
+            for left in reversed(range(STARTS_MAX)):
+                try:
+                    _run_query(spark, source, checkpoint, how, sink, stop)
+                    break
+                except Exception as error:
+                    if not left or sink.failed is not None or NOT_CONNECTED not in str(error):
+                        raise
             sink.catch_up(due_only=False)
         except Exception as error:
             raise _cause(sink, error) from error
     return Synced(len(batches), *total)
+
+
+def _run_query(
+    spark: Any, source: Mapping[str, str], checkpoint: Path, how: How, sink: Sink, stop: threading.Event | None
+) -> None:
+    """One query of Spark's, until it ends. Raises what Spark raises."""
+    stream = spark.readStream.format("mirror").options(**source, table="changes").load()
+    writer = stream.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint)).queryName("sync")
+    writer = writer.trigger(availableNow=True) if how.available_now else _every(writer, how.trigger_s)
+    query = writer.start()
+    while not query.awaitTermination(POLL_S):
+        if stop is not None and stop.is_set():
+            query.stop()
+        else:
+            sink.catch_up(due_only=True)
 
 
 def _every(writer: Any, seconds: float) -> Any:

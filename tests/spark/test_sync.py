@@ -143,6 +143,36 @@ def test_a_source_is_looked_at_before_anything_is_made(tmp_path: Path) -> None:
         check_source({"path": str(tmp_path / "mirror"), "vbuckets": "0-8"}, settings)
 
 
+class Spark:
+    """As much of a session as `sync` uses; each query ends as `ends` says: with a text, that of an error, or well."""
+
+    def __init__(self, *ends: str) -> None:
+        self.ends = list(ends)
+
+    def __getattr__(self, _: str) -> Any:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def awaitTermination(self, _: float) -> bool:
+        if text := self.ends.pop(0):
+            raise RuntimeError(text)
+        return True
+
+
+def test_a_query_whose_processes_were_too_slow_to_connect_is_started_again(tmp_path: Path) -> None:
+    """Spark waits ten seconds for a Python process; on a busy machine `sync` ended with that."""
+    SmallMirror(tmp_path / "data").close()
+    source, slow = {"path": str(tmp_path / "data")}, "[STREAM_FAILED] ...: Python worker failed to connect back. SQLS"
+    assert sync(Spark(slow, slow, ""), source, tmp_path / "lake") == syncs.Synced(0, 0, 0, 0, 0)
+    for ends in ((slow, slow, slow), ("another error",)):
+        spark = Spark(*ends)
+        with pytest.raises(MirrorError, match=ends[-1][-10:]):
+            sync(spark, source, tmp_path / "lake")
+        assert spark.ends == []
+
+
 def test_what_a_sink_failed_of_is_what_is_raised() -> None:
     sink = Sink(None, Path("x"), How(), lambda *_: None)  # type: ignore[arg-type]
     sink.failed = MirrorError("the reason")
