@@ -25,6 +25,7 @@ from mirror.bench import http as http_bench
 from mirror.bench import kv as kv_bench
 from mirror.bench import lag as lag_bench
 from mirror.bench import limits
+from mirror.bench import restart as restart_bench
 from mirror.bench import start as start_bench
 from mirror.bench.ingest import ORDERS, ingest_rounds
 from mirror.errors import ExitCode
@@ -159,6 +160,36 @@ def start(
     if as_json:
         shape = {"bench": "start", "vbuckets": vbuckets, "nodes": nodes, "workers": workers, "rounds": found}
         output.print_json(shape)
+
+
+@app.command()
+def restart(
+    documents: Annotated[int, typer.Option(min=1000, max=20_000_000, help="Documents in the mirror.")] = 1_000_000,
+    vbuckets: Annotated[int, typer.Option(min=8, max=1024, help="Vbuckets they are in.")] = 1024,
+    missed: Annotated[int, typer.Option(min=0, max=1_000_000, help="Documents written while it is down.")] = 1000,
+    workers: Annotated[int, typer.Option(min=1, max=8, help="Worker processes of the service.")] = 2,
+    rounds: RoundsOption = 3,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """From the start of a service that was killed to its first read, and until it has caught up.
+
+    Against a new interpreter that reads one document from bare LMDB.
+    """
+    found = []
+    with _folder(folder) as path:
+        for figures in restart_bench.restarts(documents, vbuckets, missed, workers, rounds, path):
+            found.append(
+                {
+                    "first_read_s": round(figures.first_read_s, 3),
+                    "limit_first_read_s": round(figures.limit_read_s, 3),
+                    "caught_up_s": round(figures.caught_up_s, 3),
+                    "ratio": round(figures.limit_read_s / figures.first_read_s, 3),
+                }
+            )
+            _say_round(found[-1], as_json)
+    setting = {"documents": documents, "vbuckets": vbuckets, "missed": missed, "workers": workers}
+    _finish("restart", setting, found, as_json)
 
 
 @app.command()

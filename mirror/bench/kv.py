@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from mirror.bench.ingest import SANDBOX_PASSWORD
 from mirror.clock import SystemClock
 from mirror.serve.auth import SourceUser
 from mirror.serve.kv_bucket import KvBucket
@@ -51,9 +52,9 @@ class Memcached:
     """The memcached binary protocol, which the mirror speaks too."""
 
     @staticmethod
-    def get(key: bytes) -> bytes:
+    def get(key: bytes, vbid: int = 0) -> bytes:
         """A request."""
-        return HEADER.pack(0x80, Opcode.GET, len(key), 0, 0, 0, len(key), 0, 0) + key
+        return HEADER.pack(0x80, Opcode.GET, len(key), 0, 0, vbid, len(key), 0, 0) + key
 
     @staticmethod
     def set(key: bytes, value: bytes) -> bytes:
@@ -145,7 +146,7 @@ def _serve(path: str, make: type[KvServer], out: Connection) -> None:
     async def serve() -> None:
         bucket = KvBucket(path, SystemClock(), stale_allowed=True)
         held = reserve(Address(), "kv")
-        users = SourceUser("", lambda: None)
+        users = SourceUser("demo", lambda: SANDBOX_PASSWORD)
         server = make(
             bucket, users, ClusterMap(bucket.identity, [own_node([held.address])], 1), SystemClock(),
         )  # fmt: skip

@@ -6,12 +6,13 @@ and row with a transaction each. No promise of the store is kept here: no states
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import lmdb
@@ -130,43 +131,84 @@ class BareStore:
 
 
 def store_rows(
-    path: str, rows: dict[int, list[Row]], *, snapshot_rows: int, run_rows: int = 500, groups: int = 1
+    path: str, rows: Mapping[int, list[Row]], *, snapshot_rows: int, run_rows: int = 500, groups: int = 1
 ) -> Timing:
     """The same rows through GroupWriter, offered in runs of `run_rows`, a snapshot ending every `snapshot_rows`."""
-    identity = Identity("bench", "bench", "bench", max(rows) + 1, groups)
-    directory.create(path, identity)
     start = time.perf_counter()
-    for group in range(groups):
-        vbids = directory.group_vbids(identity, group)
-        _store_group(path, group, identity, {vbid: rows.get(vbid, []) for vbid in vbids}, snapshot_rows, run_rows)
+    store_each(path, max(rows) + 1, groups, lambda vbid: rows.get(vbid, []), snapshot_rows, run_rows)
     return Timing(sum(map(len, rows.values())), time.perf_counter() - start)
 
 
-def _store_group(
-    path: str, group: int, identity: Identity, rows: dict[int, list[Row]], snapshot_rows: int, run_rows: int
+def store_each(
+    path: str,
+    vbuckets: int,
+    groups: int,
+    rows_of: Callable[[int], list[Row]],
+    snapshot_rows: int | None = None,
+    run_rows: int = 500,
 ) -> None:
+    """The same of vbuckets whose rows are made one vbucket after the other; by default a snapshot each."""
+    identity = Identity("bench", "bench", "bench", vbuckets, groups)
+    directory.create(path, identity)
+    for group in range(groups):
+        with _writing(path, identity, group) as writer:
+            for vbid in directory.group_vbids(identity, group):
+                writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(7), Seqno(0))])
+                rows = rows_of(vbid)
+                step = snapshot_rows or len(rows) or 1
+                for snapshot in range(0, len(rows), step):
+                    _store_snapshot(writer, vbid, rows[snapshot : snapshot + step], snapshot, run_rows)
+
+
+def append_rows(path: str, count: int, *, seed: int) -> dict[int, int]:
+    """Write `count` documents more into the first group of a store that nobody writes; the seqnos by vbucket."""
+    identity = directory.load(path)
+    vbids = directory.group_vbids(identity, 0)
+    highs = {}
+    with _writing(path, identity, 0) as writer:
+        for number, vbid in enumerate(vbids):
+            share = count // len(vbids) + (number < count % len(vbids))
+            first = int(writer.served(vbid).published_seqno)
+            rows = [
+                (
+                    keys.ROW.pack(1, seqno),
+                    records.encode_mutation(b"more::%d::%010d" % (seed, seqno), bytes(256), seqno),
+                )
+                for seqno in range(first + 1, first + 1 + share)
+            ]
+            if rows:
+                _store_snapshot(writer, vbid, rows, first, len(rows))
+                highs[vbid] = first + len(rows)
+    return highs
+
+
+@contextlib.contextmanager
+def _writing(path: str, identity: Identity, group: int) -> Iterator[GroupWriter]:
+    """A group's writer; at the end everything is committed and it is closed."""
+    vbids = directory.group_vbids(identity, group)
     writer = GroupWriter.open(
         directory.group_path(path, group),
         group=group,
-        vbids=list(rows),
+        vbids=list(vbids),
         identity=identity,
         clock_ms=lambda: int(time.time() * 1000),
     )
-    for vbid, each in rows.items():
-        writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(7), Seqno(0))])
-        for snapshot in range(0, len(each), snapshot_rows):
-            end = min(snapshot + snapshot_rows, len(each))
-            for first in range(snapshot, end, run_rows):
-                run = each[first : min(first + run_rows, end)]
-                size = sum(len(frame) for _, frame in run)
-                writer.stage(vbid, run, size, SnapshotRange(Seqno(snapshot + 1), Seqno(end)))
-                if writer.pending_bytes >= 8 << 20:
-                    writer.commit(flush_open=True)
-            writer.publish(vbid, end, snapshot + 1)
+    yield writer
     writer.commit()
-    while writer.step() or any(writer.publishing(vbid) for vbid in rows):
+    while writer.step() or any(writer.publishing(vbid) for vbid in vbids):
         writer.commit()
     writer.close()
+
+
+def _store_snapshot(writer: GroupWriter, vbid: int, rows: list[Row], before: int, run_rows: int) -> None:
+    """One snapshot whose rows have the seqnos after `before`."""
+    end = before + len(rows)
+    for first in range(0, len(rows), run_rows):
+        run = rows[first : first + run_rows]
+        writer.stage(vbid, run, sum(len(frame) for _, frame in run), SnapshotRange(Seqno(before + 1), Seqno(end)))
+        if writer.pending_bytes >= 8 << 20:
+            writer.commit(flush_open=True)
+    writer.publish(vbid, end, before + 1)
 
 
 def rollback_round(path: str, retracted: int, *, value_bytes: int = 256, seed: int = 1) -> RollbackFigures:
@@ -286,6 +328,24 @@ def get_limit(path: str, sample: Sequence[bytes], vbucket_count: int) -> Timing:
     seconds = time.perf_counter() - start
     env.close()
     return Timing(len(sample), seconds)
+
+
+def bare_get(path: str, vbid: int, key: bytes) -> bytes | None:
+    """One document of a mirror by bare reads: all environments are opened, and two trees of one of them."""
+    identity = directory.load(path)
+    opened = [
+        lmdb.open(directory.group_path(path, group), map_size=64 << 30, max_dbs=4, readonly=True, readahead=False)
+        for group in range(identity.group_count)
+    ]
+    env = opened[vbid % identity.group_count]
+    key_tree = env.open_db(keys.keys_db(vbid), dupsort=True, dupfixed=True, create=False)
+    row_tree = env.open_db(keys.rows_db(vbid), create=False)
+    with env.begin() as txn:
+        reference = txn.get(b"\0" + key, None, key_tree)
+        row = None if reference is None else txn.get(reference[:12], None, row_tree)
+    for each in opened:
+        each.close()
+    return row
 
 
 def get_view(path: str, sample: Sequence[bytes]) -> Timing:

@@ -102,6 +102,7 @@ def test_rollback_prints_its_figures_and_leaves_nothing_behind(tmp_path: Path) -
         ("get", [*FEW, "--reads", "1000", "--vbuckets", "4"]),
         ("http", [*FEW, "--requests", "100", "--connections", "2"]),
         ("kv", [*FEW, "--reads", "1000", "--vbuckets", "4"]),
+        pytest.param("restart", [*FEW, "--vbuckets", "8", "--missed", "10", "--workers", "1"], marks=pytest.mark.ci),
         ("dcp", [*FEW, "--clients", "1,2", "--vbuckets", "4"]),
     ],
 )
