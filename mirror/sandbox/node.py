@@ -77,8 +77,8 @@ class NodeConnection(asyncio.Protocol):
         self._transport = transport
         self.link = Link(transport, self.node.bucket.rng)
         self.node.connections.add(self)
-        if not self.node.alive:
-            self.link.cut()  # taken while the node was stopped
+        if self.node.stopped:
+            self.link.cut()  # accepted while the node was stopping
             return
         self._log_in_by_certificate()
         for rule in self.node.on_connect:
@@ -266,6 +266,8 @@ class SandboxNode:
         """The streams of a connection take turns, a message each, as at kv_engine; else a piece of each at once."""
         self.ack_markers = False
         self.dcp_idle_timeout_s = IDLE_TIMEOUT_S
+        self.stopped = False
+        """True from `stop` to the next `start`. A node of a simulation listens nowhere, and is not stopped."""
         self._servers: list[asyncio.Server] = []
 
     @property
@@ -277,6 +279,7 @@ class SandboxNode:
         self, host: str, port: int | None, *, tls_port: int | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
         """Listen without TLS, with TLS, or both; port 0 picks a free one, None is not listened at."""
+        self.stopped = False
         if port is not None:
             self.port = await self._listen(host, port, None)
         if tls_port is not None:
@@ -291,6 +294,7 @@ class SandboxNode:
 
     async def stop(self) -> None:
         """Stop listening and break all connections, as a process that dies does."""
+        self.stopped = True
         servers, self._servers = self._servers, []
         for connection in list(self.connections):
             connection.link.cut()
