@@ -345,7 +345,7 @@ class _Walk:
             self._add(f"row {_show(position)} has no key row")
 
     def _check_prepares(self, known: set[int]) -> None:
-        """Every prepare is whole, lies where its branch may have it, and is the only open one of its key."""
+        """Each prepare or abort is whole, lies where its branch may have it, and one of a key is open at most."""
         state = self.state
         links = chain.load(self.txn, self.vbid, state.staging_branch, state.staged_seqno)
         cuts = {link.branch: link.cut for link in links}
@@ -363,7 +363,7 @@ class _Walk:
                 continue
             if settled != (0, 0) and (settled[0] not in known or settled <= at):
                 self._add(f"{where} is settled at {settled[0]}:{settled[1]}, which cannot be")
-            if at[1] <= cuts.get(at[0], -1) and not 0 < settled[1] <= cuts.get(settled[0], -1):
+            if prepares.is_open(at, settled, frame, cuts):
                 key = prepares.key_of(frame)
                 if key in found:
                     self._add(f"{where} is not the only open one of key {key!r}")

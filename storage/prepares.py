@@ -1,26 +1,31 @@
-"""Open sync writes: prepared, and neither committed nor aborted yet. No reader sees them.
+"""Open sync writes: prepared, and neither committed nor aborted yet. No reader sees them; DCP clients may.
 
-Knows the tree `prepare` and the layout of a PREPARE message; never what makes a write durable. A prepare is a row of
-its own, (branch, seqno) like any other, that names what settled it. Whether it is open follows from the chain: its row
-is visible and what settled it is not. So a rollback or an abandoned snapshot opens it again without a write. Whatever
-comes of its key settles it: the commit or the abort, a later prepare, or a plain row (in a disk snapshot the source
-sends a commit as a mutation); and so does what ends or empties its collection. Invariants: at most one prepare of a key
-is open; nothing above the seqno that `state` says is staged is written; a settled prepare stays for as long as a kept
-boundary may lie between it and what settled it; memory holds keys and positions of the open ones, and the messages that
-no commit has written yet.
+Knows the tree `prepare` and the layout of PREPARE and ABORT messages; never what makes a write durable. A prepare is a
+row of its own, (branch, seqno) like any other, that names what settled it. Whether it is open follows from the chain:
+its row is visible and what settled it is not. So a rollback or an abandoned snapshot opens it again without a write.
+Whatever comes of its key settles it: the commit or the abort, a later prepare, or a plain row (in a disk snapshot the source
+sends a commit as a mutation); and so does what ends or empties its collection. An abort is a row, too: nothing else
+tells a client that holds the prepare. Invariants: at most one prepare of a key is open; nothing above the seqno that
+`state` says is staged is written; a settled prepare stays for as long as a kept boundary may lie between it and what
+settled it, and an abort until the purger has passed it; memory holds keys and positions of the open ones, and the
+messages that no commit has written yet.
 Source: docs/protocol.md 2.6 and 2.11; kv_engine docs/dcp/documentation/commands/{prepare,commit,abort}.md.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from storage import chain, keys, records
 from storage.environment import Environment
 from storage.errors import CorruptedError, SeqnoOrder
 from storage.model import SEQNO_MAX, Manifest, VbucketState
 from storage.transaction import Transaction
+
+PREPARE, ABORT = 0x60, 0x63
+"""Opcodes: what a row is."""
 
 OPEN_MAX = 65_536
 """Open prepares of one vbucket. Writers wait for each durable write: so many mean aborts that never came."""
@@ -30,12 +35,19 @@ FORGET_LOOKS = 200
 Position = tuple[int, int]
 """Branch and seqno."""
 
+Row = tuple[Position, Position, bytes]
+"""Where it is, where it was settled, and the message."""
+
 _SETTLED = keys.ROW
 _EXTRAS = struct.Struct(">QQIIIBBB")
 """seqno, rev_seqno, flags, expiry, lock time, nru, deleted, durability level."""
 _MUTATION_EXTRAS = struct.Struct(">QQIIIHB")
 _DELETION_EXTRAS = struct.Struct(">QQIB")
+_ABORT_EXTRAS = struct.Struct(">QQ")
+"""prepared seqno, own seqno."""
 _FRAME_MIN = records.HEADER.size + _EXTRAS.size
+_EXTRAS_SIZES = {PREPARE: _EXTRAS.size, ABORT: _ABORT_EXTRAS.size}
+_ROW_MIN = records.HEADER.size + _ABORT_EXTRAS.size
 _NOT_SETTLED: Position = (0, 0)
 
 
@@ -59,29 +71,56 @@ def committed_row(frame: bytes, seqno: int) -> bytes:
 
 
 def check_frame(frame: bytes, seqno: int) -> None:
-    """Raise CorruptedError unless `frame` is a whole PREPARE message of that seqno."""
+    """Raise CorruptedError unless `frame` is a whole PREPARE or ABORT message of that seqno."""
     if (
-        len(frame) < _FRAME_MIN
-        or (frame[0], frame[1], frame[4]) != (records.MAGIC, 0x60, _EXTRAS.size)
+        len(frame) < _ROW_MIN
+        or frame[0] != records.MAGIC
+        or frame[4] != _EXTRAS_SIZES.get(frame[1])
         or len(frame) != 24 + int.from_bytes(frame[8:12])
-        or not 0 < (frame[2] << 8 | frame[3]) <= len(frame) - _FRAME_MIN
+        or not 0 < (frame[2] << 8 | frame[3]) <= len(frame) - 24 - frame[4]
     ):
         raise CorruptedError("a prepare cannot be read")
-    if int.from_bytes(frame[24:32]) != seqno:
-        raise CorruptedError(f"it holds the prepare of seqno {int.from_bytes(frame[24:32])}")
+    at = 24 if frame[1] == PREPARE else 32
+    if int.from_bytes(frame[at : at + 8]) != seqno:
+        raise CorruptedError(f"it holds the prepare of seqno {int.from_bytes(frame[at : at + 8])}")
 
 
-def rows(txn: Transaction, vbid: int) -> Iterable[tuple[Position, Position, bytes]]:
-    """Generate the rows of a vbucket, rising: where it was prepared, where it was settled ((0, 0): nowhere), frame."""
+def in_range(txn: Transaction, vbid: int, links: chain.Chain, after_seqno: int, last_seqno: int) -> Iterator[Row]:
+    """Generate the rows of a chain in (after_seqno, last_seqno], rising."""
+    cursor = txn.cursor(keys.DB_PREPARE)
+    for link in reversed(links):
+        low, high = max(after_seqno, link.base_seqno), min(last_seqno, link.cut)
+        if low >= high or not cursor.set_range(keys.PREPARE_KEY.pack(vbid, link.branch, low + 1)):
+            continue
+        end = keys.PREPARE_KEY.pack(vbid, link.branch, high)
+        for key, value in cursor.iternext():
+            if key > end:
+                break
+            yield _row(txn, key, value)
+
+
+def rows(txn: Transaction, vbid: int) -> Iterator[Row]:
+    """Generate the rows of a vbucket, rising: where it was prepared, where it was settled ((0, 0): nowhere), frame.
+    An abort is settled nowhere.
+    """
     cursor = txn.cursor(keys.DB_PREPARE)
     if cursor.set_range(keys.VBID_KEY.pack(vbid)):
         for key, value in cursor.iternext():
             if key[:2] != keys.VBID_KEY.pack(vbid):
                 break
-            if len(key) != keys.PREPARE_KEY.size or len(value) < _SETTLED.size + _FRAME_MIN:
-                raise CorruptedError("a row of the prepares is damaged", path=txn.path, vbid=vbid)
-            _, branch, seqno = keys.PREPARE_KEY.unpack(key)
-            yield (branch, seqno), _SETTLED.unpack_from(value), value[_SETTLED.size :]
+            yield _row(txn, key, value)
+
+
+def _row(txn: Transaction, key: bytes, value: bytes) -> Row:
+    if len(key) != keys.PREPARE_KEY.size or len(value) < _SETTLED.size + _ROW_MIN:
+        raise CorruptedError("a row of the prepares is damaged", path=txn.path, vbid=int.from_bytes(key[:2]))
+    _, branch, seqno = keys.PREPARE_KEY.unpack(key)
+    return (branch, seqno), _SETTLED.unpack_from(value), value[_SETTLED.size :]
+
+
+def is_open(at: Position, settled: Position, frame: bytes, cuts: Mapping[int, int]) -> bool:
+    """Whether a row is a prepare that is open where `cuts` (branch -> cut) ends."""
+    return frame[1] == PREPARE and at[1] <= cuts.get(at[0], -1) and not 0 < settled[1] <= cuts.get(settled[0], -1)
 
 
 def open_at(txn: Transaction, vbid: int, links: chain.Chain) -> dict[bytes, Position]:
@@ -89,9 +128,21 @@ def open_at(txn: Transaction, vbid: int, links: chain.Chain) -> dict[bytes, Posi
     cuts = {link.branch: link.cut for link in links}
     found: dict[bytes, Position] = {}
     for at, settled, frame in rows(txn, vbid):
-        if at[1] <= cuts.get(at[0], -1) and not (settled != _NOT_SETTLED and settled[1] <= cuts.get(settled[0], -1)):
+        if is_open(at, settled, frame, cuts):
             found[key_of(frame)] = at
     return found
+
+
+def old_aborts(
+    txn: Transaction, vbid: int, links: chain.Chain, after_seqno: int, last_seqno: int, looks: int
+) -> tuple[list[Position], int]:
+    """The aborts of a chain in (after_seqno, last_seqno] among `looks` rows, and the seqno up to which that is all."""
+    found: list[Position] = []
+    for at, _, frame in islice(in_range(txn, vbid, links, after_seqno, last_seqno), looks):
+        if frame[1] == ABORT:
+            found.append(at)
+        after_seqno, looks = at[1], looks - 1
+    return found, last_seqno if looks else after_seqno
 
 
 class Prepares:
@@ -128,6 +179,13 @@ class Prepares:
         if len(self.open) >= OPEN_MAX:
             raise SeqnoOrder(f"more than {OPEN_MAX} durable writes are open at once")
         self.open[key] = at
+        self._new[at] = frame
+        self.pending_bytes += len(frame)
+        return len(frame)
+
+    def aborted(self, at: Position, frame: bytes) -> int:
+        """Take an abort in; it settles the prepare of its key, if one is open. Returns the bytes that it costs."""
+        self.settled(key_of(frame), at)
         self._new[at] = frame
         self.pending_bytes += len(frame)
         return len(frame)

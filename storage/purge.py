@@ -6,7 +6,8 @@ visited once, in seqno order, after the floor has passed them. Invariants:
 - the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches
   below it (`vbucket_reader` and `validity` refuse);
 - a version goes only when its next version on the served chain is at or below the floor; a tombstone only when it is
-  the newest version at or below the floor and nothing older is left, which raises local_purge_seqno;
+  the newest version at or below the floor and nothing older is left, which raises local_purge_seqno; so does the abort
+  of a sync write, which goes when it is passed;
 - rows of a dropped or flushed collection go when that event is at or below the floor;
 - rows that a rollback retracted go when the rollback is older than the window or the floor has passed its boundary
   (till then, readers may have yet to be told); rows that were never published go at once;
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from storage import branches, chain, keys, merge, records
+from storage import branches, chain, keys, merge, prepares, records
 from storage.environment import Environment
 from storage.leases import Leases
 from storage.model import SEQNO_MAX, BranchReason, Vbid
@@ -232,13 +233,14 @@ class Purger:
         victims: list[tuple[bytes, bytes]] = []
         seen: set[tuple[bytes, bytes]] = set()
         boundaries: list[bytes] = []
-        position = floor
+        aborts, position = prepares.old_aborts(txn, vbid, links, purged, floor, limit)
+        last = position
         local_purge = 0
         cursor = txn.cursor(key_tree)
         visited = 0
         for key, frame in _forward(txn, vbid, links, purged):
             seqno = int.from_bytes(key[4:12], "big")
-            if seqno > floor:
+            if seqno > last:
                 break
             if len(key) == keys.BOUNDARY_KEY_SIZE:
                 if seqno < floor:
@@ -271,6 +273,10 @@ class Purger:
                 victims.append((wire_key, dup))
                 local_purge = seqno
         removed = self._delete(txn, key_tree, row_tree, victims)
+        for at in aborts:
+            if at[1] <= position:
+                txn.delete(keys.DB_PREPARE, keys.PREPARE_KEY.pack(vbid, *at))
+                local_purge = max(local_purge, at[1])
         for key in boundaries:
             if int.from_bytes(key[4:12], "big") <= position:
                 txn.delete(row_tree, key)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from storage import branches, chain, keys, validity
+from storage import branches, chain, keys, prepares, validity
 from storage.errors import ViewInvalidated
 from storage.model import FailoverEntry, Manifest
 from storage.transaction import Transaction
@@ -27,6 +27,8 @@ from storage.view import View
 
 PIECE_ROWS = 2_000
 """Rows looked at in one transaction at most."""
+PIECE_BYTES = 1024 * 1024
+"""Bytes of prepares read in one transaction where their last one is looked for."""
 
 _SYSTEM_EVENT = 0x5F
 
@@ -148,23 +150,31 @@ def rows(
     rows_max: int = PIECE_ROWS,
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
+    sync_writes: bool = False,
 ) -> tuple[list[Row], int]:
     """The next rows of (after_seqno, pinned.seqno], and the seqno up to which that was all.
 
     `begins` names the collections that are wanted, and the seqno that their rows must be above; None: all there are.
     With `tombstones_from` the reader holds documents from before that seqno, so no tombstone above it may be missing.
+    With `sync_writes` the prepares that are open at the end, and the aborts, are among them.
     Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises Left.
     """
     reader = view.reader(vbid)
     with reader.environment.read() as txn:
         _check(reader, txn, pinned, tombstones_from)
         found, position = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
+        others: list[Row] = []
+        if sync_writes and reader.environment.has(keys.DB_PREPARE):
+            others, position = _look_at_prepares(txn, vbid, pinned, (after_seqno, position), rows_max, bytes_max)
+            found = [row for row in found if int.from_bytes(row[0][4:]) <= position]
         if begins is None and pinned.manifest.uid:
             begins = begins_of(pinned.manifest)
         if begins is not None:
             found = [row for row in found if _is_wanted(row, begins)]
+            others = [row for row in others if _is_wanted(row, begins)]
         kept = _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
-        return [(key, reader.frame(key, stored)) for key, stored in kept], position
+        frames = [(key, reader.frame(key, stored)) for key, stored in kept]
+        return (sorted(frames + others) if others else frames), position
 
 
 def begins_of(manifest: Manifest) -> dict[int, int]:
@@ -172,12 +182,23 @@ def begins_of(manifest: Manifest) -> dict[int, int]:
     return {number: int(entry.begin_seqno) for number, entry in manifest.collections.items()}
 
 
-def last_document_seqno(view: View, vbid: int, pinned: Standing, after_seqno: int, begins: Mapping[int, int]) -> int:
+def last_document_seqno(
+    view: View,
+    vbid: int,
+    pinned: Standing,
+    after_seqno: int,
+    begins: Mapping[int, int],
+    *,
+    sync_writes: bool = False,
+) -> int:
     """Seqno of the last row of these collections in (after_seqno, pinned.seqno]; `after_seqno` without one.
+    `sync_writes`: as in `rows`.
 
     Walks backwards, a transaction for each piece of the way. Raises Left.
     """
     reader = view.reader(vbid)
+    if sync_writes and reader.environment.has(keys.DB_PREPARE):
+        after_seqno = _last_prepare(reader, pinned, after_seqno, begins)
     for link in pinned.links:
         low, high = max(after_seqno, link.base_seqno), link.cut
         while high > low:
@@ -189,6 +210,17 @@ def last_document_seqno(view: View, vbid: int, pinned: Standing, after_seqno: in
                     return int.from_bytes(row[0][4:])
             high = int.from_bytes(found[-1][0][4:]) - 1 if len(found) == PIECE_ROWS else low
     return after_seqno
+
+
+def _last_prepare(reader: VbucketReader, pinned: Standing, after_seqno: int, begins: Mapping[int, int]) -> int:
+    """Seqno of the last prepare or abort that `rows` gives; `after_seqno` without one. Raises Left."""
+    last, at = after_seqno, after_seqno
+    while at < pinned.seqno:
+        with reader.environment.read() as txn:
+            _check(reader, txn, pinned, None)
+            found, at = _look_at_prepares(txn, reader.vbid, pinned, (at, pinned.seqno), PIECE_ROWS, PIECE_BYTES)
+        last = max((int.from_bytes(row[0][4:]) for row in found if _is_wanted(row, begins)), default=last)
+    return last
 
 
 def _check(reader: VbucketReader, txn: Transaction, pinned: Standing, tombstones_from: int | None) -> None:
@@ -232,6 +264,26 @@ def _look(
                 if left <= 0 or len(found) == rows_max:
                     return found, int.from_bytes(key[4:])
     return found, links[0].cut
+
+
+def _look_at_prepares(
+    txn: Transaction, vbid: int, pinned: Standing, between: tuple[int, int], rows_max: int, bytes_max: int
+) -> tuple[list[Row], int]:
+    """The prepares of a range that are open at its snapshot's end, and its aborts; and how far that is.
+
+    What settled a prepare comes by itself: a row or event of a higher seqno, or an abort.
+    """
+    after_seqno, last_seqno = between
+    cuts = {link.branch: link.cut for link in pinned.links}
+    found: list[Row] = []
+    stored = prepares.in_range(txn, vbid, pinned.links, after_seqno, last_seqno)
+    for looked, (at, settled, frame) in enumerate(stored, 1):
+        if frame[1] == prepares.ABORT or prepares.is_open(at, settled, frame, cuts):
+            found.append((keys.ROW.pack(*at), frame))
+            bytes_max -= len(frame)
+        if looked == rows_max or bytes_max <= 0:
+            return found, at[1]
+    return found, last_seqno
 
 
 def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:

@@ -602,11 +602,14 @@ class GroupWriter:
         return True
 
     @_contained
-    def abort_prepare(self, vbid: int, seqno: int, key: bytes, open_snapshot: SnapshotRange) -> None:
-        """Accept the abort of a sync write; without its prepare it only takes its seqno. Raises SeqnoOrder."""
+    def abort_prepare(self, vbid: int, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
+        """Accept the abort of a sync write, whose prepare may be unknown: the ABORT message in stored form.
+
+        Raises SeqnoOrder.
+        """
         vbucket = self._vbuckets[vbid]
         self._check_rises(vbucket, seqno)
-        vbucket.prepares.settled(key, (vbucket.base.staging_branch, seqno))
+        self.pending_bytes += vbucket.prepares.aborted((vbucket.base.staging_branch, seqno), frame)
         vbucket.staged_seqno = seqno
         vbucket.open_snapshot = open_snapshot
         vbucket.dirty = True

@@ -141,7 +141,7 @@ class StoreSink:
     def abort_prepare(self, abort: AbortPrepare) -> StagingRefused | None:
         """Settle what was prepared of a key."""
         try:
-            self.writer.abort_prepare(self.vbid, abort.seqno, abort.key, abort.open_snapshot)
+            self.writer.abort_prepare(self.vbid, abort.seqno, abort.frame, abort.open_snapshot)
         except SeqnoOrder as error:
             return self._refused(error)
         return None

@@ -272,9 +272,10 @@ class Assembler:
         self._moved_to(event.seqno, "commit", out)
 
     def abort(self, event: Abort, out: list[Instruction]) -> None:
-        """Forget the prepared write; one that was never seen is no error (its prepare was deduplicated away)."""
+        """Settle the prepared write; one that was never seen is no error (its prepare was deduplicated away)."""
         within = self._check_next(event.seqno)
-        out.append(AbortPrepare(self._vbid, "abort", Seqno(event.seqno), self._stored_key(event.key), within))
+        frame = encode(replace(event, key=self._stored_key(event.key), stream_id=None), opaque=0)
+        out.append(AbortPrepare(self._vbid, "abort", Seqno(event.seqno), frame, within))
         self._moved_to(event.seqno, "abort", out)
 
     def _stored_key(self, key: bytes) -> bytes:

@@ -169,10 +169,11 @@ class CommitPrepare(InstructionFields):
 
 @dataclass(slots=True)
 class AbortPrepare(InstructionFields):
-    """Forget what was prepared of a key, if anything was; the abort takes its seqno."""
+    """Settle what was prepared of a key, if anything was; the abort takes its seqno."""
 
     seqno: Seqno
-    key: bytes
+    frame: bytes
+    """The ABORT message in stored form."""
     open_snapshot: SnapshotRange
 
 

@@ -196,18 +196,14 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
         return request
 
     def _parse_filter(self, request: StreamRequest) -> StreamFilter:
-        controls = self.controls
-        found = filters.parse(
+        return filters.parse(
             request.value,
             self._port.manifest,
-            has_collections=controls.collections,
-            has_stream_ids=controls.stream_ids,
+            has_collections=self.controls.collections,
+            has_stream_ids=self.controls.stream_ids,
             known=self._port.profile.stream_keys,
             sees_system=self._port.sees_system(),
         )
-        if controls.sync_writes and controls.collections and found.collections is not None:
-            raise Refused(Status.NOT_SUPPORTED)
-        return found
 
     def _history(self, request: StreamRequest, stream_filter: StreamFilter) -> History:
         vbucket = self._port.vbucket(request.vbid)

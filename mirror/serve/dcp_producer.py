@@ -226,10 +226,10 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
         room = PIECE_BYTES
         if window.window_bytes:
             room = min(room, window.window_bytes - window.outstanding)
-        rows, snapshots = stream.row_count, stream.snapshot_count
+        rows, snapshots, uncounted = stream.row_count, stream.snapshot_count, stream.uncounted_bytes
         data = stream.take(room)
         if data:
-            self._send(data)
+            self._send(data, stream.uncounted_bytes - uncounted)
         self._counters.rows += stream.row_count - rows
         self._counters.snapshots += stream.snapshot_count - snapshots
         if stream.ended:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mirror.log import get_logger
-from mirror.serve.dcp_encoder import MUTATION, RowEncoder
+from mirror.serve.dcp_encoder import MUTATION, PREPARE, RowEncoder
 from mirror.serve.dcp_filter import StreamFilter
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp
@@ -68,12 +68,15 @@ class DcpStream:
         """Nothing to say until something is published."""
         self.snapshot_count = 0
         self.row_count = 0
+        self.uncounted_bytes = 0
+        """Bytes that flow control counts beyond those sent."""
         self._view = view
         self._branch = standing.branch
         self._failover_log = standing.failover_log
         self.filter = stream_filter
         self._encoder = RowEncoder(controls, stream_filter)
         self._tells_advance = controls.collections
+        self._sync_writes = controls.sync_writes
         self._marker_version = controls.marker_version
         self._first_start_seqno = min(request.start_seqno, request.snap_start_seqno)
         self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
@@ -148,7 +151,9 @@ class DcpStream:
         begins = self.filter.begins(now.manifest)
         end_seqno = now.seqno
         if self.filter.legacy and begins is not None:  # without SeqnoAdvanced only a document can carry the end
-            end_seqno = store.last_document_seqno(self._view(), self.vbid, now, position, begins)
+            end_seqno = store.last_document_seqno(
+                self._view(), self.vbid, now, position, begins, sync_writes=self._sync_writes
+            )
             if end_seqno == position:
                 self.position_seqno = now.seqno
                 return
@@ -183,6 +188,7 @@ class DcpStream:
             bytes_max=bytes_max,
             begins=self._begins,
             tombstones_from=self.position_seqno if minded else None,
+            sync_writes=self._sync_writes,
         )
         messages: list[bytes] = []
         add = messages.append
@@ -211,6 +217,8 @@ class DcpStream:
             out[at + 6 : at + 8] = vbid
             out[at + 12 : at + 16] = opaque
             at += len(message)
+        if self._sync_writes:
+            self.uncounted_bytes += 2 * sum(message[1] == PREPARE for message in messages)
         self.row_count += len(messages)
         self.position_seqno, self._last_sent_seqno = position, int.from_bytes(last[4:])
 

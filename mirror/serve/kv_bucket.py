@@ -36,10 +36,20 @@ log = get_logger("kv")
 class KvBucket:
     """The bucket, as readers see it."""
 
-    def __init__(self, data: str, clock: Clock, *, stale_allowed: bool, verify_reads: bool = True) -> None:
+    def __init__(
+        self,
+        data: str,
+        clock: Clock,
+        *,
+        stale_allowed: bool,
+        verify_reads: bool = True,
+        tracks_prepares: bool = False,
+    ) -> None:
         """Open the mirror at `data`. Raises StorageError."""
         self._data = data
         self.clock = clock
+        self.tracks_prepares = tracks_prepares
+        """The prepares of durable writes are kept (the setting `track_prepares`)."""
         self._stale_allowed = stale_allowed
         self._open = partial(open_view, data, stale_reads=stale_allowed, verify_reads=verify_reads)
         self.view: View = self._open()

@@ -48,6 +48,8 @@ class Abilities:
     """The interval of noops may be a fraction of a second (7.6 and newer)."""
     sync_writes: bool = False
     """It can send the prepares of durable writes."""
+    replication: bool = False
+    """It can wait for the acknowledgements of durable writes by which a replica counts."""
     change_streams: bool = False
     """Its storage keeps every version."""
     oso_with_seqno_advanced: bool = True
@@ -181,7 +183,7 @@ class Controls:
         return Status.SUCCESS
 
     def _set_consumer_name(self, value: bytes) -> Status:
-        if not self.abilities.sync_writes:
+        if not self.abilities.replication:
             return Status.NOT_SUPPORTED
         if not 0 < len(value) <= CONSUMER_NAME_BYTES_MAX:
             return Status.EINVAL

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -51,6 +51,12 @@ class Filter(Protocol):
 
     stream_id: int | None
     purge_seqno: int | None
+
+    scope_id: int | None
+
+    @property
+    def collections(self) -> Collection[int] | None:
+        """The collections that pass; None: all that exist or will."""
 
 
 class Stream(Protocol):
@@ -187,6 +193,8 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
             raise Refused(Status.NOT_SUPPORTED)  # enable_noop comes before xattrs and filters
         stream_filter = self._parse_filter(request)
+        if self.controls.sync_writes and self._names_collections(stream_filter):
+            raise Refused(Status.NOT_SUPPORTED)
         if (request.vbid, stream_filter.stream_id) in self.streams:
             raise Refused(Status.KEY_EEXISTS)
         history = self._history(request, stream_filter)
@@ -235,6 +243,10 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         if unknown and abilities.refuses_unknown_stream_flags:
             raise Refused(Status.EINVAL, "Request contains invalid flags")
         return replace(request, flags=request.flags & ~unknown)
+
+    def _names_collections(self, stream_filter: FilterT) -> bool:
+        """Not a scope, and not the one collection of a client that knows of none."""
+        return self.controls.collections and stream_filter.collections is not None and stream_filter.scope_id is None
 
     @abstractmethod
     def _check_request(self, request: StreamRequest) -> StreamRequest:

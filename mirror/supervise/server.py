@@ -47,6 +47,7 @@ class KvServing:
             clock,
             stale_allowed=settings.refill_reads == "stale",
             verify_reads=settings.verify_reads,
+            tracks_prepares=settings.track_prepares,
         )
         self._addresses = [address for address, _ in sockets]
         self._server = self.server_type(

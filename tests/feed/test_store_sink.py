@@ -143,7 +143,8 @@ def test_a_sync_write_is_staged_half_by_half(vbucket: FakeVbucket) -> None:
     assert vbucket.writer.open_prepares(0) == {b"\0k": 1}
     execute(vbucket, [ins.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within)])
     assert vbucket.writer.open_prepares(0) == {}
-    execute(vbucket, [ins.AbortPrepare(VBID, "t", Seqno(3), b"\0k", within)])
+    abort = encode_event(ev.Abort(0, b"\0k", 1, 3))
+    execute(vbucket, [ins.AbortPrepare(VBID, "t", Seqno(3), abort, within)])
     assert vbucket.writer.state(0).staged_seqno == 3
     assert vbucket.answers_given == []
 
@@ -160,7 +161,7 @@ def test_a_half_that_does_not_rise_ends_its_list(vbucket: FakeVbucket, kind: Any
     within = SnapshotRange(Seqno(1), Seqno(9))
     frame = encode_event(ev.Prepare(0, b"\0k", 5, 1, 1, value=b"{}"))
     execute(vbucket, [ins.StagePrepare(VBID, "t", Seqno(5), frame, within)])
-    what = frame if kind is ins.StagePrepare else b"\0k"
+    what = b"\0k" if kind is ins.CommitPrepare else frame
     execute(vbucket, [kind(VBID, "t", Seqno(5), what, within), publish(9)])
     (told,) = vbucket.answers_given
     assert isinstance(told, events.StagingRefused)

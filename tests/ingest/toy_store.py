@@ -163,7 +163,7 @@ class ToyStore:
         return None
 
     def _AbortPrepare(self, asked: ins.AbortPrepare) -> None:
-        self._settle(asked, asked.key, None)
+        self._settle(asked, wire_frame.decode(asked.frame)[0].key, None)
 
     def _settle(self, asked: ins.StagePrepare | ins.CommitPrepare | ins.AbortPrepare, key: bytes, frame: Any) -> None:
         line = self.staging

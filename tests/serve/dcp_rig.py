@@ -175,9 +175,9 @@ class DcpEndpoint:
 @asynccontextmanager
 async def serving_dcp(
     path: str, *, readers: Users | None = None, addresses: Sequence[Address] = (Address(),),
-    limits: Limits | None = None, tls: Any = None,
+    limits: Limits | None = None, tls: Any = None, tracks_prepares: bool = False,
 ) -> AsyncIterator[DcpEndpoint]:  # fmt: skip
-    bucket = KvBucket(path, SystemClock(), stale_allowed=False)
+    bucket = KvBucket(path, SystemClock(), stale_allowed=False, tracks_prepares=tracks_prepares)
     held = [reserve(address, "dcp") for address in addresses]
     node = own_node([each.address for each in held])
     server = DcpServer(bucket, readers or users(), ClusterMap(bucket.identity, [node], 5), SystemClock(), limits=limits)

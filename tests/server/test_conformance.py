@@ -19,7 +19,7 @@ from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.constants import Feature, Opcode, Status, StreamEndReason, StreamRequestFlag
+from mirror.wire.constants import Feature, Opcode, OsoFlag, Status, StreamEndReason, StreamRequestFlag
 from tests.feed.harness import Mirror
 from tests.serve.dcp_rig import ALL, TIMES, DcpClient, serving_dcp
 
@@ -51,9 +51,27 @@ class Server:
         return self.cluster.vbucket(vbid)
 
 
+def prepare_all(cluster: SandboxCluster) -> None:
+    """Durable writes in vbucket 2: `settle` leaves two of them open, one of which deletes."""
+    bucket = cluster.bucket
+    bucket.prepare("committed", {"durable": 1}, vbid=2)
+    bucket.prepare("aborted", {"durable": 2}, vbid=2)
+    bucket.prepare("open", {"durable": 3}, vbid=2)
+    bucket.prepare("d5", None, vbid=2)
+    bucket.prepare("d6", {"durable": 4}, vbid=2)
+
+
+def settle(cluster: SandboxCluster) -> None:
+    """In a snapshot of their own."""
+    cluster.bucket.commit("committed", vbid=2)
+    cluster.bucket.abort("aborted", vbid=2)
+    cluster.bucket.commit("d6", vbid=2)
+    cluster.bucket.to_disk()
+
+
 @pytest.fixture(params=["sandbox", "mirror"])
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
-    """Vbucket 0 is plain as 2 is, 1 lost two changes in a failover, 3 has only the events of collections."""
+    """Vbucket 0 is plain, 1 lost two changes in a failover, 2 has durable writes, 3 only the events of collections."""
     async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=5, profile="7.2") as cluster:
         cluster.bucket.create_scope("shop")
         cluster.bucket.create_collection("shop", "carts")
@@ -64,8 +82,10 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             cluster.delete("d3", vbid=vbid)
         cluster.failover(1, lose=2)
         cluster.set("d4", {"n": "new"}, vbid=1)
+        prepare_all(cluster)
         cluster.bucket.to_disk()
         if request.param == "sandbox":
+            settle(cluster)
             port = cluster.nodes[0].port
             assert port is not None
             made = Server(cluster, request.param, port)
@@ -73,12 +93,14 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         else:
             mirror = Mirror(
                 tmp_path, bucket=cluster.bucket.name, bucket_uuid=cluster.bucket.map.bucket_uuid, vbuckets=VBUCKETS,
-                password="demo",
+                password="demo", settings={"track_prepares": True},
             )  # fmt: skip
             mirror.start(cluster.connection_string)
             for vbid in range(VBUCKETS):
                 await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
-            async with serving_dcp(mirror.path) as endpoint:
+            settle(cluster)
+            await mirror.until_published(2, cluster.vbucket(2).high_seqno)
+            async with serving_dcp(mirror.path, tracks_prepares=True) as endpoint:
                 made = Server(cluster, request.param, endpoint.port)
                 yield made
             await mirror.stop()
@@ -128,6 +150,9 @@ CONTROLS = [
     ("enable_ext_metadata", "true", Status.EINVAL),
     ("enable_value_compression", "true", Status.EINVAL),
     ("enable_stream_id", "false", Status.EINVAL),
+    ("enable_sync_writes", "false", Status.EINVAL),
+    ("enable_sync_writes", "true", OK),
+    ("enable_stream_id", "true", Status.NOT_SUPPORTED),  # not together with sync writes
     ("no_such_control", "true", Status.EINVAL),
 ]
 
@@ -139,8 +164,7 @@ async def test_controls(server: Server) -> None:
 
 
 DIFFERENCES = [
-    ("enable_sync_writes", "true", OK, Status.NOT_SUPPORTED),  # a mirror keeps no prepares for others
-    ("consumer_name", "me", OK, Status.NOT_SUPPORTED),
+    ("consumer_name", "me", OK, Status.NOT_SUPPORTED),  # a mirror does not wait for acknowledgements
     ("max_marker_version", "2.2", Status.EINVAL, OK),  # what 7.2 does not know yet and costs nothing
     ("set_noop_interval", "0.5", Status.EINVAL, OK),
 ]
@@ -286,6 +310,95 @@ async def test_stream_ids(server: Server) -> None:
     assert (await client.say(ev.CloseStream(0))).status == Status.DCP_STREAM_ID_INVALID
     assert (await client.say(ev.CloseStream(0, stream_id=1))).status == OK
     assert (await client.say(ev.CloseStream(0, stream_id=3))).status == Status.KEY_ENOENT
+
+
+SYNC_WRITES = {b"enable_sync_writes": b"true"}
+
+
+async def test_sync_writes_and_their_filters(server: Server) -> None:
+    ids = await server.client(controls={b"enable_stream_id": b"true"})
+    assert await ids.control(b"enable_sync_writes", b"true") == Status.NOT_SUPPORTED
+    found = []
+    for value in (b"", b'{"uid":"0"}', b'{"scope":"0"}', b'{"collections":["0"]}', b'{"collections":["8"]}'):
+        client = await server.client(controls=SYNC_WRITES)
+        found.append((await client.stream(2, value=value)).status)
+    assert found == [OK, OK, OK, Status.NOT_SUPPORTED, Status.NOT_SUPPORTED]
+
+
+async def test_a_backfill_has_the_open_prepares_and_the_aborts(server: Server) -> None:
+    """A committed write is a mutation in it, and a prepare counts two bytes more than it has."""
+    vbucket = server.vbucket(2)
+    high = vbucket.high_seqno
+    client = await server.client(flags=TIMES, controls=SYNC_WRITES | {b"connection_buffer_size": b"100000"})
+    assert (await client.stream(2, end=high)).status == OK
+    before = client.counted
+    events = (await client.until_end(high))[1:]
+    assert await client.event() == ev.StreamEnd(2, int(StreamEndReason.OK), opaque=0x77)
+    prepares = {each.key: each for each in events if isinstance(each, ev.Prepare)}
+    opened = vbucket.prepared
+    assert {key: each.seqno for key, each in prepares.items()} == {key: item.seqno for key, item in opened.items()}
+    for key, each in prepares.items():
+        item = opened[key]
+        assert (each.cas, each.rev_seqno, each.value, bool(each.deleted)) == (
+            item.cas, item.rev_seqno, item.value, item.deletes,
+        )  # fmt: skip
+    (abort,) = [each for each in events if isinstance(each, ev.Abort)]
+    assert abort.key == b"\0aborted"
+    assert 0 < abort.prepared_seqno < abort.seqno == high - 1
+    assert not any(isinstance(each, ev.Commit) for each in events)
+    held = {each.key: each.seqno for each in events if isinstance(each, ev.Mutation)}
+    assert held == {item.key: item.seqno for item in vbucket.state_at(high).values()}
+    assert [each.seqno for each in events] == sorted({each.seqno for each in events})  # type: ignore[union-attr]
+    counted = client.counted - before
+    await client.send(codec_dcp.to_frame(ev.BufferAck(counted)))
+    assert await client.alive(), "no more than was sent"
+
+
+async def test_a_client_without_sync_writes_gets_what_was_committed(server: Server) -> None:
+    high = server.vbucket(2).high_seqno
+    client = await server.client()
+    assert (await client.stream(2, end=high)).status == OK
+    events = await client.until_end(high)
+    assert not any(isinstance(each, (ev.Prepare, ev.Commit, ev.Abort)) for each in events)
+
+
+async def test_a_client_that_holds_a_prepare_learns_what_became_of_it(server: Server) -> None:
+    """One that resumes behind the prepares: committed by a mutation, aborted by an abort."""
+    vbucket = server.vbucket(2)
+    high = vbucket.high_seqno
+    client = await server.client(controls=SYNC_WRITES)
+    uuid = vbucket.failover_log[0].vbuuid
+    assert (await client.stream(2, high - 3, vbuuid=uuid, end=high)).status == OK
+    events = (await client.until_end(high))[1:]
+    assert [(type(each).__name__, each.key) for each in events] == [  # type: ignore[union-attr]
+        ("Mutation", b"\0committed"), ("Abort", b"\0aborted"), ("Mutation", b"\0d6"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [b"true", b"true_with_seqno_advanced"])
+async def test_out_of_order_snapshots_are_permitted_and_not_promised(server: Server, form: bytes) -> None:
+    """The embedded source sends one where it may, the mirror never; both have the whole collection."""
+    vbucket = server.vbucket(0)
+    high = vbucket.high_seqno
+    client = await server.client(controls={b"enable_out_of_order_snapshots": form})
+    assert (await client.stream(0, value=b'{"collections":["0"]}', end=high)).status == OK
+    events: list[ev.DcpEvent] = []
+    while not events or not isinstance(events[-1], ev.StreamEnd):
+        events.append(await client.event())
+    assert events[-1] == ev.StreamEnd(0, int(StreamEndReason.OK), opaque=0x77)
+    oso = [each.flags for each in events if isinstance(each, ev.OsoSnapshot)]
+    assert oso == ([OsoFlag.START, OsoFlag.END] if server.name == "sandbox" else [])
+    advanced = sum(isinstance(each, ev.SeqnoAdvanced) for each in events)
+    assert advanced == (form == b"true_with_seqno_advanced" if oso else high != vbucket.collection_high_seqno[0])
+    held = {each.key: each.seqno for each in events if isinstance(each, ev.Mutation)}
+    assert held == {item.key: item.seqno for key, item in vbucket.state_at(high).items() if key[0] == 0}
+
+
+@pytest.mark.parametrize("value", [b"", b'{"scope":"0"}', b'{"collections":["0","8"]}'])
+async def test_no_out_of_order_snapshot_where_the_filter_is_not_one_collection(server: Server, value: bytes) -> None:
+    client = await server.client(controls={b"enable_out_of_order_snapshots": b"true"})
+    assert (await client.stream(0, value=value)).status == OK
+    assert isinstance(await client.event(), ev.SnapshotMarker)
 
 
 async def test_closing(server: Server) -> None:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 import storage.prepares
-from storage import keys, records
+from storage import chain, keys, records
 from storage.check import check
 from storage.errors import CorruptedError, SeqnoOrder
 from storage.model import Collection, Kind, Manifest, Seqno, Vbid
-from storage.prepares import check_frame, committed_row, key_of, rows
+from storage.prepares import check_frame, committed_row, key_of, old_aborts, rows
+from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
@@ -40,6 +41,11 @@ def prepare_frame(
         + wire_key
         + value
     )
+
+
+def abort_frame(wire_key: bytes, seqno: int, prepared_seqno: int = 1) -> bytes:
+    head = records.HEADER.pack(0x80, 0x63, len(wire_key), 16, 0, 0, 16 + len(wire_key), 0, 0)
+    return head + struct.pack(">QQ", prepared_seqno, seqno) + wire_key
 
 
 Event = tuple[int, bytes, bool]
@@ -96,7 +102,7 @@ class StoreWithPrepares(Store):
         key = b"\0" + KEYS[vbid][number]
         prepared = self.expected(vbid).get(key)
         if not commit:
-            self.writer.abort_prepare(vbid, seqno, key, span(seqno, seqno + 3))
+            self.writer.abort_prepare(vbid, seqno, abort_frame(key, seqno), span(seqno, seqno + 3))
         elif self.writer.commit_prepare(vbid, seqno, key, span(seqno, seqno + 3)):
             assert prepared is not None
             self.open[vbid].append((seqno, key[1:], self.values[vbid, prepared]))
@@ -261,6 +267,51 @@ def test_a_row_goes_when_the_floor_has_passed_what_settled_it(writer: GroupWrite
     assert writer.open_prepares(0) == {b"\0" + second: 2}
 
 
+def test_an_abort_stays_until_it_is_purged_like_a_tombstone(path: str, writer: GroupWriter) -> None:
+    """Also one whose prepare left no row, or never came: a client from elsewhere may hold it."""
+    writer.prepare(0, 1, prepare_frame(KEY, 1), span(1, 3))
+    writer.abort_prepare(0, 2, abort_frame(WIRE_KEY, 2), span(1, 3))
+    writer.abort_prepare(0, 3, abort_frame(b"\0never", 3), span(1, 3))
+    boundary(writer, 3)
+    assert stored(writer) == [((1, 2), (0, 0)), ((1, 3), (0, 0))]
+    assert writer.open_prepares(0) == {}
+    crash(writer)
+    writer = open_writer(path, window=Window(boundaries=1))
+    assert writer.open_prepares(0) == {}
+    assert check(path).problems == []
+    for seqno in (4, 5):
+        writer.stage(0, [row(writer.row_prefix(0), KEYS[0][2], b"x", seqno)], 1, span(seqno, seqno))
+        boundary(writer, seqno)
+    while writer.step():
+        pass
+    assert stored(writer) == []
+    assert writer.state(0).local_purge_seqno == 3
+    assert check(path).problems == []
+    writer.close()
+
+
+def test_aborts_are_purged_in_steps_of_bounded_size(path: str) -> None:
+    """However many lie between two rows."""
+    writer = open_writer(path, window=Window(boundaries=1))
+    writer.save_failover_log(0, log())
+    for seqno in range(1, 41):
+        writer.abort_prepare(0, seqno, abort_frame(b"\0a%d" % seqno, seqno), span(1, 40))
+    boundary(writer, 40)
+    for seqno in (41, 42):
+        writer.stage(0, [row(writer.row_prefix(0), KEYS[0][2], b"x", seqno)], 1, span(seqno, seqno))
+        boundary(writer, seqno)
+    with writer.environment.read() as txn:
+        links = chain.load(txn, 0, 1, 42)
+        assert old_aborts(txn, 0, links, 3, 41, 5) == ([(1, n) for n in range(4, 9)], 8)
+        assert old_aborts(txn, 0, links, 36, 41, 5) == ([(1, n) for n in range(37, 41)], 41)
+        assert old_aborts(txn, 0, links, 40, 41, 5) == ([], 41)
+    while writer.step():
+        pass
+    assert stored(writer) == []
+    assert writer.state(0).local_purge_seqno == 40
+    writer.close()
+
+
 def test_rows_of_histories_that_nobody_sees_any_more_go(writer: GroupWriter) -> None:
     writer.stage(0, [row(writer.row_prefix(0), KEYS[0][2], b"x", 1)], 1, span(1, 1))
     boundary(writer, 1)
@@ -317,7 +368,7 @@ def test_prepares_that_do_not_rise_or_are_too_many_are_refused(
     with pytest.raises(SeqnoOrder, match="does not rise"):
         writer.prepare(0, 5, prepare_frame(KEY, 5), span(1, 9))
     with pytest.raises(SeqnoOrder, match="does not rise"):
-        writer.abort_prepare(0, 5, WIRE_KEY, span(1, 9))
+        writer.abort_prepare(0, 5, abort_frame(WIRE_KEY, 5), span(1, 9))
     with pytest.raises(SeqnoOrder, match="open at once"):
         writer.prepare(0, 6, prepare_frame(KEYS[0][1], 6), span(1, 9))
     writer.prepare(0, 6, prepare_frame(KEY, 6), span(1, 9))
@@ -368,7 +419,7 @@ def test_a_missing_row_is_damage_and_not_a_missing_prepare(path: str, writer: Gr
         txn.delete(keys.PREPARE_KEY.pack(0, 1, 1), db=writer.environment.db(keys.DB_PREPARE))
     with pytest.raises(CorruptedError, match="1:1 is missing"):
         writer.commit_prepare(0, 2, WIRE_KEY, span(2, 2))
-    writer.abort_prepare(0, 2, WIRE_KEY, span(2, 3))
+    writer.abort_prepare(0, 2, abort_frame(WIRE_KEY, 2), span(2, 3))
     with pytest.raises(CorruptedError, match="1:1 is missing"):
         writer.commit(flush_open=True)
 
@@ -393,6 +444,8 @@ def test_layouts() -> None:
     frame = prepare_frame(b"k", 7, b"value")
     assert key_of(frame) == b"\0k"
     check_frame(frame, 7)
+    assert key_of(abort_frame(b"\0k", 8)) == b"\0k"
+    check_frame(abort_frame(b"\0k", 8), 8)
     document = records.decode_row(Vbid(0), 1, committed_row(frame, 9))  # type: ignore[arg-type]
     assert (document.key, document.seqno, document.value, document.kind) == (b"k", 9, b"value", Kind.MUTATION)
     assert keys_of(0, 1) == [KEYS[0][0]]

@@ -62,7 +62,9 @@ class Clock:
         return self.now
 
 
-def open_writer(path: str, group: int = 0, clock: Clock | None = None, map_size: int = 1 << 30) -> GroupWriter:
+def open_writer(
+    path: str, group: int = 0, clock: Clock | None = None, map_size: int = 1 << 30, **options: Any
+) -> GroupWriter:
     return GroupWriter.open(
         directory.group_path(path, group),
         group=group,
@@ -70,6 +72,7 @@ def open_writer(path: str, group: int = 0, clock: Clock | None = None, map_size:
         identity=IDENTITY,
         clock_ms=clock or Clock(),
         map_size=map_size,
+        **options,
     )
 
 
