@@ -156,9 +156,13 @@ class Settings:
     """Users that may read: SCRAM verifiers and collections, as `dcp-mirror user` writes them. Read again when it
     changes. Unset: every local client may read everything, and so may the source's user with its password."""
     listen_tls_cert_file: Path | None = None
-    """Certificate chain (PEM) of the listeners with `tls://`."""
+    """Certificate chain (PEM) of the listeners with `tls://`. A file that replaces it, or one of the two below, is used
+    for new connections at once; open ones go on."""
     listen_tls_key_file: Path | None = None
     """Private key (PEM) of `listen_tls_cert_file`, where it is not in the same file."""
+    listen_tls_client_ca_file: Path | None = None
+    """Authorities (PEM) that sign clients' certificates. A client of a listener with `tls://` that shows one is the
+    user of its common name and needs no password; any other logs in. Unset: clients are asked for none."""
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = 1024
     """Connections of one listening process; further ones are closed at once. An idle connection costs about 10 KiB."""
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = 256

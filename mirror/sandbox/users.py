@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mirror.server.privileges import ALL_PRIVILEGES
+from mirror.server.privileges import ALL_PRIVILEGES, certified_name
 
 
 @dataclass(slots=True)
@@ -37,12 +37,8 @@ class Users:
         return user
 
     def of_certificate(self, certificate: Mapping[str, Any]) -> User | None:
-        """The user whom a client certificate is for: the common name of its subject, as clusters are mostly set up."""
-        for part in certificate.get("subject", ()):
-            for name, value in part:
-                if name == "commonName":
-                    return self.by_name.get(value)
-        return None
+        """The user whom a client certificate is for."""
+        return self.by_name.get(certified_name(certificate) or "")
 
     def password_of(self, name: str) -> str | None:
         """The password of a user, None for an unknown one."""

@@ -1,4 +1,4 @@
-"""Who may read what: users with SCRAM verifiers, the collections each may read, and the listeners' TLS.
+"""Who may read what: users with SCRAM verifiers, and the collections each may read.
 
 Knows names, verifiers and patterns of collections; must never know a protocol, and keeps no password of the file's
 users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {MECHANISM: {...}}}}, "anonymous":
@@ -17,7 +17,6 @@ import hmac
 import json
 import os
 import secrets
-import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -356,23 +355,3 @@ def _bad(path: Path, what: str) -> ConfigError:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
-
-
-# TLS.
-
-
-def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """The context of the listeners with TLS; None where no certificate is set. Raises ConfigError."""
-    if settings.listen_tls_cert_file is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(settings.listen_tls_cert_file, settings.listen_tls_key_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"the certificate {settings.listen_tls_cert_file} or its key cannot be used: {error}",
-            hint="both must be PEM, belong together, and the key must have no passphrase",
-            setting="listen_tls_cert_file",
-        ) from None
-    return context

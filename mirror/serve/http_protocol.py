@@ -127,6 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take it, or turn it away."""
         super().connection_made(transport)
+        self.app_state["transport"] = transport
         self._slot.abort = transport.abort
         if self._slot.refused:
             self._turn_away(b"503 Service Unavailable", BUSY)

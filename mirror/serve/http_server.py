@@ -21,7 +21,7 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.serve.admission import Acceptor, Admission
-from mirror.serve.auth import Users, server_tls, users_of
+from mirror.serve.auth import Users, users_of
 from mirror.serve.http_api import make_app
 from mirror.serve.http_protocol import BoundedProtocol, Budget, Gate, protocol_config
 from mirror.serve.http_service import Service, Watch
@@ -30,6 +30,7 @@ from mirror.serve.http_view import Mirror
 from mirror.serve.listener import Limits
 from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
+from mirror.serve.tls import server_tls
 
 DRAIN_S = 5.0
 """For answers that are on their way when the process is asked to stop."""

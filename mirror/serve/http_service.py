@@ -33,6 +33,7 @@ from mirror.serve.http_status import Status
 from mirror.serve.http_view import Mirror
 from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
+from mirror.serve.tls import certified_reader
 from storage.errors import StorageError
 from storage.view import AsOf, Pin, Published, View
 from storage.wait import POLL_MIN_S, MutationToken, Standing, next_delay_s, standing
@@ -165,10 +166,11 @@ class Service:
         header = request.headers.get("authorization")
         if header is None:
             anonymous = self.users.anonymous if request.state.local else None
-            if anonymous is None:
+            reader = certified_reader(self.users, request.state.transport) or anonymous
+            if reader is None:
                 raise Problem("not-authenticated", "this listener wants a user", hint="send Basic authentication")
             request.state.slot.establish()
-            return anonymous
+            return reader
         scheme, _, text = header.partition(" ")
         if scheme.lower() != "basic":
             raise Problem("not-authenticated", "only Basic authentication is known here")

@@ -29,6 +29,7 @@ from mirror.serve.auth import Reader
 from mirror.serve.kv_fast import Counters, fast_get
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
+from mirror.serve.tls import certified_reader
 from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests, requests
 from mirror.server.session import Later, Operation, Reply
@@ -136,6 +137,7 @@ class KvConnection(asyncio.Protocol):
         """A client connected."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self.session.certified(certified_reader(self.session.users, transport))
         self.slot.abort = self.abort
         self._host.opened(self)
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)

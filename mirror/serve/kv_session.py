@@ -144,6 +144,11 @@ class KvSession(DocumentSession):
         """The client has proven to be this user."""
         self.reader = self.users.reader(username)
 
+    def certified(self, reader: Reader | None) -> None:
+        """The client has shown the certificate of this user, or of nobody."""
+        if reader is not None:
+            self.reader = reader
+
     def log_out(self) -> None:
         """The client is nobody from now on."""
         self.reader = None

@@ -1,6 +1,11 @@
-"""Names of the privileges that requests need, as the server spells them (kv_engine docs/rbac.md), each of them once."""
+"""Who a client is by its certificate, and the names of the privileges that requests need, as the server spells them
+(kv_engine docs/rbac.md), each of them once.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 READ = "Read"
 WRITE = "Upsert"
@@ -10,3 +15,12 @@ DCP_STREAM = "DcpStream"
 SYSTEM_COLLECTIONS = "SystemCollectionLookup"
 
 ALL_PRIVILEGES = frozenset((READ, WRITE, META_READ, DCP_PRODUCER, DCP_STREAM, SYSTEM_COLLECTIONS))
+
+
+def certified_name(certificate: Mapping[str, Any]) -> str | None:
+    """The user whom a client certificate is for: the common name of its subject, as clusters are mostly set up."""
+    for part in certificate.get("subject", ()):
+        for name, value in part:
+            if name == "commonName":
+                return str(value)
+    return None

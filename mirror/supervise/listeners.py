@@ -18,9 +18,10 @@ from typing import Any
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.serve.admission import raise_descriptor_limit
-from mirror.serve.auth import server_tls, users_of
+from mirror.serve.auth import users_of
 from mirror.serve.kv_map import named_nodes
 from mirror.serve.listener import Address, Reserved, check_addresses, parse_addresses, reserve
+from mirror.serve.tls import server_tls
 
 KINDS = ("kv", "http", "dcp")
 SLOTS_PER_KIND = 1000

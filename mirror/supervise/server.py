@@ -16,12 +16,13 @@ from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire
 from mirror.errors import ConfigError
 from mirror.log import get_logger
-from mirror.serve.auth import server_tls, users_of
+from mirror.serve.auth import users_of
 from mirror.serve.dcp_server import DcpServer
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
 from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address, Limits, listening_socket, parse_addresses
+from mirror.serve.tls import server_tls
 from mirror.supervise import logs
 from mirror.supervise.channel import Message
 from mirror.supervise.listeners import SLOTS_PER_KIND

@@ -21,8 +21,9 @@ from structlog.testing import capture_logs
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.serve.admission import LOCAL, REFUSALS_MAX, Acceptor, Admission, Slot, peer_of, raise_descriptor_limit
-from mirror.serve.auth import Reader, SourceUser, server_tls
+from mirror.serve.auth import Reader, SourceUser
 from mirror.serve.listener import Address, Limits
+from mirror.serve.tls import server_tls
 from mirror.wire import codec_kv
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import until

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import ssl
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from mirror.serve.auth import (
     current,
     entry_of,
     new_salt_key,
-    server_tls,
     users_of,
 )
 from mirror.wire.sasl import HASHES, SaslError, ScramClient, ScramServer
-from tests.serve.certificates import make_certificate
 
 
 def written(path: Path, document: Any) -> Path:
@@ -251,13 +248,3 @@ def test_the_settings_choose_the_users(file: Path, monkeypatch: pytest.MonkeyPat
     assert users_of(Settings(users_file=file)).check("ann", "one")
     assert users_of(Settings(source="couchbase://eve@host/bucket")).check("eve", "secret")
     assert users_of(Settings()).check("", "secret") is None
-
-
-def test_certificates_are_loaded_or_refused(tmp_path: Path) -> None:
-    assert server_tls(Settings()) is None
-    cert, key = make_certificate(tmp_path)
-    context = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
-    assert context is not None
-    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
-    with pytest.raises(ConfigError, match="cannot be used"):
-        server_tls(Settings(listen_tls_cert_file=key, listen_tls_key_file=cert))

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from mirror.config import Settings
-from mirror.serve.auth import FileUsers, Reader, SourceUser, entry_of, server_tls
+from mirror.serve.auth import FileUsers, Reader, SourceUser, entry_of
 from mirror.serve.kv_session import FAILED_LOGINS_MAX, GRANTED
 from mirror.serve.listener import Address
+from mirror.serve.tls import server_tls
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status

@@ -1,0 +1,107 @@
+"""The listeners' side of TLS: the certificate that they show, exchanged while they run, and whom clients' are for.
+
+Knows files and contexts; must never know a protocol. Each handshake looks whether the files have changed. Invariants: a
+certificate that is exchanged is shown to all who connect from then on, and open connections go on; files that cannot
+be used, or do not belong together yet, leave those of before in force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from pathlib import Path
+
+from mirror.config import Settings
+from mirror.errors import ConfigError
+from mirror.log import get_logger
+from mirror.serve.auth import Reader, Users
+from mirror.server.privileges import certified_name
+
+log = get_logger("tls")
+
+_Stamp = tuple[tuple[int, int, int] | None, ...]
+
+
+class ListenerTls:
+    """The files of the listeners' settings, and the context that they make."""
+
+    def __init__(self, cert_file: Path, key_file: Path | None, client_ca_file: Path | None) -> None:
+        """Read them. Raises ConfigError."""
+        self._cert_file = cert_file
+        self._key_file = key_file
+        self._client_ca_file = client_ca_file
+        self._stamp = self._stamp_now()
+        self.context = self._load()
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self._cert_file, self._key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"the certificate {self._cert_file} or its key cannot be used: {error}",
+                hint="both must be PEM, belong together, and the key must have no passphrase",
+                setting="listen_tls_cert_file",
+            ) from None
+        if self._client_ca_file is not None:
+            try:
+                context.load_verify_locations(self._client_ca_file)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(
+                    f"the authorities {self._client_ca_file} cannot be used: {error}",
+                    hint="give the PEM file of those who sign clients' certificates",
+                    setting="listen_tls_client_ca_file",
+                ) from None
+            context.verify_mode = ssl.CERT_OPTIONAL
+        context.sni_callback = self._hello  # OpenSSL calls it in each handshake, with or without a name
+        return context
+
+    def _hello(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """A client says hello: the handshake goes on with the files as they are now."""
+        stamp = self._stamp_now()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self.context = self._load()
+            except ConfigError as error:
+                log.error("the certificate of before is shown", error=str(error))
+            else:
+                log.info("certificate read again", path=str(self._cert_file))
+        connection.context = self.context
+
+    def _stamp_now(self) -> _Stamp:
+        return tuple(
+            None if path is None else _stamp_of(path)
+            for path in (self._cert_file, self._key_file, self._client_ca_file)
+        )
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def server_tls(settings: Settings) -> ssl.SSLContext | None:
+    """The context of the listeners with TLS; None where no certificate is set. Raises ConfigError."""
+    if settings.listen_tls_cert_file is None:
+        if settings.listen_tls_client_ca_file is not None:
+            raise ConfigError(
+                "listen_tls_client_ca_file is set, and the listeners have no certificate of their own",
+                hint="set listen_tls_cert_file, or leave it out",
+                setting="listen_tls_client_ca_file",
+            )
+        return None
+    key_file, ca_file = settings.listen_tls_key_file, settings.listen_tls_client_ca_file
+    return ListenerTls(settings.listen_tls_cert_file, key_file, ca_file).context
+
+
+def certified_reader(users: Users, transport: asyncio.BaseTransport) -> Reader | None:
+    """The user whom a client's certificate is for; None where it showed none, or one of nobody."""
+    certificate = transport.get_extra_info("peercert")
+    name = certified_name(certificate) if certificate else None
+    return users.reader(name) if name else None
