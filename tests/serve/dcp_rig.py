@@ -56,7 +56,10 @@ class DcpClient(Client):
 
     async def say(self, event: ev.Event) -> Frame:
         """Ask by an event; messages of streams that come before the answer are kept."""
-        asked = codec_dcp.to_frame(event)
+        return await self.say_frame(codec_dcp.to_frame(event))
+
+    async def say_frame(self, asked: Frame) -> Frame:
+        """The same by a frame."""
         await self.send(asked)
         while True:
             frame = await self.receive()
