@@ -266,8 +266,8 @@ class NodeSession:
         if answer.status in (Status.EINVAL, Status.NOT_SUPPORTED):
             raise NotSupported(
                 f"{self.address} does not take {name.decode()}={value.decode()}",
-                hint="track_prepares needs Couchbase Server 6.5 or newer, or a mirror that has the setting itself: "
-                "leave it out here, or set it there"
+                hint="track_prepares needs Couchbase Server 6.5 or newer, or a mirror that has the setting, too: "
+                "leave the setting out here, or set it there"
                 if name == ControlKey.ENABLE_SYNC_WRITES
                 else "Couchbase Server 5.5 or newer is needed",
                 node=str(self.address),

@@ -224,8 +224,8 @@ MUTATIONS = (
     ),
     Mutation(
         "storage/prepares.py",
-        "not (settled != _NOT_SETTLED and settled[1] <= cuts.get(settled[0], -1)):",
-        "settled == _NOT_SETTLED:",
+        "not 0 < settled[1] <= cuts.get(settled[0], -1)",
+        "settled == _NOT_SETTLED",
         "tests/storage/test_prepares.py",
     ),
     # --- what readers of changes and of their own writes hear
