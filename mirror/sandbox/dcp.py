@@ -211,7 +211,7 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
             vbucket.failover_log,
             vbucket.high_seqno,
             vbucket.purge_seqno,
-            _holds_all(stream_filter, vbucket, request.start_seqno),
+            stream_filter.holds_all(vbucket.collection_high_seqno, request.start_seqno),
         )
 
     def _open_stream(self, request: StreamRequest, stream_filter: StreamFilter, history: History) -> ProducerStream:
@@ -340,11 +340,3 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
     @property
     def _noops_withheld(self) -> bool:
         return self._port.stream_faults.noops_withheld
-
-
-def _holds_all(stream_filter: StreamFilter, vbucket: Vbucket, start_seqno: int) -> bool:
-    """Whether nothing that the filter shows is above the start (then purging has taken nothing from the client)."""
-    if stream_filter.collections is None or stream_filter.legacy:
-        return False
-    newest = (vbucket.collection_high_seqno.get(id_, 0) for id_ in stream_filter.collections)
-    return start_seqno >= max(newest, default=0)

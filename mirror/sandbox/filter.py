@@ -7,6 +7,8 @@ its scope, and by those that end; a client without collections sees the default 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mirror.sandbox.item import SYSTEM_EVENT, EventItem, Item
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.vbucket import system_id
@@ -50,6 +52,14 @@ class StreamFilter:
     def empty(self) -> bool:
         """True when nothing can ever pass again."""
         return self.collections is not None and not self.collections and self.scope_id is None
+
+    def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
+        """Whether nothing that it shows lies above a seqno (then purging takes nothing from a client that is there).
+        `high_seqnos` are those of the vbucket's collections.
+        """
+        if self.collections is None or self.legacy:
+            return False
+        return seqno >= max((high_seqnos.get(id_, 0) for id_ in self.collections), default=0)
 
     def passes(self, item: Item) -> bool:
         """Whether the stream shows a change. To be asked in the order of seqnos, once each: system events that pass

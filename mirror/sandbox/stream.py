@@ -218,9 +218,12 @@ class ProducerStream:
 
         A dropped cursor can get a stream here that was accepted before the purge; the engine judges the position once
         more when it opens the file (kv_engine, DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back.
+        As in a request, a filtered stream lacks nothing while its collections have not changed since.
         """
         purge_seqno = self.vbucket.purge_seqno
         if self._request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES:
+            return False
+        if self._filter.holds_all(self.vbucket.collection_high_seqno, self.seqno):
             return False
         return 0 < self.seqno < purge_seqno and self._filter.purge_seqno != purge_seqno
 

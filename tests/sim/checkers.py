@@ -9,7 +9,9 @@ After a commit, for each vbucket that it may have changed:
   each of them, read as of its seqno, is what the source was there; below the floor there is an error that names it.
 After a step: machines are valid, and what is published under an open stream is part of that stream's history.
 Followers hold a copy and a token: following the changes brings the copy up to date exactly, or is refused where
-history was purged or refilled since the token.
+history was purged or refilled since the token; never while a lease holds it.
+After a power cut each group is as it was after its last commit or, with `sync=safe`, after the one before; and sound.
+What is mirrored of a bucket is what its selection names.
 
 Not verified: that a refused follower could have been served; the order of changes of different keys.
 """
@@ -17,7 +19,7 @@ Not verified: that a refused follower could have been served; the order of chang
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -29,15 +31,17 @@ from storage import branches, chain, keys
 from storage.check import check
 from storage.environment import SHARED
 from storage.errors import NoSuchBoundary, ViewInvalidated
-from storage.model import SEQNO_MAX, Document
+from storage.model import SEQNO_MAX, Document, Vbid
 from storage.records import Pub
 from storage.removal import Dead
 from storage.view import Change, Rollback, Time, Token, View
 from storage.writer import GroupWriter, RollbackResult
-from tests.sim.mirror import Mirror
+from tests.sim.mirror import HeldLease, Mirror
 from tests.sim.source import Source, State
 
 SHOWN = 8
+NOTHING = Pub(1, 0, 0, 0, 0)
+"""What a vbucket serves at first."""
 
 
 def facts(item: Item) -> tuple[Any, ...]:
@@ -66,7 +70,7 @@ def wire_key(document: Document) -> bytes:
 class Watched:
     """What the checker knows of a vbucket of the mirror."""
 
-    pub: Pub | None = None
+    pub: Pub = NOTHING
     branch: int = 1
     seqno: int = 0
     floor: int = 0
@@ -78,6 +82,8 @@ class Watched:
     merges: int = 0
     """Steps in which rows were moved to another branch."""
     rolling_back_to: int | None = None
+    shown: str | None = None
+    """What the streams of the copy that is published are filtered to."""
     recreated: bool = False
     """The source deleted the vbucket since the last publish: what every copy had persisted may be lost."""
 
@@ -132,6 +138,9 @@ class Checker:
         self.followers = [Follower(vbid) for vbid in self.vbids for _ in range(3)]
         self._proven: dict[int, tuple[int, int, int]] = {}
         self._late: list[GroupWriter] = []
+        self._before: dict[int, dict[int, Watched]] = {}
+        """Of each group: what was before its last commit, which a power cut may undo."""
+        self._power_was_cut: set[int] = set()
         fate = mirror.fate
         fate.committed = self.on_commit
         fate.rolling_back = self.on_rolling_back
@@ -139,6 +148,7 @@ class Checker:
         fate.purged_rows = self.on_purged_rows
         fate.merged = self.on_merged
         fate.before_failure = mirror.drop_view
+        fate.lease_lost = self.on_lease_lost
 
     # --- what the mirror does
 
@@ -158,6 +168,10 @@ class Checker:
         if dead.since_ms is not None:
             self.watched[vbid].dead_removed.append((dead.branch, dead.after_seqno))
 
+    def on_lease_lost(self, lease: HeldLease) -> None:
+        """What was held cannot be held after a restart."""
+        assert self.watched[lease.vbid].refills > lease.refills, f"{lease} is not kept any more"
+
     def on_merged(self, vbid: int) -> None:
         self.watched[vbid].merges += 1
 
@@ -170,12 +184,45 @@ class Checker:
         self.counts["commits"] += 1
         with writer.environment.read() as txn:
             pubs = {vbid: txn.pub(vbid) for vbid in writer.vbids}
+        if writer.disk is not None:
+            self._after_power_cut(writer, pubs)
+            self._before[writer.group] = {
+                vbid: replace(self.watched[vbid], boundaries=list(self.watched[vbid].boundaries)) for vbid in pubs
+            }
         for vbid, pub in pubs.items():
             moved = pub != self.watched[vbid].pub
             if moved:
                 self._moved(writer, vbid, pub)
             if moved or self.rng.random() < 0.15:
                 self.verify(vbid)
+
+    def power_was_cut(self) -> None:
+        """Each group may have lost its last commit."""
+        self._power_was_cut = set(range(len(self.mirror.disks.disks)))
+
+    def _after_power_cut(self, writer: GroupWriter, pubs: dict[Vbid, Pub]) -> None:
+        """What was published last may be gone, of all vbuckets of a group or of none; nothing else."""
+        if writer.group not in self._power_was_cut:
+            return
+        self._power_was_cut.discard(writer.group)
+        before = self._before.get(writer.group, {})
+        now = {vbid: self.watched[vbid].pub for vbid in pubs}
+        if pubs == now or pubs != {vbid: each.pub for vbid, each in before.items()}:
+            return
+        assert self.mirror.sync == "safe", f"a power cut undid a commit, with sync={self.mirror.sync}"
+        self.counts["commits undone by a power cut"] += 1
+        for vbid, old in before.items():
+            newer = self.watched[vbid]
+            if old.pub == newer.pub:
+                continue
+            self._proven.pop(vbid, None)
+            self.watched[vbid] = replace(
+                old,
+                refills=newer.refills + 1,  # positions that were read since are none of this history
+                dead_removed=newer.dead_removed,
+                merges=newer.merges,
+                recreated=old.recreated or newer.recreated,
+            )
 
     def catch_up(self) -> None:
         """Look at the commits of writers that were just opened."""
@@ -190,6 +237,9 @@ class Checker:
         with writer.environment.read() as txn:
             links = chain.load(txn, vbid, branch, SEQNO_MAX)
             reason = branches.get_branch(txn, vbid, branch).reason
+            shown = txn.state_row(vbid).stream_filter or None
+        if len(links) == 1 and (branch != watched.branch or not watched.seqno):
+            watched.shown = shown
         if branch == watched.branch:
             assert seqno >= watched.seqno, f"vb {vbid}: published {seqno} after {watched.seqno}"
             if seqno > watched.seqno:
@@ -255,6 +305,10 @@ class Checker:
         expected = [seqno for seqno in watched.boundaries if seqno >= watched.floor]
         assert sorted(kept) == expected, f"vb {vbid}: boundaries {sorted(kept)}, published were {expected}"
         assert not expected or expected[0] == watched.floor, f"vb {vbid}: floor {watched.floor}, boundaries {expected}"
+        for lease in self.mirror.active_leases(vbid):
+            if lease.refills == watched.refills and lease.boundary in watched.boundaries:
+                assert lease.boundary in kept, f"vb {vbid}: {lease} is held, and {sorted(kept)} are kept"
+                self.counts["boundaries under a lease"] += 1
         self.compare(view, vbid, watched.seqno, int(kept[watched.seqno].vbuuid) if watched.seqno else 0, None)
         if not watched.seqno:
             return
@@ -323,13 +377,17 @@ class Checker:
 
     def _expected(self, vbid: int, seqno: int, view: View) -> State:
         boundary = next(each for each in view.boundaries(vbid) if each.seqno == seqno)
-        return self.source.seen(self.source.state(self.source.line(vbid, seqno, boundary.vbuuid), seqno))
+        return self.seen(vbid, self.source.line(vbid, seqno, boundary.vbuuid), seqno)
+
+    def seen(self, vbid: int, line: list[Item], seqno: int) -> State:
+        """What the mirror holds of a history's state, if it is right."""
+        return self.source.seen(self.source.state(line, seqno), line, self.watched[vbid].shown)
 
     def compare(self, view: View, vbid: int, seqno: int, vbuuid: int, as_of: int | None) -> None:
         """Everything of a vbucket against the source's state at a seqno of a history."""
         line = self.source.line(vbid, seqno, vbuuid) if seqno else []
-        expected = self.source.seen(self.source.state(line, seqno))
-        if self.rng.random() < 0.01 and seqno and self.source.collections:
+        expected = self.seen(vbid, line, seqno)
+        if self.rng.random() < 0.01 and seqno and self.source.collections and self.watched[vbid].shown is None:
             assert expected == self.source.vbucket(vbid).state_at(seqno, vbuuid, tombstones=True)
         purged = max(self.source.purged.get(id(line), 0), view.state(vbid).local_purge_seqno)
         found = {wire_key(each): each for each in view.scan(vbid, as_of=as_of, deletions=True, raw=True, now=0)}
@@ -392,6 +450,7 @@ class Checker:
         view = self.mirror.view
         retracted: list[Document] = []
         deferred = False
+        leased = self.lease_of(follower) is not None
         try:
             for count, change in enumerate(view.changes(vbid, since=follower.token, raw=True)):
                 if change.rollback is not None:
@@ -409,6 +468,8 @@ class Checker:
             self.follow(follower)
             return
         follower.catches_up_with(watched)
+        if leased:
+            self.counts["followers with a lease brought up to date"] += 1
         self._compare_copy(follower, view)
         for document in retracted:  # nothing that is there has been retracted
             assert follower.copy.get(wire_key(document)) != (document.seqno, document.value), f"false: {document}"
@@ -418,6 +479,9 @@ class Checker:
 
     def _check_refusal(self, follower: Follower, watched: Watched, error: ViewInvalidated) -> None:
         assert follower.token is not None, f"reading from the beginning was refused: {error}"
+        held = self.lease_of(follower)
+        if held is not None and held.position == (follower.token.branch, follower.token.seqno):
+            assert watched.refills > held.refills, f"refused what {held} holds: {error}"
         if watched.refills > follower.refills:
             self.counts["followers refused after a refill"] += 1
             return
@@ -431,6 +495,40 @@ class Checker:
         else:
             assert local_purge, f"refused, but nothing was purged: {error}"
             self.counts["followers refused after tombstones were purged"] += 1
+
+    def lease_of(self, follower: Follower) -> HeldLease | None:
+        """The lease that a follower has."""
+        name = self.name_of(follower)
+        return next((lease for lease in self.mirror.active_leases(follower.vbid) if lease.name == name), None)
+
+    def name_of(self, follower: Follower) -> str:
+        """Under which it asks for leases."""
+        return next((f"follower {at}" for at, each in enumerate(self.followers) if each is follower), "none")
+
+    def lease(self, follower: Follower, seconds: float) -> None:
+        """A follower asks for its position to be held, or to be held on."""
+        token, watched = follower.token, self.watched[follower.vbid]
+        assert token is not None
+        held = self.lease_of(follower)
+        position = (int(token.branch), int(token.seqno))
+        if held is not None and held.position != position:
+            self.mirror.release(held.name)
+            held = None
+        until_ms = self.mirror.wall_ms() + int(seconds * 1000)
+        if held is not None and held.until_ms <= self.mirror.monotonic_ms():
+            held = None
+        if held is None:
+            below = [each for each in watched.boundaries if watched.floor <= each <= token.seqno]
+            boundary = below[-1] if below and token.branch == watched.branch else None
+            held = HeldLease(self.name_of(follower), follower.vbid, position, boundary, watched.refills, until_ms)
+        held.until_wall_ms = until_ms
+        try:
+            self.mirror.lease(held)
+        except NoSuchBoundary:
+            self.mirror.leases.pop(held.name, None)
+            self.counts["leases refused"] += 1
+        else:
+            self.counts["leases granted"] += 1
 
     def _compare_copy(self, follower: Follower, view: View) -> None:
         vbid = follower.vbid
@@ -454,9 +552,27 @@ class Checker:
 
     def check_everything(self) -> None:
         self.check_store()
+        if self.source.selection:
+            self._check_selection()
         for vbid in self.vbids:
             self.verify(vbid, every=True)
         for follower in self.followers:
             self.follow(follower)
             fresh = Follower(follower.vbid)
             self.follow(fresh)
+
+    def _check_selection(self) -> None:
+        """What is published is what the source holds of the names that are mirrored, and nothing else."""
+        shown = self.mirror.consumer.shown
+        if shown.missing and not shown.streams:  # what it held of a collection that is gone, it may hold
+            return
+        for vbid in self.vbids:
+            state = self.source.state(self.source.vbucket(vbid).log, self.source.vbucket(vbid).high_seqno)
+            expected = {
+                key: item.seqno
+                for key, item in state.items()
+                if not item.deleted and item.collection_id in shown.collection_ids
+            }
+            found = {wire_key(each): each.seqno for each in self.mirror.view.scan(vbid, raw=True, now=0)}
+            assert found == expected, f"vb {vbid}: {shown} is mirrored as {found}, the source holds {expected}"
+        self.counts["selections compared with the source"] += 1

@@ -9,10 +9,13 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import lmdb
 
 from mirror.clock import ManualClock
 from mirror.config import Settings
@@ -23,18 +26,24 @@ from mirror.feed.consumer import Consumer
 from mirror.feed.session import NodeSession
 from mirror.feed.transport import Link
 from mirror.ingest import events as happenings
+from mirror.ingest.selection import SourceManifest
 from mirror.wire.constants import Feature
 from storage import directory
+from storage import writer as storage_writer
+from storage.chain import Chain
 from storage.environment import SHARED
-from storage.errors import StorageError
+from storage.errors import NoSuchBoundary, StorageError
+from storage.leases import Leases
 from storage.model import Identity, Vbid
 from storage.purge import Purger, Window
 from storage.removal import Dead
 from storage.transaction import Transaction
 from storage.view import View, open_view
 from storage.writer import GroupWriter, RollbackResult
+from tests.sim.disk import Disk, FailingCommit, FailingSync, WatchedOs
 from tests.sim.loop import SimLoop, drive
 from tests.sim.network import Wire
+from tests.sim.processes import elsewhere
 from tests.sim.source import Source
 
 GROUPS = 2
@@ -44,6 +53,10 @@ class MirrorDied(BaseException):
     """The process is gone: nothing of it may run any more."""
 
 
+class PowerCut(MirrorDied):
+    """The power failed: what was not synced may be gone as well."""
+
+
 class Fate:
     """When the process dies or its disk fails: counted in commits."""
 
@@ -51,6 +64,11 @@ class Fate:
         self.counts = counts
         self.die_in = 0
         self.die_after = False
+        self.cut_in = 0
+        self.failed_sync = False
+        """The next error of the disk is that of a sync."""
+        self.idle_sync_fails = False
+        self.may_fail_syncs: Callable[[], bool] = lambda: True
         self.fail_in = 0
         self.error: Callable[[], Exception] = lambda: OSError(errno.EIO, "I/O error")
         self.before_failure: Callable[[], None] = lambda: None
@@ -61,6 +79,7 @@ class Fate:
         self.rolled_back: Callable[[int, int, RollbackResult], None] = lambda _vbid, _seqno, _result: None
         self.purged_rows: Callable[[int, Dead], None] = lambda _vbid, _dead: None
         self.merged: Callable[[int], None] = lambda _vbid: None
+        self.lease_lost: Callable[[HeldLease], None] = lambda _lease: None
 
     def dies(self, *, after: bool) -> bool:
         if not self.die_in or self.die_after != after:
@@ -69,10 +88,34 @@ class Fate:
         return self.die_in == 0
 
 
+@dataclass(slots=True)
+class HeldLease:
+    """A position that a follower holds, as the service's book of leases has it."""
+
+    name: str
+    vbid: int
+    position: tuple[int, int]
+    boundary: int | None
+    """The newest kept boundary at or below it, where that is on the branch that was served then."""
+    refills: int
+    until_wall_ms: int
+    until_ms: int = 0
+    """By the clock that is never set."""
+
+
 class SimPurger(Purger):
-    """Tells which dead rows it removes, and where it merges branches."""
+    """Tells which dead rows it removes, where it merges branches, and what leases keep from it."""
 
     fate: Fate
+
+    def _target_floor(self, txn: Transaction, vbid: Vbid, links: Chain, floor: int, now_ms: int, looks: int) -> int:
+        target = super()._target_floor(txn, vbid, links, floor, now_ms, looks)
+        if self.leases.of(vbid, now_ms):
+            held, self.leases = self.leases, Leases()
+            if super()._target_floor(txn, vbid, links, floor, now_ms, looks) > target:
+                self.fate.counts["floors held by a lease"] += 1
+            self.leases = held
+        return target
 
     def step(self, txn: Transaction, vbid: Vbid, now_ms: int) -> int:
         removed = super().step(txn, vbid, now_ms)
@@ -92,9 +135,12 @@ class SimWriter(GroupWriter):
     """A writer whose commits are watched."""
 
     fate: Fate
+    disk: Disk | None
 
     def _open_environment(self, *, claim: bool) -> None:
         super()._open_environment(claim=claim)
+        if self.disk is not None:
+            self.disk.committed(self.environment.env)
         purger = SimPurger(self.environment, self.vbids, self.window, self.leases)
         purger.fate = self.fate
         self._purger = purger
@@ -107,6 +153,8 @@ class SimWriter(GroupWriter):
             fate.fail_in -= 1
             if not fate.fail_in:
                 fate.before_failure()
+                if self.disk is not None and fate.failed_sync and fate.may_fail_syncs():
+                    return self._write_with_failing_sync(work, self.disk)
 
                 def failing(txn: Transaction) -> Any:
                     work(txn)
@@ -120,10 +168,51 @@ class SimWriter(GroupWriter):
         assert self not in fate.fenced, "a writer wrote after another process had claimed its group"
         if self.environment.env.info()["map_size"] > grown:
             fate.counts["maps grown"] += 1
+        if self.disk is not None:
+            self._to_disk(self.disk)
         fate.committed(self)
         if fate.dies(after=True):
             raise MirrorDied
         return result
+
+    def _to_disk(self, disk: Disk) -> None:
+        fate = self.fate
+        if fate.cut_in:
+            fate.cut_in -= 1
+            if not fate.cut_in:
+                fate.counts["power cuts in a commit"] += 1
+                if disk.rng.random() < 0.5:
+                    disk.cut_in_commit(self.environment.env)
+                else:
+                    disk.committed(self.environment.env)
+                raise PowerCut
+        disk.committed(self.environment.env)
+
+    def _write_with_failing_sync(self, work: Callable[[Transaction], Any], disk: Disk) -> Any:
+        environment = self.environment
+        begin = environment.begin
+
+        def failing(*, write: bool = False) -> Any:
+            txn = begin(write=write)
+            return FailingCommit(txn, environment.env, disk, self.fate.error()) if write else txn
+
+        environment.begin = failing  # type: ignore[method-assign]
+        self.fate.counts["syncs of a commit failed"] += 1
+        return super()._write(work)
+
+    def _sync(self) -> None:
+        disk, fate = self.disk, self.fate
+        if disk is None:
+            super()._sync()
+            return
+        if fate.idle_sync_fails:
+            fate.idle_sync_fails = False
+            fate.before_failure()
+            fate.counts["syncs of an idle group failed"] += 1
+            failing: Any = FailingSync(self.environment.env, disk, lmdb.DiskError("mdb_env_sync"))
+            self.environment.env = failing
+        super()._sync()
+        disk.synced()
 
     def _begin_job(self, vbucket: Any) -> None:
         self.fate.counts["key rows made in steps"] += 1
@@ -173,7 +262,7 @@ class Mirror:
         self.loop = loop
         self.source = source
         self.fate = fate
-        self.identity = Identity("cluster", "demo", "uuid", vbuckets, GROUPS)
+        self.identity = Identity("cluster", "demo", "uuid", vbuckets, GROUPS, selection=source.selection)
         directory.create(self.path, self.identity)
         self.window = rng.choice(
             (
@@ -185,6 +274,12 @@ class Mirror:
                 Window(time_ms=rng.choice((500, 20_000)), boundaries=rng.choice((2, 10)), size_bytes=5_000),
             )
         )
+        self.sync = rng.choice(("unsafe", "unsafe", "unsafe", "unsafe", "safe", "safe", "full"))
+        self.disks = WatchedOs()
+        if self.sync != "unsafe":
+            for group in range(GROUPS):
+                folder = str(Path(directory.group_path(self.path, group)).resolve())
+                self.disks.disks[f"{folder}/data.mdb"] = Disk(folder, rng)
         self.window_bytes = rng.choice((0, 600, 5_000, 1 << 20))
         self.settings = Settings(
             batch_bytes_max=rng.choice((1, 500, 3_000, 1 << 20)),
@@ -205,6 +300,9 @@ class Mirror:
         self._view: View | None = None
         self.lives = 0
         self.alive = False
+        self.leases: dict[str, HeldLease] = {}
+        self.dead_readers: list[tuple[int, int]] = []
+        """(pid, when it was killed in a transaction) of readers that no writer has got rid of yet."""
 
     # --- life
 
@@ -215,20 +313,9 @@ class Mirror:
         self.source.lines.clear()
         self.writers = []
         for group in range(GROUPS):
-            writer = SimWriter.__new__(SimWriter)
-            writer.fate = self.fate
-            GroupWriter.__init__(
-                writer,
-                directory.group_path(self.path, group),
-                group=group,
-                vbids=directory.group_vbids(self.identity, group),
-                identity=self.identity,
-                sync="unsafe",
-                clock_ms=self.wall_ms,
-                map_size=self.map_size,
-                window=self.window,
-            )
-            self.writers.append(writer)
+            self.writers.append(self._open_writer(group, self.fate))
+        for lease in list(self.leases.values()):
+            self._resume_lease(lease)
         self.consumer = SimConsumer(
             self.settings,
             source=parse("couchbase://demo@node/demo"),
@@ -247,6 +334,29 @@ class Mirror:
             self.consumer._node_of[vbid] = self.keepers[self.source.bucket.map.owners[vbid]].address
             actor.start_machine()
 
+    def _open_writer(self, group: int, fate: Fate) -> SimWriter:
+        writer = SimWriter.__new__(SimWriter)
+        writer.fate = fate
+        path = directory.group_path(self.path, group)
+        writer.disk = self.disks.disks.get(f"{Path(path).resolve()}/data.mdb")
+        GroupWriter.__init__(
+            writer,
+            path,
+            group=group,
+            vbids=directory.group_vbids(self.identity, group),
+            identity=self.identity,
+            sync=self.sync,
+            clock_ms=self.wall_ms,
+            monotonic_ms=self.monotonic_ms,
+            map_size=self.map_size,
+            window=self.window,
+        )
+        return writer
+
+    def monotonic_ms(self) -> int:
+        """A clock that nobody sets."""
+        return int(self.clock.monotonic() * 1000)
+
     def wall_ms(self) -> int:
         """The wall clock of the machine, which somebody may set."""
         return self.clock.wall_ms() + self.wall_offset_ms
@@ -255,7 +365,8 @@ class Mirror:
         """SIGKILL: memory is gone, connections break, what is committed stays."""
         self.alive = False
         self.drop_view()
-        self.fate.die_in = self.fate.fail_in = 0
+        self.fate.die_in = self.fate.fail_in = self.fate.cut_in = 0
+        self.fate.idle_sync_fails = False
         for wire in self.wires:
             if wire is not None and wire.open:
                 wire.open = False
@@ -274,6 +385,13 @@ class Mirror:
             writer._closed = True
         self.writers = []
 
+    def lose_power(self) -> None:
+        """The process is gone, and what was not synced, or part of it."""
+        self.die()
+        self.dead_readers.clear()
+        for disk in self.disks.disks.values():
+            disk.cut()
+
     def stop(self) -> None:
         """As SIGTERM does: commit what is complete, close."""
         for actor in self.actors.values():
@@ -291,6 +409,124 @@ class Mirror:
         self.alive = False
         self.wires = [None, None]
         self.loop.forget()
+
+    # --- leases
+
+    def writer_of(self, vbid: int) -> SimWriter:
+        """The writer of a vbucket's group."""
+        return self.writers[vbid % GROUPS]
+
+    def lease(self, lease: HeldLease) -> None:
+        """Hold a position, or hold it on. Raises NoSuchBoundary when it is not kept any more."""
+        positions = {lease.vbid: lease.position}
+        writer = self.writer_of(lease.vbid)
+        if not writer.renew_lease(lease.name, positions, lease.until_wall_ms):
+            writer.lease(lease.name, positions, lease.until_wall_ms)
+        lease.until_ms = self.monotonic_ms() + lease.until_wall_ms - self.wall_ms()
+        self.leases[lease.name] = lease
+
+    def release(self, name: str) -> None:
+        """Hold no longer."""
+        lease = self.leases.pop(name, None)
+        if lease is not None:
+            self.writer_of(lease.vbid).leases.release(name)
+
+    def active_leases(self, vbid: int) -> list[HeldLease]:
+        """Those that hold something of a vbucket now."""
+        now_ms = self.monotonic_ms()
+        for lease in list(self.leases.values()):
+            if lease.until_ms <= now_ms:
+                del self.leases[lease.name]
+                self.fate.counts["leases ended by time"] += 1
+        return [lease for lease in self.leases.values() if lease.vbid == vbid]
+
+    def _resume_lease(self, lease: HeldLease) -> None:
+        """What the service grants to a worker that it has started again, before that may purge."""
+        del self.leases[lease.name]
+        if lease.until_wall_ms <= self.wall_ms() or lease.until_ms <= self.monotonic_ms():
+            return
+        try:
+            self.lease(lease)
+        except NoSuchBoundary:
+            self.fate.lease_lost(lease)
+        else:
+            self.fate.counts["leases resumed after a restart"] += 1
+
+    # --- other processes
+
+    def write_elsewhere(self, group: int, steps: int) -> None:
+        """Another process opens the group, where the lock of this one does not reach, and works on it for a while."""
+        seen: list[tuple[str, int, Any]] = []
+        for lease in list(self.leases.values()):  # a service that starts takes them from its book by the wall clock
+            if lease.until_wall_ms <= self.wall_ms():
+                del self.leases[lease.name]
+        leases = [lease for lease in self.leases.values() if lease.vbid % GROUPS == group]
+
+        class NoLock:
+            def __init__(self, _path: str) -> None:
+                pass
+
+            def release(self) -> None:
+                pass
+
+        def work() -> list[tuple[str, int, Any]]:
+            directory.GroupLock = NoLock  # type: ignore[misc,assignment]
+            fate = Fate(Counter())
+            fate.purged_rows = lambda vbid, dead: seen.append(("purged", vbid, dead))
+            fate.merged = lambda vbid: seen.append(("merged", vbid, None))
+            writer = self._open_writer(group, fate)
+            for lease in leases:
+                with suppress(NoSuchBoundary):  # of a copy that was replaced
+                    writer.lease(lease.name, {lease.vbid: lease.position}, lease.until_wall_ms)
+            for _ in range(steps):
+                writer.step()
+                writer.commit()
+            writer.close()
+            seen.append(("commits", group, writer.commit_count))
+            return seen
+
+        for what, number, detail in elsewhere(work):
+            if what == "purged":
+                self.fate.purged_rows(number, detail)
+            elif what == "merged":
+                self.fate.merged(number)
+            else:
+                self.fate.counts["commits of another process"] += detail
+        if (disk := self.writers[group].disk) is not None:
+            disk.synced()
+        self.fate.committed(self.writers[group])
+
+    def reader_died(self, pid: int) -> None:
+        """A reader was killed in its transactions."""
+        for writer in self.writers:
+            if not writer.lost and not writer._closed:
+                assert str(pid) in writer.environment.env.readers().split(), "it had no transaction open"
+        self.dead_readers.append((pid, self.monotonic_ms()))
+
+    def _check_dead_readers(self, writer: SimWriter) -> None:
+        """After a step: what a dead reader held is free again after a while at most."""
+        listed = writer.environment.env.readers().split()
+        for each in list(self.dead_readers):
+            pid, since_ms = each
+            if self.monotonic_ms() - since_ms >= storage_writer.READER_CHECK_INTERVAL_MS:
+                assert str(pid) not in listed, f"the slot of reader {pid}, which is dead, is still taken"
+                if writer is self.writers[-1]:
+                    self.dead_readers.remove(each)
+                    self.fate.counts["dead readers freed"] += 1
+
+    # --- collections
+
+    def look_at_collections(self) -> None:
+        """The source's manifest arrives, if there is somebody to ask."""
+        if self.source.collections and any(keeper.ready for keeper in self.keepers):
+            watch = self.consumer._collections
+            before = watch.resolved.filter
+            watch.take(SourceManifest.parse(self.source.bucket.manifest.to_json()))
+            if watch.selection.whole and watch._waiting:
+                watch._tell()
+            after = watch.resolved.filter
+            if before is not None and after is not None and before != after:
+                self.fate.counts["filters that changed"] += 1
 
     # --- connections
 
@@ -336,7 +572,11 @@ class Mirror:
     def poll(self, vbid: int) -> None:
         """The source's high seqno."""
         actor = self.actors[vbid]
-        high = self.source.vbucket(vbid).high_seqno
+        vbucket = self.source.vbucket(vbid)
+        polled = self.consumer.polled_collections
+        high = vbucket.high_seqno
+        if polled is not None:
+            high = max((vbucket.collection_high_seqno.get(each, 0) for each in polled), default=0)
         if actor.session is not None:
             actor.note_high_seqno(actor.session, high)
         self.consumer._guarded(vbid, lambda: actor.handle(happenings.HighSeqno(high)))
@@ -359,6 +599,8 @@ class Mirror:
         waiting = False
         try:
             waiting = entry.writer.step()
+            if self.dead_readers:
+                self._check_dead_readers(self.writers[group])
             if entry.writer.has_pending:
                 self.consumer.touch_group(entry.actors[0].vbid)
         except StorageError as error:

@@ -33,7 +33,8 @@ from storage import keys as storage_keys
 from storage.errors import StorageError
 from tests.sim.checkers import Checker
 from tests.sim.loop import SimLoop, drive
-from tests.sim.mirror import GROUPS, Fate, Mirror, MirrorDied
+from tests.sim.mirror import GROUPS, Fate, Mirror, MirrorDied, PowerCut
+from tests.sim.processes import OtherReader, digest
 from tests.sim.source import SimProducer, Source
 
 VBUCKETS = 4
@@ -72,7 +73,7 @@ NAMES = all_keys()
 
 
 @contextmanager
-def small_limits(rng: Random) -> Iterator[None]:
+def small_limits(rng: Random) -> Iterator[pytest.MonkeyPatch]:
     """Limits that a few rows reach."""
     patch = pytest.MonkeyPatch()
     patch.setattr(writer, "INLINE_INDEX_ROWS", rng.choice((0, 1, 3, 10, 20_000)))
@@ -88,7 +89,7 @@ def small_limits(rng: Random) -> Iterator[None]:
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     try:
-        yield
+        yield patch
     finally:
         patch.undo()
         structlog.configure(**before)
@@ -104,6 +105,7 @@ class World:
         self.clock = ManualClock(seed=seed)
         self.loop = SimLoop(self.clock)
         self.fate = Fate(counts)
+        self.fate.may_fail_syncs = lambda: self.other_reader is None
         self.source = Source(rng, self.clock, counts, vbuckets=VBUCKETS)
         self.mirror = Mirror(path / "data", rng, self.clock, self.loop, self.source, self.fate, vbuckets=VBUCKETS)
         self.checker = Checker(self.mirror, self.source, rng, counts)
@@ -113,6 +115,7 @@ class World:
         self.written = 0
         self.steps = 0
         self.trace: list[str] = []
+        self.other_reader: OtherReader | None = None
         weights: dict[Callable[[], None], float] = {
             self.write: 14,
             self.write_many: 4,
@@ -125,7 +128,7 @@ class World:
             self.promote: 2 if self.mirror.persisted else 0,
             self.take_over: 0.1,
             self.set_clock: 0.15,
-            self.change_collections: 1.0 if not self.source.oso else 0,
+            self.change_collections: (3.0 if self.source.selection else 1.0) if not self.source.oso else 0,
             self.to_disk: 2,
             self.checkpoint: 1,
             self.purge: 1,
@@ -148,10 +151,17 @@ class World:
             self.die: 0.5,
             self.die_soon: 0.8,
             self.stop: 0.2,
-            self.disk_error: 0.3,
+            self.cut_power: 0.4 if self.mirror.sync != "unsafe" else 0,
+            self.cut_power_soon: 0.6 if self.mirror.sync != "unsafe" else 0,
+            self.disk_error: 0.3 if self.mirror.sync == "unsafe" else 1,
             self.operator_rolls_back: 0.3,
             self.break_protocol: 0.15,
             self.follow: 3,
+            self.lease: 1.2,
+            self.release: 0.2,
+            self.read_elsewhere: 0.4,
+            self.interrupt_backfill: 0.6,
+            self.look_at_collections: 2 if self.source.selection else 0.1,
             self.verify: 1,
             self.walk: 0.25,
             self.go_on: 14,
@@ -160,8 +170,8 @@ class World:
         chaos = rng.choice((0.2, 1, 1, 2))
         faults = {
             self.fail_over, self.purge, self.cut, self.die, self.die_soon, self.end_stream, self.refuse, self.silence,
-            self.disk_error, self.break_protocol, self.promote, self.take_over, self.stop, self.move,
-            self.operator_rolls_back,
+            self.disk_error, self.break_protocol, self.promote, self.take_over, self.stop, self.move, self.cut_power,
+            self.cut_power_soon, self.operator_rolls_back,
         }  # fmt: skip
         self.weights = [
             weights[action] * rng.choice((0.3, 1, 1, 1, 3)) * (chaos if action in faults else 1)
@@ -196,6 +206,8 @@ class World:
             if self.mirror.alive and self.mirror.refused:
                 self.counts["restarted after a disk error"] += 1
                 self.die_and_start()
+        except PowerCut:
+            self.lose_power()
         except MirrorDied:
             self.counts["died at a commit"] += 1
             self.die_and_start()
@@ -203,18 +215,32 @@ class World:
         self.checker.catch_up()
 
     def die_and_start(self) -> None:
+        self.mirror.die()
         for _ in range(3):
-            self.mirror.die()
             try:
                 self.mirror.start()
+            except PowerCut:
+                self.mirror.lose_power()
             except MirrorDied:
-                continue
-            return
+                self.mirror.die()
+            else:
+                return
         raise AssertionError("the mirror dies whenever it is started")
+
+    def lose_power(self) -> None:
+        if self.other_reader is not None:
+            self.other_reader.end()
+            self.other_reader = None
+        self.mirror.lose_power()
+        self.checker.power_was_cut()
+        self.die_and_start()
+        for each in self.mirror.writers:
+            self.checker.on_commit(each)
 
     def calm_down(self) -> None:
         """No more faults: what is left must arrive."""
-        self.fate.die_in = self.fate.fail_in = 0
+        self.fate.die_in = self.fate.fail_in = self.fate.cut_in = 0
+        self.fate.idle_sync_fails = False
         self.source.refuse_next.clear()
         if not self.mirror.alive:
             self.guarded(lambda: None)
@@ -223,6 +249,8 @@ class World:
                 wire.cut()
         for vbid in range(VBUCKETS):  # in the default collection: without collections nothing else is shown
             self.source.bucket.set(self.free_keys(vbid)[0], self.value(vbid), vbid=vbid)
+            if self.source.selection and len(self.paths) > 1:
+                self._set(vbid, NAMES[vbid][0], self.paths[-1])
         for _ in range(3000):
             self.steps += 1
             for action in (self.all_on, self.pump_all, self.work):
@@ -250,11 +278,17 @@ class World:
             high = vbucket.high_seqno
             if self.checker.watched[vbid].seqno != high and not self._nothing_shown_above(vbid):
                 return False
-            if not self.mirror.actors[vbid].streaming:
+            if not self.mirror.actors[vbid].streaming and self.mirror.consumer.shown.streams:
                 return False
         return True
 
     def _nothing_shown_above(self, vbid: int) -> bool:
+        if self.source.selection:
+            if not self.mirror.consumer.shown.streams:  # it waits for collections that there are none of
+                return True
+            line, watched = self.source.vbucket(vbid).log, self.checker.watched[vbid]
+            newest = self.checker.seen(vbid, line, len(line))
+            return watched.seqno <= len(line) and newest == self.checker.seen(vbid, line, watched.seqno)
         if self.source.collections:
             return False
         published = self.checker.watched[vbid].seqno
@@ -263,6 +297,7 @@ class World:
     def all_on(self) -> None:
         for number in range(2):
             self.mirror.connect(number)
+        self.mirror.look_at_collections()
         for vbid in range(VBUCKETS):
             self.mirror.follow_map(vbid)
             self.mirror.poll(vbid)
@@ -404,7 +439,8 @@ class World:
                 scope = self.rng.choice(named).split(".")[0]
                 bucket.drop_scope(scope)
                 self.paths = [path for path in self.paths if not path.startswith(f"{scope}.")]
-                self.scope_count += 1
+                if not self.source.selection:  # else one of the same name takes its place
+                    self.scope_count += 1
                 bucket.create_scope(f"s{self.scope_count}")
         except ManifestError:
             return
@@ -469,7 +505,9 @@ class World:
         known = set(vbucket.newest)
         gone = sorted(known - manifest.collections.keys())
         new = [manifest.collections[cid] for cid in sorted(manifest.collections.keys() - known)]
-        changes = [Change(SystemEventId.COLLECTION_END, manifest.uid, 0, cid) for cid in gone]
+        changes = [
+            Change(SystemEventId.COLLECTION_END, manifest.uid, self.source.scope_of(vbid, cid), cid) for cid in gone
+        ]
         changes += [
             Change(
                 SystemEventId.COLLECTION_BEGIN,
@@ -566,6 +604,45 @@ class World:
             wire.silent = True  # type: ignore[attr-defined]
             self.counts["connections silenced"] += 1
 
+    def interrupt_backfill(self) -> None:
+        """A backfill that reaches into what is in memory is cut there: the stream goes on, a checkpoint at a time."""
+        vbid, _, path = self.place()
+        vbucket = self.source.vbucket(vbid)
+        self._write_some(vbid, path, self.rng.randint(2, 12))
+        vbucket.to_disk()
+        for _ in range(self.rng.choice((1, 2, 3))):
+            self._write_some(vbid, path, self.rng.randint(2, 8))
+            vbucket.open_checkpoint()
+        number = self.source.bucket.map.owners[vbid]
+        wire = self.mirror.wires[number]
+        if wire is not None:
+            wire.cut()
+        self.loop.run_due()
+        self.mirror.lost()
+        self.mirror.follow_map(vbid)
+        self.mirror.connect(number)
+        for _ in range(30):
+            wire = self.mirror.wires[number]
+            if wire is None or not wire.open:
+                return
+            wire.deliver_up(1 << 20)
+            self.pump_one(number)
+            wire.deliver_down(self.rng.choice((60, 200, 600)))
+            state = self.mirror.writer_of(vbid).state(vbid)
+            snapshot = state.open_snapshot
+            if snapshot is not None and vbucket.memory_floor_seqno <= state.staged_seqno < snapshot.end_seqno:
+                wire.cut()
+                self.counts["backfills cut in memory's reach"] += 1
+                return
+
+    def _write_some(self, vbid: int, path: str, count: int) -> None:
+        keys = self.rng.sample(NAMES[vbid], 4)
+        for _ in range(count):
+            self._set(vbid, self.rng.choice(keys), path)
+
+    def look_at_collections(self) -> None:
+        self.mirror.look_at_collections()
+
     def connect(self) -> None:
         self.mirror.connect(self.rng.randrange(2))
 
@@ -609,16 +686,26 @@ class World:
     def die_soon(self) -> None:
         self.fate.die_in, self.fate.die_after = self.rng.randint(1, 6), self.rng.random() < 0.5
 
+    def cut_power(self) -> None:
+        self.counts["power cuts between commits"] += 1
+        self.lose_power()
+
+    def cut_power_soon(self) -> None:
+        self.fate.cut_in = self.rng.randint(1, 6)
+
     def take_over(self) -> None:
         """Another process claims a group (its lock is on another host's file system): this one must write no more."""
         writer = self.rng.choice(self.mirror.writers)
         if writer._closed or self.mirror.consumer._groups[self.mirror.writers.index(writer)].error is not None:
             return
-        meta = writer.environment.db(storage_keys.DB_META)
-        with writer.environment.begin(write=True) as txn:
-            txn.put(b"fence", (writer._fence + 1).to_bytes(8), db=meta)
+        fence = (writer._fence + 1).to_bytes(8)
+        writer._while_opening(lambda txn: txn.put(storage_keys.DB_META, b"fence", fence))
+        if writer.disk is not None:
+            writer.disk.committed(writer.environment.env)
         self.fate.fenced.add(writer)
         self.counts["groups taken over"] += 1
+        if self.rng.random() < 0.6:
+            self.mirror.write_elsewhere(self.mirror.writers.index(writer), self.rng.randint(1, 10))
 
     def set_clock(self) -> None:
         """Somebody sets the wall clock."""
@@ -634,7 +721,11 @@ class World:
         self.counts["stopped and started"] += 1
 
     def disk_error(self) -> None:
+        if self.mirror.sync != "unsafe" and self.rng.random() < 0.5:
+            self.fate.idle_sync_fails = True
+            return
         self.fate.fail_in = self.rng.randint(1, 4)
+        self.fate.failed_sync = self.rng.random() < 0.6
         code = self.rng.choice((errno.ENOSPC, errno.EIO, None))
         self.fate.error = (
             (lambda: lmdb.DiskError("mdb_txn_commit")) if code is None else (lambda: OSError(code, "disk"))
@@ -676,6 +767,41 @@ class World:
         stop_after = self.rng.choice((None, None, None, self.rng.randint(0, 12)))
         self.checker.follow(follower, stop_after=stop_after)
 
+    def lease(self) -> None:
+        """Somebody who reads changes has its place in them held for a while."""
+        follower = self.rng.choice([each for each in self.checker.followers if each.token is not None] or [None])
+        if follower is not None and not self.mirror.writer_of(follower.vbid).lost:
+            self.checker.lease(follower, self.rng.choice((1, 5, 20, 3600)))
+
+    def release(self) -> None:
+        if self.mirror.leases:
+            self.mirror.release(self.rng.choice(sorted(self.mirror.leases)))
+            self.counts["leases released"] += 1
+
+    def read_elsewhere(self) -> None:
+        """Another process reads: what it has begun to read stays, and what is new it sees at once. Or it is killed."""
+        reader = self.other_reader
+        if reader is None:
+            self.other_reader = OtherReader(self.mirror.path)
+            self.counts["readers in another process"] += 1
+            return
+        assert reader.again() == reader.first, "what another process reads in a transaction has changed"
+        self.counts["transactions of another process read again"] += 1
+        if self.rng.random() < 0.5:
+            self.other_reader = None
+            reader.kill()
+            self.mirror.reader_died(reader.pid)
+            self.counts["readers killed in a transaction"] += 1
+            return
+        if any(each.lost for each in self.mirror.writers):
+            return
+        found = []
+        for each in self.mirror.writers:
+            with each.environment.read() as txn:
+                found.append(digest(each.environment, txn.raw))
+        assert reader.newest() == found, "another process reads something else than the newest commit"
+        self.counts["newest commits read by another process"] += 1
+
     def verify(self) -> None:
         self.checker.verify(self.vbid(), every=self.rng.random() < 0.3)
 
@@ -693,8 +819,9 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> int:
     rng = Random(seed)
     world = None
     try:
-        with small_limits(Random(rng.random())):
+        with small_limits(Random(rng.random())) as patch:
             world = World(seed, path, counts)
+            patch.setattr("storage.environment.os", world.mirror.disks)
             try:
                 world.run(steps)
             except BaseException as error:
@@ -708,6 +835,8 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> int:
             finally:
                 if world.mirror.alive:
                     world.mirror.die()
+                if world.other_reader is not None:
+                    world.other_reader.end()
     finally:
         shutil.rmtree(path, ignore_errors=True)
     return world.steps

@@ -16,7 +16,7 @@ from mirror.sandbox import vbucket as sandbox_vbucket
 from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.dcp import DcpProducer
 from mirror.sandbox.encoder import ItemEncoder
-from mirror.sandbox.filter import StreamFilter
+from mirror.sandbox.filter import StreamFilter, _scope_of
 from mirror.sandbox.item import ABORT, PREPARE, SYSTEM_EVENT, Item
 from mirror.sandbox.node import NodeConnection, SandboxNode
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
@@ -34,6 +34,15 @@ from storage.model import FailoverEntry, Seqno
 
 ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
 
+
+SELECTIONS = (
+    "collections _default._default",
+    "collections _default._default,s1.c0,s1.c1",
+    "collections s1.c0,s1.c1",
+    "scope _default",
+    "scope s1",
+    "scope s1",
+)
 
 State = dict[bytes, Item]
 """Wire key -> newest version, tombstones included."""
@@ -62,6 +71,13 @@ class SimStream(ProducerStream):
         self._shape = self._rng.choice(self.shapes)
         self._purge_seqno = self.vbucket.purge_seqno
         return super()._begin_disk(out)
+
+    def _marker(self, out: bytearray, start: int, end: int, flags: int) -> None:
+        request = self._request
+        resumed = request.snap_start_seqno < request.start_seqno < end < request.snap_end_seqno
+        if resumed and not self._first_marker_sent and not flags & SnapshotFlag.DISK:
+            self.counts["ends before that of a resumed snapshot"] += 1
+        super()._marker(out, start, end, flags)
 
     def _wants_oso(self) -> bool:
         return self._options.oso and self._shape == "oso"
@@ -93,6 +109,8 @@ class SimStream(ProducerStream):
     def _in_two_parts(self, items: Iterator[Item], first: int, last: int) -> Iterator[Item]:
         """Deduplicated up to a seqno, then a marker with the same end and every version (MB-52553's shape)."""
         turn = self._rng.randint(first, last)
+        if self._filter.collections is not None and turn == last:
+            turn = last - 1  # what ends it may be held back, and is told of after the second marker
         for item in items:
             if item.seqno > turn:
                 break
@@ -142,6 +160,7 @@ class SimProducer(DcpProducer):
         stream.counts, stream.shapes = source.counts, source.shapes
         source.lines[request.opaque] = plain.vbucket.log
         source.counts["streams accepted"] += 1
+        source.counts["filtered streams accepted"] += plain._filter.collections is not None and source.collections
         if request.snap_start_seqno < request.start_seqno < request.snap_end_seqno:
             source.counts["mid-snapshot resumes"] += 1
             if request.start_seqno < plain.vbucket.purge_seqno:
@@ -181,10 +200,6 @@ class SimConnection(NodeConnection):
         producer.window.resize(window_bytes)
         session.producer = producer
 
-    @property
-    def in_turn(self) -> bool:
-        return self.source.rng.random() < 0.3
-
     def piece_bytes(self, stream: ProducerStream) -> int:
         return self.source.rng.choice((0, 1, 1, 200, 600, 3000, 20000))
 
@@ -206,6 +221,10 @@ class Source:
             self.shapes = (*self.shapes, "oso")
         self.prepares = self.collections and not self.oso and rng.random() < 0.3
         """Both halves of durable writes are sent."""
+        self.selection = ""
+        """What of the bucket is mirrored, as a mirror's identity has it; empty: all."""
+        if self.collections and not self.oso and not self.prepares and rng.random() < 0.5:
+            self.selection = rng.choice(SELECTIONS)
         self.bucket = Bucket(
             "demo",
             vbuckets=vbuckets,
@@ -338,6 +357,33 @@ class Source:
         states.insert(index + 1, state)
         return state
 
-    def seen(self, state: State) -> State:
-        """What of a state this connection shows."""
-        return state if self.collections else {key: item for key, item in state.items() if key[0] == 0}
+    def seen(self, state: State, line: list[Item], shown: str | None) -> State:
+        """What of a state of a history is shown to streams that are filtered to `shown`."""
+        if not self.collections:
+            return {key: item for key, item in state.items() if key[0] == 0}
+        if shown is None:
+            return state
+        ids = self._ids(line, shown)
+        return {key: item for key, item in state.items() if item.collection_id in ids}
+
+    def scope_of(self, vbid: int, collection_id: int) -> int:
+        """The scope in which a vbucket has been told of a collection."""
+        for item in reversed(self.vbucket(vbid).log):
+            begins = item.kind == SYSTEM_EVENT and item.event == SystemEventId.COLLECTION_BEGIN
+            if begins and system_id(item) == collection_id:
+                return _scope_of(item)
+        return 0
+
+    def _ids(self, line: list[Item], shown: str) -> set[int]:
+        kind, _, ids = shown.partition(" ")
+        if kind == "collections":
+            return {int(each, 16) for each in ids.split(",")}
+        scope_id = int(ids, 16)
+        begun = {
+            system_id(item)
+            for item in line
+            if item.kind == SYSTEM_EVENT
+            and item.event == SystemEventId.COLLECTION_BEGIN
+            and _scope_of(item) == scope_id
+        }
+        return begun | ({0} if scope_id == 0 else set())
