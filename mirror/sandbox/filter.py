@@ -55,11 +55,11 @@ class StreamFilter:
 
     def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
         """Whether nothing that it shows lies above a seqno (then purging takes nothing from a client that is there).
-        `high_seqnos` are those of the vbucket's collections.
+        `high_seqnos` are those of the vbucket's collections. Of a scope nobody can say: collections may have ended in it.
         """
-        if self.collections is None or self.legacy:
+        if not self.collections or self.legacy or self.scope_id is not None:
             return False
-        return seqno >= max((high_seqnos.get(id_, 0) for id_ in self.collections), default=0)
+        return seqno >= max(high_seqnos.get(id_, 0) for id_ in self.collections)
 
     def passes(self, item: Item) -> bool:
         """Whether the stream shows a change. To be asked in the order of seqnos, once each: system events that pass
