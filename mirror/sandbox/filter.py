@@ -55,7 +55,7 @@ class StreamFilter:
 
     def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
         """Whether nothing that it shows lies above a seqno (then purging takes nothing from a client that is there).
-        `high_seqnos` are those of the vbucket's collections. Of a scope nobody can say: collections may have ended in it.
+        `high_seqnos` are those of the vbucket's collections. Of a scope nobody can say: some may have ended in it.
         """
         if not self.collections or self.legacy or self.scope_id is not None:
             return False
