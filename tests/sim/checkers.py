@@ -140,6 +140,7 @@ class Checker:
         self._late: list[GroupWriter] = []
         self._before: dict[int, dict[int, Watched]] = {}
         """Of each group: what was before its last commit, which a power cut may undo."""
+        self._txnids: dict[int, int] = {}
         self._power_was_cut: set[int] = set()
         fate = mirror.fate
         fate.committed = self.on_commit
@@ -186,9 +187,11 @@ class Checker:
             pubs = {vbid: txn.pub(vbid) for vbid in writer.vbids}
         if writer.disk is not None:
             self._after_power_cut(writer, pubs)
-            self._before[writer.group] = {
-                vbid: replace(self.watched[vbid], boundaries=list(self.watched[vbid].boundaries)) for vbid in pubs
-            }
+            if self._txnids.get(writer.group) != writer.disk.txnid:
+                self._txnids[writer.group] = writer.disk.txnid
+                self._before[writer.group] = {
+                    vbid: replace(self.watched[vbid], boundaries=list(self.watched[vbid].boundaries)) for vbid in pubs
+                }
         for vbid, pub in pubs.items():
             moved = pub != self.watched[vbid].pub
             if moved:
@@ -238,7 +241,7 @@ class Checker:
             links = chain.load(txn, vbid, branch, SEQNO_MAX)
             reason = branches.get_branch(txn, vbid, branch).reason
             shown = txn.state_row(vbid).stream_filter or None
-        if len(links) == 1 and (branch != watched.branch or not watched.seqno):
+        if not watched.seqno or (len(links) == 1 and branch != watched.branch):
             watched.shown = shown
         if branch == watched.branch:
             assert seqno >= watched.seqno, f"vb {vbid}: published {seqno} after {watched.seqno}"

@@ -30,6 +30,8 @@ class Disk:
         self._durable = bytearray()
         self._dirty: set[int] = set()
         """Pages that were written and not synced."""
+        self.txnid = 0
+        """Of the newest commit. One that changes nothing is none."""
 
     def _look(self) -> set[int]:
         """The pages that were written since the last look."""
@@ -65,9 +67,10 @@ class Disk:
         """One or more transactions were committed."""
         flags = env.flags()
         self._dirty |= self._look()
+        self.txnid = env.info()["last_txnid"]
         if not flags["sync"]:
             return
-        newest = env.info()["last_txnid"] & 1
+        newest = self.txnid & 1
         for page in self._dirty - {newest}:
             self._put(page)
         self._dirty &= {newest}
