@@ -520,13 +520,9 @@ class Mirror:
         """The source's manifest arrives, if there is somebody to ask."""
         if self.source.collections and any(keeper.ready for keeper in self.keepers):
             watch = self.consumer._collections
-            before = watch.resolved.filter
             watch.take(SourceManifest.parse(self.source.bucket.manifest.to_json()))
             if watch.selection.whole and watch._waiting:
                 watch._tell()
-            after = watch.resolved.filter
-            if before is not None and after is not None and before != after:
-                self.fate.counts["filters that changed"] += 1
 
     # --- connections
 

@@ -416,7 +416,7 @@ class World:
         what = self.rng.choice(("create", "create", "drop", "flush", "flush default", "drop scope"))
         try:
             if what == "create" and len(named) < 4:
-                if not self.scope_count or self.rng.random() < 0.3:
+                if not self.scope_count or (not self.source.selection and self.rng.random() < 0.3):
                     self.scope_count += 1
                     bucket.create_scope(f"s{self.scope_count}")
                 path = f"s{self.scope_count}.c{self.rng.randrange(3)}"

@@ -160,7 +160,11 @@ class SimProducer(DcpProducer):
         stream.counts, stream.shapes = source.counts, source.shapes
         source.lines[request.opaque] = plain.vbucket.log
         source.counts["streams accepted"] += 1
-        source.counts["filtered streams accepted"] += plain._filter.collections is not None and source.collections
+        if source.selection:
+            source.counts["filtered streams accepted"] += 1
+            before = source.filters.get(request.vbid, request.value)
+            source.counts["filters that changed"] += before != request.value
+            source.filters[request.vbid] = request.value
         if request.snap_start_seqno < request.start_seqno < request.snap_end_seqno:
             source.counts["mid-snapshot resumes"] += 1
             if request.start_seqno < plain.vbucket.purge_seqno:
@@ -237,6 +241,8 @@ class Source:
         for vbid in range(vbuckets):
             self.bucket.map.owners[vbid] = vbid % 2
         self.refuse_next: list[Status] = []
+        self.filters: dict[int, bytes] = {}
+        """What of a vbucket was asked for the last time."""
         self.lines: dict[int, list[Item]] = {}
         """Opaque of an accepted stream of the mirror as it runs now -> the history it is of."""
         self.purged: dict[int, int] = {}
