@@ -287,6 +287,8 @@ class World:
             if not self.mirror.consumer.shown.streams:  # it waits for collections that there are none of
                 return True
             line, watched = self.source.vbucket(vbid).log, self.checker.watched[vbid]
+            if self.mirror.writer_of(vbid).state(vbid).staging_branch != watched.branch:
+                return False
             newest = self.checker.seen(vbid, line, len(line))
             return watched.seqno <= len(line) and newest == self.checker.seen(vbid, line, watched.seqno)
         if self.source.collections:

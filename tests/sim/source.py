@@ -18,6 +18,7 @@ from mirror.sandbox.dcp import DcpProducer
 from mirror.sandbox.encoder import ItemEncoder
 from mirror.sandbox.filter import StreamFilter, _scope_of
 from mirror.sandbox.item import ABORT, PREPARE, SYSTEM_EVENT, Item
+from mirror.sandbox.manifest import FIRST_ID
 from mirror.sandbox.node import NodeConnection, SandboxNode
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.stream import ProducerStream
@@ -369,8 +370,17 @@ class Source:
             return {key: item for key, item in state.items() if key[0] == 0}
         if shown is None:
             return state
-        ids = self._ids(line, shown)
+        ids = self._ids(line, shown) - self.unshown(shown)
         return {key: item for key, item in state.items() if item.collection_id in ids}
+
+    def unshown(self, shown: str | None) -> set[int]:
+        """Collections of which a stream so filtered may leave out what is there: a scope's stream shows what is in the
+        manifest when it begins, and not what was there before a collection ended that it will not show ending.
+        """
+        if shown is None or not shown.startswith("scope"):
+            return set()
+        manifest = self.bucket.manifest
+        return set(range(FIRST_ID, manifest._next_collection_id)) - manifest.collections.keys()
 
     def scope_of(self, vbid: int, collection_id: int) -> int:
         """The scope in which a vbucket has been told of a collection."""
