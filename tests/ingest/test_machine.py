@@ -427,6 +427,16 @@ def test_part_of_a_snapshot_of_another_filter_is_dropped() -> None:
     assert asked(rig) == (0, 0, 0, 0)
 
 
+def test_part_of_a_snapshot_is_not_continued_with_less_than_it_may_hold() -> None:
+    """Rows of a collection can come before the event that begins it: the manifest does not say that they are held."""
+    rig = filtered_at(BOTH)
+    marker(rig, 1, 120)
+    created(rig, 50, 8)
+    rows(rig, 110)
+    assert filtered(rig, AIRLINE) == [ins.CloseStream, ins.AbandonStaged, ins.RequestStream]
+    assert asked(rig) == (0, 0, 0, 0)
+
+
 def test_when_all_that_is_mirrored_was_dropped_it_waits_for_another_of_that_name() -> None:
     rig = filtered_at(AIRLINE, 100)
     marker(rig, 101, 110)
