@@ -140,9 +140,10 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
 
     def _parse_filter(self, request: StreamRequest) -> StreamFilter:
         assert self.reader is not None, "a DCP client has logged in"
+        own = self._bucket.standing(request.vbid).manifest  # perhaps newer than what is remembered of the bucket
         return dcp_filter.parse(
             request.value,
-            self._bucket.manifest(),
+            max(self._bucket.manifest(), own, key=lambda each: each.uid),
             self.reader,
             has_collections=self.controls.collections,
             has_stream_ids=self.controls.stream_ids,

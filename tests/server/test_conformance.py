@@ -7,7 +7,7 @@ runs against the embedded source and against a mirror of it, with one expectatio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,11 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, OsoFlag, Status, StreamEndReason, StreamRequestFlag
+from storage import seal
+from storage.purge import Window
 from tests.feed.harness import Mirror
 from tests.serve.dcp_rig import ALL, TIMES, DcpClient, serving_dcp
+from tests.storage.test_seal import flip
 
 VBUCKETS = 4
 CARTS = 8
@@ -35,6 +38,7 @@ class Server:
     cluster: SandboxCluster
     name: str
     port: int
+    mirror: Mirror | None = None
     clients: list[DcpClient] = field(default_factory=list)
 
     async def connect(self) -> DcpClient:
@@ -101,7 +105,7 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             settle(cluster)
             await mirror.until_published(2, cluster.vbucket(2).high_seqno)
             async with serving_dcp(mirror.path, tracks_prepares=True) as endpoint:
-                made = Server(cluster, request.param, endpoint.port)
+                made = Server(cluster, request.param, endpoint.port, mirror)
                 yield made
             await mirror.stop()
         for client in made.clients:
@@ -414,6 +418,99 @@ async def test_closing(server: Server) -> None:
     assert (await new.say(ev.CloseStream(0))).status == OK
     assert await new.event() == ev.StreamEnd(0, int(StreamEndReason.CLOSED), opaque=0x77)
     assert (await new.stream(0)).status == OK, "it can be opened again"
+    assert (await old.stream(0)).status == OK
+    await old.until_end(high)
+    assert (await old.say(ev.CloseStream(0))).status == OK
+    assert (await old.say(ev.DcpNoop())).status == OK
+    assert old.early == [], "no end of the stream was negotiated"
+
+
+async def end_of(client: DcpClient) -> ev.StreamEnd:
+    """The end of the client's stream; what comes before it is acknowledged."""
+    acked = 0
+    while True:
+        event = await client.event()
+        if isinstance(event, ev.StreamEnd):
+            return event
+        await client.send(codec_dcp.to_frame(ev.BufferAck(client.counted - acked)))
+        acked = client.counted
+
+
+async def lose_writes(server: Server, _client: DcpClient) -> None:
+    server.cluster.failover(0, lose=2)
+
+
+async def drop_the_collection(server: Server, _client: DcpClient) -> None:
+    server.cluster.bucket.drop_collection("shop.carts")
+
+
+async def log_in_in_vain(server: Server, client: DcpClient) -> None:
+    assert (await client.say_frame(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0wrong"))).status == Status.AUTH_ERROR
+    server.cluster.set("d1", {"n": "news"}, vbid=0)  # a server looks at privileges when there is something to send
+
+
+async def pass_the_clients_snapshot(server: Server, _client: DcpClient) -> None:
+    """A mirror purges history that the client has not taken yet; the embedded source has no limit, it is commanded."""
+    if server.mirror is None:
+        server.cluster.faults.end_streams(StreamEndReason.SLOW, [0])
+        return
+    (writer,) = server.mirror.writers
+    snapshot_end = server.vbucket(0).high_seqno
+    writer.window = writer._purger.window = Window(boundaries=1)
+    for number in range(3):
+        server.cluster.set("d2", {"n": number}, vbid=0)
+        await server.mirror.until_published(0, server.vbucket(0).high_seqno)
+    await server.mirror.until(lambda: writer.state(0).history_floor_seqno > snapshot_end, "the floor to pass it")
+
+
+async def damage_the_store(server: Server, _client: DcpClient) -> None:
+    """The last row of the client's snapshot, on the mirror; the embedded source is commanded."""
+    if server.mirror is None:
+        server.cluster.faults.end_streams(StreamEndReason.BACKFILL_FAIL, [0])
+    else:
+        flip(server.mirror.writers[0], server.vbucket(0).high_seqno, -seal.SIZE - 1)
+
+
+REASONS: dict[StreamEndReason, tuple[Callable[[Server, DcpClient], Awaitable[None]], bytes, Status]] = {
+    StreamEndReason.STATE_CHANGED: (lose_writes, b"", Status.ROLLBACK),
+    StreamEndReason.SLOW: (pass_the_clients_snapshot, b"", OK),
+    StreamEndReason.BACKFILL_FAIL: (damage_the_store, b"", OK),
+    StreamEndReason.FILTER_EMPTY: (drop_the_collection, b'{"collections":["8"]}', Status.UNKNOWN_COLLECTION),
+    StreamEndReason.LOST_PRIVILEGES: (log_in_in_vain, b"", Status.EACCESS),
+}
+"""What ends a stream, the filter of the stream, and the answer to a client that asks for it again."""
+
+
+@pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.name)
+async def test_a_stream_ends_with_its_reason_and_is_asked_for_again(server: Server, reason: StreamEndReason) -> None:
+    """The client has taken the beginning of its first snapshot (docs/protocol.md 4.5)."""
+    cause, value, again = REASONS[reason]
+    high, uuid = server.vbucket(0).high_seqno, server.vbucket(0).vbuuid
+    window = b"100000" if reason == StreamEndReason.LOST_PRIVILEGES else b"100"  # nobody may acknowledge
+    client = await server.client(controls={b"connection_buffer_size": window})
+    assert (await client.stream(0, value=value)).status == OK
+    assert isinstance(await client.event(), ev.SnapshotMarker)
+    await cause(server, client)
+    assert await end_of(client) == ev.StreamEnd(0, int(reason), opaque=0x77)
+    if (mirror := server.mirror) is not None and again == Status.ROLLBACK:
+        await mirror.until(lambda: mirror.row(0)["vbuuid"] == server.vbucket(0).vbuuid, "the new history")
+        await mirror.until_published(0, server.vbucket(0).high_seqno)
+    start = 0 if again == OK else high
+    assert (await client.stream(0, start, vbuuid=uuid, value=value)).status == again
+
+
+def test_every_reason_has_a_case_but_those_that_are_never_sent() -> None:
+    never = {StreamEndReason.DISCONNECTED, StreamEndReason.ROLLBACK}
+    assert REASONS.keys() | {StreamEndReason.OK, StreamEndReason.CLOSED} | never == set(StreamEndReason)
+
+
+async def test_a_client_without_a_login_or_a_bucket_opens_nothing(server: Server) -> None:
+    client = await server.connect()
+    await client.hello(*ALL)
+    nobody = Status.EACCESS if server.mirror is None else Status.NO_BUCKET  # a mirror without a users file knows nobody
+    assert (await client.say(ev.DcpOpen(b"x", 1))).status == nobody
+    await client.login()
+    assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.NO_BUCKET
 
 
 ENDS = [("end", {}), ("latest", {"flags": 0x04}), ("disk", {"flags": 0x02})]
