@@ -2,7 +2,8 @@
 
 Knows files and contexts; must never know a protocol. Each handshake looks whether the files have changed. Invariants: a
 certificate that is exchanged is shown to all who connect from then on, and open connections go on; files that cannot
-be used, or do not belong together yet, leave those of before in force.
+be used, or do not belong together yet, leave those of before in force; who is certified by authorities that were
+exchanged since is nobody, also by a session from before.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class ListenerTls:
         self._key_file = key_file
         self._client_ca_file = client_ca_file
         self._stamp = self._stamp_now()
+        self._first_authorities = self._stamp[-1]
         self.context = self._load()
 
     def _load(self) -> ssl.SSLContext:
@@ -55,11 +57,13 @@ class ListenerTls:
                     setting="listen_tls_client_ca_file",
                 ) from None
             context.verify_mode = ssl.CERT_OPTIONAL
+            context.num_tickets = 0  # a session that is resumed shows no certificate: the one of before counts
+            context.options |= ssl.OP_NO_TICKET
         context.sni_callback = self._hello  # OpenSSL calls it in each handshake, with or without a name
         return context
 
-    def _hello(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """A client says hello: the handshake goes on with the files as they are now."""
+    def _hello(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> int | None:
+        """A client says hello: the handshake goes on with the files as they are now. Returns the alert that ends it."""
         stamp = self._stamp_now()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -70,6 +74,9 @@ class ListenerTls:
             else:
                 log.info("certificate read again", path=str(self._cert_file))
         connection.context = self.context
+        if connection.session_reused and stamp[-1] != self._first_authorities:  # kept by id, up to TLS 1.2
+            return ssl.ALERT_DESCRIPTION_CERTIFICATE_UNKNOWN
+        return None
 
     def _stamp_now(self) -> _Stamp:
         return tuple(

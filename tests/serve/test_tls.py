@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,11 +29,12 @@ from mirror.serve.http_server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.serve.tls import server_tls
 from mirror.supervise.stored import stored_status
-from mirror.wire.constants import Status
+from mirror.wire import frame as fr
+from mirror.wire.constants import Opcode, Status
 from tests.feed.authority import Authority
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import serving_dcp
-from tests.serve.kv_rig import Client, Store, serving
+from tests.serve.kv_rig import WAIT_S, Client, Store, serving
 
 NAMES = ("localhost", "127.0.0.1")
 
@@ -215,6 +217,41 @@ async def test_another_authority_for_clients_is_asked_for_from_then_on(tmp_path:
         assert (await (await ports.connect(ports.kv, second)).get(b"key")).status == 0
         assert await read_by_http(ports.http, second) == 200
         assert (await open_before.get(b"key")).status == 0
+
+
+def status_of_get(
+    port: int, context: ssl.SSLContext, session: ssl.SSLSession | None
+) -> tuple[int | None, ssl.SSLSession | None]:
+    """Of a GET on a connection that resumes a session; None where the handshake fails."""
+    request = fr.encode(fr.request(Opcode.GET, key=b"key"))
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port)) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+        ):
+            connection.settimeout(WAIT_S)
+            connection.sendall(request)
+            answer = connection.recv(24)
+            return (int.from_bytes(answer[6:8]) if answer else None), connection.session
+    except OSError:
+        return None, None
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_session_is_no_login_once_the_authority_is_another(
+    tmp_path: Path, authority: Authority, version: ssl.TLSVersion
+) -> None:
+    (tmp_path / "new").mkdir()
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes(authority.ca_file.read_bytes())
+    context = trusting(authority, authority.sign(into="first", common_name="ann"))
+    context.maximum_version = version
+    async with listening(tmp_path, authority, listen_tls_client_ca_file=clients) as ports:
+        status, session = await asyncio.to_thread(status_of_get, ports.kv, context, None)
+        assert status == 0
+        assert (await asyncio.to_thread(status_of_get, ports.kv, context, session))[0] == 0
+        os.replace(Authority(tmp_path / "new").ca_file, clients)
+        assert (await asyncio.to_thread(status_of_get, ports.kv, context, session))[0] is None
 
 
 def test_certificates_are_loaded_or_refused(tmp_path: Path) -> None:
