@@ -1,10 +1,14 @@
-"""A mirror of a mirror, as processes: whichever is killed under load, source and both mirrors agree at the end."""
+"""A mirror of a mirror of a mirror, as processes: whichever is killed under load, all agree with the source."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -12,15 +16,23 @@ from typing import Any
 
 import pytest
 
+from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
 from mirror.sandbox import SandboxCluster, SandboxThread
 from storage.check import check
+from storage.model import Kind
 from storage.view import View, open_view
 from tests.cli.conftest import call
 from tests.crash.load import Load
 from tests.crash.service import Service, until
 
-VBUCKETS, RATE, KEYS = 16, 200, 1000
-KILLS = ("dcp server", "worker", "supervisor", "worker of the second", "dcp server")
+VBUCKETS, RATE, KEYS, SEED = 16, 150, 1000, 11
+LINKS = ("first", "second", "third")
+KILLS = tuple(
+    (link, what)
+    for link in range(len(LINKS))
+    for what in ("worker", "server", "service")
+    if (LINKS[link], what) != ("third", "server")  # nobody reads from it by DCP
+)
 
 
 def free_port() -> int:
@@ -30,8 +42,15 @@ def free_port() -> int:
 
 
 def published(service: Service) -> dict[int, int]:
+    """Nothing while the directory is being made."""
+    if not (service.data / "mirror.json").exists():
+        return {}
     with open_view(str(service.data)) as view:
         return {int(state.vbid): int(state.published_seqno) for state in view.states()}
+
+
+def has_news(service: Service, before: dict[int, int]) -> bool:
+    return published(service) != before
 
 
 def documents(view: View, vbid: int) -> dict[tuple[int, bytes], tuple[Any, ...]]:
@@ -41,93 +60,219 @@ def documents(view: View, vbid: int) -> dict[tuple[int, bytes], tuple[Any, ...]]
     }
 
 
-def kill(what: str, middle: Service, second: Service) -> None:
-    if what == "supervisor":
-        middle.kill_supervisor()
-        middle.start()
-        return
-    service = second if what == "worker of the second" else middle
+@dataclass
+class Wanderer:
+    """A DCP client that reads now here, now there, and goes on at its positions wherever that is."""
 
-    def pid() -> int | None:
-        rows = (service.status() or {}).get("servers" if what == "dcp server" else "workers") or ()
-        return next((row["pid"] for row in rows if row["phase"] == "running" and row["pid"]), None)
+    positions: dict[int, Position] = field(default_factory=lambda: {vbid: Position() for vbid in range(VBUCKETS)})
+    held: dict[int, dict[tuple[int, bytes], int]] = field(
+        default_factory=lambda: {vbid: {} for vbid in range(VBUCKETS)}
+    )
 
-    service.kill(until(f"a {what}", pid))
+    def read(self, url: str) -> set[int]:
+        """Read up to now. Returns the vbuckets that were rolled back; those it reads from 0 again."""
+        rolled_back = set()
+        with SourceReader(url, password="demo") as reader:
+            until_seqnos = reader.high_seqnos()
+            for item in reader.read(self.positions, until_seqnos):
+                if isinstance(item, RolledBack):
+                    rolled_back.add(item.vbid)
+                elif isinstance(item, Snapshot):
+                    self._take(item)
+            for vbid in rolled_back:
+                self.positions[vbid], self.held[vbid] = Position(), {}
+            if rolled_back:
+                for item in reader.read({vbid: Position() for vbid in rolled_back}, until_seqnos):
+                    assert not isinstance(item, RolledBack), item
+                    if isinstance(item, Snapshot):
+                        self._take(item)
+        return rolled_back
+
+    def _take(self, snapshot: Snapshot) -> None:
+        held = self.held[snapshot.vbid]
+        for each in snapshot.documents():
+            if each.deleted:
+                held.pop((each.collection_id, each.key), None)
+            elif each.kind is not Kind.SYSTEM_EVENT:
+                held[each.collection_id, each.key] = int(each.seqno)
+        self.positions[snapshot.vbid] = snapshot.position
 
 
-def has_news(service: Service, before: dict[int, int]) -> bool:
-    return safely_published(service) != before
+@dataclass
+class Chain:
+    """The source under load, its three links, and what was done to them so far."""
+
+    source: SandboxThread
+    load: Load
+    links: list[Service]
+    urls: list[str]
+    """Where a DCP client can read: the source and the links that serve DCP, nearest first."""
+    rng: Random
+    wanderer: Wanderer = field(default_factory=Wanderer)
+    kills: Counter[str] = field(default_factory=Counter)
+    failovers: int = 0
+    failed_over: set[int] = field(default_factory=set)
+    """Vbuckets that lost something since the wanderer last read."""
+
+    @property
+    def cluster(self) -> SandboxCluster:
+        return self.source.cluster
+
+    def kill(self, number: int, what: str) -> None:
+        """SIGKILL of a process of a link, or of a whole one, which is started again."""
+        link = self.links[number]
+        self.kills[f"{LINKS[number]} {what}"] += 1
+        if what == "service":
+            link.kill_supervisor(*link.workers_alive())
+            link.start()
+            return
+
+        def pid() -> int | None:
+            rows = (link.status() or {}).get(f"{what}s") or ()
+            return next((row["pid"] for row in rows if row["phase"] == "running" and row["pid"]), None)
+
+        link.kill(until(f"a {what} of the {LINKS[number]}", pid))
+
+    def fail_over(self, vbids: list[int]) -> None:
+        """Each with the loss of some changes, in whose place others come."""
+
+        def each(vbid: int, lose: int) -> None:
+            self.cluster.failover(vbid, lose=lose)
+            self.cluster.set("instead", {"of": "what was lost"}, vbid=vbid)
+
+        for vbid in vbids:
+            self.source.call(each, vbid, self.rng.randrange(1, 5))
+        self.failovers += len(vbids)
+        self.failed_over.update(vbids)
+
+    def wait_news(self) -> None:
+        """Return when all links have published something new."""
+        before = [published(each) for each in self.links]
+        for link, seen, name in zip(self.links, before, LINKS, strict=True):
+            until(f"news in the {name}", partial(has_news, link, seen))
+
+    def wait_level(self) -> dict[int, int]:
+        """Stop writing; return vbid -> seqno once every link has all of the source's newest history."""
+        self.load.rate = 0
+        wanted, logs = self.source.call(
+            lambda: (
+                {vbid: self.cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)},
+                {vbid: self.cluster.vbucket(vbid).vbuuid for vbid in range(VBUCKETS)},
+            )
+        )
+
+        def level(link: Service) -> bool:
+            if published(link) != wanted:
+                return False
+            with open_view(str(link.data)) as view:
+                return {vbid: view.state(vbid).failover_log[0].vbuuid for vbid in range(VBUCKETS)} == logs
+
+        for link, name in zip(self.links, LINKS, strict=True):
+            until(f"the {name} to be level", partial(level, link))
+        return wanted
+
+    def move_the_wanderer(self) -> None:
+        """It reads at another place than before; only what the source lost is a rollback there."""
+        self.wait_level()
+        rolled_back = self.wanderer.read(self.rng.choice(self.urls))
+        assert rolled_back <= self.failed_over, "a change of place costs nothing"
+        self.failed_over.clear()
+        assert self.wanderer.held == self.source_seqnos()
+        self.load.rate = RATE
+
+    def source_seqnos(self) -> dict[int, dict[tuple[int, bytes], int]]:
+        """vbid -> key -> seqno of its newest version."""
+
+        def found() -> dict[int, dict[tuple[int, bytes], int]]:
+            cluster = self.cluster
+            states = {
+                vbid: cluster.vbucket(vbid).state_at(cluster.vbucket(vbid).high_seqno) for vbid in range(VBUCKETS)
+            }
+            return {
+                vbid: {(key[0], key[1:]): item.seqno for key, item in state.items()} for vbid, state in states.items()
+            }
+
+        return self.source.call(found)
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Iterator[Chain]:
+    cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=SEED)
+    with SandboxThread(cluster) as source, ExitStack() as stack:
+        load = source.call(Load, cluster, SEED, rate=0, keys=KEYS)
+        source.call(load.write, 2000)
+        urls, links = [source.connection_string], []
+        for name in LINKS:
+            flags = ["--workers", "1"]
+            url = urls[-1]
+            if name != LINKS[-1]:
+                port = free_port()
+                flags += ["--dcp", str(port)]
+                urls.append(f"couchbase://demo@127.0.0.1:{port}/{cluster.bucket.name}")
+            links.append(stack.enter_context(Service(url, tmp_path / name, *flags, log=tmp_path / f"{name}.log")))
+            links[-1].start()
+        yield Chain(source, load, links, urls, Random(SEED))
 
 
 @pytest.mark.ci
-def test_a_cascade_agrees_with_its_source_whoever_is_killed(tmp_path: Path) -> None:
-    port = free_port()
-    cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=11)
-    url = f"couchbase://demo@127.0.0.1:{port}/{cluster.bucket.name}"
-    with (
-        SandboxThread(cluster) as source,
-        Service(source.connection_string, tmp_path / "a", "--workers", "1", "--dcp", str(port), log=tmp_path / "a.log")
-        as middle,
-        Service(url, tmp_path / "b", "--workers", "1", log=tmp_path / "b.log") as second,
-    ):  # fmt: skip
-        load = source.call(Load, cluster, 5, rate=RATE, keys=KEYS)
-        source.call(load.write, 2000)
-        middle.start()
-        second.start()
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        pytest.param(1, marks=pytest.mark.timeout(900)),  # each process of each link once
+        pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
+    ],
+)
+def test_a_chain_of_three_agrees_with_its_source_whoever_is_killed(
+    chain: Chain, rounds: int, record_property: Any
+) -> None:
+    first_ends = chain.wait_level()
+    chain.source.call(chain.load.write, 1000)  # no failover reaches back to the first snapshots
+    writing = chain.source.call(lambda: asyncio.get_running_loop().create_task(chain.load.run()))
+    chain.move_the_wanderer()
+    for _ in range(rounds):
+        for number, (link, what) in enumerate(chain.rng.sample(KILLS, len(KILLS))):
+            chain.kill(link, what)
+            chain.fail_over(chain.rng.sample(range(VBUCKETS), 3))
+            chain.wait_news()
+            time.sleep(chain.rng.random() / 2)
+            if number % 4 == 3:
+                chain.move_the_wanderer()
+    chain.wait_level()
+    chain.fail_over(list(range(VBUCKETS)))
+    wanted = chain.wait_level()
+    assert not writing.done(), writing
+    chain.source.call(writing.cancel)
+    rollbacks = all_agree(chain, wanted, first_ends)
+    kills = ", ".join(f"{count} of {name}" for name, count in sorted(chain.kills.items()))
+    record_property(
+        "kills",
+        f"{chain.kills.total()} kills ({kills}), {chain.failovers} failovers of a vbucket with loss, {rollbacks} "
+        f"rollbacks in the three links, none to before their first snapshots; {sum(wanted.values())} changes",
+    )
 
-        async def begin() -> asyncio.Task[None]:
-            return asyncio.create_task(load.run())
 
-        writing = source.run(begin())
-        until("the second mirror to publish", lambda: second.data.exists() and any(safely_published(second).values()))
-        rng = Random(3)
-        for number, what in enumerate(KILLS):
-            before = safely_published(second)
-            kill(what, middle, second)
-            if number % 2:
-                for vbid in rng.sample(range(VBUCKETS), 3):
-                    source.call(cluster.failover, vbid, lose=rng.randrange(1, 5))
-            until(f"news after the {what} died", partial(has_news, second, before))
-            time.sleep(0.5)
-        source.call(writing.cancel)
-
-        def level() -> dict[int, int]:
-            wanted = source.call(lambda: {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)})
-            until("the middle to be level", lambda: published(middle) == wanted)
-            until("the second to be level", lambda: published(second) == wanted)
-            return wanted
-
-        level()
+def all_agree(chain: Chain, wanted: dict[int, int], first_ends: dict[int, int]) -> int:
+    """Source and links have the same; none went back further than to its first snapshot. Returns the rollbacks."""
+    result = call("verify", "--data", chain.links[-1].data, "--source", chain.urls[-1])
+    assert result.code == 0, result.err
+    source_seqnos = chain.source_seqnos()
+    rollbacks = 0
+    with ExitStack() as stack:
+        views = [stack.enter_context(open_view(str(link.data))) for link in chain.links]
         for vbid in range(VBUCKETS):
-            source.call(cluster.failover, vbid, lose=3)
-            source.call(cluster.set, "instead", {"of": "what was lost"}, vbid=vbid)
-        wanted = level()
-        result = call("verify", "--data", second.data, "--source", url)
-        assert result.code == 0, result.err
-        source_states = source.call(
-            lambda: {
-                vbid: {key: (item.seqno, item.cas) for key, item in cluster.vbucket(vbid).state_at(seqno).items()}
-                for vbid, seqno in wanted.items()
-            }
-        )
-        with open_view(str(middle.data)) as a, open_view(str(second.data)) as b:
-            for vbid in range(VBUCKETS):
-                one, two = documents(a, vbid), documents(b, vbid)
-                assert one == two, f"vb {vbid}"
-                assert len(two) == len(source_states[vbid])
-                assert {found[:2] for found in two.values()} == set(source_states[vbid].values())
-                assert a.state(vbid).failover_log == b.state(vbid).failover_log
-                assert a.rollbacks(vbid)
-                assert b.rollbacks(vbid)
-        assert second.terminate() == 0
-        assert middle.terminate() == 0
-        assert not middle.tracebacks()
-        assert not second.tracebacks()
-        assert check(str(second.data), deep=True).problems == []
-
-
-def safely_published(service: Service) -> dict[int, int]:
-    """Nothing while the directory is being made."""
-    if not (service.data / "mirror.json").exists():
-        return {}
-    return published(service)
+            held = [documents(view, vbid) for view in views]
+            assert held[0] == held[1] == held[2], f"vb {vbid}"
+            assert {key: found[0] for key, found in held[0].items()} == source_seqnos[vbid], f"vb {vbid}"
+            logs = {view.state(vbid).failover_log for view in views}
+            assert len(logs) == 1, f"vb {vbid}"
+            for view, name in zip(views, LINKS, strict=True):
+                assert view.past(vbid).refill_count == 0, f"vb {vbid} of the {name} was read from 0 again"
+                back = view.rollbacks(vbid)
+                assert back, f"vb {vbid} of the {name} lost something"
+                assert all(each.to_seqno >= first_ends[vbid] for each in back), f"vb {vbid} of the {name}"
+                rollbacks += len(back)
+    for link in reversed(chain.links):
+        assert link.terminate() == 0
+        assert not link.tracebacks()
+        assert check(str(link.data), deep=True).problems == []
+    return rollbacks
