@@ -18,8 +18,10 @@ import pytest
 
 from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
 from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.wire import codec_dcp, frame, leb128
+from mirror.wire import events as ev
+from mirror.wire.system_events import decode_system_event
 from storage.check import check
-from storage.model import Kind
 from storage.view import View, open_view
 from tests.cli.conftest import call
 from tests.crash.load import Load
@@ -53,11 +55,13 @@ def has_news(service: Service, before: dict[int, int]) -> bool:
     return published(service) != before
 
 
-def documents(view: View, vbid: int) -> dict[tuple[int, bytes], tuple[Any, ...]]:
+def documents(view: View, vbid: int) -> dict[bytes, tuple[Any, ...]]:
     return {
-        (each.collection_id, each.key): (each.seqno, each.cas, each.rev_seqno, each.flags, each.expiry, each.value)
+        leb128.encode(each.collection_id) + each.key: (
+            each.seqno, each.cas, each.rev_seqno, each.flags, each.expiry, each.value,
+        )
         for each in view.scan(vbid, now=0, raw=True)
-    }
+    }  # fmt: skip
 
 
 @dataclass
@@ -65,9 +69,7 @@ class Wanderer:
     """A DCP client that reads now here, now there, and goes on at its positions wherever that is."""
 
     positions: dict[int, Position] = field(default_factory=lambda: {vbid: Position() for vbid in range(VBUCKETS)})
-    held: dict[int, dict[tuple[int, bytes], int]] = field(
-        default_factory=lambda: {vbid: {} for vbid in range(VBUCKETS)}
-    )
+    held: dict[int, dict[bytes, int]] = field(default_factory=lambda: {vbid: {} for vbid in range(VBUCKETS)})
 
     def read(self, url: str) -> set[int]:
         """Read up to now. Returns the vbuckets that were rolled back; those it reads from 0 again."""
@@ -90,11 +92,18 @@ class Wanderer:
 
     def _take(self, snapshot: Snapshot) -> None:
         held = self.held[snapshot.vbid]
-        for each in snapshot.documents():
-            if each.deleted:
-                held.pop((each.collection_id, each.key), None)
-            elif each.kind is not Kind.SYSTEM_EVENT:
-                held[each.collection_id, each.key] = int(each.seqno)
+        for stored in snapshot.frames():
+            event = codec_dcp.decode(frame.decode(stored)[0])
+            if isinstance(event, ev.Mutation):
+                held[event.key] = event.seqno
+            elif isinstance(event, (ev.Deletion, ev.Expiration)):
+                held.pop(event.key, None)
+            elif isinstance(event, ev.SystemEvent):
+                content = decode_system_event(event)
+                if isinstance(content, (ev.CollectionCreated, ev.CollectionDropped)):
+                    prefix = leb128.encode(content.collection_id)
+                    for key in [key for key in held if key.startswith(prefix)]:
+                        del held[key]
         self.positions[snapshot.vbid] = snapshot.position
 
 
@@ -180,17 +189,15 @@ class Chain:
         assert self.wanderer.held == self.source_seqnos()
         self.load.rate = RATE
 
-    def source_seqnos(self) -> dict[int, dict[tuple[int, bytes], int]]:
+    def source_seqnos(self) -> dict[int, dict[bytes, int]]:
         """vbid -> key -> seqno of its newest version."""
 
-        def found() -> dict[int, dict[tuple[int, bytes], int]]:
+        def found() -> dict[int, dict[bytes, int]]:
             cluster = self.cluster
             states = {
                 vbid: cluster.vbucket(vbid).state_at(cluster.vbucket(vbid).high_seqno) for vbid in range(VBUCKETS)
             }
-            return {
-                vbid: {(key[0], key[1:]): item.seqno for key, item in state.items()} for vbid, state in states.items()
-            }
+            return {vbid: {key: item.seqno for key, item in state.items()} for vbid, state in states.items()}
 
         return self.source.call(found)
 
