@@ -204,9 +204,7 @@ def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> 
 
 
 @contextlib.asynccontextmanager
-async def consuming(
-    connection_string: str, path: str, sync: str, *, make: type[Consumer] = Consumer
-) -> AsyncIterator[tuple[Consumer, list[GroupWriter]]]:
+async def consuming(connection_string: str, path: str, sync: str) -> AsyncIterator[tuple[Consumer, list[GroupWriter]]]:
     """A consumer like a worker's over all groups of a new directory, and its stores, which are closed at the end."""
     logs.set_up("warning", json=False, process="bench")
     clock = SystemClock()
@@ -230,7 +228,9 @@ async def consuming(
         )
         for group in range(8)
     ]
-    consumer = make(settings, source=source, writers=writers, identity=identity, clock=clock, cluster_map=cluster_map)
+    consumer = Consumer(
+        settings, source=source, writers=writers, identity=identity, clock=clock, cluster_map=cluster_map
+    )
     settle_collector()
     yield consumer, writers
     for writer in writers:

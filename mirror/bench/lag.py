@@ -21,7 +21,8 @@ from typing import Any
 
 from mirror.bench.ingest import consuming, receive
 from mirror.bench.limits import BareStore
-from mirror.feed.consumer import Consumer, Group
+from mirror.feed.consumer import Consumer
+from mirror.feed.group_commits import Group
 from mirror.sandbox import SandboxCluster
 
 VALUE_BYTES = 256
@@ -123,28 +124,28 @@ def _write(pipe: Connection) -> None:
     asyncio.run(serve())
 
 
-class _Watched(Consumer):
-    """A consumer that notes when what became visible."""
+def _note_visible(consumer: Consumer, visible: list[Write]) -> None:
+    """Have each commit of the consumer add what became visible, and when."""
+    seen = {vbid: int(vbucket.writer.served(vbid).published_seqno) for vbid, vbucket in consumer.vbuckets.items()}
 
-    visible: list[Write]
-
-    def _commit(self, group: Group, *, flush_open: bool = False) -> None:
-        before = {actor.vbid: group.writer.served(actor.vbid).published_seqno for actor in group.actors}
-        super()._commit(group, flush_open=flush_open)
+    def note(group: Group) -> None:
         now = time.monotonic()
-        for vbid, seqno in before.items():
-            published = group.writer.served(vbid).published_seqno
-            if published != seqno:
-                self.visible.append((vbid, int(published), now))
+        for vbid in group.vbuckets:
+            published = int(group.writer.served(vbid).published_seqno)
+            if published != seen[vbid]:
+                seen[vbid] = published
+                visible.append((vbid, published, now))
+
+    consumer.commits.on_committed = note
 
 
 def _follow(pipe: Connection, connection_string: str, path: str, sync: str) -> None:
     """The consumer process: follow, and say once what is asked for is visible when everything became so."""
 
     async def follow() -> None:
-        async with consuming(connection_string, path, sync, make=_Watched) as (consumer, _):
-            assert isinstance(consumer, _Watched)
-            consumer.visible = []
+        async with consuming(connection_string, path, sync) as (consumer, _):
+            visible: list[Write] = []
+            _note_visible(consumer, visible)
             running = asyncio.create_task(consumer.run())
             while len(consumer.source_high_seqnos()) < VBUCKETS:  # noqa: ASYNC110 - looks on from outside
                 await asyncio.sleep(0.02)
@@ -152,8 +153,8 @@ def _follow(pipe: Connection, connection_string: str, path: str, sync: str) -> N
             while newest := await asyncio.to_thread(_heard, pipe):
                 while not consumer.caught_up(newest):  # noqa: ASYNC110 - the same
                     await asyncio.sleep(0.02)
-                pipe.send(consumer.visible)
-                consumer.visible = []
+                pipe.send(visible)
+                visible.clear()
             await consumer.stop()
             await running
 

@@ -40,7 +40,7 @@ class VbucketServices(Protocol):
         """Commit the vbucket's group now."""
         ...
 
-    def touch_group(self, vbid: int) -> None:
+    def schedule_commit(self, vbid: int) -> None:
         """The group has something to commit before long."""
         ...
 
@@ -194,7 +194,7 @@ class MirroredVbucket(VbucketHost):
             )
         self.execute(self.machine.handle_run(opaque, rows, byte_count))
         if self.writer.publishable(self.vbid):
-            self._services.touch_group(self.vbid)
+            self._services.schedule_commit(self.vbid)
 
     def progressed(self) -> None:
         """The stream is well: something of it came with what was received last."""
@@ -207,6 +207,11 @@ class MirroredVbucket(VbucketHost):
         self.stalled_streams += 1
         self.stall_text = self.last_error = text
         self.last_progress = self._clock.monotonic()
+
+    def has_published(self, seqno: int) -> bool:
+        """True once readers see everything up to `seqno`, on the history that is streamed."""
+        state = self.writer.served(self.vbid)
+        return state.published_seqno >= seqno and not state.rollback_deferred
 
     # -- what the executor and the sink ask for -------------------------------------------------------------------
 
@@ -224,7 +229,7 @@ class MirroredVbucket(VbucketHost):
 
     def branch_changed(self) -> None:
         """Rows of the live stream are to be made for the staging branch as it is now."""
-        self._services.touch_group(self.vbid)
+        self._services.schedule_commit(self.vbid)
         if self.session is not None and self.opaque is not None:
             self.session.set_row_prefix(self.opaque, self.sink.row_prefix())
 
@@ -275,7 +280,7 @@ class MirroredVbucket(VbucketHost):
         released = self.gate.release(seqno, self._release_min())
         if released is not None:
             self.writer.publish(self.vbid, *released)
-            self._services.touch_group(self.vbid)
+            self._services.schedule_commit(self.vbid)
 
     def _release_min(self) -> int:
         """The least end that readers may go over to: what they see, or the end of a history that is shorter."""

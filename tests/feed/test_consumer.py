@@ -2,79 +2,24 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import lmdb
 import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigError, ConnectFailed, PrivilegeMissing
-from mirror.feed.consumer import Group
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.server.cluster_config import NOWHERE
 from mirror.wire.constants import VbucketState
-from storage import directory
 from storage.check import check
-from storage.errors import CorruptedError, DeviceFailed, Full, NoSuchBoundary
-from storage.purge import Window
 from storage.view import open_view
-from tests.feed.harness import Mirror
-
-VBUCKETS = 8
+from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[SandboxCluster]:
     async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1) as running:
         yield running
-
-
-def mirror_of(cluster: SandboxCluster, path: Path, **options: Any) -> Mirror:
-    settings = {"noop_interval_s": 0.5, "connection_buffer_size": 64 * 1024, **options.pop("settings", {})}
-    return Mirror(
-        path,
-        bucket=cluster.bucket.name,
-        bucket_uuid=options.pop("bucket_uuid", cluster.bucket.map.bucket_uuid),
-        vbuckets=VBUCKETS,
-        password=options.pop("password", "demo"),
-        groups=options.pop("groups", 2),
-        settings=settings,
-        **options,
-    )
-
-
-def write(cluster: SandboxCluster, count: int, name: str = "doc") -> None:
-    for number in range(count):
-        cluster.set(f"{name}-{number}", {"name": name, "number": number})
-
-
-async def follow(mirror: Mirror, cluster: SandboxCluster) -> None:
-    """Wait until everything that the source has now is published."""
-    assert mirror.consumer is not None
-    targets = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
-    consumer = mirror.consumer
-    await mirror.until(lambda: consumer.caught_up(targets), "caught up")
-    await mirror.until(
-        lambda: all(mirror.row(vbid)["published_seqno"] == seqno for vbid, seqno in targets.items()), "exactly there"
-    )
-
-
-def assert_equal(mirror: Mirror, cluster: SandboxCluster) -> None:
-    """What readers see of every vbucket is the source's state at that boundary."""
-    assert check(mirror.path, deep=True).problems == []
-    with open_view(mirror.path) as view:
-        for vbid in range(VBUCKETS):
-            source = cluster.vbucket(vbid).state_at(view.state(vbid).published_seqno)
-            seen = {
-                b"\0" + document.key: (document.seqno, document.cas, document.rev_seqno, document.flags)
-                for document in view.scan(vbid, now=0)
-            }
-            wanted = {key: (item.seqno, item.cas, item.rev_seqno, item.flags) for key, item in source.items()}
-            assert seen == wanted, f"vb {vbid}"
 
 
 async def test_everything_is_mirrored_and_followed(cluster: SandboxCluster, tmp_path: Path) -> None:
@@ -288,29 +233,6 @@ async def test_node_that_falls_silent_is_not_waited_for_when_its_vbuckets_are_el
     assert_equal(mirror, cluster)
 
 
-async def test_damaged_group_stops_and_the_others_go_on(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(cluster, 50)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-
-    def damaged(_work: Any) -> Any:
-        raise CorruptedError("page 7 is not a page", path="group-0001")
-
-    monkeypatch.setattr(mirror.writers[1], "_write", damaged)
-    write(cluster, 50, "after")
-    await mirror.until_state(1, "refused")
-    for vbid in (0, 2, 4, 6):
-        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
-    assert "page 7" in consumer.status()["groups"][1]["error"]
-    with pytest.raises(CorruptedError):
-        await consumer.request({"op": "rollback", "vbid": 1, "to": 0})
-    monkeypatch.undo()
-    await mirror.stop()
-
-
 async def test_slow_source_does_not_grow_the_queue(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 500)
     mirror = mirror_of(cluster, tmp_path, settings={"connection_buffer_size": 4096})
@@ -423,114 +345,6 @@ async def test_another_bucket_is_exit_3_and_the_data_stays(cluster: SandboxClust
     assert check(mirror.path, deep=True).problems == []
 
 
-async def test_full_disk_stops_one_group_and_it_goes_on_later(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    writer = mirror.writers[1]
-    write_down = writer._write
-
-    def no_space(_work: Any) -> Any:
-        writer._reload()
-        raise Full(os.strerror(errno.ENOSPC), path=writer.path)
-
-    monkeypatch.setattr(writer, "_write", no_space)
-    write(cluster, 100, "while-full")
-    await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
-    for vbid in (0, 2, 4, 6):
-        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
-    assert "No space left" in mirror.row(1)["last_error"]
-    monkeypatch.setattr(writer, "_write", write_down)
-    await follow(mirror, cluster)
-    assert consumer.status()["groups"][1]["error"] is None
-    await mirror.stop()
-    assert_equal(mirror, cluster)
-
-
-@pytest.mark.parametrize("reopening_fails", [0, 1, 3])
-async def test_a_group_whose_device_failed_comes_back_though_it_cannot_be_opened_at_once(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopening_fails: int
-) -> None:
-    write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path, settings={"storage_retry_interval_s": 0.05})
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    writer = mirror.writers[1]
-    left = [1, reopening_fails]
-    put, really_open = writer._put_vbucket, writer._open_environment
-
-    def failing(*arguments: Any) -> Any:
-        if left[0]:
-            left[0] -= 1
-            raise lmdb.Error("mdb_txn_commit: Input/output error")
-        return put(*arguments)
-
-    def failing_to_open(*, claim: bool) -> None:
-        if left[1]:
-            left[1] -= 1
-            raise DeviceFailed("input/output error", path=writer.path)
-        really_open(claim=claim)
-
-    monkeypatch.setattr(writer, "_put_vbucket", failing)
-    monkeypatch.setattr(writer, "_open_environment", failing_to_open)
-    write(cluster, 100, "while-failing")
-    await follow(mirror, cluster)
-    assert left == [0, 0]
-    assert [group["error"] for group in consumer.status()["groups"]] == [None, None]
-    await mirror.stop()
-    assert_equal(mirror, cluster)
-
-
-async def test_whatever_a_groups_store_raises_stops_that_group_alone(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    writer = mirror.writers[1]
-
-    def led_astray(*_: Any) -> Any:
-        raise AssertionError("a reference without its row")
-
-    monkeypatch.setattr(writer._purger, "plan", led_astray)
-    monkeypatch.setattr(writer, "window", Window(time_ms=1))
-    await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
-    write(cluster, 100, "afterwards")
-    for vbid in (0, 2, 4, 6):
-        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
-    assert "contradicts itself: AssertionError: a reference without its row" in mirror.row(1)["last_error"]
-    assert mirror.row(1)["state"] == "refused"
-    directory.GroupLock(writer.path).release()  # given up
-    await mirror.stop()
-
-
-async def test_groups_that_always_have_something_to_commit_take_turns(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirror = mirror_of(cluster, tmp_path, groups=4, settings={"commit_interval_ms": 0})
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    order: list[int] = []
-
-    def commit(group: Group) -> None:
-        order.append(group.writer.group)
-        if len(order) <= 12:
-            consumer.touch_group(group.actors[0].vbid)
-
-    monkeypatch.setattr(consumer, "_commit", commit)
-    for group in consumer._groups:
-        consumer.touch_group(group.actors[0].vbid)
-    await mirror.until(lambda: len(order) >= 12, "twelve commits")
-    assert set(order[:4]) == {0, 1, 2, 3}
-    assert order[4:12] == order[:8]
-    monkeypatch.undo()
-    await mirror.stop()
-
-
 async def test_large_snapshot_is_hidden_until_it_is_whole(cluster: SandboxCluster, tmp_path: Path) -> None:
     """Staged in bounded batches, cut in the middle, resumed where it stood, visible in one instant."""
     cluster.bucket.load(((f"big-{n}".encode(), b'{"pad":"' + b"y" * 300 + b'"}') for n in range(8000)), vbid=1)
@@ -550,40 +364,13 @@ async def test_large_snapshot_is_hidden_until_it_is_whole(cluster: SandboxCluste
     assert_equal(mirror, cluster)
 
 
-async def test_rollback_on_command_and_streaming_on_from_there(cluster: SandboxCluster, tmp_path: Path) -> None:
-    write(cluster, 50)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    boundary = mirror.row(3)["published_seqno"]
-    cluster.set("later", {"a": 1}, vbid=3)
-    await follow(mirror, cluster)
-    answer = await consumer.request({"op": "rollback", "vbid": 3, "to": boundary})
-    wanted = {"vbid": 3, "boundary_seqno": boundary, "from_branch": 1, "from_seqno": boundary + 1, "branch": 2}
-    assert answer == wanted
-    await follow(mirror, cluster)
-    assert mirror.row(3)["rollback_count"] == 1
-    assert mirror.row(3)["requested_again_bytes"] == 0  # it comes again because it was taken back
-    nothing = await consumer.request({"op": "rollback", "vbid": 3, "to": 10**9})
-    assert nothing["boundary_seqno"] == nothing["from_seqno"] == boundary + 1
-    with pytest.raises(NoSuchBoundary, match="history begins at seqno"):
-        await consumer.request({"op": "rollback", "vbid": 3, "to": 0})
-    assert (mirror.row(3)["rollback_count"], mirror.row(3)["state"]) == (1, "streaming")
-    with pytest.raises(ConfigError):
-        await consumer.request({"op": "rollback", "vbid": 99, "to": 1})
-    with pytest.raises(ConfigError, match="unknown command"):
-        await consumer.request({"op": "dance"})
-    await mirror.stop()
-    assert_equal(mirror, cluster)
-
-
 async def test_stalled_stream_is_noticed_and_asked_for_anew(cluster: SandboxCluster, tmp_path: Path) -> None:
     """The source says it is ahead, noops come, but one stream brings nothing."""
     write(cluster, 20)
     mirror = mirror_of(cluster, tmp_path, settings={"stall_timeout_s": 1})
     consumer = mirror.start(cluster.connection_string)
     await follow(mirror, cluster)
-    actor = consumer._actors[4]
+    actor = consumer.vbuckets[4]
     lost: list[int] = []
     actor.handle_rows = lambda opaque, rows, byte_count: lost.append(len(rows))  # type: ignore[method-assign]
     cluster.set("swallowed", {"a": 1}, vbid=4)
@@ -618,66 +405,3 @@ async def test_stop_before_anything_began_returns(cluster: SandboxCluster, tmp_p
     assert mirror.task is not None
     await mirror.task
     mirror.close()
-
-
-async def test_refill_on_command_while_the_old_copy_is_served(cluster: SandboxCluster, tmp_path: Path) -> None:
-    write(cluster, 200)
-    mirror = mirror_of(cluster, tmp_path, settings={"refill_reads": "stale"})
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    before = mirror.row(3)["branch"]
-    answer = await consumer.request({"op": "refill", "vbid": 3})
-    assert (answer["vbid"], mirror.row(3)["branch"]) == (3, before), "what is served is what was"
-    assert answer["staging_branch"] > before
-    assert (mirror.row(3)["resyncs_begun"], mirror.row(3)["resync_count"]) == (1, 0)
-    assert mirror.row(3)["resync_why"] == "requested by an operator"
-    await mirror.until(lambda: mirror.row(3)["branch"] == answer["staging_branch"], "the new copy is served")
-    assert (mirror.row(3)["resyncs_begun"], mirror.row(3)["resync_count"]) == (1, 1)
-    write(cluster, 50, "more")
-    await follow(mirror, cluster)
-    assert {row["branch"] for row in consumer.status()["vbuckets"] if row["vbid"] != 3} == {before}
-    with pytest.raises(ConfigError, match="refill of vb 99"):
-        await consumer.request({"op": "refill", "vbid": 99})
-    await mirror.stop()
-    assert_equal(mirror, cluster)
-
-
-async def test_a_wall_clock_that_is_set_is_a_warning(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    assert consumer.status()["warnings"] == []
-    clock = mirror.writers[0]._clock
-    right = clock._wall_ms
-    monkeypatch.setattr(clock, "_wall_ms", lambda: right() + 3_600_000)
-    write(cluster, 1, "later")
-    await follow(mirror, cluster)
-    (warning,) = consumer.status()["warnings"]
-    assert "the wall clock was set 1 times since this worker began, the last time by +3,600 s" in warning
-    await mirror.stop()
-
-
-async def test_how_far_a_source_is_that_is_gone_is_not_known(cluster: SandboxCluster, tmp_path: Path) -> None:
-    """It is no lag of 0: what the lost node told last says nothing of what it has now."""
-    write(cluster, 50)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    await mirror.until(lambda: all(row["lag_seqnos"] == 0 for row in consumer.status()["vbuckets"]), "no lag")
-    await cluster.kill_node(1)
-    theirs = [vbid for vbid, owner in enumerate(cluster.bucket.map.owners) if owner == 1]
-
-    def figures(vbid: int) -> tuple[int | None, int | None]:
-        return mirror.row(vbid)["source_high_seqno"], mirror.row(vbid)["lag_seqnos"]
-
-    await mirror.until(lambda: all(figures(vbid) == (None, None) for vbid in theirs), "unknown figures")
-    assert set(consumer.source_high_seqnos()) == set(range(VBUCKETS)) - set(theirs)
-    # A vbucket that has no node any more is not as far as its last node said, either.
-    cluster.bucket.map.owners[0] = NOWHERE
-    cluster.bucket.map_changed(0)
-    await mirror.until(lambda: figures(0) == (None, None), "an unknown figure of a vbucket without a node")
-    await cluster.restart_node(1)
-    await mirror.until(lambda: all(figures(vbid)[1] == 0 for vbid in theirs), "known figures")
-    await mirror.stop()

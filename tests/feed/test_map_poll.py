@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mirror.clock import Clock, SystemClock
-from mirror.errors import OlderMap
-from mirror.feed.connection_string import Address, parse
+from mirror.feed.connection_string import Address
 from mirror.feed.map_poll import MapPoller
 from mirror.feed.session import NodeSession
 from mirror.ingest.topology import ClusterMap, NewestMap
@@ -19,10 +18,10 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
+from tests.feed.consumer_rig import VBUCKETS, write
 from tests.feed.harness import Mirror
 from tests.feed.scripted_node import ScriptedNode, refuse, silent
 from tests.feed.test_bootstrap import access_to
-from tests.feed.test_consumer import VBUCKETS, write
 from tests.feed.test_discovery import map_of
 from tests.feed.test_topology_followed import source_of
 
@@ -201,28 +200,6 @@ async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: st
         await mirror.stop()
 
 
-async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_path: Path) -> None:
-    """It was taken out of the cluster, and has a bucket of that name of its own; it is still named as a host."""
-    async with source_of() as cluster:
-        write(cluster, 50)
-        url = cluster.connection_string
-        mirror = half_of(cluster, tmp_path)
-        mirror.start(url)
-        await followed(mirror, cluster)
-        alone = cluster.split_off(1)
-        await cluster.failover_node(1)
-        write(cluster, 50, "good")
-        await followed(mirror, cluster)
-        alone.map.rev += 1000
-        alone.recreate()
-        for number in range(20):
-            write(cluster, 5, f"later-{number}")
-            await followed(mirror, cluster)
-            await asyncio.sleep(0.05)
-        assert mirror.row(1)["published_seqno"] == cluster.vbucket(1).high_seqno > alone.vbuckets[1].high_seqno
-        await mirror.stop()
-
-
 async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_path: Path) -> None:
     """The consumer has no session at all, and the nodes that announce maps are none of its own."""
     async with source_of(profile="8.0") as cluster:
@@ -241,30 +218,4 @@ async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_pa
         write(cluster, 50, "after")
         await followed(mirror, cluster)
         assert consumer.ready_sessions()
-        await mirror.stop()
-
-
-async def test_no_map_older_than_the_floor_is_followed_and_the_reason_is_said(tmp_path: Path) -> None:
-    async with source_of() as cluster:
-        write(cluster, 50)
-        mirror = half_of(cluster, tmp_path, bootstrap_timeout_s=0.3)
-        consumer = mirror.start(cluster.connection_string)
-        consumer._maps.floor = (1, 1000)
-        error = await mirror.fails()
-        assert isinstance(error, OlderMap)
-        assert "--accept-older-map" in str(error)
-
-
-async def test_a_map_is_handed_to_who_shares_it_and_followed_when_it_comes_back(tmp_path: Path) -> None:
-    async with source_of() as cluster:
-        write(cluster, 50)
-        mirror = half_of(cluster, tmp_path)
-        consumer = mirror.start(cluster.connection_string)
-        shared: list[ClusterMap] = []
-        consumer._share_map = shared.append
-        await mirror.until(lambda: bool(shared), "a map to share")
-        assert consumer.cluster_map is None
-        consumer.follow(shared[0])
-        await followed(mirror, cluster)
-        assert parse(cluster.connection_string).bucket == shared[0].bucket_name
         await mirror.stop()

@@ -13,6 +13,7 @@ from mirror.config_reader import validated
 from mirror.errors import (
     AuthRejected,
     BucketMissing,
+    ClusterError,
     ConfigError,
     ConnectFailed,
     MirrorError,
@@ -20,6 +21,7 @@ from mirror.errors import (
     PrivilegeMissing,
     SourceTimeout,
 )
+from mirror.feed.map_poll import MapPoller
 from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceReader
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
@@ -142,17 +144,6 @@ def test_a_bucket_without_documents_ends_at_once(source: SandboxThread) -> None:
         assert (len(copy.ended), copy.snapshots) == (VBUCKETS, 0)
 
 
-def test_high_seqnos_and_failover_logs_are_those_of_all_nodes(source: SandboxThread) -> None:
-    write(source, 100)
-    with reader_of(source) as reader:
-        vbuckets = source.cluster.vbuckets
-        assert reader.high_seqnos() == {vbid: each.high_seqno for vbid, each in enumerate(vbuckets)}
-        for vbid, each in enumerate(vbuckets):
-            assert reader.failover_log(vbid) == each.failover_log
-        with pytest.raises(ConfigError, match="there is no vb 8"):
-            reader.failover_log(VBUCKETS)
-
-
 def test_without_an_end_it_follows_until_it_is_closed(source: SandboxThread) -> None:
     write(source, 20)
     copy = Copy()
@@ -208,7 +199,7 @@ def test_whoever_takes_nothing_makes_the_source_wait(source: SandboxThread) -> N
         for turn in range(300):
             write(source, 20, f"turn-{turn}", size=500)
         sent = sum(source.call(source.cluster.sent, vbid).bytes for vbid in range(VBUCKETS))
-        eventually(lambda: reader._hub._acks_held, "acks are held back")
+        eventually(lambda: reader._core.connections.acks_held, "acks are held back")
         assert sum(source.call(source.cluster.sent, vbid).bytes for vbid in range(VBUCKETS)) < 300 * 20 * 500 / 2
         assert sent < 300 * 20 * 500 / 2
         while copy.rows < 8 + 300 * 20:
@@ -370,19 +361,6 @@ def test_chosen_collections_alone_with_the_events_that_made_them(source: Sandbox
     assert names() == ({"order", "item", "plain"}, both)
 
 
-def test_an_unknown_collection_is_named(source: SandboxThread) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"no collection 'shop\.nothing'"),
-        reader_of(source, collections=["shop.nothing"]),
-    ):
-        pass
-    with pytest.raises(ConfigError, match="no scope 'nothing'"), reader_of(source, collections=["nothing"]):
-        pass
-
-
-# -- refusals and mistakes ----------------------------------------------------------------------------------------
-
-
 def test_refusals_are_one_clear_error_and_leave_nothing_behind(source: SandboxThread) -> None:
     with pytest.raises(AuthRejected, match="wrong user or password"), reader_of(source, password="wrong"):
         pass
@@ -415,18 +393,6 @@ def test_nonsense_is_refused_before_anything_is_asked(source: SandboxThread) -> 
         SourceReader("http://nonsense")
     with pytest.raises(ConfigError):
         reader_of(source, memory_bytes=0)
-
-
-def test_collections_have_their_names(source: SandboxThread) -> None:
-    source.call(source.cluster.bucket.create_scope, "shop")
-    source.call(source.cluster.bucket.create_collection, "shop", "orders")
-    with reader_of(source) as reader:
-        names = reader.collection_names()
-    assert names[0] == "_default._default"
-    assert "shop.orders" in names.values()
-
-
-# -- a node that was failed over and does not know --------------------------------------------------------------------
 
 
 def host(source: SandboxThread, number: int) -> str:
@@ -467,3 +433,27 @@ def test_a_read_leaves_a_node_that_is_failed_over_without_its_knowledge(source: 
         fail_over_node_1(source)
         eventually(lambda: reader.followed is not None and reader.followed.rev == source.cluster.bucket.map.rev, "map")
         read_all(reader, copy).assert_equal(source)
+
+
+def test_a_bucket_that_was_recreated_is_refused_before_a_stream_is_asked_for(
+    source: SandboxThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its uuid is compared before anything else (docs/protocol.md 2.5). The reader asked for the streams, and took the
+    answers of the other bucket for rollbacks.
+    """
+    monkeypatch.setattr(MapPoller, "wake", lambda _poller: None)
+    write(source, 20)
+    with reader_of(source, settings={"map_poll_interval_s": 600}) as reader:
+        copy = Copy()
+        items = reader.read(copy.positions)
+        while copy.rows < 20:
+            copy.take(next(items))
+
+        def asked() -> list[int]:
+            return [len(source.cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)]
+
+        before = source.call(asked)
+        source.run(source.cluster.recreate_bucket())
+        with pytest.raises(ClusterError, match="was recreated at the source"):
+            list(items)
+        assert source.call(asked) == before

@@ -23,9 +23,9 @@ from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Magic, Status, VbucketState
 from tests.feed.authority import Authority
+from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
 from tests.feed.harness import Mirror
 from tests.feed.name_server import NameServer
-from tests.feed.test_consumer import VBUCKETS, assert_equal, follow, mirror_of, write
 
 NO_POLLING = {"map_poll_interval_s": 600}
 

@@ -183,8 +183,8 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
         consumer = mirror.start(source.connection_string)
         await mirror.until(lambda: mirror.row(VBID)["staged_seqno"] == 6, "staged")
         if on_disk:
-            consumer._commit(consumer._groups[0], flush_open=True)
-        actor = consumer._actors[VBID]
+            consumer.commits.commit(consumer.commits.groups[0], flush_open=True)
+        actor = consumer.vbuckets[VBID]
         assert actor.opaque is not None
         twice = mirror.writers[0].row_prefix(VBID) + (6).to_bytes(8)
         consumer.on_rows(VBID, actor.opaque, [(twice, b"not to be stored")], 100)

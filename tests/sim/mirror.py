@@ -32,7 +32,7 @@ from storage import directory
 from storage import writer as storage_writer
 from storage.chain import Chain
 from storage.environment import SHARED
-from storage.errors import NoSuchBoundary, StorageError
+from storage.errors import NoSuchBoundary
 from storage.leases import Leases
 from storage.model import Identity, Vbid
 from storage.purge import Purger, Window
@@ -328,8 +328,8 @@ class Mirror:
         self.consumer._ending = self.loop.create_future()
         self.keepers = [Keeper(number) for number in range(2)]
         for keeper in self.keepers:
-            self.consumer._nodes[keeper.address] = keeper  # type: ignore[assignment]
-        self.actors = self.consumer._actors
+            self.consumer.connections.keepers[keeper.address] = keeper  # type: ignore[assignment]
+        self.actors = self.consumer.vbuckets
         for vbid, actor in self.actors.items():
             self.consumer._node_of[vbid] = self.keepers[self.source.bucket.map.owners[vbid]].address
             actor.start_machine()
@@ -399,7 +399,7 @@ class Mirror:
         for wire in self.wires:
             if wire is not None:
                 wire.cut()
-        for group in self.consumer._groups:
+        for group in self.consumer.commits.groups:
             if group.error is None:
                 group.writer.commit()
         for writer in self.writers:
@@ -534,12 +534,12 @@ class Mirror:
         consumer = self.consumer
         session = NodeSession(
             consumer._access, keeper.address, consumer, self.clock, name=f"{self.lives}:{number}",
-            opaques=consumer._opaques,
+            opaques=consumer.connections.opaques,
         )  # fmt: skip
         features = {Feature.COLLECTIONS} if self.source.collections else set()
         session.handshake = Handshake(frozenset(int(feature) for feature in features))
         session.controls["max_marker_version"] = self.source.marker_v2_2
-        link = Link(keeper.address, self.clock, consumer._opaques)
+        link = Link(keeper.address, self.clock, consumer.connections.opaques)
         session._link = link
         link.receiver = session
         server = self.source.connect(number)
@@ -575,7 +575,7 @@ class Mirror:
             high = max((vbucket.collection_high_seqno.get(each, 0) for each in polled), default=0)
         if actor.session is not None:
             actor.note_high_seqno(actor.session, high)
-        self.consumer._guarded(vbid, lambda: actor.handle(happenings.HighSeqno(high)))
+        self.consumer.guarded(vbid, lambda: actor.handle(happenings.HighSeqno(high)))
 
     def ask_persistence(self, vbid: int) -> None:
         """Every copy says how much of the open stream's history it has persisted."""
@@ -585,22 +585,16 @@ class Mirror:
             return
         seqno = self.source.persisted_of(vbid, vbuuid)
         if seqno is not None:
-            self.consumer._guarded(vbid, lambda: actor.persisted(vbuuid, seqno))
+            self.consumer.guarded(vbid, lambda: actor.persisted(vbuuid, seqno))
 
     def step_writer(self, group: int) -> bool:
         """A turn of background work, as the consumer gives it."""
-        entry = self.consumer._groups[group]
+        entry = self.consumer.commits.groups[group]
         if entry.error is not None:
             return False
-        waiting = False
-        try:
-            waiting = entry.writer.step()
-            if self.dead_readers:
-                self._check_dead_readers(self.writers[group])
-            if entry.writer.has_pending:
-                self.consumer.touch_group(entry.actors[0].vbid)
-        except StorageError as error:
-            self.consumer._store_failed(entry, error)
+        waiting = self.consumer.commits.step(entry)
+        if self.dead_readers and entry.error is None:
+            self._check_dead_readers(self.writers[group])
         return waiting
 
     def roll_back(self, vbid: int, to_seqno: int) -> int:
@@ -611,7 +605,7 @@ class Mirror:
     @property
     def refused(self) -> bool:
         """A group waits for people: its disk failed in a way that waiting does not fix."""
-        return any(group.error is not None and group.retry_timer is None for group in self.consumer._groups)
+        return any(group.error is not None and group.retry_timer is None for group in self.consumer.commits.groups)
 
     # --- reading
 

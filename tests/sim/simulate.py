@@ -669,14 +669,14 @@ class World:
 
     def flush(self) -> None:
         """Memory pressure: rows of open snapshots go to the disk."""
-        group = self.rng.choice(self.mirror.consumer._groups)
+        group = self.rng.choice(self.mirror.consumer.commits.groups)
         if group.error is None:
             if any(vbucket.rows for vbucket in group.writer._vbuckets.values()):
                 self.counts["open snapshots written down"] += 1
             try:
-                self.mirror.consumer._commit(group, flush_open=True)
+                self.mirror.consumer.commits.commit(group, flush_open=True)
             except StorageError as error:
-                self.mirror.consumer._store_failed(group, error)
+                self.mirror.consumer.commits.failed(group, error)
 
     # --- the mirror's fate
 
@@ -698,7 +698,7 @@ class World:
     def take_over(self) -> None:
         """Another process claims a group (its lock is on another host's file system): this one must write no more."""
         writer = self.rng.choice(self.mirror.writers)
-        if writer._closed or self.mirror.consumer._groups[self.mirror.writers.index(writer)].error is not None:
+        if writer._closed or self.mirror.consumer.commits.groups[self.mirror.writers.index(writer)].error is not None:
             return
         fence = (writer._fence + 1).to_bytes(8)
         writer._while_opening(lambda txn: txn.put(storage_keys.DB_META, b"fence", fence))

@@ -1,0 +1,109 @@
+"""An operator's commands to a consumer: roll a vbucket back, or read it again from the beginning.
+
+Knows how a command is checked and what it does to a vbucket's store; what follows at the source is the machine's to
+decide, which is started again from what is stored. Invariants: a command that cannot be obeyed changes nothing; the
+store is committed before it is rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mirror.errors import ConfigError, MirrorError
+from mirror.feed.group_commits import Group, GroupCommits
+from mirror.feed.session import NodeSession
+from mirror.feed.vbucket import MirroredVbucket
+from storage.errors import StorageError
+
+
+class ConsumerCommands:
+    """Obeys the commands for one consumer's vbuckets."""
+
+    def __init__(
+        self,
+        vbuckets: Mapping[int, MirroredVbucket],
+        group_of: Mapping[int, Group],
+        commits: GroupCommits,
+        attach: Callable[[int, NodeSession], None],
+    ) -> None:
+        """`attach` lets a vbucket ask for its stream over a session."""
+        self._vbuckets = vbuckets
+        self._group_of = group_of
+        self._commits = commits
+        self._attach = attach
+
+    def request(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Obey a command; returns what it did. Raises ConfigError, MirrorError, StorageError."""
+        known: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "rollback": self._roll_back,
+            "refill": self._refill,
+        }
+        operation = str(command.get("op"))
+        if operation not in known:
+            raise ConfigError(f"unknown command {operation!r}", hint="known: " + ", ".join(known))
+        return known[operation](command)
+
+    def _roll_back(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Go back to the newest kept boundary at or below a seqno, and stream on from there.
+
+        At the published boundary there is nothing to take back, and nothing is changed.
+        """
+        vbid, to_seqno = command.get("vbid"), command.get("to")
+        if not isinstance(vbid, int) or vbid not in self._vbuckets or not isinstance(to_seqno, int) or to_seqno < 0:
+            raise ConfigError(f"rollback of vb {vbid!r} to {to_seqno!r}", hint="vbid must be ours, to a seqno")
+        group, vbucket = self._group_of[vbid], self._vbuckets[vbid]
+        if group.error is not None:
+            raise group.error
+        session = vbucket.session
+        try:
+            self._commits.commit(group)
+        except StorageError as error:
+            self._commits.failed(group, error)
+            raise
+        boundary = group.writer.check_rollback(vbid, to_seqno)
+        state = group.writer.state(vbid)
+        if boundary.seqno == state.published_seqno:
+            branch = int(state.branch)
+            at = int(boundary.seqno)
+            return {"vbid": vbid, "boundary_seqno": at, "from_branch": branch, "from_seqno": at, "branch": branch}
+        vbucket.drop_machine()
+        try:
+            result = group.writer.rollback(vbid, to_seqno)
+        except StorageError as error:
+            self._commits.failed(group, error)
+            raise
+        vbucket.note_rollback(result)
+        vbucket.start_machine()
+        if session is not None and session.ready:
+            self._attach(vbid, session)
+        return {
+            "vbid": vbid,
+            "boundary_seqno": int(result.boundary_seqno),
+            "from_branch": int(result.from_branch),
+            "from_seqno": int(result.from_seqno),
+            "branch": int(result.branch),
+        }
+
+    def _refill(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Fetch a vbucket again, next to its old copy, and swap it in when it is whole."""
+        vbid = command.get("vbid")
+        if not isinstance(vbid, int) or vbid not in self._vbuckets:
+            raise ConfigError(f"refill of vb {vbid!r}", hint="vbid must be ours")
+        group, vbucket = self._group_of[vbid], self._vbuckets[vbid]
+        if group.error is not None:
+            raise group.error
+        session = vbucket.session
+        vbucket.drop_machine()
+        try:
+            vbucket.begin_resync("requested by an operator")
+        except StorageError as error:
+            self._commits.failed(group, error)
+            raise
+        state = group.writer.state(vbid)
+        vbucket.start_machine()
+        if session is not None and session.ready:
+            self._attach(vbid, session)
+        if state.published_seqno and state.staging_branch == state.branch:
+            raise MirrorError(f"vb {vbid} cannot be resynced", hint="make room on the disk for a second copy of it")
+        return {"vbid": vbid, "staging_branch": int(state.staging_branch)}

@@ -1,0 +1,207 @@
+"""The one follower of cluster maps: the first map, newer ones from any node, and which of them is followed.
+
+Knows maps as they arrive (`discovery`, `map_poll`, sessions), the newest one, and the address of a vbucket's node; must
+never know streams or the store: what follows from a map is its user's. Invariants: no map is followed that is older
+than one followed before, or than the floor (`NewestMap`); a map of another bucket is refused before anything is asked
+of the node that sent it (docs/protocol.md 2.5), unless a host that is no member of the cluster sent it, which says
+nothing about ours; each newer map is given to the user once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+from mirror.clock import Clock
+from mirror.errors import ClusterError, MirrorError, OlderMap
+from mirror.feed.bootstrap import Access
+from mirror.feed.connection_string import Address
+from mirror.feed.discovery import discover
+from mirror.feed.map_poll import MapPoller
+from mirror.feed.nodes import pause_s
+from mirror.feed.session import NodeSession
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
+from mirror.log import get_logger
+from mirror.wire.frame import Frame
+
+log = get_logger("feed")
+
+SHARED_MAP_S = 5.0
+"""For a map that was given to the user to be followed; after that a first map is looked for again."""
+
+
+class MapUser(Protocol):
+    """What moves its streams to where a map says."""
+
+    def session_at(self, address: Address) -> NodeSession | None:
+        """The open session of a node, if there is one."""
+        ...
+
+    def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
+        """Judge a map that is newer, or of another bucket. Raises MirrorError where it makes going on impossible."""
+        ...
+
+    def on_newer_map(self, found: ClusterMap) -> None:
+        """A newer map was received: follow it (`MapFollower.take`), now or later."""
+        ...
+
+    def on_map_refused(self, error: MirrorError) -> None:
+        """What `check_map` raised for a map that came unasked."""
+        ...
+
+
+class MapFollower:
+    """Follows the cluster map of one bucket. `begin` or `find_first`, then `run`."""
+
+    def __init__(
+        self,
+        access: Access,
+        clock: Clock,
+        maps: NewestMap,
+        user: MapUser,
+        on_defect: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        """`maps` says which bucket is meant, and which maps are too old. `on_defect`: see MapPoller."""
+        self.maps = maps
+        self._access = access
+        self._clock = clock
+        self._user = user
+        self._search_error: str | None = None
+        self._has_map = asyncio.Event()
+        self._poller = MapPoller(self, maps, access, clock, on_defect)
+
+    @property
+    def current(self) -> ClusterMap | None:
+        """The map that is followed."""
+        return self.maps.current
+
+    @property
+    def network(self) -> str | None:
+        """Whose addresses the first map was read by; all others are, too."""
+        return None if self.current is None else self.current.network
+
+    @property
+    def vbucket_count(self) -> int:
+        """How many vbuckets the bucket has; 0 while no map is followed."""
+        return 0 if self.current is None else self.current.vbucket_count
+
+    @property
+    def error(self) -> str | None:
+        """Why no node gives a map; None where one does, or where none was asked yet."""
+        return self._search_error or self._poller.error
+
+    def address_of(self, vbid: int) -> Address | None:
+        """Where the vbucket is; None where the map says nothing, or its node cannot be reached in the way required."""
+        node = None if self.current is None else self.current.node_of(vbid)
+        return None if node is None else self._access.address_of(node)
+
+    def copies_of(self, vbid: int) -> list[Address]:
+        """Where the copies of the vbucket are, the active one first; empty unless all can be reached."""
+        nodes = self.current.copies_of(vbid) if self.current is not None else []
+        found = [self._access.address_of(node) for node in nodes]
+        known = [address for address in found if address is not None]
+        return known if len(known) == len(found) else []
+
+    # -- the first map --------------------------------------------------------------------------------------------
+
+    async def find_first(self) -> None:
+        """Look for a map until one is followed. Raises what waiting does not fix, or not in time."""
+        settings = self._access.settings
+        started = self._clock.monotonic()
+        attempt = 0
+        while self.current is None:
+            try:
+                self.begin(await discover(self._access, self._clock, bucket_uuid=self.maps.bucket_uuid))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SHARED_MAP_S):
+                        await self._has_map.wait()
+            except ClusterError as error:
+                waited_s = self._clock.monotonic() - started
+                limit_s = settings.bootstrap_timeout_s
+                if not error.retryable or (limit_s and waited_s >= limit_s):
+                    raise
+                self._search_error = str(error)
+                if attempt & (attempt + 1) == 0:
+                    log.warning("source cannot be reached", error=str(error), tries=attempt + 1)
+                with contextlib.suppress(TimeoutError):  # another worker may find one
+                    async with asyncio.timeout(pause_s(attempt, settings, self._clock.jitter())):
+                        await self._has_map.wait()
+                attempt += 1
+
+    def begin(self, found: ClusterMap) -> None:
+        """Offer a first map. Raises OlderMap where it is too old, and what `check_map` raises."""
+        if self.offer(found) is MapVerdict.OLDER and self.maps.floor is not None:
+            raise OlderMap.of(found.revision, self.maps.floor)
+
+    async def run(self) -> None:
+        """Ask all nodes for newer maps, until cancelled."""
+        await self._poller.run()
+
+    # -- maps that come -------------------------------------------------------------------------------------------
+
+    def offer(self, found: ClusterMap) -> MapVerdict:
+        """Give a map to the user if it is newer. Raises what `check_map` raises."""
+        verdict = self.check(found)
+        self._search_error = None
+        if verdict is MapVerdict.NEWER:
+            self._user.on_newer_map(found)
+        elif verdict is MapVerdict.OLDER:
+            log.debug("an older map is not followed", rev_epoch=found.rev_epoch, rev=found.rev)
+        return verdict
+
+    def check(self, found: ClusterMap) -> MapVerdict:
+        """What a map is to the one that is followed. Raises what `check_map` raises."""
+        verdict = self.maps.judge(found)
+        if verdict in (MapVerdict.NEWER, MapVerdict.OTHER_BUCKET):
+            self._user.check_map(found, verdict)
+        return verdict
+
+    def take(self, found: ClusterMap) -> bool:
+        """Follow a map, unless a newer one is followed already; returns whether it is followed now."""
+        if not self.maps.take(found):
+            return False
+        self._search_error = None
+        self._has_map.set()
+        return True
+
+    def refresh(self, config: bytes, vbid: int) -> None:
+        """A vbucket's node refused it: read the map that came with that, or ask for one (not where we have it)."""
+        address = self.address_of(vbid)
+        if not config or address is None or not self._poller.on_sent(config, address):
+            self._poller.wake()
+
+    def wake(self) -> None:
+        """Ask now instead of at the end of the interval."""
+        self._poller.wake()
+
+    # -- what the poller and the sessions call --------------------------------------------------------------------
+
+    def session_at(self, address: Address) -> NodeSession | None:
+        """The open session of a node, if there is one."""
+        return self._user.session_at(address)
+
+    def on_map(self, address: Address, found: ClusterMap) -> None:
+        """A node sent its map."""
+        member = self.current is None or address in map(self._access.address_of, self.current.nodes)
+        if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
+            # A host that left the cluster and serves another bucket of that name says nothing about ours.
+            log.debug("a host of the source serves another bucket", node=str(address), bucket_uuid=found.bucket_uuid)
+            return
+        try:
+            self.offer(found)
+        except MirrorError as error:
+            self._user.on_map_refused(error)
+
+    def on_first_map(self, found: ClusterMap) -> None:
+        """The map of a node that a session is opened to, before anything is asked of it."""
+        try:
+            self.offer(found)
+        except MirrorError as error:
+            self._user.on_map_refused(error)
+            raise
+
+    def on_push(self, session: NodeSession, frame: Frame) -> None:
+        """A node announces a cluster map over its session."""
+        self._poller.on_notice(session.address, frame)

@@ -1,0 +1,181 @@
+"""Questions to a source that a reader asks: high seqnos, failover logs, collections.
+
+Knows requests and their answers over open sessions; must never know streams. Invariants: a question is repeated with
+growing pauses until it is answered in full or time is up; a refusal that waiting cannot fix is raised at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from mirror.clock import Clock
+from mirror.config import Settings
+from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported, SourceTimeout
+from mirror.feed.bootstrap import fetch_manifest
+from mirror.feed.connections import Connections
+from mirror.feed.map_follower import MapFollower
+from mirror.feed.session import NodeSession
+from mirror.wire.codec_dcp import decode_all_vb_seqnos, decode_failover_log, encode_all_vb_seqnos_request
+from mirror.wire.codec_kv import decode_collection_id
+from mirror.wire.constants import Opcode, VbucketState, status_name
+from mirror.wire.constants import Status as WireStatus
+from mirror.wire.errors import RemoteProtocolError
+from storage.model import DEFAULT_COLLECTION, FailoverEntry, Seqno, Vbuuid
+
+POLL_S = 0.02
+POLL_MAX_S = 1.0
+"""Questions that the source cannot answer yet are repeated after pauses that double from the one to the other."""
+
+
+class SourceQueries:
+    """Asks the nodes of one reader."""
+
+    def __init__(
+        self, maps: MapFollower, connections: Connections, settings: Settings, clock: Clock, timeout_s: float
+    ) -> None:
+        """`timeout_s`: for each question."""
+        self.refusal: MirrorError | None = None
+        """Raised by every question once it is set: nothing more can be asked of the source."""
+        self.stream_filter: dict[str, Any] = {}
+        """What every stream request says in its JSON value; see `resolve`."""
+        self._maps = maps
+        self._connections = connections
+        self._settings = settings
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._collection_ids: list[int] = []
+
+    async def high_seqnos(self) -> dict[int, int]:
+        """From all nodes, until every vbucket is named by its own."""
+        found: dict[int, int] = {}
+
+        async def ask(session: NodeSession) -> None:
+            polled: list[int | None] = [*self._collection_ids] or [None]
+            for collection_id in polled:
+                answer = await session.link.request(
+                    Opcode.GET_ALL_VB_SEQNOS,
+                    extras=encode_all_vb_seqnos_request(VbucketState.ACTIVE, collection_id),
+                    timeout_s=self._settings.request_timeout_s,
+                )
+                if answer.status != WireStatus.SUCCESS:
+                    raise HandshakeFailed(
+                        f"{session.address} gives no high seqnos: {status_name(answer.status)}",
+                        node=str(session.address),
+                    )
+                for vbid, seqno in decode_all_vb_seqnos(answer.value):
+                    found[vbid] = max(seqno, found.get(vbid, 0))
+
+        def missing() -> str:
+            absent = [vbid for vbid in range(self._maps.vbucket_count) if vbid not in found]
+            return f"no node says how far vb {absent[0]} is ({len(absent)} such vbuckets)" if absent else ""
+
+        async def attempt() -> str:
+            found.clear()
+            for session in self._connections.ready_sessions():
+                await ask(session)
+            return missing()
+
+        await self._until(
+            attempt,
+            "check the nodes; a vbucket is active on none of them during a failover or rebalance, and where the source "
+            "is a mirror, until its first fill is complete",
+        )
+        return {vbid: found[vbid] for vbid in sorted(found) if vbid < self._maps.vbucket_count}
+
+    async def failover_log(self, vbid: int) -> tuple[FailoverEntry, ...]:
+        """From the vbucket's node."""
+        if not 0 <= vbid < self._maps.vbucket_count:
+            raise ConfigError(f"there is no vb {vbid}", hint=f"the bucket has {self._maps.vbucket_count}")
+        log: list[FailoverEntry] = []
+
+        async def attempt() -> str:
+            session = self._connections.session_at(self._maps.address_of(vbid))
+            if session is None:
+                return f"no node serves vb {vbid}"
+            answer = await session.link.request(
+                Opcode.DCP_GET_FAILOVER_LOG, vbucket=vbid, timeout_s=self._settings.request_timeout_s
+            )
+            if answer.status != WireStatus.SUCCESS:
+                return f"{session.address} gives no failover log of vb {vbid}: {status_name(answer.status)}"
+            log.extend(FailoverEntry(Vbuuid(vbuuid), Seqno(at)) for vbuuid, at in decode_failover_log(answer.value))
+            return ""
+
+        await self._until(attempt)
+        return tuple(log)
+
+    async def collection_names(self) -> dict[int, str]:
+        """From any node."""
+        names = {DEFAULT_COLLECTION: "_default._default"}
+
+        async def attempt() -> str:
+            session = next(iter(self._connections.ready_sessions()), None)
+            if session is None:
+                return "no node can be reached"
+            if session.handshake.collections:
+                manifest = await fetch_manifest(session.link, self._settings)
+                names.clear()
+                names.update({found: ".".join(name) for name, found in manifest.collections.items()})
+            return ""
+
+        await self._until(attempt)
+        return names
+
+    async def resolve(self, names: Sequence[str | int]) -> None:
+        """Find the ids of collections, or of one scope, by which streams are filtered from then on."""
+
+        async def attempt() -> str:
+            session = next(iter(self._connections.ready_sessions()), None)
+            if session is None:
+                return "no node can be reached"
+            if not session.handshake.collections:
+                raise NotSupported(f"{session.address} knows no collections", hint="read the bucket as a whole")
+            await self._resolve(names, session)
+            return ""
+
+        await self._until(attempt)
+
+    async def _resolve(self, names: Sequence[str | int], session: NodeSession) -> None:
+        if len(names) == 1 and isinstance(names[0], str) and "." not in names[0]:
+            scope_id = await self._id_of(session, Opcode.GET_SCOPE_ID, "scope", names[0])
+            self.stream_filter = {"scope": f"{scope_id:x}"}
+            return
+        self._collection_ids = [
+            name if isinstance(name, int) else await self._id_of(session, Opcode.GET_COLLECTION_ID, "collection", name)
+            for name in names
+        ]
+        self.stream_filter = {"collections": [f"{collection_id:x}" for collection_id in self._collection_ids]}
+
+    async def _id_of(self, session: NodeSession, opcode: int, what: str, name: str) -> int:
+        answer = await session.link.request(opcode, value=name.encode(), timeout_s=self._settings.request_timeout_s)
+        if answer.status == WireStatus.SUCCESS:
+            return decode_collection_id(answer.extras)[1]
+        if answer.status in (WireStatus.UNKNOWN_COLLECTION, WireStatus.UNKNOWN_SCOPE, WireStatus.EINVAL):
+            raise ConfigError(
+                f"the bucket has no {what} {name!r}",
+                hint="write scope.collection as the cluster knows it, or the name of one scope",
+                setting="collections",
+            )
+        raise HandshakeFailed(f"{session.address} does not name the {what} {name!r}: {status_name(answer.status)}")
+
+    async def _until(self, attempt: Callable[[], Coroutine[Any, Any, str]], hint: str | None = None) -> None:
+        """Repeat an attempt until it returns no complaint; raises the last one, with the hint, when time is up."""
+        deadline = self._clock.monotonic() + self._timeout_s
+        pause_s = POLL_S
+        while True:
+            if self.refusal is not None:
+                raise self.refusal
+            try:
+                complaint = await attempt()
+            except ClusterError as error:
+                if not error.retryable:
+                    raise
+                complaint = error.what
+            except RemoteProtocolError as error:
+                complaint = f"the source broke the protocol: {error}"
+            if not complaint:
+                return
+            if self._clock.monotonic() >= deadline:
+                raise SourceTimeout(f"{complaint}, for {self._timeout_s:g} s{self._connections.errors()}", hint=hint)
+            await self._clock.sleep(min(pause_s, deadline - self._clock.monotonic()))
+            pause_s = min(pause_s * 2, POLL_MAX_S)

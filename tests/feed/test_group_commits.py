@@ -1,0 +1,156 @@
+"""Commits of groups: in turn, and a store that fails harms no other group and works again when it can."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from mirror.feed.group_commits import Group
+from mirror.sandbox.cluster import SandboxCluster
+from storage import directory
+from storage.errors import CorruptedError, DeviceFailed, Full
+from storage.purge import Window
+from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[SandboxCluster]:
+    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1) as running:
+        yield running
+
+
+async def test_damaged_group_stops_and_the_others_go_on(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(cluster, 50)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+
+    def damaged(_work: Any) -> Any:
+        raise CorruptedError("page 7 is not a page", path="group-0001")
+
+    monkeypatch.setattr(mirror.writers[1], "_write", damaged)
+    write(cluster, 50, "after")
+    await mirror.until_state(1, "refused")
+    for vbid in (0, 2, 4, 6):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    assert "page 7" in consumer.status()["groups"][1]["error"]
+    with pytest.raises(CorruptedError):
+        await consumer.request({"op": "rollback", "vbid": 1, "to": 0})
+    monkeypatch.undo()
+    await mirror.stop()
+
+
+async def test_full_disk_stops_one_group_and_it_goes_on_later(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    writer = mirror.writers[1]
+    write_down = writer._write
+
+    def no_space(_work: Any) -> Any:
+        writer._reload()
+        raise Full(os.strerror(errno.ENOSPC), path=writer.path)
+
+    monkeypatch.setattr(writer, "_write", no_space)
+    write(cluster, 100, "while-full")
+    await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
+    for vbid in (0, 2, 4, 6):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    assert "No space left" in mirror.row(1)["last_error"]
+    monkeypatch.setattr(writer, "_write", write_down)
+    await follow(mirror, cluster)
+    assert consumer.status()["groups"][1]["error"] is None
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+@pytest.mark.parametrize("reopening_fails", [0, 1, 3])
+async def test_a_group_whose_device_failed_comes_back_though_it_cannot_be_opened_at_once(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopening_fails: int
+) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path, settings={"storage_retry_interval_s": 0.05})
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    writer = mirror.writers[1]
+    left = [1, reopening_fails]
+    put, really_open = writer._put_vbucket, writer._open_environment
+
+    def failing(*arguments: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise lmdb.Error("mdb_txn_commit: Input/output error")
+        return put(*arguments)
+
+    def failing_to_open(*, claim: bool) -> None:
+        if left[1]:
+            left[1] -= 1
+            raise DeviceFailed("input/output error", path=writer.path)
+        really_open(claim=claim)
+
+    monkeypatch.setattr(writer, "_put_vbucket", failing)
+    monkeypatch.setattr(writer, "_open_environment", failing_to_open)
+    write(cluster, 100, "while-failing")
+    await follow(mirror, cluster)
+    assert left == [0, 0]
+    assert [group["error"] for group in consumer.status()["groups"]] == [None, None]
+    await mirror.stop()
+    assert_equal(mirror, cluster)
+
+
+async def test_whatever_a_groups_store_raises_stops_that_group_alone(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    writer = mirror.writers[1]
+
+    def led_astray(*_: Any) -> Any:
+        raise AssertionError("a reference without its row")
+
+    monkeypatch.setattr(writer._purger, "plan", led_astray)
+    monkeypatch.setattr(writer, "window", Window(time_ms=1))
+    await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
+    write(cluster, 100, "afterwards")
+    for vbid in (0, 2, 4, 6):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    assert "contradicts itself: AssertionError: a reference without its row" in mirror.row(1)["last_error"]
+    assert mirror.row(1)["state"] == "refused"
+    directory.GroupLock(writer.path).release()  # given up
+    await mirror.stop()
+
+
+async def test_groups_that_always_have_something_to_commit_take_turns(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = mirror_of(cluster, tmp_path, groups=4, settings={"commit_interval_ms": 0})
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    order: list[int] = []
+
+    def commit(group: Group) -> None:
+        order.append(group.writer.group)
+        if len(order) <= 12:
+            consumer.commits.schedule(group)
+
+    monkeypatch.setattr(consumer.commits, "commit", commit)
+    for group in consumer.commits.groups:
+        consumer.commits.schedule(group)
+    await mirror.until(lambda: len(order) >= 12, "twelve commits")
+    assert set(order[:4]) == {0, 1, 2, 3}
+    assert order[4:12] == order[:8]
+    monkeypatch.undo()
+    await mirror.stop()
