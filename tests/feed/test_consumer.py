@@ -177,7 +177,7 @@ async def test_vbucket_that_is_no_longer_active_on_its_node_is_asked_for_until_i
     assert_equal(mirror, cluster)
 
 
-@pytest.mark.parametrize("fault", ["cut", "truncate", "garble", "silence", "stop_mid_snapshot"])
+@pytest.mark.parametrize("fault", ["cut", "truncate", "silence", "stop_mid_snapshot"])
 async def test_connection_that_fails_is_replaced(cluster: SandboxCluster, tmp_path: Path, fault: str) -> None:
     """Also in the middle of snapshots, with more to come than a window."""
     write(cluster, 100)
