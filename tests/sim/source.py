@@ -173,6 +173,14 @@ class SimProducer(DcpProducer):
         return stream
 
 
+class SimNode(SandboxNode):
+    """A node that is up without a socket to listen at."""
+
+    @property
+    def alive(self) -> bool:
+        return True
+
+
 class SimConnection(NodeConnection):
     """A connection that is a logged-in DCP client's from the start."""
 
@@ -238,7 +246,7 @@ class Source:
             checkpoint_items_max=rng.choice((3, 10, 40, 10_000)),
             checkpoints_kept=rng.choice((1, 2, 4)),
         )
-        self.nodes = [SandboxNode(number, self.bucket) for number in range(2)]
+        self.nodes = [SimNode(number, self.bucket) for number in range(2)]
         for vbid in range(vbuckets):
             self.bucket.map.owners[vbid] = vbid % 2
         self.refuse_next: list[Status] = []
