@@ -442,7 +442,10 @@ def sync(
             line = batch_line(figures)
             screen.show(line, line)
 
-        done = run(spark, wanted, to, how, on_figures=show, stop=stop)
+        def warn(line: str) -> None:
+            typer.echo(f"warning: {line}", err=True)
+
+        done = run(spark, wanted, to, how, on_figures=show, on_warning=warn, stop=stop)
     if as_json:
         output.print_json(asdict(done))
     else:

@@ -345,6 +345,12 @@ class Lake:
         """The size of the tables of documents as they are now."""
         return sum(table.bytes() for table in self._tables.values())
 
+    def projected_bytes(self) -> int:
+        """What merging at the rate that is set writes before any of it is removed, with the last merge, which is not
+        broken off.
+        """
+        return self._costs.rewrite_rate * 3600 * max(1, self._costs.keep_documents_hours) + self.documents_bytes()
+
     def _files_of(self, above: int, to: int) -> list[str]:
         """The files in `changes` of the batches above one and up to another, in the batches' order; they keep their
         names until the batch is in both tables.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -188,12 +189,14 @@ def sync(
     how: How | None = None,
     *,
     on_figures: Callable[[BatchFigures], None] | None = None,
+    on_warning: Callable[[str], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Synced:
     """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set, or with `available_now` until
     they are.
 
-    `source` are options of the data source. Raises MirrorError and the store's errors.
+    `source` are options of the data source. `on_warning` hears what may go wrong later. Raises MirrorError and the
+    store's errors.
     """
     how = how or How()
     folder = folder_at(to)
@@ -212,6 +215,8 @@ def sync(
                 hint="bring the tables back, or remove the checkpoint to begin again",
             )
         lake.remove_unfinished()
+        if warning := space_warning(folder, lake.projected_bytes()):
+            on_warning(warning)
 
         def on_batch(number: int, applied: Applied) -> None:
             nonlocal total
@@ -234,6 +239,19 @@ def sync(
         except Exception as error:
             raise _cause(sink, error) from error
     return Synced(len(batches), *total)
+
+
+def space_warning(folder: Folder, projected_bytes: int) -> str | None:
+    """One line where the disk has no room for what merging will write and keep; None: it has, or nobody knows."""
+    if not isinstance(folder, LocalFolder):
+        return None
+    free_bytes = shutil.disk_usage(folder.path).free
+    if projected_bytes <= free_bytes:
+        return None
+    return (
+        f"{folder}: older versions of documents may take {projected_bytes >> 20:,} MiB, and {free_bytes >> 20:,} MiB "
+        "are free (lower --rewrite-rate or --keep-documents-hours)"
+    )
 
 
 def _run_query(

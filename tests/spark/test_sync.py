@@ -6,7 +6,9 @@ The rest is in test_lake.py (the tables, against a model), test_sync_stream.py (
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from mirror.spark.documents import Applied
 from mirror.spark.lake import Costs, Lake
 from mirror.spark.parts import PartWriter
 from mirror.spark.places import Folder, folder_at
-from mirror.spark.sync import How, Sink, check_source, checkpoint_name, sync
+from mirror.spark.sync import How, Sink, check_source, checkpoint_name, space_warning, sync
 from storage.errors import NotAMirror
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror
@@ -113,6 +115,20 @@ def test_tables_are_tidied_between_batches(tmp_path: Path, executors: list[str])
             sink([event("mutation", f"k{number}", (1, number + 1), value=b"")], number)
         assert len(lake.changes.file_uris()) == 1
         assert lake.changes.count() == lake.documents.count() == 4
+
+
+def test_space_that_merging_will_need_and_the_disk_does_not_have_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SmallMirror(tmp_path / "data").close()
+    said: list[str] = []
+    for free_mib in (101, 99):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free_mib << 20: SimpleNamespace(free=free))
+        how = How(costs=Costs(rewrite_rate=(50 << 20) // 3600 + 1, keep_documents_hours=2))
+        sync(Spark(""), {"path": str(tmp_path / "data")}, tmp_path / "lake", how, on_warning=said.append)
+    assert len(said) == 1
+    assert "may take 100 MiB, and 99 MiB are free (lower --rewrite-rate" in said[0]
+    assert space_warning(folder_at("s3://bucket/lake"), 1 << 60) is None
 
 
 def test_a_checkpoints_name(tmp_path: Path) -> None:
