@@ -29,7 +29,7 @@ from mirror.config import PasswordSource, Settings
 from mirror.config_reader import describe, validated
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import parse
-from mirror.feed.doctor import Doctor, Verdict
+from mirror.inspection.doctor import Doctor, Verdict
 from mirror.supervise import logs
 
 UNIT = "dcp-mirror@.service"

@@ -26,7 +26,7 @@ import typer
 from cli import exits, options, output, render
 from cli.get import as_of_from
 from mirror.errors import ConfigError, ExitCode
-from mirror.feed.comparison import not_said
+from mirror.inspection.comparison import not_said
 from storage.keys import split_key
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """`record`: a DCP session's frames to a file.
 
-Knows when a recording ends; the file's format is `mirror.feed.recording`'s. Invariants: a recording that was ended, by
-whatever, can be replayed; a file that is there is never written over, and one that holds nothing is not left behind.
+Knows when a recording ends; the file's format is `mirror.inspection.recording`'s. Invariants: a recording that was
+ended, by whatever, can be replayed; a file that is there is never written over, and one that holds nothing is not left behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mirror.config import Settings
 from mirror.errors import ConfigError, MirrorError
 from mirror.feed.connection_string import parse
 from mirror.feed.reader import Position, Snapshot, SourceReader
-from mirror.feed.recording import Recorder
+from mirror.inspection.recording import Recorder
 from mirror.supervise import logs
 
 PLAIN_INTERVAL_S = 5.0

@@ -16,7 +16,7 @@ import typer
 
 from cli import options, output
 from mirror.errors import ConfigError
-from mirror.feed.recording import Recording
+from mirror.inspection.recording import Recording
 from mirror.sandbox.replay import ReplayedSource, Script, read_script
 
 USER_VARIABLE, PASSWORD_VARIABLE = "DCP_MIRROR_USER", "DCP_MIRROR_PASSWORD"

@@ -1,7 +1,7 @@
 """`verify`: the mirror against its source, and `--repair` of what differs.
 
-Knows how to open both, and how to say what was found; how two copies are compared is `mirror.feed.verify`'s. Exit code
-0 when every vbucket is equal (after a repair: when it is then), 3 when one is not, 1 when of one nothing can be said,
+Knows how to open both, and how to say what was found; how two copies are compared is `mirror.inspection.verify`'s. Exit
+code 0 when every vbucket is equal (after a repair: when it is then), 3 when one is not, 1 when of one nothing can be said,
 as `pipeline compare` has it. Works with the service up or down.
 """
 
@@ -19,12 +19,12 @@ from cli.exits import Ended
 from mirror import client
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ConfigError, ExitCode
-from mirror.feed.comparison import Difference, VbucketResult, not_said
 from mirror.feed.reader import SourceReader
-from mirror.feed.repair import refill
-from mirror.feed.verify import WAIT_S
-from mirror.feed.verify import verify as compare
 from mirror.ingest.selection import Selection
+from mirror.inspection.comparison import Difference, VbucketResult, not_said
+from mirror.inspection.repair import refill
+from mirror.inspection.verify import WAIT_S
+from mirror.inspection.verify import verify as compare
 from mirror.supervise import logs
 from storage import directory, keys, map_record
 from storage.digest import Fingerprint

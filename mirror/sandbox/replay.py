@@ -1,7 +1,7 @@
 """A recording served as a source: our side of the login, the recorded side of the streams.
 
-Knows recordings (`feed.recording`) and one node's part of the conversation; must never know who asks. The login, the
-map and everything else that is not a stream is `mirror.server`'s: HELLO grants what the recording granted, a control
+Knows recordings (`inspection.recording`) and one node's part of the conversation; must never know who asks. The login,
+the map and everything else that is not a stream is `mirror.server`'s: HELLO grants what the recording granted, a control
 gets the recorded answer where there is one. A stream request is answered with the recorded answers of its vbucket, in
 their order, and followed by the recorded messages with the opaque rewritten, those at or below the requested start left
 out. A recorded ROLLBACK is given to the very request that got it (same start, same vbuuid), as often as it is asked. A
@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import Self
 
 from mirror.errors import ConfigError
-from mirror.feed.recording import Passed, Recording
+from mirror.inspection.recording import Passed, Recording
 from mirror.server import dcp_requests, dispatch, requests
 from mirror.server.errors import Refused
 from mirror.server.session import Operation, Reply, Revision, Session, VbucketHistory

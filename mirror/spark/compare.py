@@ -1,8 +1,8 @@
 """`compare`: the mirror against its source, by tasks that each compare some vbuckets.
 
 Knows how vbuckets are dealt to tasks, and what the tasks' answers amount to; what a difference is, and why the answer
-is exact although both sides move, `feed.verify` says, which each task runs. Each task reads the source itself, through
-connections of its own, and the mirror where it runs; nothing but results travels. Invariants: a vbucket has one result;
+is exact although both sides move, `inspection.verify` says, which each task runs. Each task reads the source itself,
+through connections of its own, and the mirror where it runs; nothing but results travels. Invariants: a vbucket has one result;
 nothing is changed, on either side.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from mirror import client
 from mirror.config import Settings, from_wire, to_wire
 from mirror.errors import BucketChanged, ConfigError
-from mirror.feed.comparison import VbucketResult
 from mirror.feed.reader import SourceReader
-from mirror.feed.verify import WAIT_S, verify
+from mirror.inspection.comparison import VbucketResult
+from mirror.inspection.verify import WAIT_S, verify
 from mirror.spark.local import dealt
 from mirror.spark.runner import Progress, Runner, quiet_logs
 from storage import map_record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from mirror.feed.recording import Recording
+from mirror.inspection.recording import Recording
 from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import Opcode
 from tests.cli.conftest import call

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mirror.feed.recording import Recording
+from mirror.inspection.recording import Recording
 from mirror.sandbox import replay
 from mirror.sandbox.replay import Exchange, ReplayedSource, Script
 from mirror.wire import events as ev

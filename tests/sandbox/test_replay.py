@@ -11,7 +11,7 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.errors import AuthRejected, ConfigError
 from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceReader
-from mirror.feed.recording import Recorder, Recording
+from mirror.inspection.recording import Recorder, Recording
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.replay import ReplayedSource, read_script
 from mirror.wire.constants import Opcode

@@ -14,7 +14,7 @@ import pytest
 from mirror.config_reader import validated
 from mirror.errors import SourceTimeout
 from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
-from mirror.feed.verify import verify
+from mirror.inspection.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.serve.kv_session import KvSession
 from mirror.server.session import Later, Reply

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from mirror import lease
 from mirror.client import ServiceSaidNo
 from mirror.errors import MirrorError
-from mirror.feed.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge
 from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceReader
 from mirror.ingest import collections
+from mirror.inspection.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge
 from mirror.wire.codec_dcp import decode
 from mirror.wire.events import SystemEvent
 from mirror.wire.frame import decode as decode_frame

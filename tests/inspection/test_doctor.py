@@ -12,14 +12,14 @@ import pytest
 
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
-from mirror.feed.doctor import Doctor, Finding, Verdict
+from mirror.inspection.doctor import Doctor, Finding, Verdict
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import Opcode, Status
 from storage import map_record
 from storage.map_record import MapRecord
 from storage.view import open_view
 from tests.feed.scripted_node import PASSWORD, ScriptedNode, refuse
-from tests.feed.test_verify import VBUCKETS, cluster, filled, mirror_of, write
+from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, write
 
 __all__ = ["cluster"]
 

@@ -12,8 +12,8 @@ import pytest
 from mirror.clock import ManualClock
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import Address
-from mirror.feed.recording import Recorder, Recording
 from mirror.feed.transport import Link
+from mirror.inspection.recording import Recorder, Recording
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import Frame, encode, request, response
 from tests.recordings import unpack

@@ -12,9 +12,9 @@ from typing import Any
 import lmdb
 import pytest
 
-from mirror.feed.comparison import VbucketResult
 from mirror.feed.reader import SourceReader
-from mirror.feed.verify import verify
+from mirror.inspection.comparison import VbucketResult
+from mirror.inspection.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
 from storage import directory, keys, seal
 from storage.view import open_view

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from mirror.feed import comparison
-from mirror.feed.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge, not_said, pairs
+from mirror.inspection import comparison
+from mirror.inspection.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge, not_said, pairs
 from storage.digest import Fingerprint
 from storage.model import Collection, Manifest, ManifestUid, Seqno
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from mirror.errors import AuthRejected, MirrorError
-from mirror.feed.repair import refill
+from mirror.inspection.repair import refill
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import Status
 from storage.check import check
 from storage.errors import Locked
 from storage.view import open_view
-from tests.feed.test_verify import VBUCKETS, cluster, filled, mirror_of, states, verified, write
+from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, states, verified, write
 
 __all__ = ["cluster"]
 
