@@ -1,7 +1,7 @@
 """`doctor`: what stands between a mirror and its source, and what fixes it.
 
-Knows how to say findings; what is tried, and what it means, is `mirror.inspection.doctor`'s. Nothing is changed, here or
-at the source. Exit code 0 when nothing failed (a warning is no failure), else that of the first failure: 4 where the
+Knows how to say findings; what is tried, and what it means, is `mirror.inspection.doctor`'s. Nothing is changed, here
+or at the source. Exit code 0 when nothing failed (a warning is no failure), else that of the first failure: 4 where the
 source refuses, 3 where the data is another's or damaged, 2 for settings, 1 for the rest.
 """
 

@@ -1,7 +1,8 @@
 """`record`: a DCP session's frames to a file.
 
 Knows when a recording ends; the file's format is `mirror.inspection.recording`'s. Invariants: a recording that was
-ended, by whatever, can be replayed; a file that is there is never written over, and one that holds nothing is not left behind.
+ended, by whatever, can be replayed; a file that is there is never written over, and one that holds nothing is not left
+behind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`verify`: the mirror against its source, and `--repair` of what differs.
 
 Knows how to open both, and how to say what was found; how two copies are compared is `mirror.inspection.verify`'s. Exit
-code 0 when every vbucket is equal (after a repair: when it is then), 3 when one is not, 1 when of one nothing can be said,
-as `pipeline compare` has it. Works with the service up or down.
+code 0 when every vbucket is equal (after a repair: when it is then), 3 when one is not, 1 when of one nothing can be
+said, as `pipeline compare` has it. Works with the service up or down.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A recording served as a source: our side of the login, the recorded side of the streams.
 
 Knows recordings (`inspection.recording`) and one node's part of the conversation; must never know who asks. The login,
-the map and everything else that is not a stream is `mirror.server`'s: HELLO grants what the recording granted, a control
-gets the recorded answer where there is one. A stream request is answered with the recorded answers of its vbucket, in
-their order, and followed by the recorded messages with the opaque rewritten, those at or below the requested start left
-out. A recorded ROLLBACK is given to the very request that got it (same start, same vbuuid), as often as it is asked. A
-stream that is asked for with an end gets a STREAM_END when it is there, recorded or not.
+the map and everything else that is not a stream is `mirror.server`'s: HELLO grants what the recording granted, a
+control gets the recorded answer where there is one. A stream request is answered with the recorded answers of its
+vbucket, in their order, and followed by the recorded messages with the opaque rewritten, those at or below the
+requested start left out. A recorded ROLLBACK is given to the very request that got it (same start, same vbuuid), as
+often as it is asked. A stream that is asked for with an end gets a STREAM_END when it is there, recorded or not.
 
 Invariants: flow control is kept as a server keeps it; what is sent was recorded, but for opaques, failover logs of
 requests that were never made, and the ends of streams. For a source that any number of clients is to find whole there

@@ -2,8 +2,8 @@
 
 Knows how vbuckets are dealt to tasks, and what the tasks' answers amount to; what a difference is, and why the answer
 is exact although both sides move, `inspection.verify` says, which each task runs. Each task reads the source itself,
-through connections of its own, and the mirror where it runs; nothing but results travels. Invariants: a vbucket has one result;
-nothing is changed, on either side.
+through connections of its own, and the mirror where it runs; nothing but results travels. Invariants: a vbucket has one
+result; nothing is changed, on either side.
 """
 
 from __future__ import annotations
