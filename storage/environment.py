@@ -329,9 +329,9 @@ class Environment:
         dups = name[:1] == b"k" and name[1:].isdigit()
         return self.env.open_db(name, dupsort=dups, dupfixed=dups, **options)
 
-    def begin(self, *, write: bool = False) -> Any:
+    def begin(self, *, write: bool = False, buffers: bool = False) -> Any:
         """A transaction on the newest commit. A map grown by the writer is taken over here. A read is counted in
-        `running`: `end` follows.
+        `running`: `end` follows. `buffers`: it returns views of the map, which are wrong after its end.
         """
         if os.getpid() != self._pid:
             raise Closed("opened before fork; open it again in the child", path=self.path)
@@ -345,7 +345,7 @@ class Environment:
                 self.running.append(None)
             try:
                 if write or not self.remapping:
-                    return self.env.begin(write=write)
+                    return self.env.begin(write=write, buffers=buffers)  # type: ignore[call-overload]
             except lmdb.MapResizedError:
                 pass
             except lmdb.ReadersFullError as error:

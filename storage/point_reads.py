@@ -20,6 +20,7 @@ from storage import chain, keys, records, seal
 from storage.collection_names import CollectionName, collection_id_of
 from storage.errors import AnswerTooLarge
 from storage.groups import Groups
+from storage.large import LargeDocument, large_document
 from storage.model import Document, Manifest
 from storage.records import MUTATION, ROW_KEY
 from storage.tokens import AsOf
@@ -193,6 +194,16 @@ class PointReads:
 
     def _get(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Document | None:
         """A document in the general case."""
+        found = self._reference(reader, txn, key, options)
+        if found is None:
+            return None
+        document = reader.document(txn, found[0], options.raw, options.lenient)
+        return None if document.expiry and document.expiry <= found[1] else document
+
+    def _reference(
+        self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options
+    ) -> tuple[bytes, float] | None:
+        """The reference to a document, and the time that decides whether it is expired."""
         links: chain.Chain | None = None
         now = options.now
         if options.as_of is None:
@@ -217,10 +228,25 @@ class PointReads:
         _, dup_seqno, kind = _unpack_dup(dup)
         if kind != MUTATION or (manifest is not None and not manifest.has(collection_id, dup_seqno)):
             return None
-        document = reader.document(txn, dup, options.raw, options.lenient)
-        if document.expiry and document.expiry <= (time.time() if now is None else now):
+        return dup, time.time() if now is None else now
+
+    def large(
+        self, key: bytes, collection: CollectionName | None = None, *, as_of: AsOf = None, bytes_max: int
+    ) -> LargeDocument | None:
+        """A document whose value has more than `bytes_max`, stored or decompressed, to be read in pieces. None where it
+        has less, or there is none.
+        """
+        reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
+        options = _Options(collection, as_of, None, True)
+        try:
+            with reader.environment.read() as txn:
+                found = self._reference(reader, txn, key, options)
+        except struct.error as error:
+            raise reader.damaged(error) from error
+        large = None if found is None else large_document(reader, found[0][ROW_KEY], bytes_max)
+        if large is None or found is None or (large.document.expiry and large.document.expiry <= found[1]):
             return None
-        return document
+        return large
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """Return whether `get` would return a document."""

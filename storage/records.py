@@ -184,8 +184,8 @@ def value_problem(document: Document) -> str | None:
     return None
 
 
-def decompress(value: bytes) -> bytes:
-    """Snappy (raw format). The length that the data claims is bounded before it is believed."""
+def decompressed_bytes(value: bytes) -> int:
+    """How many bytes a compressed value (Snappy, raw format) says that it has. Raises CorruptedError above a bound."""
     claimed = shift = 0
     for byte in value[:5]:
         claimed |= (byte & 0x7F) << shift
@@ -194,10 +194,28 @@ def decompress(value: bytes) -> bytes:
             break
     if not value or claimed > VALUE_LENGTH_MAX:
         raise CorruptedError(f"a compressed value claims {claimed} bytes; at most {VALUE_LENGTH_MAX} are possible")
+    return claimed
+
+
+def decompress(value: bytes) -> bytes:
+    """Snappy (raw format). The length that the data claims is bounded before it is believed."""
+    decompressed_bytes(value)
     try:
         return bytes(cramjam.snappy.decompress_raw(value))
     except Exception as error:
         raise CorruptedError(f"a compressed value cannot be decompressed: {error}") from error
+
+
+def decompress_large(value: bytearray) -> bytearray:
+    """The same without a copy, and without the interpreter's lock: for a thread of its own."""
+    found = bytearray(decompressed_bytes(bytes(value[:5])))
+    try:
+        byte_count = cramjam.snappy.decompress_raw_into(value, found)
+    except Exception as error:
+        raise CorruptedError(f"a compressed value cannot be decompressed: {error}") from error
+    if byte_count != len(found):
+        raise CorruptedError(f"a compressed value claims {len(found)} bytes and has {byte_count}")
+    return found
 
 
 def encode_mutation(

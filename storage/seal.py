@@ -40,7 +40,7 @@ def sealed_rows(row_keys: Sequence[bytes], rows: Sequence[tuple[bytes, bytes]]) 
 def frame_of(stored: bytes, row_key: bytes, vbid: int, path: str) -> bytes:
     """The message of a stored row. Raises CorruptedError, which names vbucket, key and seqno."""
     if crc32c(stored) != RESIDUE:
-        raise _damaged(stored, row_key, vbid, path)
+        raise damaged(stored, row_key, vbid, path)
     return stored[FRAME]
 
 
@@ -48,10 +48,11 @@ def check_all(stored: Sequence[bytes], vbid: int, path: str) -> None:
     """Raise CorruptedError unless all are what was stored."""
     if stored and set(map(crc32c, stored)) != {RESIDUE}:
         first = next(each for each in stored if crc32c(each) != RESIDUE)
-        raise _damaged(first, b"", vbid, path)
+        raise damaged(first, b"", vbid, path)
 
 
-def _damaged(stored: bytes, row_key: bytes, vbid: int, path: str) -> CorruptedError:
+def damaged(stored: bytes, row_key: bytes, vbid: int, path: str) -> CorruptedError:
+    """The error of a row whose checksum does not match; of an empty one, which is missing."""
     if not stored:
         return CorruptedError("a key points to a row that is missing", path=path, vbid=vbid)
     where = "a row"

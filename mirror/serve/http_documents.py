@@ -28,8 +28,10 @@ from mirror.serve.http_requests import (
     vbucket,
     wanted_keys,
 )
-from mirror.serve.http_service import WAIT_PARAMETERS, Budgeted, Service
+from mirror.serve.http_service import WAIT_PARAMETERS, Budgeted, LargeAnswer, Service
+from mirror.serve.large import LARGE_BYTES
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
+from storage.large import LargeDocument
 from storage.model import Document, Manifest, Vbid
 from storage.view import Pin, View
 
@@ -97,11 +99,13 @@ async def get_document(request: Request) -> Response:
     vbid = view.vbid_of(key)
     service.refuse_unavailable((vbid,))
 
-    def read() -> Document | None:
+    def read() -> Document | LargeDocument | None:
         service.judge(reader, collection, (vbid,), as_of)
-        return view.get(key, collection, as_of=as_of, raw=form == "stored")
+        large = view.large(key, collection, as_of=as_of, bytes_max=LARGE_BYTES)
+        return large or view.get(key, collection, as_of=as_of, raw=form == "stored")
 
-    document = await service.after(tokens, timeout_s, read)
+    found = await service.after(tokens, timeout_s, read)
+    document = found.document if isinstance(found, LargeDocument) else found
     if document is None:
         service.refuse_unpublished((vbid,))
         raise Problem("no-document", "no such document", vbid=int(vbid))
@@ -112,7 +116,12 @@ async def get_document(request: Request) -> Response:
     service.requests.gave(1)
     plain = form == "body" and document.datatype & DATATYPE_JSON
     media_type = "application/json" if plain else "application/octet-stream"
-    return Budgeted(service.budget, document.value, 200, headers, media_type)
+    if isinstance(found, LargeDocument):
+        typed = headers | {"Content-Type": media_type}
+        return LargeAnswer(
+            service, found, raw=form == "stored", headers=lambda datatype: typed | {"Mirror-Datatype": str(datatype)}
+        )
+    return Budgeted(service, document.value, headers, media_type)
 
 
 async def get_documents(request: Request) -> Response:
@@ -132,13 +141,14 @@ async def get_documents(request: Request) -> Response:
         service.judge(reader, collection, vbids, as_of)
         return view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
 
+    await service.turns.turn()  # of many clients that each ask for much, one is answered in each turn of the loop
     found = await service.after(tokens, timeout_s, read)
     missing = [key for key in keys if key not in found]
     service.refuse_unpublished({view.vbid_of(key) for key in missing})
     service.requests.gave(len(found))
     rows = b",".join(document_json(found[key]) for key in keys if key in found)
     body = b'{"documents":[' + rows + b'],"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
-    return Budgeted(service.budget, body, 200, dict(PRIVATE), "application/json")
+    return Budgeted(service, body, dict(PRIVATE), "application/json")
 
 
 async def scan_documents(request: Request) -> Response:
@@ -228,7 +238,7 @@ async def _answer_page(service: Service, reader: Reader, page: Page, limit: int)
     at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
     tail = dumps({"next": following.text() if more else None, "at": at})
     body = b'{"documents":[' + b",".join(rows) + b"]," + tail[1:]
-    return Budgeted(service.budget, body, 200, dict(PRIVATE), "application/json")
+    return Budgeted(service, body, dict(PRIVATE), "application/json")
 
 
 def _next_pin(view: View, page: Page, vbid: int) -> Pin:

@@ -31,10 +31,13 @@ from mirror.serve.http_protocol import Budget
 from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters
 from mirror.serve.http_status import Status
 from mirror.serve.http_view import Mirror
+from mirror.serve.large import LargeReads
 from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
 from mirror.serve.tls import certified_reader
+from mirror.serve.turns import Turns
 from storage.errors import StorageError
+from storage.large import LargeDocument
 from storage.view import AsOf, Pin, Published, View
 from storage.wait import POLL_MIN_S, MutationToken, Standing, next_delay_s, standing
 
@@ -100,12 +103,13 @@ class Watch:
 class Budgeted(Response):
     """An answer whose bytes count until its reader took them."""
 
-    def __init__(self, budget: Budget, body: bytes, status: int, headers: dict[str, str], media_type: str) -> None:
+    def __init__(self, service: Service, body: bytes, headers: dict[str, str], media_type: str) -> None:
         """Raises Problem when too much is on its way already."""
-        super().__init__(body, status, headers, media_type)
-        self._budget = budget
+        super().__init__(body, 200, headers, media_type)
+        self._turns = service.turns
+        self._budget = service.budget
         self._taken = len(body) if len(body) > BUDGETED_BYTES else 0
-        budget.take(self._taken)
+        self._budget.take(self._taken)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it in pieces, so that a reader who takes nothing is noticed, and give its bytes back."""
@@ -118,9 +122,39 @@ class Budgeted(Response):
             for at in range(0, len(body), BUDGETED_BYTES):
                 piece = bytes(body[at : at + BUDGETED_BYTES])
                 more = at + BUDGETED_BYTES < len(body)
+                await self._turns.turn()
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             self._budget.give_back(self._taken)
+
+
+class LargeAnswer(Response):
+    """A large document as an answer, whose bytes count from before it is read until its reader took them."""
+
+    def __init__(
+        self, service: Service, found: LargeDocument, *, raw: bool, headers: Callable[[int], dict[str, str]]
+    ) -> None:
+        """`headers` are those of a document with a datatype. Raises Problem when too much is on its way already."""
+        super().__init__(None, 200)
+        self._service, self._found, self._raw, self._headers_of = service, found, raw, headers
+        self._taken = service.large.held_bytes(found, raw=raw)
+        service.budget.take(self._taken)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read it, and send it in pieces. Raises StorageError before anything was sent."""
+        service = self._service
+        try:
+            pieces, datatype = await service.large.value(self._found, raw=self._raw)
+            size = sum(map(len, pieces))
+            self.init_headers(self._headers_of(datatype) | {"content-length": str(size)})
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if scope["method"] != "HEAD":
+                for piece in pieces:
+                    await service.turns.turn()
+                    await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            service.budget.give_back(self._taken)
 
 
 @dataclass(slots=True)
@@ -138,6 +172,7 @@ class Service:
     stale_reads: bool = False
     streams_max: int = 128
     streams_per_reader_max: int = 64
+    turns: Turns = field(default_factory=Turns)
     streams: Counter[str] = field(default_factory=Counter)
     """Streams of changes, by user, or by peer where nobody is logged in."""
     changes_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "changes"))
@@ -145,6 +180,11 @@ class Service:
     heartbeat_s: float = 10.0
     description: bytes = b""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    large: LargeReads = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Large values take turns with everything else."""
+        self.large = LargeReads(self.turns)
 
     @property
     def view(self) -> View:

@@ -159,6 +159,41 @@ def streams_that_nobody_reads(site: Site) -> None:
             time.sleep(0.01)
 
 
+def at_once(count: int, attack: Callable[[], None]) -> None:
+    """The same by many connections, each of which begins again when it is closed."""
+
+    def repeat() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                attack()
+
+    threads = [threading.Thread(target=repeat, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def large_documents_over_http(site: Site) -> None:
+    """Others once waited 1.8 s."""
+
+    def read() -> None:
+        client = Http(site.http)
+        while True:
+            client.get("/v1/collections/_default/documents/large")
+
+    at_once(16, read)
+
+
+def large_documents_over_kv(site: Site) -> None:
+    def read() -> None:
+        client = Kv(site.kv)
+        while True:
+            client.ask(fr.request(Opcode.GET, key=b"large"))
+
+    at_once(8, read)
+
+
 ATTACKS = (
     Attack("kv", checksums_of_a_large_document),
     Attack("kv", checksums_of_many_requests),
@@ -173,6 +208,8 @@ ATTACKS = (
     Attack("http", positions_that_unpack),
     Attack("http", parameters_without_number),
     Attack("http", streams_that_nobody_reads),
+    Attack("http", large_documents_over_http),
+    Attack("kv", large_documents_over_kv),
 )
 
 

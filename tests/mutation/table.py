@@ -31,6 +31,7 @@ _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_o
 _OF_GATE, _OF_STORE_SINK = "tests/feed/test_persistence.py", "tests/feed/test_store_sink.py"
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
+_OF_LARGE = "tests/storage/test_large.py"
 _OF_WRITER, _OF_PURGE = "tests/storage/test_writer.py", "tests/storage/test_purge.py"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_documents.py"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
@@ -249,6 +250,8 @@ MUTATIONS = (
     Mutation(
         "mirror/document/walk.py", "self._left -= TOKEN_COST_BYTES", "pass", "tests/document/test_walk.py -k many"
     ),
+    Mutation("storage/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
+    Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
     Mutation(_DELTA, "if before and size <= total:", "if before:", _OF_DELTA),
     Mutation(_DELTA, "part.add_action(new_rows=False)", "part.add_action()", _OF_DELTA),

@@ -1,0 +1,114 @@
+"""Large documents over HTTP: the same answers as for small ones, read and sent in pieces, with others in between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import cramjam
+import pytest
+
+from mirror.serve.http_protocol import Budget
+from mirror.serve.large import LARGE_BYTES, LargeReads
+from mirror.serve.turns import Turns
+from storage.large import LargeDocument
+from storage.view import open_view
+from tests.serve.http_site import Site, Source
+from tests.supervise.conftest import eventually_now
+
+BODY = b'{"a":"' + random.Random(7).randbytes(LARGE_BYTES).hex().encode() + b'"}'
+XATTRS = b"\0\0\0\x0a\0\0\0\x06_x\x001\0\0"[:14]
+LIE = b"\xff\xff\xff\x7f"
+
+
+def compressed(value: bytes) -> bytes:
+    return bytes(cramjam.snappy.compress_raw(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype", "body"),
+    [
+        (BODY, 1, BODY),
+        (BODY, 0, BODY),
+        (compressed(BODY), 3, BODY),
+        (compressed(bytes(9 * LARGE_BYTES)), 2, bytes(9 * LARGE_BYTES)),
+        (XATTRS + BODY, 5, BODY),
+        (compressed(XATTRS + BODY), 7, BODY),
+    ],
+    ids=["json", "plain", "compressed", "well compressed", "xattrs", "both"],
+)
+def test_a_large_document_is_answered_as_a_small_one(site: Site, value: bytes, datatype: int, body: bytes) -> None:
+    site.source.put("large", value, datatype=datatype)
+    answer = site.get(site.document("large"))
+    assert answer.content == body
+    assert answer.headers["mirror-datatype"] == str(datatype & 1)
+    assert answer.headers["content-type"] == ("application/json" if datatype & 1 else "application/octet-stream")
+    assert answer.headers["content-length"] == str(len(body))
+    head = site.client.head(site.document("large"))
+    assert {**head.headers, "date": ""} == {**answer.headers, "date": ""}
+    stored = site.get(site.document("large"), params={"form": "stored"})
+    assert (stored.content, stored.headers["mirror-datatype"]) == (value, str(datatype))
+    tag = answer.headers["etag"]
+    assert site.client.get(site.document("large"), headers={"If-None-Match": tag}).status_code == 304
+    eventually_now(lambda: site.server.service.budget.out_bytes == 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype", "why"),
+    [
+        (LIE + BODY, 5, "the xattr section of a value is longer than the value"),
+        (compressed(LIE + BODY), 7, "the xattr section of a value is longer than the value"),
+        (compressed(BODY)[:-9], 3, "a compressed value cannot be decompressed"),
+    ],
+    ids=["xattrs", "compressed xattrs", "cut"],
+)
+def test_one_that_cannot_be_taken_apart_is_an_error_and_holds_nothing(
+    site: Site, value: bytes, datatype: int, why: str
+) -> None:
+    site.source.put("large", value, datatype=datatype)
+    problem = site.get(site.document("large"), 500).json()
+    assert problem["type"] == "urn:dcp-mirror:damaged"
+    assert why in problem["detail"]
+    assert site.get(site.document("large"), params={"form": "stored"}).content == value
+    eventually_now(lambda: site.server.service.budget.out_bytes == 0)
+
+
+def test_there_is_budget_for_it_before_it_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.source.put("large", BODY)
+    budget = site.server.service.budget = Budget(len(BODY))
+    budget.take(1)
+    monkeypatch.setattr(LargeDocument, "pieces", lambda _: pytest.fail("it was read"))
+    assert site.get(site.document("large"), 503).json()["type"] == "urn:dcp-mirror:too-busy"
+    assert budget.out_bytes == 1
+
+
+async def test_one_value_is_read_at_a_time_and_one_piece_in_each_turn_of_the_loop(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = source.key_of(2)
+    source.put(key, BODY)
+    plain, reading, turn, pieces = LargeDocument.pieces, 0, 0, list[int]()
+
+    def counted(self: LargeDocument) -> Iterator[bytes]:
+        nonlocal reading
+        reading += 1
+        assert reading == 1, "another one is read"
+        for piece in plain(self):
+            pieces.append(turn)
+            yield piece
+        reading -= 1
+
+    monkeypatch.setattr(LargeDocument, "pieces", counted)
+    with open_view(source.path) as view:
+        large = view.large(key, bytes_max=LARGE_BYTES)
+        assert large is not None
+        reads = LargeReads(Turns())
+        tasks = [asyncio.create_task(reads.value(large, raw=False)) for _ in range(4)]
+        while not all(each.done() for each in tasks):
+            turn += 1
+            await asyncio.sleep(0)
+        for task in tasks:
+            found, datatype = task.result()
+            assert (b"".join(found), datatype) == (BODY, 1)
+    assert len(set(pieces)) == len(pieces) == 4 * 3

@@ -1,0 +1,105 @@
+"""Large documents in pieces: the value as it is stored, whatever it is, and no transaction between two pieces."""
+
+from __future__ import annotations
+
+import cramjam
+import pytest
+
+from storage import keys, records
+from storage.errors import CorruptedError, ViewInvalidated
+from storage.large import PIECE_BYTES
+from storage.view import View
+from storage.writer import GroupWriter
+from tests.storage.model import keys_of, span
+
+A, B, C = keys_of(0, 3)
+
+
+def put(writer: GroupWriter, key: bytes, seqno: int, value: bytes, metadata: int = 0, **more: int) -> None:
+    """A mutation; `metadata` bytes of extended metadata stand behind its value."""
+    frame = bytearray(records.encode_mutation(key, value, seqno, **more) + bytes(metadata))
+    frame[8:12] = (len(frame) - 24).to_bytes(4, "big")
+    frame[52:54] = metadata.to_bytes(2, "big")
+    writer.stage(0, [(writer.row_prefix(0) + seqno.to_bytes(8, "big"), bytes(frame))], 0, span(seqno, seqno))
+    writer.publish(0, seqno, seqno)
+    writer.commit()
+
+
+@pytest.mark.parametrize("metadata", [0, 77])
+@pytest.mark.parametrize("size", [1001, PIECE_BYTES - 60, PIECE_BYTES, 3 * PIECE_BYTES - 5, 3 * PIECE_BYTES + 9])
+def test_all_pieces_are_the_value(writer: GroupWriter, view: View, size: int, metadata: int) -> None:
+    value = bytes(range(251)) * (size // 251 + 1)
+    put(writer, A, 1, value[:size], metadata, datatype=1, flags=7, cas=9)
+    whole = view.get(A, raw=True)
+    assert whole is not None
+    assert view.large(A, bytes_max=size) is None
+    large = view.large(A, bytes_max=size - 1)
+    assert large is not None
+    assert large.document == whole._replace(value=b"")
+    assert (large.stored_bytes, large.value_bytes) == (size, size)
+    pieces = list(large.pieces())
+    assert b"".join(pieces) == whole.value
+    assert max(map(len, pieces)) <= PIECE_BYTES
+    assert len(pieces) <= size // PIECE_BYTES + 2
+
+
+def test_nothing_is_held_between_two_pieces(writer: GroupWriter, view: View) -> None:
+    put(writer, A, 1, bytes(5 * PIECE_BYTES))
+    large = view.large(A, bytes_max=1)
+    assert large is not None
+    environment = view.reader(0).environment
+    for _ in large.pieces():
+        assert environment.running == []
+
+
+def test_what_decompresses_to_a_large_value_is_large(writer: GroupWriter, view: View) -> None:
+    value = bytes(1000) * 1000
+    put(writer, A, 1, bytes(cramjam.snappy.compress_raw(value)), datatype=3)
+    large = view.large(A, bytes_max=100_000)
+    assert large is not None
+    assert large.value_bytes == len(value) > large.stored_bytes
+    assert records.decompress_large(bytearray(b"".join(large.pieces()))) == value
+
+
+@pytest.mark.parametrize(
+    "value", [b"\xff\xff\xff\xff\x0f", b"\x80\x80\x80\x10" + bytes(20), b"", b"\xe8\x07" + b"\0" * 30]
+)
+def test_what_cannot_be_decompressed_is_an_error(value: bytes) -> None:
+    with pytest.raises(CorruptedError):
+        records.decompress_large(bytearray(value))
+
+
+def test_there_is_none_where_get_finds_none(writer: GroupWriter, view: View) -> None:
+    assert view.large(A, bytes_max=1) is None
+    put(writer, A, 1, bytes(1000), expiry=5)
+    put(writer, B, 2, bytes(1000))
+    put(writer, B, 3, b"small")
+    assert view.get(A) is None
+    assert view.large(A, bytes_max=1) is None, "it is expired"
+    assert view.large(B, bytes_max=10) is None
+    large = view.large(B, as_of=2, bytes_max=10)
+    assert large is not None
+    assert large.document.seqno == 2
+    assert view.large(C, bytes_max=1) is None
+
+
+def test_a_row_that_is_purged_or_damaged_meanwhile_is_an_error(writer: GroupWriter, view: View) -> None:
+    put(writer, A, 1, bytes(3 * PIECE_BYTES))
+    large = view.large(A, bytes_max=1)
+    assert large is not None
+    environment = view.reader(0).environment
+    row_key, rows = keys.ROW.pack(1, 1), environment.db(keys.rows_db(0))
+    with environment.env.begin(write=True) as txn:
+        stored = txn.get(row_key, db=rows)
+        assert stored is not None
+        txn.put(row_key, stored[:-9] + b"!" + stored[-8:], db=rows)
+    with pytest.raises(CorruptedError, match=r"the row of seqno 1 \(branch 1\), key .*, is damaged"):
+        list(large.pieces())
+    pieces = large.pieces()
+    next(pieces)
+    with environment.env.begin(write=True) as txn:
+        txn.delete(row_key, db=rows)
+    with pytest.raises(ViewInvalidated, match="purged meanwhile"):
+        next(pieces)
+    with environment.env.begin(write=True) as txn:
+        txn.put(row_key, stored, db=rows)
