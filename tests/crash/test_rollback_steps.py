@@ -126,8 +126,8 @@ def counting(fuse: Fuse) -> Iterator[None]:
     """Every write transaction of the block counts."""
     begin = Environment.begin
 
-    def counted(self: Environment, *, write: bool = False) -> Any:
-        txn = begin(self, write=write)
+    def counted(self: Environment, *, write: bool = False, buffers: bool = False) -> Any:
+        txn = begin(self, write=write, buffers=buffers)
         return CountingTransaction(txn, fuse) if write else txn
 
     Environment.begin = counted  # type: ignore[method-assign]

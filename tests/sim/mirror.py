@@ -192,8 +192,8 @@ class SimWriter(GroupWriter):
         environment = self.environment
         begin = environment.begin
 
-        def failing(*, write: bool = False) -> Any:
-            txn = begin(write=write)
+        def failing(*, write: bool = False, buffers: bool = False) -> Any:
+            txn = begin(write=write, buffers=buffers)
             return FailingCommit(txn, environment.env, disk, self.fate.error()) if write else txn
 
         environment.begin = failing  # type: ignore[method-assign]
