@@ -60,6 +60,11 @@ ROW_KEY = slice(0, keys.ROW_KEY_SIZE)
 """Where the row's key stands in a reference (a dup of `k<vbid>`), and in the key of a boundary."""
 
 
+def row_key(prefix: bytes, seqno: int) -> bytes:
+    """Key of the row at a seqno of the branch whose `keys.PREFIX` is given."""
+    return prefix + seqno.to_bytes(8, "big")
+
+
 def branch_of(row_key: bytes) -> int:
     """Branch of the key of a row or boundary, or of a reference."""
     return int.from_bytes(row_key[:4], "big")

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from storage import directory, index, keys, purge, records, removal, writer
+from storage import background, commit, directory, index, keys, purge, records, removal
 from storage.check import check
 from storage.environment import Environment
 from storage.model import FailoverEntry, Seqno, SnapshotRange, Vbuuid
@@ -344,8 +344,8 @@ def in_a_child(work: Callable[[], None]) -> int:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that a few rows reach, so that each operation has many steps."""
-    monkeypatch.setattr(writer, "INLINE_INDEX_ROWS", 3)
-    monkeypatch.setattr(writer, "PURGE_INTERVAL_MS", 0)
+    monkeypatch.setattr(commit, "INLINE_INDEX_ROWS", 3)
+    monkeypatch.setattr(background, "PURGE_INTERVAL_MS", 0)
     monkeypatch.setattr(index, "SLICE_ROWS", 3)
     monkeypatch.setattr(index, "RUN_ROWS", 5)
     monkeypatch.setattr(index, "_CHUNK_ROWS", 2)

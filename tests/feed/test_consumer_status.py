@@ -25,7 +25,7 @@ async def test_a_wall_clock_that_is_set_is_a_warning(
     consumer = mirror.start(cluster.connection_string)
     await follow(mirror, cluster)
     assert consumer.status()["warnings"] == []
-    clock = mirror.writers[0]._clock
+    clock = mirror.writers[0].owner.clock
     right = clock._wall_ms
     monkeypatch.setattr(clock, "_wall_ms", lambda: right() + 3_600_000)
     write(cluster, 1, "later")

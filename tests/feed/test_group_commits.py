@@ -13,9 +13,10 @@ import pytest
 
 from mirror.feed.group_commits import Group
 from mirror.sandbox.cluster import SandboxCluster
-from storage import directory
+from storage import commit, directory
 from storage.errors import CorruptedError, DeviceFailed, Full
 from storage.purge import Window
+from storage.transaction import Transaction
 from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
 
 
@@ -36,7 +37,7 @@ async def test_damaged_group_stops_and_the_others_go_on(
     def damaged(_work: Any) -> Any:
         raise CorruptedError("page 7 is not a page", path="group-0001")
 
-    monkeypatch.setattr(mirror.writers[1], "_write", damaged)
+    monkeypatch.setattr(mirror.writers[1].owner, "write", damaged)
     write(cluster, 50, "after")
     await mirror.until_state(1, "refused")
     for vbid in (0, 2, 4, 6):
@@ -56,19 +57,19 @@ async def test_full_disk_stops_one_group_and_it_goes_on_later(
     consumer = mirror.start(cluster.connection_string)
     await follow(mirror, cluster)
     writer = mirror.writers[1]
-    write_down = writer._write
+    write_down = writer.owner.write
 
     def no_space(_work: Any) -> Any:
-        writer._reload()
+        writer.owner.reload()
         raise Full(os.strerror(errno.ENOSPC), path=writer.path)
 
-    monkeypatch.setattr(writer, "_write", no_space)
+    monkeypatch.setattr(writer.owner, "write", no_space)
     write(cluster, 100, "while-full")
     await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
     for vbid in (0, 2, 4, 6):
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert "No space left" in mirror.row(1)["last_error"]
-    monkeypatch.setattr(writer, "_write", write_down)
+    monkeypatch.setattr(writer.owner, "write", write_down)
     await follow(mirror, cluster)
     assert consumer.status()["groups"][1]["error"] is None
     await mirror.stop()
@@ -85,13 +86,13 @@ async def test_a_group_whose_device_failed_comes_back_though_it_cannot_be_opened
     await follow(mirror, cluster)
     writer = mirror.writers[1]
     left = [1, reopening_fails]
-    put, really_open = writer._put_vbucket, writer._open_environment
+    put, really_open = commit.put, writer.owner.open
 
-    def failing(*arguments: Any) -> Any:
-        if left[0]:
+    def failing(txn: Transaction, *arguments: Any, **options: Any) -> Any:
+        if left[0] and txn.path == writer.path:
             left[0] -= 1
             raise lmdb.Error("mdb_txn_commit: Input/output error")
-        return put(*arguments)
+        return put(txn, *arguments, **options)
 
     def failing_to_open(*, claim: bool) -> None:
         if left[1]:
@@ -99,8 +100,8 @@ async def test_a_group_whose_device_failed_comes_back_though_it_cannot_be_opened
             raise DeviceFailed("input/output error", path=writer.path)
         really_open(claim=claim)
 
-    monkeypatch.setattr(writer, "_put_vbucket", failing)
-    monkeypatch.setattr(writer, "_open_environment", failing_to_open)
+    monkeypatch.setattr(commit, "put", failing)
+    monkeypatch.setattr(writer.owner, "open", failing_to_open)
     write(cluster, 100, "while-failing")
     await follow(mirror, cluster)
     assert left == [0, 0]
@@ -121,8 +122,8 @@ async def test_whatever_a_groups_store_raises_stops_that_group_alone(
     def led_astray(*_: Any) -> Any:
         raise AssertionError("a reference without its row")
 
-    monkeypatch.setattr(writer._purger, "plan", led_astray)
-    monkeypatch.setattr(writer, "window", Window(time_ms=1))
+    monkeypatch.setattr(writer.background.purger, "plan", led_astray)
+    monkeypatch.setattr(writer.background, "window", Window(time_ms=1))
     await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
     write(cluster, 100, "afterwards")
     for vbid in (0, 2, 4, 6):

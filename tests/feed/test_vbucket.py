@@ -12,9 +12,10 @@ from mirror.ingest.reactions import Action, on_refusal, on_stream_end
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode_failover_log, to_frame
 from mirror.wire.constants import Feature, SnapshotFlag, Status, StreamEndReason
+from storage.background import Background
 from storage.check import check
+from storage.pending import PendingVbucket
 from storage.view import open_view
-from storage.writer import GroupWriter, Vbucket
 from tests.feed.harness import Mirror
 from tests.feed.recorded_source import BUCKET, BUCKET_UUID, PASSWORD, VBUCKETS, Exchange, RecordedSource, Script
 
@@ -166,15 +167,15 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
     on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repeated row in the next snapshot drops that one alone: the stream is asked for from the complete end."""
-    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 0)
-    index_step = GroupWriter._index_step
+    monkeypatch.setattr("storage.commit.INLINE_INDEX_ROWS", 0)
+    index_step = Background.index_step
     held = True
 
-    def step(self: GroupWriter, vbucket: Vbucket) -> None:
+    def step(self: Background, vbucket: PendingVbucket) -> None:
         if not held:
             index_step(self, vbucket)
 
-    monkeypatch.setattr(GroupWriter, "_index_step", step)
+    monkeypatch.setattr(Background, "index_step", step)
     large = [replace(event, value=b"x" * 40_000) for event in snapshot(1, 4)[1:] if isinstance(event, ev.Mutation)]
     part = [replace(large[0], seqno=seqno, key=b"\0k%d" % seqno) for seqno in (5, 6)]
     first = success(snapshot(1, 4)[0], *large, ev.SnapshotMarker(VBID, 5, 9, 1), *part)

@@ -23,7 +23,8 @@ _ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
 _ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
 _PERSISTENCE, _VBUCKET = "mirror/feed/persistence.py", "mirror/feed/vbucket.py"
 _STORE_SINK = "mirror/feed/store_sink.py"
-_WRITER, _BRANCHES, _PURGE = "storage/writer.py", "storage/branches.py", "storage/purge.py"
+_BRANCHES, _PURGE = "storage/branches.py", "storage/purge.py"
+_OWNER, _LEAVING = "storage/owner.py", "storage/leaving.py"
 _RETRACTIONS = "storage/retractions.py"
 
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
@@ -31,8 +32,8 @@ _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_o
 _OF_GATE, _OF_STORE_SINK = "tests/feed/test_persistence.py", "tests/feed/test_store_sink.py"
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
-_OF_LARGE = "tests/storage/test_large.py"
-_OF_WRITER, _OF_PURGE = "tests/storage/test_writer.py", "tests/storage/test_purge.py"
+_OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
+_OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_documents.py"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
@@ -100,7 +101,7 @@ MUTATIONS = (
         _OF_MACHINE,
     ),
     Mutation(_MACHINE, "if log and log != self.failover_log:", "if False:", _OF_MACHINE),
-    Mutation(_MODEL, "if entry.seqno <= seqno)", "if True)", f"{_OF_MODEL} {_OF_WRITER}"),
+    Mutation(_MODEL, "if entry.seqno <= seqno)", "if True)", f"{_OF_MODEL} {_OF_LEAVING}"),
     Mutation(_MODEL, "(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)),)", "()", _OF_MODEL),
     Mutation(
         _ROLLBACK,
@@ -150,28 +151,33 @@ MUTATIONS = (
         f"{_OF_STORE_SINK} -k were_held",
     ),
     # --- the store
-    Mutation(_WRITER, 'if txn.get(keys.DB_META, b"fence") != fence:', "if False:", f"{_OF_WRITER} -k overtaken"),
     Mutation(
-        _WRITER,
-        "if keep_complete and vbucket.complete_seqno is not None:",
-        "if False:",
-        f"{_OF_WRITER} -k complete_one",
+        _OWNER, 'if txn.get(keys.DB_META, b"fence") != fence:', "if False:", "tests/storage/test_owner.py -k overtaken"
     ),
     Mutation(
-        _WRITER,
-        "                txn.raw.abort()\n                self._reload()\n                raise storage_error(",
+        _LEAVING,
+        "if keep_complete and vbucket.complete_seqno is not None:",
+        "if False:",
+        f"{_OF_LEAVING} -k complete_one",
+    ),
+    Mutation(
+        _OWNER,
+        "                txn.raw.abort()\n                self.reload()\n                raise storage_error(",
         "                txn.raw.abort()\n                raise storage_error(",
         "tests/crash/test_disk_errors.py",
     ),
     Mutation(
-        _WRITER, "vbucket.prepares.settled_by_rows(rows)", "pass", "tests/storage/test_prepares.py -k 'not model'"
+        "storage/pending.py",
+        "self.prepares.settled_by_rows(rows)",
+        "pass",
+        "tests/storage/test_prepares.py -k 'not model'",
     ),
-    Mutation(_WRITER, "to_seqno = min(to_seqno, state.staging_published_seqno)", "pass", _OF_GATE),
+    Mutation(_LEAVING, "to_seqno = min(to_seqno, state.staging_published_seqno)", "pass", _OF_GATE),
     Mutation(
-        _WRITER,
+        "storage/commit.py",
         "log = state.failover_log if staged or published or publish or vbucket.known_empty else ()",
         "log = state.failover_log",
-        f"{_OF_WRITER} tests/storage/test_branches.py tests/storage/test_view.py -k 'not model'",
+        "tests/storage/test_commit.py",
     ),
     Mutation(
         _BRANCHES,
@@ -179,7 +185,7 @@ MUTATIONS = (
         "pass",
         f"{_OF_PURGE} -k purge_record_of_its_own",
     ),
-    Mutation(_BRANCHES, "log = pruned_log(own_log, at, boundary.vbuuid)", "log = tuple(own_log)", _OF_WRITER),
+    Mutation(_BRANCHES, "log = pruned_log(own_log, at, boundary.vbuuid)", "log = tuple(own_log)", _OF_LEAVING),
     Mutation(
         _BRANCHES,
         "pub._replace(flags=pub.flags | flags)",

@@ -456,7 +456,7 @@ async def pass_the_clients_snapshot(server: Server, _client: DcpClient) -> None:
         return
     (writer,) = server.mirror.writers
     snapshot_end = server.vbucket(0).high_seqno
-    writer.window = writer._purger.window = Window(boundaries=1)
+    writer.background.window = writer.background.purger.window = Window(boundaries=1)
     for number in range(3):
         server.cluster.set("d2", {"n": number}, vbid=0)
         await server.mirror.until_published(0, server.vbucket(0).high_seqno)

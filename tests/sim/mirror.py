@@ -28,13 +28,15 @@ from mirror.feed.transport import Link
 from mirror.ingest import events as happenings
 from mirror.ingest.selection import SourceManifest
 from mirror.wire.constants import Feature
-from storage import directory
-from storage import writer as storage_writer
+from storage import directory, owner
+from storage.background import Background
 from storage.chain import Chain
 from storage.environment import SHARED
 from storage.errors import NoSuchBoundary
 from storage.leases import Leases
 from storage.model import Identity, Vbid
+from storage.owner import GroupOwner
+from storage.pending import PendingVbucket
 from storage.purge import Purger, Window
 from storage.removal import Dead
 from storage.transaction import Transaction
@@ -131,52 +133,48 @@ class SimPurger(Purger):
         return removed
 
 
-class SimWriter(GroupWriter):
-    """A writer whose commits are watched."""
+class SimOwner(GroupOwner):
+    """Commits that can fail, and die, as the fate has it."""
 
-    fate: Fate
-    disk: Disk | None
+    writer: SimWriter
 
-    def _open_environment(self, *, claim: bool) -> None:
-        super()._open_environment(claim=claim)
-        if self.disk is not None:
-            self.disk.committed(self.environment.env)
-        purger = SimPurger(self.environment, self.vbids, self.window, self.leases)
-        purger.fate = self.fate
-        self._purger = purger
+    def open(self, *, claim: bool) -> None:
+        super().open(claim=claim)
+        if self.writer.disk is not None:
+            self.writer.disk.committed(self.environment.env)
 
-    def _write(self, work: Callable[[Transaction], Any]) -> Any:
-        fate = self.fate
+    def write(self, work: Callable[[Transaction], Any]) -> Any:
+        fate = self.writer.fate
         if fate.dies(after=False):
             raise MirrorDied
         if fate.fail_in:
             fate.fail_in -= 1
             if not fate.fail_in:
                 fate.before_failure()
-                if self.disk is not None and fate.failed_sync and fate.may_fail_syncs():
-                    return self._write_with_failing_sync(work, self.disk)
+                if self.writer.disk is not None and fate.failed_sync and fate.may_fail_syncs():
+                    return self._write_with_failing_sync(work, self.writer.disk)
 
                 def failing(txn: Transaction) -> Any:
                     work(txn)
                     raise fate.error()
 
-                return super()._write(failing)
-        if self in fate.fenced:
+                return super().write(failing)
+        if self.writer in fate.fenced:
             fate.before_failure()
         grown = self.environment.env.info()["map_size"]
-        result = super()._write(work)
-        assert self not in fate.fenced, "a writer wrote after another process had claimed its group"
+        result = super().write(work)
+        assert self.writer not in fate.fenced, "a writer wrote after another process had claimed its group"
         if self.environment.env.info()["map_size"] > grown:
             fate.counts["maps grown"] += 1
-        if self.disk is not None:
-            self._to_disk(self.disk)
-        fate.committed(self)
+        if self.writer.disk is not None:
+            self._to_disk(self.writer.disk)
+        fate.committed(self.writer)
         if fate.dies(after=True):
             raise MirrorDied
         return result
 
     def _to_disk(self, disk: Disk) -> None:
-        fate = self.fate
+        fate = self.writer.fate
         if fate.cut_in:
             fate.cut_in -= 1
             if not fate.cut_in:
@@ -194,16 +192,16 @@ class SimWriter(GroupWriter):
 
         def failing(*, write: bool = False, buffers: bool = False) -> Any:
             txn = begin(write=write, buffers=buffers)
-            return FailingCommit(txn, environment.env, disk, self.fate.error()) if write else txn
+            return FailingCommit(txn, environment.env, disk, self.writer.fate.error()) if write else txn
 
         environment.begin = failing  # type: ignore[method-assign]
-        self.fate.counts["syncs of a commit failed"] += 1
-        return super()._write(work)
+        self.writer.fate.counts["syncs of a commit failed"] += 1
+        return super().write(work)
 
-    def _sync(self) -> None:
-        disk, fate = self.disk, self.fate
+    def sync(self) -> None:
+        disk, fate = self.writer.disk, self.writer.fate
         if disk is None:
-            super()._sync()
+            super().sync()
             return
         if fate.idle_sync_fails:
             fate.idle_sync_fails = False
@@ -211,12 +209,40 @@ class SimWriter(GroupWriter):
             fate.counts["syncs of an idle group failed"] += 1
             failing: Any = FailingSync(self.environment.env, disk, lmdb.DiskError("mdb_env_sync"))
             self.environment.env = failing
-        super()._sync()
+        super().sync()
         disk.synced()
 
-    def _begin_job(self, vbucket: Any) -> None:
+
+class SimBackground(Background):
+    """Counts the jobs, and has a purger that is watched."""
+
+    fate: Fate
+
+    def new_purger(self) -> Purger:
+        purger = SimPurger(self._owner.environment, self._owner.vbids, self.window, self.leases)
+        purger.fate = self.fate
+        return purger
+
+    def begin_job(self, vbucket: PendingVbucket) -> None:
         self.fate.counts["key rows made in steps"] += 1
-        super()._begin_job(vbucket)
+        super().begin_job(vbucket)
+
+
+class SimWriter(GroupWriter):
+    """A writer whose commits are watched."""
+
+    fate: Fate
+    disk: Disk | None
+
+    def _new_owner(self, path: str, **options: Any) -> GroupOwner:
+        owner = SimOwner(path, **options)
+        owner.writer = self
+        return owner
+
+    def _new_background(self, window: Window) -> Background:
+        background = SimBackground(self.owner, self._vbuckets, window, self.clock_ms)
+        background.fate = self.fate
+        return background
 
     def rollback(self, vbid: int, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
         self.commit()
@@ -374,15 +400,15 @@ class Mirror:
         self.wires = [None, None]
         self.loop.forget()
         for writer in self.writers:
-            if writer._closed:
+            if writer.owner.closed:
                 continue  # it died while it was closing, and its `finally` has let go of everything
-            for vbucket in writer._jobs:
+            for vbucket in writer.background.jobs:
                 if vbucket.job is not None:
                     vbucket.job.close()
             if SHARED.open.get(writer.environment.path, (None, 0))[0] is writer.environment:
                 SHARED.release(writer.environment)
-            writer._lock.release()
-            writer._closed = True
+            writer.owner.unlock()
+            writer.owner.closed = True
         self.writers = []
 
     def lose_power(self) -> None:
@@ -482,7 +508,7 @@ class Mirror:
                 writer.step()
                 writer.commit()
             writer.close()
-            seen.append(("commits", group, writer.commit_count))
+            seen.append(("commits", group, writer.owner.commit_count))
             return seen
 
         for what, number, detail in elsewhere(work):
@@ -499,7 +525,7 @@ class Mirror:
     def reader_died(self, pid: int) -> None:
         """A reader was killed in its transactions."""
         for writer in self.writers:
-            if not writer.lost and not writer._closed:
+            if not writer.lost and not writer.owner.closed:
                 assert str(pid) in writer.environment.env.readers().split(), "it had no transaction open"
         self.dead_readers.append((pid, self.monotonic_ms()))
 
@@ -508,7 +534,7 @@ class Mirror:
         listed = writer.environment.env.readers().split()
         for each in list(self.dead_readers):
             pid, since_ms = each
-            if self.monotonic_ms() - since_ms >= storage_writer.READER_CHECK_INTERVAL_MS:
+            if self.monotonic_ms() - since_ms >= owner.READER_CHECK_INTERVAL_MS:
                 assert str(pid) not in listed, f"the slot of reader {pid}, which is dead, is still taken"
                 if writer is self.writers[-1]:
                     self.dead_readers.remove(each)

@@ -28,7 +28,7 @@ from mirror.sandbox.stream import Phase
 from mirror.wire.constants import Status, StreamEndReason, SystemEventId
 from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import decode
-from storage import index, merge, purge, scan, writer
+from storage import background, commit, index, merge, purge, scan
 from storage import keys as storage_keys
 from storage.errors import StorageError
 from tests.sim.checkers import Checker
@@ -76,8 +76,8 @@ NAMES = all_keys()
 def small_limits(rng: Random) -> Iterator[pytest.MonkeyPatch]:
     """Limits that a few rows reach."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(writer, "INLINE_INDEX_ROWS", rng.choice((0, 1, 3, 10, 20_000)))
-    patch.setattr(writer, "PURGE_INTERVAL_MS", rng.choice((0, 10, 300)))
+    patch.setattr(commit, "INLINE_INDEX_ROWS", rng.choice((0, 1, 3, 10, 20_000)))
+    patch.setattr(background, "PURGE_INTERVAL_MS", rng.choice((0, 10, 300)))
     patch.setattr(index, "SLICE_ROWS", rng.choice((1, 2, 5, 20_000)))
     patch.setattr(index, "RUN_ROWS", rng.choice((1, 3, 8, 200_000)))
     patch.setattr(index, "_CHUNK_ROWS", rng.choice((1, 2, 2_000)))
@@ -698,10 +698,13 @@ class World:
     def take_over(self) -> None:
         """Another process claims a group (its lock is on another host's file system): this one must write no more."""
         writer = self.rng.choice(self.mirror.writers)
-        if writer._closed or self.mirror.consumer.commits.groups[self.mirror.writers.index(writer)].error is not None:
+        if (
+            writer.owner.closed
+            or self.mirror.consumer.commits.groups[self.mirror.writers.index(writer)].error is not None
+        ):
             return
-        fence = (writer._fence + 1).to_bytes(8)
-        writer._while_opening(lambda txn: txn.put(storage_keys.DB_META, b"fence", fence))
+        fence = (writer.owner.fence + 1).to_bytes(8)
+        writer.owner.write_while_opening(lambda txn: txn.put(storage_keys.DB_META, b"fence", fence))
         if writer.disk is not None:
             writer.disk.committed(writer.environment.env)
         self.fate.fenced.add(writer)

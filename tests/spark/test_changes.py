@@ -103,9 +103,9 @@ class Follower:
 
 def purge(small: SmallMirror, window: Window) -> None:
     for writer in small.writers:
-        writer._purger.window = window
-        while (vbid := writer._purger.plan(small.now_ms)) is not None:
-            writer._purge(vbid, small.now_ms)
+        writer.background.purger.window = window
+        while (vbid := writer.background.purger.plan(small.now_ms)) is not None:
+            writer.background.purge(vbid, small.now_ms)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -86,9 +86,9 @@ def test_history_that_is_gone_fails_the_job_and_says_so(small: SmallMirror) -> N
     job, shares = plan(options(small), Wanted())
     small.put(orders(0, 100))
     for writer in small.writers:
-        writer._purger.window = Window(boundaries=1)
-        while (vbid := writer._purger.plan(small.now_ms)) is not None:
-            writer._purge(vbid, small.now_ms)
+        writer.background.purger.window = Window(boundaries=1)
+        while (vbid := writer.background.purger.plan(small.now_ms)) is not None:
+            writer.background.purge(vbid, small.now_ms)
     with pytest.raises(ViewInvalidated, match=r"not kept any more.*run it again"):
         list(read(job, shares[0], PLAIN))
 

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import storage.commit
+import storage.index
+import storage.purge
+import storage.scan
 from storage import directory
 from storage.check import check
 from storage.view import View, open_view
@@ -40,3 +44,15 @@ def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
 def view(path: str, writer: GroupWriter) -> Iterator[View]:
     with open_view(path) as opened:
         yield opened
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits so small that a dozen rows reach the paths that millions take in service."""
+    monkeypatch.setattr(storage.commit, "INLINE_INDEX_ROWS", 3)
+    monkeypatch.setattr(storage.index, "SLICE_ROWS", 2)
+    monkeypatch.setattr(storage.index, "RUN_ROWS", 5)
+    monkeypatch.setattr(storage.index, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(storage.scan, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(storage.purge, "STEP_ROWS", 2)
+    monkeypatch.setattr(storage.purge, "LOOK_VBUCKETS", 10)

@@ -111,7 +111,7 @@ def test_a_token_that_is_newer_than_the_backup_is_refused_even_when_its_seqno_ha
 ) -> None:
     if same_place:
         monkeypatch.setattr(directory, "place", lambda _: b"place")
-        filled._while_opening(lambda txn: txn.put(b"meta", b"place", b"place"))
+        filled.owner.write_while_opening(lambda txn: txn.put(b"meta", b"place", b"place"))
     parts = made(path)
     with open_view(path) as view:
         at_backup = view.token(0)

@@ -90,9 +90,9 @@ def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_th
     assert documents(view, pin) == before
     chunks = bulk.documents(view, pin, rows_max=5)
     next(chunks)
-    writer._purger.window = Window(boundaries=1)
-    while (vbid := writer._purger.plan(clock.now)) is not None:
-        writer._purge(vbid, clock.now)
+    writer.background.purger.window = Window(boundaries=1)
+    while (vbid := writer.background.purger.plan(clock.now)) is not None:
+        writer.background.purge(vbid, clock.now)
     with pytest.raises(ViewInvalidated, match="gone"):
         list(chunks)
 
@@ -112,9 +112,9 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_refill_either(
     seen = [keys_in(next(each)) for each in chunks]
 
     def purge(**limits: int) -> None:
-        writer._purger.window = Window(**limits)
-        while (vbid := writer._purger.plan(clock.now)) is not None:
-            writer._purge(vbid, clock.now)
+        writer.background.purger.window = Window(**limits)
+        while (vbid := writer.background.purger.plan(clock.now)) is not None:
+            writer.background.purge(vbid, clock.now)
 
     purge(boundaries=41, time_ms=10**9)  # from 60 on
     writer.begin_refill(0)
@@ -138,9 +138,9 @@ def test_after_a_refill_also_what_the_history_then_served_had_left_is_not_read_o
     pin = view.pin(0)
     writer.rollback(0, 60)
     fill(writer, 2, 61, 40)
-    writer._purger.window = Window(boundaries=31, time_ms=10**9)  # from 70 on
-    while (vbid := writer._purger.plan(clock.now)) is not None:
-        writer._purge(vbid, clock.now)
+    writer.background.purger.window = Window(boundaries=31, time_ms=10**9)  # from 70 on
+    while (vbid := writer.background.purger.plan(clock.now)) is not None:
+        writer.background.purge(vbid, clock.now)
     writer.begin_refill(0)
     writer.save_failover_log(0, log(88))
     fill(writer, 3, 1, 1)

@@ -74,9 +74,9 @@ def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(
     writer.rollback(0, 2)
     publish(writer, 0, [(B, b"b", 3)])
     assert [each.token.seqno for each in view.changes_between(None, end)] == [1, 2, 3, 4]
-    writer._purger.window = Window(boundaries=1)
-    while (vbid := writer._purger.plan(clock.now)) is not None:
-        writer._purge(vbid, clock.now)
+    writer.background.purger.window = Window(boundaries=1)
+    while (vbid := writer.background.purger.plan(clock.now)) is not None:
+        writer.background.purge(vbid, clock.now)
     with pytest.raises(ViewInvalidated, match="gone"):
         list(view.changes_between(None, end))
     with pytest.raises(ViewInvalidated, match="no branch 9"):

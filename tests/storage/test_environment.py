@@ -241,7 +241,7 @@ def test_a_reader_that_was_killed_is_noticed_by_the_writer(path: str) -> None:
         return sum(not line.endswith("-") for line in writer.environment.env.readers().splitlines()[1:])
 
     assert pinned() == 1
-    writer._check_readers_ms = 0
+    writer.owner.check_readers_ms = 0
     writer.step()
     assert pinned() == 0
     writer.close()

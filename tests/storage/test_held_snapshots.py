@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+import storage.commit
 import storage.index
-import storage.writer
 from storage import directory
 from storage.check import check
 from storage.view import open_view
@@ -21,7 +21,7 @@ from tests.storage.model import IDENTITY, keys_of, log, row, span
 def test_any_complete_end_may_be_published_later(
     tmp_path: Path, seed: int, inline_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.writer, "INLINE_INDEX_ROWS", inline_rows)
+    monkeypatch.setattr(storage.commit, "INLINE_INDEX_ROWS", inline_rows)
     monkeypatch.setattr(storage.index, "SLICE_ROWS", 3)
     path = str(tmp_path / "data")
     directory.create(path, IDENTITY)

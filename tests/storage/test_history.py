@@ -45,8 +45,8 @@ def test_figures_follow_what_is_stored(tmp_path: Path) -> None:
         writer.commit(flush_open=True)
         assert view.history(0).boundaries is None  # a staged row has no key row yet: not to be told apart
         writer.abandon(0)
-        writer.window = Window(boundaries=1, time_ms=0)
-        writer._purger.window = writer.window
+        window = Window(boundaries=1, time_ms=0)
+        writer.background.window = writer.background.purger.window = window
         while writer.step():
             pass
         purged = view.history(0)

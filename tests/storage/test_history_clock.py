@@ -144,7 +144,7 @@ def test_a_lease_ends_when_it_should_however_the_clock_is_set_meanwhile(path: st
     live(writer, clocks, 5)
     assert kept(path) <= 13
     writer.lease("job", {0: (1, int(writer.state(0).published_seqno))}, clocks.wall + YEAR_MS)
-    held = writer.leases.of(0, writer._clock.now_ms() + 86_400_001)
+    held = writer.leases.of(0, writer.owner.clock.now_ms() + 86_400_001)
     assert held == []  # a year is the error of some clock
     writer.close()
 
@@ -155,7 +155,7 @@ def test_the_idle_sync_comes_though_the_clock_goes_back(path: str, clocks: TwoCl
     clocks.wall -= YEAR_MS
     clocks.advance(1_000)
     writer.step()
-    assert writer._unsynced_since is None
+    assert writer.owner.unsynced_since is None
     writer.close()
 
 

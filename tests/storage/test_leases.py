@@ -18,11 +18,11 @@ HOUR_MS = 3_600_000
 
 
 def purge(writer: GroupWriter, window: Window) -> None:
-    writer._purger.window = window
+    writer.background.purger.window = window
     for _ in range(10_000):
-        if (vbid := writer._purger.plan(writer.clock_ms())) is None:
+        if (vbid := writer.background.purger.plan(writer.clock_ms())) is None:
             return
-        writer._purge(vbid, writer.clock_ms())
+        writer.background.purge(vbid, writer.clock_ms())
     raise AssertionError("the purger finds no end")
 
 

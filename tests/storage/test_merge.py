@@ -157,11 +157,11 @@ def test_a_merge_can_be_cut_off_between_any_two_steps(
     pins = [view.pin(0)]
     monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
     steps = 0
-    writer._purger = purge.Purger(writer.environment, writer.vbids, WINDOW)
-    while (vbid := writer._purger.plan(writer.clock_ms())) is not None:
+    writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)
+    while (vbid := writer.background.purger.plan(writer.clock_ms())) is not None:
         half_read = view.scan(0)
         started = [next(half_read)]
-        writer._purge(vbid, writer.clock_ms())
+        writer.background.purge(vbid, writer.clock_ms())
         steps += 1
         assert shown(view) == expected
         assert all(view.get(key) is not None for key in expected)
@@ -173,7 +173,7 @@ def test_a_merge_can_be_cut_off_between_any_two_steps(
         pins.append(view.pin(0))
         for pin in pins:
             assert {each.key: each.value for each in view.scan_page(pin)[0]} == expected
-        writer._purger = purge.Purger(writer.environment, writer.vbids, WINDOW)  # another process goes on
+        writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)  # another process goes on
     assert steps > 9
     assert [(link.branch, link.base_seqno) for link in stream.standing(view, 0).links[1:]] == [(1, 0)]
 
@@ -254,9 +254,9 @@ def test_branches_of_a_copy_that_a_refill_replaced_go_with_its_last_row(
     publish(writer, 0, [(NAMES[0], b"new", 1)])
     purger = purge.Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.leases)
     for expected in (7, 1):
-        writer._purger = purger
+        writer.background.purger = purger
         while (vbid := purger.plan(clock.now)) is not None:
-            writer._purge(vbid, clock.now)
+            writer.background.purge(vbid, clock.now)
         assert stored(writer)["branch"] - 1 == expected, "and one of the other vbucket"
         if expected == 7:
             assert shown(view) == {NAMES[0]: b"new"}
@@ -282,10 +282,12 @@ def test_branches_that_are_forgotten_in_several_steps_never_lack_a_parent(
     publish(writer, 0, [(NAMES[0], b"new", 1)])
     clock.now += 2 * HOUR_MS
     monkeypatch.setattr(purge.Pace, "rows", 2)
-    purger = writer._purger = purge.Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.leases)
+    purger = writer.background.purger = purge.Purger(
+        writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.leases
+    )
     counted = []
     while (vbid := purger.plan(clock.now)) is not None:
-        writer._purge(vbid, clock.now)
+        writer.background.purge(vbid, clock.now)
         assert check(path).problems == []
         counted.append(stored(writer)["branch"])
     assert {8 - 2, 8 - 4, 8 - 6} <= set(counted), "two at a time"

@@ -52,9 +52,9 @@ def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
     assert ends(view) == [3, 253, 254, 374, 376]
     assert [each.seqno for each in positions.boundaries_between(view, 0, 1, 3, 256)] == [253, 254, 256]
     assert [each.seqno for each in positions.boundaries_between(view, 0, 2, 253, 376)] == [254, 374, 376]
-    writer._purger.window = Window(boundaries=2)
-    while (vbid := writer._purger.plan(clock.now)) is not None:
-        writer._purge(vbid, clock.now)
+    writer.background.purger.window = Window(boundaries=2)
+    while (vbid := writer.background.purger.plan(clock.now)) is not None:
+        writer.background.purge(vbid, clock.now)
     assert ends(view) == [374, 376]
     assert positions.newest(view, 0, 373) is None
 

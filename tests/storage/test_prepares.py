@@ -22,9 +22,9 @@ from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
-from tests.storage.test_writer import KEYS, VBIDS, Store, crash, open_writer, small_limits, system_event_frame
+from tests.storage.test_writer import KEYS, VBIDS, Store, crash, open_writer, system_event_frame
 
-__all__ = ["small_limits"]
+pytestmark = pytest.mark.usefixtures("small_limits")
 
 EXTRAS = struct.Struct(">QQIIIBBB")
 

@@ -28,10 +28,10 @@ HOUR_MS = 3_600_000
 
 def purge(writer: GroupWriter, window: Window) -> int:
     """To the end; how many steps it took."""
-    writer._purger = Purger(writer.environment, writer.vbids, window)
+    writer.background.purger = Purger(writer.environment, writer.vbids, window)
     steps = 0
-    while (vbid := writer._purger.plan(writer.clock_ms())) is not None:
-        writer._purge(vbid, writer.clock_ms())
+    while (vbid := writer.background.purger.plan(writer.clock_ms())) is not None:
+        writer.background.purge(vbid, writer.clock_ms())
         steps += 1
         assert steps < 10_000
     return steps
@@ -75,7 +75,7 @@ def test_the_window_by_count_and_by_size(writer: GroupWriter, view: View) -> Non
 def test_without_a_window_nothing_goes(writer: GroupWriter, view: View) -> None:
     for seqno in range(1, 6):
         publish(writer, 0, [(A, b"x", seqno)])
-    assert not writer._purge_step()
+    assert not writer.background.purge_step()
     purge(writer, Window())
     assert seqnos(view) == [1, 2, 3, 4, 5]
 
@@ -211,10 +211,10 @@ def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(
     publish(writer, 0, [(A, b"x", seqno) for seqno in range(2, 60)])
     publish(writer, 0, [(B, b"y", 60)])
     clock.now += 2 * HOUR_MS
-    writer._purger = Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS))
-    while not writer._purger.round_is_over:  # each look takes the walk a little further
-        if (vbid := writer._purger.plan(clock.now)) is not None:
-            writer._purge(vbid, clock.now)
+    writer.background.purger = Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS))
+    while not writer.background.purger.round_is_over:  # each look takes the walk a little further
+        if (vbid := writer.background.purger.plan(clock.now)) is not None:
+            writer.background.purge(vbid, clock.now)
     assert writer.state(0).history_floor_seqno == 60
     assert seqnos(view) == [59, 60]
 
@@ -223,10 +223,10 @@ def test_a_step_removes_no_more_than_its_share(writer: GroupWriter, monkeypatch:
     monkeypatch.setattr(storage.purge, "STEP_ROWS", 5)
     publish(writer, 0, [(A, b"x", seqno) for seqno in range(1, 101)])
     publish(writer, 0, [(B, b"x", 101)])
-    writer._purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
+    writer.background.purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
     counts = []
-    while (vbid := writer._purger.plan(0)) is not None:
-        writer._purge(vbid, 0)
+    while (vbid := writer.background.purger.plan(0)) is not None:
+        writer.background.purge(vbid, 0)
         with writer.environment.read() as txn:
             counts.append(txn.stat(b"v0")["entries"])
     assert max(before - after for before, after in zip([103, *counts], counts, strict=False)) <= 2 * 5 + 2
@@ -416,7 +416,7 @@ def test_a_flushed_and_refilled_collection_is_purged_in_bounded_steps_of_linear_
     for seqno, name in enumerate(reversed(names), count + 3):
         put(writer, name, seqno, b"new", cid=9)
     commit(writer, 2 * count + 2)
-    writer._purger = purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
+    writer.background.purger = purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
     looks: list[int] = []
 
     def step(txn: Transaction) -> int:
@@ -427,7 +427,7 @@ def test_a_flushed_and_refilled_collection_is_purged_in_bounded_steps_of_linear_
 
     removed = 0
     while purger.plan(writer.clock_ms()) is not None:
-        went = writer._write(step)
+        went = writer.owner.write(step)
         purger.settle(went, 1)
         removed += went
         assert len(looks) < 1_000

@@ -57,9 +57,9 @@ def test_the_purger_ends_every_read_below_the_floor(writer: GroupWriter, view: V
     fill(writer)
     both = served_and_standing(view)
     publish(writer, 0, [(A, b"4", 4)])
-    writer._purger.window = Window(boundaries=1)
-    while (vbid := writer._purger.plan(clock.now)) is not None:
-        writer._purge(vbid, clock.now)
+    writer.background.purger.window = Window(boundaries=1)
+    while (vbid := writer.background.purger.plan(clock.now)) is not None:
+        writer.background.purge(vbid, clock.now)
     for each in both:
         with pytest.raises(ViewInvalidated, match="history before seqno 4 is gone"):
             check(view, each)

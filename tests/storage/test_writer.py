@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lmdb
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -23,33 +22,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import storage.index
-import storage.purge
-import storage.scan
-import storage.writer
 from storage import bulk, directory, records
 from storage.branches import all_branches, purge_row
 from storage.check import check
-from storage.environment import SHARED, Environment
-from storage.errors import Locked, NoSuchBoundary, SeqnoOrder, StorageError, ViewInvalidated
-from storage.model import SEQNO_MAX, Branch, FailoverEntry, Manifest, ManifestUid, Seqno, Vbid, Vbuuid
+from storage.environment import SHARED
+from storage.errors import NoSuchBoundary, ViewInvalidated
+from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
 from storage.purge import Window
 from storage.records import decode_row
 from storage.view import Token, View, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, ModelVbucket, keys_of, log, row, span
 
-
-@pytest.fixture(autouse=True)
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits so small that a dozen rows reach the paths that millions take in service."""
-    monkeypatch.setattr(storage.writer, "INLINE_INDEX_ROWS", 3)
-    monkeypatch.setattr(storage.index, "SLICE_ROWS", 2)
-    monkeypatch.setattr(storage.index, "RUN_ROWS", 5)
-    monkeypatch.setattr(storage.index, "_CHUNK_ROWS", 2)
-    monkeypatch.setattr(storage.scan, "CHUNK_ROWS", 3)
-    monkeypatch.setattr(storage.purge, "STEP_ROWS", 2)
-    monkeypatch.setattr(storage.purge, "LOOK_VBUCKETS", 10)
+pytestmark = pytest.mark.usefixtures("small_limits")
 
 
 class Clock:
@@ -78,12 +63,12 @@ def open_writer(
 
 def crash(writer: GroupWriter) -> None:
     """What SIGKILL leaves: the environment as of the last commit, the lock given up."""
-    for vbucket in writer._jobs:
+    for vbucket in writer.background.jobs:
         assert vbucket.job is not None
         vbucket.job.close()
     SHARED.release(writer.environment)
-    writer._lock.release()
-    writer._closed = True
+    writer.owner.unlock()
+    writer.owner.closed = True
 
 
 VBIDS = [0, 2]
@@ -132,7 +117,7 @@ class Store(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "view"):
             self.view.close()
-            if not self.writer._closed:
+            if not self.writer.owner.closed:
                 crash(self.writer)
         shutil.rmtree(Path(self.path).parent)
 
@@ -261,15 +246,15 @@ class Store(RuleBasedStateMachine):
     def purge(self, keep: int, steps: int) -> None:
         """Raise the floor and remove what is below, to the end or only a step or two."""
         self.settle_first()
-        self.writer._purger.window = Window(boundaries=keep, time_ms=self.dead_for_ms)
+        self.writer.background.purger.window = Window(boundaries=keep, time_ms=self.dead_for_ms)
         for _ in range(steps):
-            now_ms = self.writer._clock.now_ms()
-            vbid = self.writer._purger.plan(now_ms)
+            now_ms = self.writer.owner.clock.now_ms()
+            vbid = self.writer.background.purger.plan(now_ms)
             if vbid is None:
                 break
             before = self.writer.state(vbid).history_floor_seqno
             published_ms = {b.seqno: b.history_ms for b in self.view.boundaries(vbid)}
-            self.writer._purge(vbid, now_ms)
+            self.writer.background.purge(vbid, now_ms)
             floor = self.writer.state(vbid).history_floor_seqno
             assert floor >= before
             if floor > before:
@@ -432,188 +417,6 @@ def publish(
     writer.commit()
 
 
-def test_a_second_writer_of_the_same_group_is_refused(path: str, writer: GroupWriter) -> None:
-    with pytest.raises(Locked, match="another process"):
-        directory.GroupLock(writer.path)
-
-
-def test_a_writer_that_was_overtaken_cannot_write(path: str) -> None:
-    old = open_writer(path)
-    crash(old)  # its lock is gone, but the object lives on as a stopped process would
-    new = open_writer(path)
-    new.close()
-    revived = open_writer(path)
-    revived._fence -= 1
-    revived.save_failover_log(0, log())
-    with pytest.raises(Locked, match="took this group over"):
-        revived.commit()
-    revived.close()
-
-
-@pytest.mark.parametrize("seqnos", [[3, 2], [2, 2], [1, 5, 4, 6], [0]])
-def test_rows_that_do_not_rise_are_refused_and_harm_nobody(path: str, writer: GroupWriter, seqnos: list[int]) -> None:
-    key = keys_of(0, 1)[0]
-    prefix = writer.row_prefix(0)
-    rows = [row(prefix, key, b"x", seqno) for seqno in seqnos]
-    with pytest.raises(SeqnoOrder):
-        writer.stage(0, rows, 0, span(0, 9))
-    other = keys_of(2, 1)[0]
-    publish(writer, 2, [(other, b"y", 1)])
-    with open_view(path) as view:
-        assert view.get(other) is not None
-        assert view.get(key) is None
-
-
-def test_an_oso_snapshot_appears_whole_and_a_broken_one_never(path: str, writer: GroupWriter) -> None:
-    a, b, c = keys_of(0, 3)
-    for round_number, finish in enumerate([False, True]):
-        writer.begin_oso(0)
-        prefix = writer.row_prefix(0)
-        rows = [row(prefix, b, b"b", 7), row(prefix, a, b"a", 3)]
-        writer.stage(0, rows, 10, span(0, 2**64 - 1), unordered=True)
-        writer.commit(flush_open=True)
-        writer.stage(0, [row(prefix, c, b"c", 5)], 10, span(0, 2**64 - 1), unordered=True)
-        assert writer.state(0).staged_seqno == 7
-        with open_view(path) as view:
-            assert list(view.scan(0)) == []
-        if finish:
-            writer.publish(0, 7, 0)
-            while not writer.commit().published:
-                writer.step()
-        elif round_number == 0:
-            crash(writer)
-            writer = open_writer(path)  # writes nothing: what is left of the snapshot is the vbucket's to give up
-            assert writer.state(0).staged_seqno == 7
-            assert writer.state(0).open_snapshot is not None
-            writer.abandon(0)
-            assert writer.state(0).staged_seqno == 0
-    with open_view(path) as view:
-        assert {d.key: d.seqno for d in view.scan(0)} == {a: 3, b: 7, c: 5}
-    publish(writer, 0, [(a, None, 8)])
-    with open_view(path) as view:
-        assert {d.key: d.seqno for d in view.scan(0)} == {b: 7, c: 5}
-    assert check(path).problems == []
-    writer.close()
-
-
-def test_a_complete_snapshot_without_its_key_rows_is_published_by_the_next_writer(path: str) -> None:
-    writer = open_writer(path)
-    events = [(seqno, b"k%d" % seqno, b"v") for seqno in range(1, 10)]
-    rows = [row(writer.row_prefix(0), key, value, seqno) for seqno, key, value in events]
-    writer.stage(0, rows[:5], 5, span(0, 9))
-    writer.commit(flush_open=True)
-    writer.stage(0, rows[5:], 5, span(0, 9))
-    writer.publish(0, 9, 0)
-    assert writer.commit().published == []
-    crash(writer)
-    again = open_writer(path)
-    assert (again.state(0).staged_seqno, again.state(0).published_seqno) == (9, 0)
-    assert again.publishing(0)
-    published: list[object] = []
-    for _ in range(100):
-        again.step()
-        published += again.commit().published
-    assert published == [(0, 9)]
-    again.close()
-    assert check(path).clean
-    with open_view(path) as view:
-        assert [int(boundary.seqno) for boundary in view.boundaries(0)] == [9]
-        assert len(list(view.scan(0))) == 9
-
-
-def test_the_map_grows_and_the_batch_is_replayed(path: str) -> None:
-    writer = open_writer(path, map_size=1 << 20)
-    key = keys_of(0, 1)[0]
-    for round_number in range(8):
-        first = round_number * 200 + 1
-        publish(writer, 0, [(key, b"x" * 1000, first + n) for n in range(200)])
-    assert writer.figures()["map_bytes"] > 1 << 20
-    with open_view(path) as view:
-        assert len(list(view.scan_seqno(0))) == 1600
-    writer.close()
-    assert check(path).problems == []
-
-
-def test_the_map_grows_while_key_rows_are_made_and_none_is_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.writer, "INLINE_INDEX_ROWS", 0)
-    monkeypatch.setattr(storage.index, "SLICE_ROWS", 100)
-    writer = open_writer(path, map_size=1 << 20)
-    count = 2_500
-    rows = [row(writer.row_prefix(0), b"%0240d" % number, b"v", number + 1) for number in range(count)]
-    writer.stage(0, rows, 0, span(1, count))
-    writer.commit(flush_open=True)
-    writer.publish(0, count, 1)
-    writer.commit()
-    before = writer.figures()["map_bytes"]
-    while writer.publishing(0):
-        writer.step()
-        writer.commit()
-    assert writer.figures()["map_bytes"] > before, "it became full while key rows were written"
-    writer.close()
-    assert check(path).problems == []
-    with open_view(path) as view:
-        assert len(list(view.scan(0))) == count
-
-
-def test_a_scan_is_told_when_a_rollback_passes_it(path: str, writer: GroupWriter) -> None:
-    names = keys_of(0, 10)
-    publish(writer, 0, [(key, b"1", n + 1) for n, key in enumerate(names)])
-    publish(writer, 0, [(key, b"2", n + 11) for n, key in enumerate(names)])
-    with open_view(path) as view:
-        scan = view.scan(0)
-        assert next(scan).value == b"2"
-        publish(writer, 0, [(names[-1], b"3", 21)])
-        assert [d.value for d in scan] == [b"2"] * 9  # what came later stays out of sight
-        scan = view.scan(0)
-        next(scan)
-        writer.rollback(0, 10)
-        with pytest.raises(ViewInvalidated):
-            list(scan)
-        assert {d.value for d in view.scan(0)} == {b"1"}
-
-
-def test_a_token_of_a_refilled_vbucket_is_refused(path: str, writer: GroupWriter) -> None:
-    key = keys_of(0, 1)[0]
-    publish(writer, 0, [(key, b"1", 5)])
-    with open_view(path) as view:
-        token = view.token(0)
-        writer.begin_refill(0)
-        assert view.stale(0)
-        assert list(view.changes(0, since=token)) == []
-        publish(writer, 0, [(key, b"2", 3)])
-        assert not view.stale(0)
-        with pytest.raises(ViewInvalidated, match="resynced"):
-            list(view.changes(0, since=token))
-
-
-def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary(
-    path: str, writer: GroupWriter
-) -> None:
-    key = keys_of(0, 1)[0]
-    writer.save_failover_log(0, log(5))
-    publish(writer, 0, [(key, b"1", 10)])
-    writer.save_failover_log(0, [FailoverEntry(Vbuuid(6), Seqno(12))])
-    publish(writer, 0, [(key, b"2", 20)])
-    assert writer.rollback(0, 15).boundary_seqno == 10
-    assert writer.state(0).failover_log == (FailoverEntry(Vbuuid(5), Seqno(10)),)
-
-
-def test_a_refill_from_an_empty_source_is_published_at_zero(path: str, writer: GroupWriter) -> None:
-    key = keys_of(0, 1)[0]
-    publish(writer, 0, [(key, b"gone", 5)])
-    writer.begin_refill(0)
-    writer.save_failover_log(0, log(9))
-    writer.publish(0, 0, 0)
-    assert writer.commit().published == [(0, 0)]
-    state = writer.state(0)
-    assert (state.branch, state.published_seqno, state.staged_seqno) == (state.staging_branch, 0, 0)
-    with open_view(path) as view:
-        assert list(view.scan(0)) == []
-        assert not view.stale(0)
-    publish(writer, 0, [(key, b"new", 1)])
-    assert check(path).problems == []
-
-
 # --- found by the simulation (tests/sim)
 
 
@@ -632,279 +435,6 @@ def settle(writer: GroupWriter) -> None:
         writer.commit()
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_rows_of_the_next_snapshot_on_disk_while_key_rows_of_the_last_are_made_get_theirs(
-    path: str, monkeypatch: pytest.MonkeyPatch, dies: bool
-) -> None:
-    """A snapshot is complete and waits for its key rows; memory pressure writes down rows of the next one; a commit
-    without anything to write counted those as not on disk. They were published without key rows: documents that no read
-    could find. After a crash they lay above what the state said was staged, and could not be appended again.
-    """
-    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 2)
-    writer = open_writer(path)
-    staged(writer, 0, 1, 9, 10)
-    writer.commit(flush_open=True)
-    staged(writer, 0, 10, 10, 10)
-    writer.publish(0, 10, 0)
-    staged(writer, 0, 11, 12, 18)
-    writer.commit(flush_open=True)
-    staged(writer, 0, 13, 14, 18)
-    writer.save_failover_log(0, log())
-    writer.commit()
-    if dies:
-        crash(writer)
-        writer = open_writer(path)
-        assert writer.state(0).staged_seqno == 12
-        staged(writer, 0, 13, 14, 18)
-    else:
-        settle(writer)
-        assert writer.state(0).published_seqno == 10
-    staged(writer, 0, 15, 18, 18)
-    writer.publish(0, 18, 10)
-    settle(writer)
-    with open_view(path) as view:
-        assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(1, 19))
-    assert check(path).problems == []
-    writer.close()
-
-
-def test_a_write_that_fails_beside_a_broken_oso_snapshot_is_that_error_and_no_other(
-    path: str, writer: GroupWriter
-) -> None:
-    """Opening again after a failed write gave the broken snapshot up by another write, inside of the first one's
-    recovery: KeyError, and the group was lost until a restart.
-    """
-    writer.begin_oso(0)
-    staged(writer, 0, 5, 7, 0, unordered=True)
-    writer.commit(flush_open=True)
-
-    def failing(_txn: Any) -> None:
-        raise lmdb.DiskError("no space")
-
-    with pytest.raises(StorageError):
-        writer._write(failing)
-    assert writer.state(0).staged_seqno == 7
-    writer.abandon(0)
-    publish(writer, 2, [(keys_of(2, 1)[0], b"y", 1)])
-    assert check(path).problems == []
-
-
-@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])
-def test_abandoning_the_next_snapshot_keeps_a_complete_one_that_waits_for_its_key_rows(
-    path: str, writer: GroupWriter, on_disk: bool
-) -> None:
-    """A first snapshot of any size was fetched again because one row of the next one was given up."""
-    staged(writer, 0, 1, 9, 9)
-    writer.commit(flush_open=True)
-    writer.publish(0, 9, 0)
-    writer.commit()
-    assert writer.publishing(0)
-    staged(writer, 0, 10, 12, 15)
-    if on_disk:
-        writer.commit(flush_open=True)
-    assert writer.abandon(0) is not on_disk
-    state = writer.state(0)
-    assert (state.staged_seqno, state.open_snapshot is None) == ((12, False) if on_disk else (9, True))
-    assert writer.pending_bytes == 0
-    settle(writer)
-    assert writer.state(0).published_seqno == 9
-    assert writer.abandon(0)
-    state = writer.state(0)
-    assert (state.staged_seqno, state.open_snapshot) == (9, None)
-    staged(writer, 0, 10, 11, 11)
-    writer.publish(0, 11, 10)
-    settle(writer)
-    with open_view(path) as view:
-        assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(1, 12))
-    assert check(path).problems == []
-
-
-def test_what_is_asked_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
-    """A rollback below its end: it is no longer the source's history."""
-    staged(writer, 0, 1, 9, 9)
-    writer.commit(flush_open=True)
-    writer.publish(0, 9, 0)
-    writer.commit()
-    assert writer.abandon(0, keep_complete=False)
-    assert (writer.state(0).staged_seqno, writer.publishing(0)) == (0, False)
-
-
-def test_system_events_inside_an_oso_snapshot_come_in_any_order(path: str, writer: GroupWriter) -> None:
-    """They were refused as not rising, and the vbucket asked for the same snapshot for ever."""
-    writer.begin_oso(0)
-    staged(writer, 0, 9, 9, 0, unordered=True)
-    manifests = [Manifest(ManifestUid(uid), {0: "_default"}, Manifest.initial().collections) for uid in (1, 2)]
-    for seqno, manifest in zip((4, 2), manifests, strict=True):
-        writer.system_event(0, seqno, system_event_frame(seqno), manifest, span(0, 0), unordered=True)
-    writer.publish(0, 9, 0)
-    settle(writer)
-    with open_view(path) as view:
-        assert view.manifest(0) == manifests[1], "the last that came holds, at whatever seqno"
-    assert check(path).problems == []
-
-
 def system_event_frame(seqno: int) -> bytes:
     extras = struct.pack(">QIB", seqno, 0, 0)
     return records.HEADER.pack(0x80, 0x5F, 0, len(extras), 0, 0, len(extras), 0, 0) + extras
-
-
-def test_rows_of_an_oso_snapshot_that_came_in_several_commits_all_get_key_rows(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of the last commit lie among those of earlier ones; the search for the earlier was cut short by them."""
-    monkeypatch.setattr("storage.writer.INLINE_INDEX_ROWS", 2)
-    writer = open_writer(path)
-    writer.begin_oso(0)
-    staged(writer, 0, 14, 14, 0, unordered=True)
-    writer.commit(flush_open=True)
-    assert check(path).problems == []
-    staged(writer, 0, 5, 13, 0, unordered=True)
-    writer.publish(0, 14, 0)
-    settle(writer)
-    with open_view(path) as view:
-        assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(5, 15))
-    assert check(path).problems == []
-    writer.close()
-
-
-def test_what_a_copy_was_filtered_to_is_unknown_once_an_oso_snapshot_beside_it_broke(writer: GroupWriter) -> None:
-    (key,) = keys_of(0, 1)
-    writer.save_filter(0, "collections 8")
-    publish(writer, 0, [(key, b"1", 1)])
-    writer.begin_refill(0)
-    writer.begin_oso(0)
-    writer.save_failover_log(0, log())
-    writer.save_filter(0, "collections 9")
-    writer.stage(0, [row(writer.row_prefix(0), key, b"2", 5)], 0, span(0, 0), unordered=True)
-    writer.commit(flush_open=True)
-    writer.abandon(0)
-    assert writer.state(0).published_seqno == 1
-    assert writer.state(0).stream_filter == "", "no filter goes on from it: a refill follows"
-
-
-def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer: GroupWriter) -> None:
-    """It was emptied, so the boundary named no history and the next start fetched everything again."""
-    writer.save_failover_log(0, log(77))
-    writer.begin_oso(0)
-    staged(writer, 0, 1, 3, 0, unordered=True)
-    writer.publish(0, 3, 0)
-    settle(writer)
-    assert writer.state(0).failover_log == log(77)
-    with open_view(path) as view:
-        assert [boundary.vbuuid for boundary in view.boundaries(0)] == [77]
-
-
-def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
-    """A reader must know what was left out: a refill begins again, what is served next to it claims nothing."""
-    assert writer.state(0).stream_filter is None
-    writer.save_filter(0, "collections 8")
-    publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
-    publish(writer, 0, [(keys_of(0, 1)[0], b"y", 2)])
-    assert writer.rollback(0, 1).boundary_seqno == 1
-    assert writer.state(0).stream_filter == "collections 8"
-    writer.begin_oso(0)
-    assert writer.state(0).stream_filter == "collections 8"
-    writer.begin_refill(0)
-    assert writer.state(0).stream_filter is None
-    writer.save_filter(0, "collections 8,9")
-    writer.commit()
-    crash(writer)
-    writer = open_writer(path)
-    assert writer.state(0).stream_filter == "collections 8,9"
-    assert writer.rollback(0, 1).boundary_seqno == 1
-    assert writer.state(0).stream_filter == "", "of the served copy nobody knows it any more"
-    writer.close()
-
-
-def test_the_copy_that_is_served_beside_a_refill_is_of_its_own_history(path: str, writer: GroupWriter) -> None:
-    """A rollback on command during a refill gave the old copy the failover log of the refill's stream: the source took
-    its documents for its own past, and they stayed for ever.
-    """
-    key = keys_of(0, 1)[0]
-    writer.save_failover_log(0, log(77))
-    publish(writer, 0, [(key, b"1", 5)])
-    publish(writer, 0, [(key, b"2", 9)])
-    writer.begin_refill(0)
-    writer.save_failover_log(0, log(88))
-    writer.commit()
-    writer.rollback(0, 6)
-    assert [entry.vbuuid for entry in writer.state(0).failover_log] == [77]
-    with open_view(path) as view:
-        assert [boundary.vbuuid for boundary in view.boundaries(0)] == [77]
-        assert [(each.from_vbuuid, each.to_vbuuid) for each in view.rollbacks(0)] == [(77, 77)]
-
-
-def test_the_boundary_of_an_empty_copy_is_none_to_go_back_to(writer: GroupWriter) -> None:
-    """A refill from an empty source is published at 0; "went to 0" means that nothing was changed."""
-    writer.save_failover_log(0, log(77))
-    publish(writer, 0, [(keys_of(0, 1)[0], b"1", 5)])
-    writer.begin_refill(0)
-    writer.publish(0, 0, 0)
-    settle(writer)
-    branch = writer.state(0).branch
-    assert writer.rollback(0, 0).boundary_seqno == 0
-    assert writer.state(0).branch == branch
-
-
-def test_a_file_that_has_outgrown_its_map_is_opened_and_grows_on(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LMDB opens it with a map that just holds it; its new owner's first write found no room, and so at every start."""
-    begin = Environment.begin
-    full = [lmdb.MapFullError("full"), lmdb.MapFullError("full")]
-
-    def begin_full(self: Environment, *, write: bool = False) -> Any:
-        if write and full:
-            raise full.pop()
-        return begin(self, write=write)
-
-    monkeypatch.setattr(Environment, "begin", begin_full)
-    writer = open_writer(path, map_size=1 << 20)
-    assert not full
-    assert writer.figures()["map_bytes"] == 4 << 20
-    publish(writer, 0, [(keys_of(0, 1)[0], b"1", 1)])
-    writer.close()
-
-
-def test_that_the_source_has_nothing_is_known_only_once_it_was_said(path: str) -> None:
-    """A stream that was accepted may bring everything yet: its log alone must not make an absent document of it."""
-    writer = open_writer(path)
-    writer.save_failover_log(0, log(77))
-    writer.commit()
-    assert writer.state(0).failover_log == log(77)
-    with open_view(path) as view:
-        assert not view.state(0).is_whole
-        writer.publish(0, 0, 0)
-        writer.commit()
-        assert view.state(0).is_whole
-        assert view.boundaries(0) == []
-        writer.save_failover_log(0, log(78))
-        writer.commit()
-        assert view.state(0).is_whole
-    crash(writer)
-    writer = open_writer(path)
-    assert writer.state(0).is_whole
-    assert writer.state(0).failover_log == log(78)
-    (key,) = keys_of(0, 1)
-    writer.stage(0, [row(writer.row_prefix(0), key, b"1", 3)], 0, span(3, 9))
-    writer.commit(flush_open=True)
-    assert not writer.state(0).is_whole
-    assert writer.state(0).failover_log == log(78)
-    writer.abandon(0)
-    assert not writer.state(0).is_whole
-    writer.close()
-
-
-def test_rows_of_the_first_snapshot_bring_its_log_along(path: str) -> None:
-    writer = open_writer(path)
-    (key,) = keys_of(0, 1)
-    writer.save_failover_log(0, log(77))
-    writer.stage(0, [row(writer.row_prefix(0), key, b"1", 3)], 0, span(3, 9))
-    writer.commit()
-    with open_view(path) as view:
-        assert view.state(0).failover_log == ()
-        writer.commit(flush_open=True)
-        assert view.state(0).failover_log == log(77)
-        assert not view.state(0).is_whole
-        writer.publish(0, 9, 3)
-        writer.commit()
-        assert view.state(0).is_whole
-    writer.close()

@@ -23,14 +23,14 @@ VBUCKETS = 4
 
 DIES_IN_GROUP_1 = """
 import os, signal, sys
-from storage.writer import GroupWriter
+from storage.owner import GroupOwner
 from mirror.supervise.worker import main
-write = GroupWriter._write
+write = GroupOwner.write
 def dying(self, work):
     if self.group == 1:
         os.kill(os.getpid(), getattr(signal, os.environ["DIES_OF"]))
     return write(self, work)
-GroupWriter._write = dying
+GroupOwner.write = dying
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -1,0 +1,183 @@
+"""Rollbacks, abandoned snapshots and resyncs: what goes, and what stays with the copy that is served."""
+
+from __future__ import annotations
+
+import pytest
+
+from storage.check import check
+from storage.errors import ViewInvalidated
+from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.view import open_view
+from storage.writer import GroupWriter
+from tests.storage.model import keys_of, log, row, span
+from tests.storage.test_writer import (
+    crash,
+    open_writer,
+    publish,
+    settle,
+    staged,
+)
+
+pytestmark = pytest.mark.usefixtures("small_limits")
+
+
+def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary(
+    path: str, writer: GroupWriter
+) -> None:
+    key = keys_of(0, 1)[0]
+    writer.save_failover_log(0, log(5))
+    publish(writer, 0, [(key, b"1", 10)])
+    writer.save_failover_log(0, [FailoverEntry(Vbuuid(6), Seqno(12))])
+    publish(writer, 0, [(key, b"2", 20)])
+    assert writer.rollback(0, 15).boundary_seqno == 10
+    assert writer.state(0).failover_log == (FailoverEntry(Vbuuid(5), Seqno(10)),)
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])
+def test_abandoning_the_next_snapshot_keeps_a_complete_one_that_waits_for_its_key_rows(
+    path: str, writer: GroupWriter, on_disk: bool
+) -> None:
+    """A first snapshot of any size was fetched again because one row of the next one was given up."""
+    staged(writer, 0, 1, 9, 9)
+    writer.commit(flush_open=True)
+    writer.publish(0, 9, 0)
+    writer.commit()
+    assert writer.publishing(0)
+    staged(writer, 0, 10, 12, 15)
+    if on_disk:
+        writer.commit(flush_open=True)
+    assert writer.abandon(0) is not on_disk
+    state = writer.state(0)
+    assert (state.staged_seqno, state.open_snapshot is None) == ((12, False) if on_disk else (9, True))
+    assert writer.pending_bytes == 0
+    settle(writer)
+    assert writer.state(0).published_seqno == 9
+    assert writer.abandon(0)
+    state = writer.state(0)
+    assert (state.staged_seqno, state.open_snapshot) == (9, None)
+    staged(writer, 0, 10, 11, 11)
+    writer.publish(0, 11, 10)
+    settle(writer)
+    with open_view(path) as view:
+        assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(1, 12))
+    assert check(path).problems == []
+
+
+def test_what_is_asked_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
+    """A rollback below its end: it is no longer the source's history."""
+    staged(writer, 0, 1, 9, 9)
+    writer.commit(flush_open=True)
+    writer.publish(0, 9, 0)
+    writer.commit()
+    assert writer.abandon(0, keep_complete=False)
+    assert (writer.state(0).staged_seqno, writer.publishing(0)) == (0, False)
+
+
+def test_what_a_copy_was_filtered_to_is_unknown_once_an_oso_snapshot_beside_it_broke(writer: GroupWriter) -> None:
+    (key,) = keys_of(0, 1)
+    writer.save_filter(0, "collections 8")
+    publish(writer, 0, [(key, b"1", 1)])
+    writer.begin_refill(0)
+    writer.begin_oso(0)
+    writer.save_failover_log(0, log())
+    writer.save_filter(0, "collections 9")
+    writer.stage(0, [row(writer.row_prefix(0), key, b"2", 5)], 0, span(0, 0), unordered=True)
+    writer.commit(flush_open=True)
+    writer.abandon(0)
+    assert writer.state(0).published_seqno == 1
+    assert writer.state(0).stream_filter == "", "no filter goes on from it: a refill follows"
+
+
+def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer: GroupWriter) -> None:
+    """It was emptied, so the boundary named no history and the next start fetched everything again."""
+    writer.save_failover_log(0, log(77))
+    writer.begin_oso(0)
+    staged(writer, 0, 1, 3, 0, unordered=True)
+    writer.publish(0, 3, 0)
+    settle(writer)
+    assert writer.state(0).failover_log == log(77)
+    with open_view(path) as view:
+        assert [boundary.vbuuid for boundary in view.boundaries(0)] == [77]
+
+
+def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
+    """A reader must know what was left out: a refill begins again, what is served next to it claims nothing."""
+    assert writer.state(0).stream_filter is None
+    writer.save_filter(0, "collections 8")
+    publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
+    publish(writer, 0, [(keys_of(0, 1)[0], b"y", 2)])
+    assert writer.rollback(0, 1).boundary_seqno == 1
+    assert writer.state(0).stream_filter == "collections 8"
+    writer.begin_oso(0)
+    assert writer.state(0).stream_filter == "collections 8"
+    writer.begin_refill(0)
+    assert writer.state(0).stream_filter is None
+    writer.save_filter(0, "collections 8,9")
+    writer.commit()
+    crash(writer)
+    writer = open_writer(path)
+    assert writer.state(0).stream_filter == "collections 8,9"
+    assert writer.rollback(0, 1).boundary_seqno == 1
+    assert writer.state(0).stream_filter == "", "of the served copy nobody knows it any more"
+    writer.close()
+
+
+def test_the_copy_that_is_served_beside_a_refill_is_of_its_own_history(path: str, writer: GroupWriter) -> None:
+    """A rollback on command during a refill gave the old copy the failover log of the refill's stream: the source took
+    its documents for its own past, and they stayed for ever.
+    """
+    key = keys_of(0, 1)[0]
+    writer.save_failover_log(0, log(77))
+    publish(writer, 0, [(key, b"1", 5)])
+    publish(writer, 0, [(key, b"2", 9)])
+    writer.begin_refill(0)
+    writer.save_failover_log(0, log(88))
+    writer.commit()
+    writer.rollback(0, 6)
+    assert [entry.vbuuid for entry in writer.state(0).failover_log] == [77]
+    with open_view(path) as view:
+        assert [boundary.vbuuid for boundary in view.boundaries(0)] == [77]
+        assert [(each.from_vbuuid, each.to_vbuuid) for each in view.rollbacks(0)] == [(77, 77)]
+
+
+def test_the_boundary_of_an_empty_copy_is_none_to_go_back_to(writer: GroupWriter) -> None:
+    """A refill from an empty source is published at 0; "went to 0" means that nothing was changed."""
+    writer.save_failover_log(0, log(77))
+    publish(writer, 0, [(keys_of(0, 1)[0], b"1", 5)])
+    writer.begin_refill(0)
+    writer.publish(0, 0, 0)
+    settle(writer)
+    branch = writer.state(0).branch
+    assert writer.rollback(0, 0).boundary_seqno == 0
+    assert writer.state(0).branch == branch
+
+
+def test_a_token_of_a_refilled_vbucket_is_refused(path: str, writer: GroupWriter) -> None:
+    key = keys_of(0, 1)[0]
+    publish(writer, 0, [(key, b"1", 5)])
+    with open_view(path) as view:
+        token = view.token(0)
+        writer.begin_refill(0)
+        assert view.stale(0)
+        assert list(view.changes(0, since=token)) == []
+        publish(writer, 0, [(key, b"2", 3)])
+        assert not view.stale(0)
+        with pytest.raises(ViewInvalidated, match="resynced"):
+            list(view.changes(0, since=token))
+
+
+def test_a_scan_is_told_when_a_rollback_passes_it(path: str, writer: GroupWriter) -> None:
+    names = keys_of(0, 10)
+    publish(writer, 0, [(key, b"1", n + 1) for n, key in enumerate(names)])
+    publish(writer, 0, [(key, b"2", n + 11) for n, key in enumerate(names)])
+    with open_view(path) as view:
+        scan = view.scan(0)
+        assert next(scan).value == b"2"
+        publish(writer, 0, [(names[-1], b"3", 21)])
+        assert [d.value for d in scan] == [b"2"] * 9  # what came later stays out of sight
+        scan = view.scan(0)
+        next(scan)
+        writer.rollback(0, 10)
+        with pytest.raises(ViewInvalidated):
+            list(scan)
+        assert {d.value for d in view.scan(0)} == {b"1"}
