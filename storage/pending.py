@@ -290,7 +290,8 @@ class PendingVbucket:
             self.rows = []
         else:
             flushed = max(self.flushed_seqno, self.complete_seqno or 0)
-            dropped = min(sum(len(value) for _, value in self.rows[:count]), self.pending_bytes)
+            stored = sum(len(value) for _, value in self.rows[:count])
+            dropped = min(stored - count * seal.SIZE, self.pending_bytes)
             self.rows = self.rows[count:]
         self.pending_bytes -= dropped
         self._bytes.count -= dropped
