@@ -117,7 +117,7 @@ class Consumer:
                 self._group_of[vbid] = group
         self._node_of: dict[int, Address | None] = dict.fromkeys(self.vbuckets)
         self._persistence = (
-            PersistencePoller(self._access, self, self.clock) if settings.publish == "persisted" else None
+            PersistencePoller(self._access, self.map_follower, self.clock) if settings.publish == "persisted" else None
         )
         self._collections = CollectionWatch(selection, self, settings, self.clock)
         self._source_watch = SourceWatch(self, settings, self.clock, self._task_ended)
@@ -251,11 +251,7 @@ class Consumer:
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
         """A vbucket's node refused it: get a new cluster map, or read the one that came with that."""
-        self.map_follower.refresh(config, vbid)
-
-    def copies_of(self, vbid: int) -> list[Address]:
-        """Where the vbucket is, the active copy first; empty while that is unknown."""
-        return self.map_follower.copies_of(vbid)
+        self.map_follower.refresh_map(config, vbid)
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
@@ -371,7 +367,7 @@ class Consumer:
         """The collections whose high seqnos count; None: the bucket's."""
         return self._collections.polled_collections
 
-    def actors_at(self, address: Address) -> list[MirroredVbucket]:
+    def vbuckets_at(self, address: Address) -> list[MirroredVbucket]:
         """The vbuckets whose node that is."""
         return [self.vbuckets[vbid] for vbid in self._vbids_at(address)]
 

@@ -13,34 +13,8 @@ from collections.abc import Sequence
 from typing import Protocol, assert_never
 
 from mirror.feed.sink import Sink
+from mirror.ingest import instructions as ins
 from mirror.ingest.events import Answer, ConnectionLost, PrepareMissing, StagingRefused, StreamRequested
-from mirror.ingest.instructions import (
-    AbandonStaged,
-    AbortPrepare,
-    Advance,
-    AnswerMarker,
-    BeginOso,
-    BeginRefill,
-    CloseStream,
-    CommitPrepare,
-    GetFailoverLog,
-    Instruction,
-    PublishSnapshot,
-    Reconnect,
-    RefreshCollections,
-    RefreshMap,
-    Report,
-    RequestStream,
-    RetryAfter,
-    RetryReason,
-    RollbackTo,
-    SaveFailoverLog,
-    SaveFilter,
-    StagePrepare,
-    StageRows,
-    StageSystemEvent,
-    Status,
-)
 
 NOT_CONNECTED = "there is no connection to the node"
 
@@ -58,11 +32,11 @@ class Executing(Protocol):
         """True while the vbucket has a machine."""
         ...
 
-    def answered(self, answer: Answer) -> Sequence[Instruction]:
+    def answered(self, answer: Answer) -> Sequence[ins.Instruction]:
         """Hand the answer of an instruction to the machine; returns what follows from it."""
         ...
 
-    def request_stream(self, request: RequestStream) -> int | None:
+    def request_stream(self, request: ins.RequestStream) -> int | None:
         """Send a stream request; returns its opaque, or None without a connection."""
         ...
 
@@ -90,16 +64,16 @@ class Executing(Protocol):
         """Close the connection and log in again."""
         ...
 
-    def retry_after(self, reason: RetryReason, attempt: int) -> None:
+    def retry_after(self, reason: ins.RetryReason, attempt: int) -> None:
         """Hand in RetryDue later."""
         ...
 
-    def report(self, status: Status, text: str) -> None:
+    def report(self, status: ins.Status, text: str) -> None:
         """Note what the vbucket does."""
         ...
 
 
-def execute(vbucket: Executing, instructions: Sequence[Instruction]) -> None:
+def execute(vbucket: Executing, instructions: Sequence[ins.Instruction]) -> None:
     """Execute a list of instructions. Raises StorageError as the store raised it, except SeqnoOrder of a staging."""
     for instruction in instructions:
         if not vbucket.running:
@@ -112,53 +86,53 @@ def execute(vbucket: Executing, instructions: Sequence[Instruction]) -> None:
             return  # the rest of the list relied on what was refused
 
 
-def _execute_one(vbucket: Executing, sink: Sink, instruction: Instruction) -> Answer | None:
+def _execute_one(vbucket: Executing, sink: Sink, instruction: ins.Instruction) -> Answer | None:
     """Execute one instruction; returns its answer, if there is one already. The most frequent ones come first."""
     match instruction:
-        case StageRows():
+        case ins.StageRows():
             return sink.stage_rows(instruction)
-        case PublishSnapshot():
+        case ins.PublishSnapshot():
             return sink.publish(instruction)
-        case Advance():
+        case ins.Advance():
             return sink.advance(instruction)
-        case AnswerMarker():
+        case ins.AnswerMarker():
             vbucket.answer_marker(instruction.opaque)
-        case StageSystemEvent():
+        case ins.StageSystemEvent():
             return sink.stage_system_event(instruction)
-        case StagePrepare():
+        case ins.StagePrepare():
             return sink.stage_prepare(instruction)
-        case CommitPrepare():
+        case ins.CommitPrepare():
             return sink.commit_prepare(instruction)
-        case AbortPrepare():
+        case ins.AbortPrepare():
             return sink.abort_prepare(instruction)
-        case Report():
+        case ins.Report():
             vbucket.report(instruction.status, instruction.text)
-        case SaveFailoverLog():
+        case ins.SaveFailoverLog():
             sink.save_failover_log(instruction)
-        case SaveFilter():
+        case ins.SaveFilter():
             sink.save_filter(instruction)
-        case RequestStream():
+        case ins.RequestStream():
             opaque = vbucket.request_stream(instruction)
             return ConnectionLost(NOT_CONNECTED) if opaque is None else StreamRequested(opaque)
-        case CloseStream():
+        case ins.CloseStream():
             vbucket.close_stream(instruction.opaque)
-        case GetFailoverLog():
+        case ins.GetFailoverLog():
             return None if vbucket.get_failover_log() else ConnectionLost(NOT_CONNECTED)
-        case RollbackTo():
+        case ins.RollbackTo():
             return sink.roll_back(instruction)
-        case AbandonStaged():
+        case ins.AbandonStaged():
             return sink.abandon(instruction)
-        case BeginRefill():
+        case ins.BeginRefill():
             return sink.begin_resync(instruction.cause)
-        case BeginOso():
+        case ins.BeginOso():
             sink.begin_oso(instruction)
-        case RefreshMap():
+        case ins.RefreshMap():
             vbucket.refresh_map(instruction.config)
-        case RefreshCollections():
+        case ins.RefreshCollections():
             vbucket.refresh_collections()
-        case Reconnect():
+        case ins.Reconnect():
             vbucket.reconnect(instruction.cause)
-        case RetryAfter():
+        case ins.RetryAfter():
             vbucket.retry_after(instruction.reason, instruction.attempt)
         case _:
             assert_never(instruction)

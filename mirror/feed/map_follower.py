@@ -166,7 +166,7 @@ class MapFollower:
         self._has_map.set()
         return True
 
-    def refresh(self, config: bytes, vbid: int) -> None:
+    def refresh_map(self, config: bytes, vbid: int) -> None:
         """A vbucket's node refused it: read the map that came with that, or ask for one (not where we have it)."""
         address = self.address_of(vbid)
         if not config or address is None or not self._poller.on_sent(config, address):

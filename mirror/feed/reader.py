@@ -384,7 +384,7 @@ class _Core:
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
         """A vbucket's node refused it: get a new cluster map, or read the one that came with that."""
-        self.maps.refresh(config, vbid)
+        self.maps.refresh_map(config, vbid)
 
     def session_at(self, address: Address) -> NodeSession | None:
         """The open session of a node, if there is one."""

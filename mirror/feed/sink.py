@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from mirror.ingest import instructions as ins
 from mirror.ingest.events import (
     Abandoned,
     NoBoundary,
@@ -19,20 +20,6 @@ from mirror.ingest.events import (
     RefillRefused,
     RolledBack,
     StagingRefused,
-)
-from mirror.ingest.instructions import (
-    AbandonStaged,
-    AbortPrepare,
-    Advance,
-    BeginOso,
-    CommitPrepare,
-    PublishSnapshot,
-    RollbackTo,
-    SaveFailoverLog,
-    SaveFilter,
-    StagePrepare,
-    StageRows,
-    StageSystemEvent,
 )
 from storage.model import VbucketState
 
@@ -48,47 +35,47 @@ class Sink(Protocol):
         """What the keys of rows begin with that are received from now on: the staging branch."""
         ...
 
-    def stage_rows(self, rows: StageRows) -> StagingRefused | None:
+    def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
         """Accept rows."""
         ...
 
-    def advance(self, step: Advance) -> StagingRefused | None:
+    def advance(self, step: ins.Advance) -> StagingRefused | None:
         """Move the staged position without a row."""
         ...
 
-    def stage_system_event(self, event: StageSystemEvent) -> StagingRefused | None:
+    def stage_system_event(self, event: ins.StageSystemEvent) -> StagingRefused | None:
         """Accept a system event's row and the manifest that follows from it."""
         ...
 
-    def stage_prepare(self, prepare: StagePrepare) -> StagingRefused | None:
+    def stage_prepare(self, prepare: ins.StagePrepare) -> StagingRefused | None:
         """Accept the first half of a sync write."""
         ...
 
-    def commit_prepare(self, commit: CommitPrepare) -> StagingRefused | PrepareMissing | None:
+    def commit_prepare(self, commit: ins.CommitPrepare) -> StagingRefused | PrepareMissing | None:
         """Make a row of what was prepared."""
         ...
 
-    def abort_prepare(self, abort: AbortPrepare) -> StagingRefused | None:
+    def abort_prepare(self, abort: ins.AbortPrepare) -> StagingRefused | None:
         """Settle what was prepared."""
         ...
 
-    def publish(self, snapshot: PublishSnapshot) -> Published | None:
+    def publish(self, snapshot: ins.PublishSnapshot) -> Published | None:
         """Take the snapshot for complete; returns Published if it is out already, else that follows its commit."""
         ...
 
-    def save_failover_log(self, log: SaveFailoverLog) -> None:
+    def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
         """Keep the source's failover log."""
         ...
 
-    def save_filter(self, stream_filter: SaveFilter) -> None:
+    def save_filter(self, stream_filter: ins.SaveFilter) -> None:
         """Keep what the streams of the staging branch are filtered to."""
         ...
 
-    def roll_back(self, target: RollbackTo) -> RolledBack | NoBoundary | None:
+    def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary | None:
         """Go back to a boundary; None where nothing more is read of the vbucket after a rollback."""
         ...
 
-    def abandon(self, staged: AbandonStaged) -> Abandoned | None:
+    def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
         """Drop the staged rows of the open snapshot; None: later, once a complete one before it is published."""
         ...
 
@@ -96,6 +83,6 @@ class Sink(Protocol):
         """Make room for a second copy; None where nothing more is read of the vbucket."""
         ...
 
-    def begin_oso(self, begin: BeginOso) -> None:
+    def begin_oso(self, begin: ins.BeginOso) -> None:
         """Make room for an out-of-order snapshot."""
         ...

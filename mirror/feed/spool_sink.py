@@ -13,21 +13,8 @@ from typing import Protocol
 
 from mirror.feed.snapshot import Position, Snapshot
 from mirror.feed.spool import Spool, SpoolFile
+from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, Published, StagingRefused
-from mirror.ingest.instructions import (
-    AbandonStaged,
-    AbortPrepare,
-    Advance,
-    BeginOso,
-    CommitPrepare,
-    PublishSnapshot,
-    RollbackTo,
-    SaveFailoverLog,
-    SaveFilter,
-    StagePrepare,
-    StageRows,
-    StageSystemEvent,
-)
 from storage.model import Branch, FailoverEntry, Manifest, Seqno, Vbid, VbucketState, Vbuuid, vbuuid_at
 
 BRANCH = Branch(0)
@@ -112,30 +99,30 @@ class SpoolSink:
 
     # -- staging --------------------------------------------------------------------------------------------------
 
-    def stage_rows(self, rows: StageRows) -> StagingRefused | None:
+    def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
         """Put rows into the spool."""
         if not rows.unordered and any(earlier[0] >= later[0] for earlier, later in pairwise(rows.rows)):
             return self._refuse("seqnos do not rise inside a run of rows")
         self._keep([frame for _, frame in rows.rows])
         return None
 
-    def advance(self, step: Advance) -> None:
+    def advance(self, step: ins.Advance) -> None:
         """Nothing to do: the machine knows the position, and what is not complete is not resumed after a restart."""
 
-    def stage_system_event(self, event: StageSystemEvent) -> None:
+    def stage_system_event(self, event: ins.StageSystemEvent) -> None:
         """Put a system event's row into the spool."""
         self._keep([event.row_value])
         self._manifest_open = event.manifest
 
-    def stage_prepare(self, prepare: StagePrepare) -> StagingRefused:
+    def stage_prepare(self, prepare: ins.StagePrepare) -> StagingRefused:
         """Refused: a reader does not ask for sync writes, and a snapshot without them would lack documents."""
         return self._refuse(SYNC_WRITE)
 
-    def commit_prepare(self, commit: CommitPrepare) -> StagingRefused:
+    def commit_prepare(self, commit: ins.CommitPrepare) -> StagingRefused:
         """Refused, as a prepare is."""
         return self._refuse(SYNC_WRITE)
 
-    def abort_prepare(self, abort: AbortPrepare) -> StagingRefused:
+    def abort_prepare(self, abort: ins.AbortPrepare) -> StagingRefused:
         """Refused, as a prepare is."""
         return self._refuse(SYNC_WRITE)
 
@@ -150,7 +137,7 @@ class SpoolSink:
 
     # -- publishing -----------------------------------------------------------------------------------------------
 
-    def publish(self, snapshot: PublishSnapshot) -> Published:
+    def publish(self, snapshot: ins.PublishSnapshot) -> Published:
         """Hand the snapshot out."""
         spool, self.spool = self.spool or Spool(self._owner.file), None
         start_seqno, self._boundary = int(self._boundary), snapshot.seqno
@@ -174,20 +161,20 @@ class SpoolSink:
         self._ordered = True
         return Published(snapshot.seqno)
 
-    def save_failover_log(self, log: SaveFailoverLog) -> None:
+    def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
         """Remember the log, which says what history a position is of."""
         self._log = log.failover_log
 
-    def save_filter(self, stream_filter: SaveFilter) -> None:
+    def save_filter(self, stream_filter: ins.SaveFilter) -> None:
         """Nothing to do: a read has one filter from its beginning to its end."""
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def roll_back(self, target: RollbackTo) -> None:
+    def roll_back(self, target: ins.RollbackTo) -> None:
         """The source lost some of what was handed out."""
         self._on_lost(int(target.seqno))
 
-    def abandon(self, staged: AbandonStaged) -> Abandoned:
+    def abandon(self, staged: ins.AbandonStaged) -> Abandoned:
         """Forget the open snapshot."""
         self.discard()
         return Abandoned(self.state())
@@ -196,6 +183,6 @@ class SpoolSink:
         """The source cannot continue what was handed out: the caller decides whether to read from 0."""
         self._on_lost(0)
 
-    def begin_oso(self, begin: BeginOso) -> None:
+    def begin_oso(self, begin: ins.BeginOso) -> None:
         """The rows of this snapshot do not come in the order of their seqnos."""
         self._ordered = False

@@ -12,6 +12,7 @@ import shutil
 from typing import Protocol
 
 from mirror.feed.persistence import PersistenceGate
+from mirror.ingest import instructions as ins
 from mirror.ingest.events import (
     Abandoned,
     NoBoundary,
@@ -20,20 +21,6 @@ from mirror.ingest.events import (
     RefillRefused,
     RolledBack,
     StagingRefused,
-)
-from mirror.ingest.instructions import (
-    AbandonStaged,
-    AbortPrepare,
-    Advance,
-    BeginOso,
-    CommitPrepare,
-    PublishSnapshot,
-    RollbackTo,
-    SaveFailoverLog,
-    SaveFilter,
-    StagePrepare,
-    StageRows,
-    StageSystemEvent,
 )
 from storage.errors import SeqnoOrder
 from storage.model import VbucketState
@@ -83,7 +70,7 @@ class StoreSink:
 
     # -- staging --------------------------------------------------------------------------------------------------
 
-    def stage_rows(self, rows: StageRows) -> StagingRefused | None:
+    def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
         """Stage rows; a run is checked as a whole by the writer."""
         made = rows.rows
         prefix = self.writer.row_prefix(self.vbid)
@@ -95,7 +82,7 @@ class StoreSink:
             return self._refused(error)
         return None
 
-    def advance(self, step: Advance) -> StagingRefused | None:
+    def advance(self, step: ins.Advance) -> StagingRefused | None:
         """Move the staged position."""
         try:
             self.writer.advance(self.vbid, step.seqno)
@@ -105,7 +92,7 @@ class StoreSink:
             self.writer.set_open_snapshot(self.vbid, step.open_snapshot)
         return None
 
-    def stage_system_event(self, event: StageSystemEvent) -> StagingRefused | None:
+    def stage_system_event(self, event: ins.StageSystemEvent) -> StagingRefused | None:
         """Stage a system event."""
         try:
             self.writer.system_event(
@@ -121,7 +108,7 @@ class StoreSink:
             return self._refused(error)
         return None
 
-    def stage_prepare(self, prepare: StagePrepare) -> StagingRefused | None:
+    def stage_prepare(self, prepare: ins.StagePrepare) -> StagingRefused | None:
         """Stage the first half of a sync write."""
         try:
             self.writer.prepare(self.vbid, prepare.seqno, prepare.frame, prepare.open_snapshot)
@@ -129,7 +116,7 @@ class StoreSink:
             return self._refused(error)
         return None
 
-    def commit_prepare(self, commit: CommitPrepare) -> StagingRefused | PrepareMissing | None:
+    def commit_prepare(self, commit: ins.CommitPrepare) -> StagingRefused | PrepareMissing | None:
         """Stage what was prepared of a key as a row."""
         try:
             if self.writer.commit_prepare(self.vbid, commit.seqno, commit.key, commit.open_snapshot):
@@ -138,7 +125,7 @@ class StoreSink:
             return self._refused(error)
         return PrepareMissing(self.state(), commit.seqno)
 
-    def abort_prepare(self, abort: AbortPrepare) -> StagingRefused | None:
+    def abort_prepare(self, abort: ins.AbortPrepare) -> StagingRefused | None:
         """Settle what was prepared of a key."""
         try:
             self.writer.abort_prepare(self.vbid, abort.seqno, abort.frame, abort.open_snapshot)
@@ -151,18 +138,18 @@ class StoreSink:
 
     # -- publishing -----------------------------------------------------------------------------------------------
 
-    def publish(self, snapshot: PublishSnapshot) -> None:
+    def publish(self, snapshot: ins.PublishSnapshot) -> None:
         """Publish with the group's next commit, or hold the end back until it is persisted."""
         if self.gate is not None:
             self.gate.hold(snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
         else:
             self.writer.publish(self.vbid, snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
 
-    def save_failover_log(self, log: SaveFailoverLog) -> None:
+    def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
         """Store the log with the next commit."""
         self.writer.save_failover_log(self.vbid, log.failover_log, log.source_purge_seqno)
 
-    def save_filter(self, stream_filter: SaveFilter) -> None:
+    def save_filter(self, stream_filter: ins.SaveFilter) -> None:
         """Store the filter with the next commit."""
         self.writer.save_filter(self.vbid, stream_filter.text)
 
@@ -177,7 +164,7 @@ class StoreSink:
 
     # -- other branches -------------------------------------------------------------------------------------------
 
-    def roll_back(self, target: RollbackTo) -> RolledBack | NoBoundary:
+    def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary:
         """Go back to the newest kept boundary at or below a seqno; deferred with `publish=persisted`."""
         self._owner.commit()  # else the writer would, and the machines would not learn what was published
         held = self.drop_held()
@@ -202,7 +189,7 @@ class StoreSink:
         """Remember what a rollback led from and to."""
         self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
 
-    def abandon(self, staged: AbandonStaged) -> Abandoned | None:
+    def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
         """Drop the open snapshot; None while a complete one before it waits for its key rows (`abandon_due`)."""
         self._owner.commit()
         self.drop_held()
@@ -231,7 +218,7 @@ class StoreSink:
         self._owner.branch_changed()
         return RefillBegun(self.state())
 
-    def begin_oso(self, begin: BeginOso) -> None:
+    def begin_oso(self, begin: ins.BeginOso) -> None:
         """Open a branch for the out-of-order snapshot."""
         self._owner.commit()
         self.writer.begin_oso(self.vbid)

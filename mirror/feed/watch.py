@@ -1,9 +1,9 @@
-"""How far the source is, and which streams stand still: asked of every node, judged for every vbucket.
+"""How far the source is, and which streams have stalled: asked of every node, judged for every vbucket.
 
 Knows the source's high seqnos, what each vbucket holds, and when its connection brought what; must never know what a
-message means. A stalled stream is asked for again, and the second time in a row the
-whole connection is recreated: a window that leaked shut, or a node that answers and does not stream, is fixed by
-nothing less (docs/protocol.md 3). Invariants: a vbucket is called stalled from then on until its stream brings
+message means. A stalled stream is asked for again, and the second time in a row the whole
+connection is recreated: a window that leaked shut, or a node that answers and does not stream, is fixed by nothing less
+(docs/protocol.md 3). Invariants: a vbucket is called stalled from then on until its stream brings
 something or the source turns out not to be ahead; while a connection is busy with a disk snapshot of one vbucket, the
 others that wait for their turn are not stalled; a node that does not say how far it is counts as one that does not
 answer.
@@ -29,7 +29,7 @@ from mirror.log import get_logger
 log = get_logger("feed")
 
 STREAMS_BEFORE_RECONNECT = 2
-"""Streams of a vbucket that may stand still in a row before the connection is blamed."""
+"""Streams of a vbucket that may stall in a row before the connection is blamed."""
 COLLECTIONS_PER_S = 50
 """High seqnos of collections asked of a node in a second at most; more collections are asked for more rarely."""
 
@@ -47,7 +47,7 @@ class Watched(Protocol):
         """The collections whose high seqnos count; None: the bucket's."""
         ...
 
-    def actors_at(self, address: Address) -> Iterable[MirroredVbucket]:
+    def vbuckets_at(self, address: Address) -> Iterable[MirroredVbucket]:
         """The vbuckets whose node that is."""
         ...
 
@@ -66,7 +66,7 @@ class SourceWatch:
     def __init__(
         self, watched: Watched, settings: Settings, clock: Clock, on_defect: Callable[[asyncio.Task[None]], None]
     ):
-        """`on_defect` is told of every poll that ended, for the sake of those that ended in a defect."""
+        """`on_defect` is called with the task of every poll that ended, for those that ended in a defect."""
         self._watched = watched
         self._settings = settings
         self._clock = clock
@@ -107,7 +107,7 @@ class SourceWatch:
         except ClusterError as error:
             log.debug("no high seqnos from node", node=str(keeper.address), error=str(error))
             return
-        for actor in self._watched.actors_at(keeper.address):
+        for actor in self._watched.vbuckets_at(keeper.address):
             if actor.vbid in seqnos or self._watched.polled_collections is None:
                 actor.note_high_seqno(session, seqnos.get(actor.vbid))
             if actor.vbid in seqnos:
@@ -116,7 +116,7 @@ class SourceWatch:
     def judge(self) -> None:
         """A stream that is open and brings nothing although its source is ahead is asked for again."""
         for address in list(self._watched.keepers):
-            for actor in list(self._watched.actors_at(address)):
+            for actor in list(self._watched.vbuckets_at(address)):
                 self._judge(actor)
 
     def _judge(self, actor: MirroredVbucket) -> None:

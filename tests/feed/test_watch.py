@@ -213,7 +213,7 @@ class Watching:
         self.stand = stand
         self.keepers: dict[Any, Any] = {"node": None}
 
-    def actors_at(self, _address: Any) -> list[Any]:
+    def vbuckets_at(self, _address: Any) -> list[Any]:
         return [self.stand]
 
     def reopen(self, _vbid: int, cause: str) -> None:
