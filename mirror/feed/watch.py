@@ -1,12 +1,11 @@
 """How far the source is, and which streams have stalled: asked of every node, judged for every vbucket.
 
 Knows the source's high seqnos, what each vbucket holds, and when its connection brought what; must never know what a
-message means. A stalled stream is asked for again, and the second time in a row the whole
-connection is recreated: a window that leaked shut, or a node that answers and does not stream, is fixed by nothing less
-(docs/protocol.md 3). Invariants: a vbucket is called stalled from then on until its stream brings
-something or the source turns out not to be ahead; while a connection is busy with a disk snapshot of one vbucket, the
-others that wait for their turn are not stalled; a node that does not say how far it is counts as one that does not
-answer.
+message means. A stalled stream is asked for again, and the second time in a row the whole connection is recreated: a
+window that leaked shut, or a node that answers and does not stream, is fixed by nothing less (docs/protocol.md 3).
+Invariants: a vbucket is called stalled from then on until its stream brings something or the source turns out not to be
+ahead; while a connection is busy with a disk snapshot of one vbucket, the others that wait for their turn are not
+stalled; a node that does not say how far it is counts as one that does not answer.
 """
 
 from __future__ import annotations
