@@ -9,7 +9,6 @@ the other way round.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -56,7 +55,6 @@ class Listeners:
         self._revision = revision
         self._login_secret = secrets.token_bytes(16)
         """Makes salts: of an unknown user the same ones in all processes."""
-        self._certificate = _certificate_of(settings)
 
     def reserve(self) -> None:
         """Take the addresses. Raises ConfigError when one is taken, and holds none then."""
@@ -75,11 +73,6 @@ class Listeners:
                 each.release()
         self._addresses, self._held = wanted, fresh
         self._announced &= {(kind, each.address) for kind, _, each in _each(fresh)}
-
-    def certificate_changed(self, settings: Settings) -> bool:
-        """Whether the files of the certificate are others than when this was last asked."""
-        before, self._certificate = self._certificate, _certificate_of(settings)
-        return before != self._certificate
 
     def _taken(self, wanted: dict[str, list[Address]]) -> Held:
         """Hold these addresses: those that are held already are not taken again. Raises ConfigError."""
@@ -175,18 +168,6 @@ def _each(held: Held) -> Iterator[tuple[str, Address, Reserved]]:
 def _place(address: Address) -> Address:
     """Where it is, whatever is spoken there."""
     return replace(address, tls=False)
-
-
-def _certificate_of(settings: Settings) -> list[tuple[int, int, int]]:
-    """What tells the files of the listeners' certificate from others that take their names."""
-    found = []
-    for path in (settings.listen_tls_cert_file, settings.listen_tls_key_file):
-        try:
-            status = os.stat(path) if path is not None else None
-        except OSError:  # `server_tls` says so
-            status = None
-        found.append((status.st_ino, status.st_mtime_ns, status.st_size) if status is not None else (0, 0, 0))
-    return found
 
 
 def check_servers(settings: Settings) -> dict[str, list[Address]]:

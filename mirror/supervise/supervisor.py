@@ -593,8 +593,6 @@ class Supervisor:
             self._event_log.add(SettingsRefused(why=str(error)))
         else:
             found = [name for name in to_wire(fresh) if getattr(fresh, name) != getattr(self._settings, name)]
-            if self._listeners.certificate_changed(fresh) and "listen_tls_cert_file" not in found:
-                found.append("listen_tls_cert_file")
             fresh = replace(fresh, **{name: getattr(self._settings, name) for name in FIXED})
             changed = [name for name in found if name not in FIXED]
             self._settings = fresh

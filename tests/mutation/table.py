@@ -248,6 +248,18 @@ MUTATIONS = (
     ),
     # --- what other clients wait for
     Mutation(
+        "mirror/serve/dcp_producer.py",
+        "max(self._bucket.manifest(), own, key=lambda each: each.uid)",
+        "self._bucket.manifest()",
+        "tests/server/test_conformance.py -k FILTER_EMPTY",
+    ),
+    Mutation(
+        "mirror/serve/tls.py",
+        "connection.session_reused and stamp[-1] != self._first_authorities",
+        "False",
+        "tests/serve/test_tls.py -k session",
+    ),
+    Mutation(
         "mirror/serve/kv_connection.py",
         "self._host.turns.call(self._next_turn)",
         "self._loop.call_soon(self._next_turn)",

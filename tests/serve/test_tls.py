@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -231,8 +231,10 @@ def status_of_get(
         ):
             connection.settimeout(WAIT_S)
             connection.sendall(request)
-            answer = connection.recv(24)
-            return (int.from_bytes(answer[6:8]) if answer else None), connection.session
+            answer, kept = connection.recv(24), connection.session
+            with suppress(OSError):
+                connection.unwrap()  # a session is kept where its connection ends in order
+            return (int.from_bytes(answer[6:8]) if answer else None), kept
     except OSError:
         return None, None
 

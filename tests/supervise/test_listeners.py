@@ -178,16 +178,6 @@ def test_an_address_may_gain_tls_or_another_host_at_its_port(tmp_path: Path, mon
     listeners.release()
 
 
-def test_a_renewed_certificate_is_noticed(tmp_path: Path) -> None:
-    settings = Settings(listen_tls_cert_file=tmp_path / "cert.pem")
-    (tmp_path / "cert.pem").write_text("old")
-    listeners = Listeners(settings, 1)
-    assert not listeners.certificate_changed(settings)
-    (tmp_path / "cert.pem").write_text("renewed")
-    assert listeners.certificate_changed(settings)
-    assert not listeners.certificate_changed(settings)
-
-
 def test_what_a_change_needs_is_said() -> None:
     assert [effect_of(name) for name in ("source", "kv", "dcp_processes", "users_file")] == [
         "restart",
