@@ -31,6 +31,10 @@ from storage.errors import StorageError
 from storage.model import SEQNO_MAX, FailoverEntry, Seqno, history_end_seqno
 from storage.stream import Standing
 
+STREAMS_MAX = 16_384
+"""Of one connection: with stream ids it could have 65,536 of each vbucket, which take 6 KiB each."""
+PROCESS_STREAMS_MAX = 32_768
+
 
 class Counters:
     """What one process has sent over DCP."""
@@ -41,6 +45,11 @@ class Counters:
         """All zero."""
         self.opened_streams = self.closed_streams = self.refused_streams = self.rollbacks = 0
         self.snapshots = self.rows = self.sent_bytes = 0
+
+    @property
+    def open_streams(self) -> int:
+        """Streams now."""
+        return self.opened_streams - self.closed_streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,8 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
     def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
         """DCP_STREAM_REQ: the source's failover log. Raises Refused."""
         try:
+            if len(self.streams) >= STREAMS_MAX or self._counters.open_streams >= PROCESS_STREAMS_MAX:
+                raise Refused(Status.ENOMEM, "there are as many streams as there may be")
             return super().request_stream(request)
         except Refused as error:
             if error.status == Status.ROLLBACK:

@@ -27,6 +27,8 @@ HEAD_BYTES_MAX = 256 * 1024
 """Request line and headers; the position of a reader of 1,024 vbuckets is some 10 KiB."""
 HEADERS_MAX = 100
 """Headers of a request: browsers and proxies send some thirty."""
+FRAMING_BYTES_MAX = HEAD_BYTES_MAX
+"""Of a chunked body, without a byte of the body in between: a chunk's extensions, or the trailers."""
 SLICE_BYTES = 4 * 1024
 """What is parsed at a time: as many requests as fit wait for their turn as objects, what follows them as bytes."""
 LINGER_S = 2.0
@@ -119,7 +121,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stuck: asyncio.TimerHandle | None = None
         self._refused = False
         self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._framing_bytes = 0
         self._unparsed = b""
         self._wrong: str | None = None
         """Why nothing more is read: it is told once what was asked before is answered."""
@@ -182,6 +184,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
+        else:
+            self._framing_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # nothing is upgraded here, and the parser goes no further
@@ -192,6 +196,8 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
                 self.send_400_response("the request's head has no end")
+            elif self._framing_bytes > FRAMING_BYTES_MAX:
+                self.send_400_response("the chunks or trailers of the request have no end")
 
     @property
     def _answering(self) -> bool:
@@ -208,12 +214,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.get_http_version() == "1.1" and sum(name == b"host" for name, _ in self.headers) != 1:
             raise ValueError("it names no host, or several")
         super().on_headers_complete()
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._head_bytes, self._framing_bytes = False, 0, 0
+
+    def on_body(self, body: bytes) -> None:
+        """Some of the body."""
+        self._framing_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """What comes next is the next request's head."""
         super().on_message_complete()
-        self._in_head = True
+        self._in_head, self._framing_bytes = True, 0
 
     def on_response_complete(self) -> None:
         """The next request may take its time, but not for ever."""

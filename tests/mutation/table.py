@@ -34,6 +34,8 @@ _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
 _OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
+_OF_STREAMS = "tests/serve/test_dcp_requests.py -k no_more_streams"
+_OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_documents.py"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
@@ -268,6 +270,10 @@ MUTATIONS = (
     Mutation(
         "mirror/document/walk.py", "self._left -= TOKEN_COST_BYTES", "pass", "tests/document/test_walk.py -k many"
     ),
+    Mutation(
+        "mirror/serve/dcp_producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
+    ),
+    Mutation("mirror/serve/http_protocol.py", "self._framing_bytes += len(data)", "pass", _OF_FRAMING),
     Mutation("storage/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
     Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mirror.serve import dcp_producer
 from mirror.serve.auth import Reader, SourceUser
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
@@ -201,6 +202,22 @@ async def test_streams_of_one_vbucket_are_told_apart_by_their_ids(store: Store, 
     assert (marker2.stream_id, mutation2.stream_id, mutation2.value) == (6, 6, b"1")
     assert (await client.say(ev.CloseStream(vbid))).status == Status.DCP_STREAM_ID_INVALID
     assert (await client.say(ev.CloseStream(vbid, stream_id=6))).status == 0
+
+
+@pytest.mark.parametrize(("name", "count"), [("STREAMS_MAX", 3), ("PROCESS_STREAMS_MAX", 2)])
+async def test_no_more_streams_than_there_may_be(
+    endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch, name: str, count: int
+) -> None:
+    """With stream ids one client once had as many as it asked for, 6 KiB each."""
+    monkeypatch.setattr(dcp_producer, name, count)
+    other = await endpoint.client(name="other", controls={b"enable_stream_id": b"true"})
+    assert (await other.stream(0, value=b'{"sid":1}')).status == 0
+    client = await endpoint.client(controls={b"enable_stream_id": b"true"})
+    free = count if name == "STREAMS_MAX" else count - 1
+    found = [(await client.stream(1, value=b'{"sid":%d}' % each, opaque=each)).status for each in range(1, free + 3)]
+    assert found == [0] * free + [Status.ENOMEM] * 2
+    assert (await client.say(ev.CloseStream(1, stream_id=1))).status == 0
+    assert (await client.stream(1, value=b'{"sid":9}', opaque=9)).status == 0, "there is a place again"
 
 
 async def test_the_statistics_of_ones_own_connection(store: Store, endpoint: DcpEndpoint) -> None:

@@ -12,7 +12,14 @@ import pytest
 
 from mirror.serve import http_requests
 from mirror.serve.http_problems import Problem
-from mirror.serve.http_protocol import HEAD_BYTES_MAX, HEADERS_MAX, SLICE_BYTES, BoundedProtocol, Budget
+from mirror.serve.http_protocol import (
+    FRAMING_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    HEADERS_MAX,
+    SLICE_BYTES,
+    BoundedProtocol,
+    Budget,
+)
 from mirror.serve.listener import Limits
 from tests.serve.http_site import Site
 from tests.supervise.conftest import eventually_now
@@ -127,6 +134,20 @@ def test_a_head_without_an_end_is_bounded(site: Site) -> None:
     with site.connect() as line:
         line.sendall(b"GET /livez HTTP/1.1\r\nX: " + b"x" * (HEAD_BYTES_MAX + 1))
         assert read_all(line).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    "rest", [b"0\r\nX: " + b"x" * FRAMING_BYTES_MAX, b"2;" + b"x" * FRAMING_BYTES_MAX], ids=["trailer", "extension"]
+)
+@pytest.mark.parametrize("path", [b"POST /v1/collections/_default/multi-get", b"GET /livez"])
+def test_a_chunked_body_whose_framing_has_no_end_is_refused(site: Site, path: bytes, rest: bytes) -> None:
+    """Trailers and extensions of chunks once had no bound: they were kept, and copied with each piece that came."""
+    head = b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    with site.connect() as line:
+        line.sendall(path + head + rest + b"x" * 2 * SLICE_BYTES)
+        answer = read_all(line)
+        assert b"HTTP/1.1 400 " in answer
+        assert b"have no end" in answer
 
 
 def test_a_body_beyond_its_limit_is_refused_whatever_it_claims(site: Site) -> None:
