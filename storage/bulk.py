@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from storage import keys, seal, validity
 from storage.collection_names import names_of
 from storage.errors import CorruptedError
-from storage.model import Kind
+from storage.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, kind_of
 from storage.scan import CHUNK_BYTES
 from storage.tokens import Pin
 from storage.transaction import Transaction
@@ -37,8 +37,6 @@ REMEMBERED_MAX = 500_000
 ROWS_PER_DOCUMENT = 3
 """Walking rows and leaving out the older versions is faster than looking each row up, up to about so many."""
 _FOREVER = b"\xff"
-_MUTATION, _SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.SYSTEM_EVENT)
-"""Plain numbers: looking up a member of an enum and comparing with it took a tenth of a row's time."""
 _MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
 """Between these are mutations: magic, opcode, and the upper byte of a key's length, since no key has 256 bytes."""
 _TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
@@ -166,7 +164,7 @@ class _Read:
                     frame[24 + frame[4] : 24 + frame[4] + (frame[2] << 8 | frame[3])]: frame
                     for frame in frames
                     if (len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC)
-                    and (frame[1] != _SYSTEM_EVENT or frame[4] != 13)
+                    and (frame[1] != SYSTEM_EVENT or frame[4] != 13)
                 }
         except IndexError:
             raise self._cut_short() from None
@@ -183,13 +181,13 @@ class _Read:
             if not seen.isdisjoint(mine):
                 mine = {key: frame for key, frame in mine.items() if key not in seen}
             seen.update(mine)
-            gone = [] if all_mutations else [frame for frame in mine.values() if frame[1] != _MUTATION]
+            gone = [] if all_mutations else [frame for frame in mine.values() if frame[1] != MUTATION]
             if not _TOMBSTONES.issuperset([frame[1:5:3] for frame in gone]):
                 raise CorruptedError("a row is of no known kind", path=self._environment.path, vbid=self._vbid)
             if not gone and oldest_seqno > begin_seqno:
                 yield mine.values()
             else:
-                yield [each for each in mine.values() if each[1] == _MUTATION and each[24:32] > begin_seqno]
+                yield [each for each in mine.values() if each[1] == MUTATION and each[24:32] > begin_seqno]
 
     def _cut_short(self) -> CorruptedError:
         return CorruptedError("a row is cut short", path=self._environment.path, vbid=self._vbid)
@@ -206,14 +204,14 @@ class _Read:
                     found = [
                         key
                         for key, dup in versions.items()
-                        if dup[12] == _MUTATION and dup[4:12] > begin_seqno and key not in done
+                        if kind_of(dup) == MUTATION and dup[SEQNO] > begin_seqno and key not in done
                     ]
                     frames: list[bytes] = []
                     byte_count = 0
                     rows = txn.raw.cursor(self._reader.rows)
                     while len(frames) < len(found):
                         run = found[len(frames) : len(frames) + GET_ROWS]
-                        got = rows.getmulti([versions[key][:12] for key in run])
+                        got = rows.getmulti([versions[key][ROW_KEY] for key in run])
                         if len(got) != len(run):
                             raise CorruptedError(
                                 "a key points to a row that is missing", path=self._environment.path, vbid=self._vbid
@@ -262,7 +260,7 @@ class _Read:
             following = b""
         # The versions of a key rise along the chain, so the last visible one is the newest.
         limits = self._limits
-        return {key: dup for key, dup in pairs if dup <= limits.get(dup[:4], b"")}, following
+        return {key: dup for key, dup in pairs if dup <= limits.get(dup[BRANCH], b"")}, following
 
 
 def collection_names(view: View, pin: Pin) -> dict[int, str]:

@@ -16,6 +16,7 @@ from typing import Any
 from storage import keys, records
 from storage.errors import CorruptedError
 from storage.model import SEQNO_MAX, Boundary, Branch, Seqno, Vbid, Vbuuid
+from storage.records import BRANCH, ROW_KEY
 from storage.transaction import Transaction
 
 
@@ -117,10 +118,10 @@ def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
         return None
     dup: bytes = cursor.value()
     at = 0
-    while (at := _link_of(chain, int.from_bytes(dup[:4], "big"), at)) < len(chain):
+    while (at := _link_of(chain, records.branch_of(dup), at)) < len(chain):
         link = chain[at]
         limit = keys.ROW.pack(link.branch, link.cut) + b"\xff"
-        if dup[:4] == limit[:4] and dup[:12] <= limit[:12]:
+        if dup[BRANCH] == limit[BRANCH] and dup[ROW_KEY] <= limit[ROW_KEY]:
             return dup
         if cursor.set_range_dup(wire_key, limit):
             if not cursor.prev_dup():
@@ -189,7 +190,7 @@ def boundaries(txn: Transaction, vbid: Vbid, chain: Chain) -> Iterator[Boundary]
                 return  # nothing lies below the tip, so nothing below the tips of its parents either
             position = None
             for key, value in cursor.iterprev():
-                if key[:4] != prefix:
+                if not key.startswith(prefix):
                     break
                 if len(key) == keys.BOUNDARY_KEY_SIZE:
                     boundary = boundary_of(key, value, vbid, link)

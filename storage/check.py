@@ -254,7 +254,8 @@ class _Walk:
                 if row_key >= last:
                     break
                 if len(row_key) == keys.BOUNDARY_KEY_SIZE:
-                    self._add(f"a boundary at {_show(row_key[:12])}, inside a span from {before_seqno} to {end_seqno}")
+                    where = _show(row_key[records.ROW_KEY])
+                    self._add(f"a boundary at {where}, inside a span from {before_seqno} to {end_seqno}")
 
     def _check_rows(self, known: set[int]) -> dict[bytes, int] | None:
         """Every row decodes, says its own seqno and lies where a branch may have it. Returns the references that the
@@ -323,7 +324,7 @@ class _Walk:
                     keys.split_key(wire_key)
                 except ValueError as error:
                     self._add(str(error))
-            position = dup[:12]
+            position = dup[records.ROW_KEY]
             if references is not None and position in references:
                 if references[position] != hash((wire_key, dup)):
                     self._add(f"key {wire_key!r} points to row {_show(position)}, which is another document's")
@@ -340,7 +341,7 @@ class _Walk:
     def _report_unpointed(self, references: dict[bytes, int]) -> None:
         key_tree = self.txn.cursor(keys.keys_db(self.vbid))
         for _, dup in key_tree.iternext():
-            references.pop(dup[:12], None)
+            references.pop(dup[records.ROW_KEY], None)
         for position in references:
             self._add(f"row {_show(position)} has no key row")
 
@@ -364,7 +365,7 @@ class _Walk:
             if settled != (0, 0) and (settled[0] not in known or settled <= at):
                 self._add(f"{where} is settled at {settled[0]}:{settled[1]}, which cannot be")
             if prepares.is_open(at, settled, frame, cuts):
-                key = prepares.key_of(frame)
+                key = records.key_of(frame)
                 if key in found:
                     self._add(f"{where} is not the only open one of key {key!r}")
                 found.add(key)

@@ -6,11 +6,8 @@ the work of one call is bounded, and where it was not enough the caller is told 
 
 from __future__ import annotations
 
-from storage import chain, keys
-from storage.model import Kind
+from storage import chain, keys, records
 from storage.transaction import Transaction
-
-_HEADER_SIZE = 24
 
 
 def newest_of_collection(
@@ -32,20 +29,19 @@ def newest_of_collection(
         prefix, top, bottom = keys.PREFIX.pack(link.branch), min(link.cut, below), max(link.base_seqno, down_to)
         if top <= bottom:
             continue
-        beyond = cursor.set_range(prefix + top.to_bytes(8, "big") + keys.BOUNDARY_SUFFIX)
+        beyond = cursor.set_range(records.row_key(prefix, top) + keys.BOUNDARY_SUFFIX)
         more = cursor.prev() if beyond else cursor.last()
         while more:
             key = cursor.key()
-            seqno = int.from_bytes(key[4:12], "big")
-            if key[:4] != prefix or seqno <= bottom:
+            seqno = records.seqno_of(key)
+            if not key.startswith(prefix) or seqno <= bottom:
                 break
             if len(key) == keys.ROW_KEY_SIZE:
                 if not left:
                     return 0, seqno
                 left -= 1
                 frame = cursor.value()
-                start = _HEADER_SIZE + frame[4]
-                if frame[1] != Kind.SYSTEM_EVENT and frame[start : start + len(wanted)] == wanted:
+                if not records.is_system_event(frame) and records.key_of(frame).startswith(wanted):
                     return seqno, 0
             more = cursor.prev()
     return 0, 0

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from storage import branches, chain, keys, prepares, records
 from storage.model import SEQNO_MAX, BranchReason, Vbid
+from storage.records import AFTER_BRANCH
 from storage.transaction import Transaction
 
 LINKS_MAX = 16
@@ -84,7 +85,7 @@ def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: 
     cursor = txn.cursor(keys.rows_db(vbid))
     return not any(
         cursor.set_range(keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX + b"\0")
-        and cursor.key()[:4] == keys.PREFIX.pack(branch)
+        and cursor.key().startswith(keys.PREFIX.pack(branch))
         for branch, seqno in ((pair.parent, above_seqno), (pair.branch, pair.top_seqno))
     )
 
@@ -108,7 +109,7 @@ def _move_rows(txn: Transaction, vbid: int, pair: Pair, limit: int) -> int:
     there = cursor.set_range(keys.ROW.pack(pair.branch, pair.base_seqno))
     taken: list[tuple[bytes, bytes]] = []
     to_seqno = pair.top_seqno
-    while there and cursor.key()[:4] == prefix:
+    while there and cursor.key().startswith(prefix):
         if len(cursor.key()) == keys.ROW_KEY_SIZE:
             if len(taken) == limit:
                 to_seqno = keys.ROW.unpack(taken[-1][0])[1]
@@ -117,10 +118,10 @@ def _move_rows(txn: Transaction, vbid: int, pair: Pair, limit: int) -> int:
         there = cursor.delete()
     parent = keys.PREFIX.pack(pair.parent)
     for row_key, stored in taken:
-        txn.put(rows_db, parent + row_key[4:], stored)
+        txn.put(rows_db, parent + row_key[AFTER_BRANCH], stored)
     for wire_key, dup in sorted(records.key_rows(taken)):
         txn.delete(keys_db, wire_key, dup)
-        txn.put(keys_db, wire_key, parent + dup[4:])
+        txn.put(keys_db, wire_key, parent + dup[AFTER_BRANCH])
     return to_seqno
 
 

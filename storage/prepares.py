@@ -51,20 +51,14 @@ _ROW_MIN = records.HEADER.size + _ABORT_EXTRAS.size
 _NOT_SETTLED: Position = (0, 0)
 
 
-def key_of(frame: bytes) -> bytes:
-    """The prefixed key of a message in stored form."""
-    start = 24 + frame[4]
-    return frame[start : start + (frame[2] << 8 | frame[3])]
-
-
 def committed_row(frame: bytes, seqno: int) -> bytes:
     """What the committed write would have been without sync writes: a mutation or a deletion, in stored form."""
     _, _, key_length, _, datatype, vbid, body_length, opaque, cas = records.HEADER.unpack_from(frame)
     _, rev_seqno, flags, expiry, lock_time, nru, deleted, _ = _EXTRAS.unpack_from(frame, records.HEADER.size)
     if deleted:
-        opcode, extras = 0x58, _DELETION_EXTRAS.pack(seqno, rev_seqno, 0, 0)
+        opcode, extras = records.DELETION, _DELETION_EXTRAS.pack(seqno, rev_seqno, 0, 0)
     else:
-        opcode, extras = 0x57, _MUTATION_EXTRAS.pack(seqno, rev_seqno, flags, expiry, lock_time, 0, nru)
+        opcode, extras = records.MUTATION, _MUTATION_EXTRAS.pack(seqno, rev_seqno, flags, expiry, lock_time, 0, nru)
     body_length += len(extras) - _EXTRAS.size
     head = records.HEADER.pack(records.MAGIC, opcode, key_length, len(extras), datatype, vbid, body_length, opaque, cas)
     return head + extras + frame[_FRAME_MIN:]
@@ -129,7 +123,7 @@ def open_at(txn: Transaction, vbid: int, links: chain.Chain) -> dict[bytes, Posi
     found: dict[bytes, Position] = {}
     for at, settled, frame in rows(txn, vbid):
         if is_open(at, settled, frame, cuts):
-            found[key_of(frame)] = at
+            found[records.key_of(frame)] = at
     return found
 
 
@@ -174,7 +168,7 @@ class Prepares:
 
     def prepared(self, at: Position, frame: bytes) -> int:
         """Take a prepare in; one of its key that is still open is settled by it. Returns the bytes that it costs."""
-        key = key_of(frame)
+        key = records.key_of(frame)
         self.settled(key, at)
         if len(self.open) >= OPEN_MAX:
             raise SeqnoOrder(f"more than {OPEN_MAX} durable writes are open at once")
@@ -185,7 +179,7 @@ class Prepares:
 
     def aborted(self, at: Position, frame: bytes) -> int:
         """Take an abort in; it settles the prepare of its key, if one is open. Returns the bytes that it costs."""
-        self.settled(key_of(frame), at)
+        self.settled(records.key_of(frame), at)
         self._new[at] = frame
         self.pending_bytes += len(frame)
         return len(frame)
@@ -200,8 +194,8 @@ class Prepares:
         """The same for rows. Costs nothing while no prepare is open."""
         if self.open:
             for row_key, frame in rows:
-                if frame[1] != 0x5F:
-                    self.settled(key_of(frame), keys.ROW.unpack(row_key))
+                if not records.is_system_event(frame):
+                    self.settled(records.key_of(frame), keys.ROW.unpack(row_key))
 
     def settled_by_manifest(self, manifest: Manifest, by: Position) -> None:
         """A collection that ends or begins takes the open prepares in it along."""

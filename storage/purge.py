@@ -228,69 +228,45 @@ class Purger:
     def _purge_versions(self, txn: Transaction, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> int:
         """Visit rows in (purged, floor]: each makes its predecessors go, a tombstone perhaps itself. How many went."""
         limit = self.pace.rows
-        key_tree, row_tree = keys.keys_db(vbid), keys.rows_db(vbid)
-        at_floor = chain.recut(links, floor)
-        victims: list[tuple[bytes, bytes]] = []
-        seen: set[tuple[bytes, bytes]] = set()
+        victims = _Victims(txn, vbid, links, floor)
         boundaries: list[bytes] = []
         aborts, position = prepares.old_aborts(txn, vbid, links, purged, floor, limit)
         last = position
-        local_purge = 0
-        cursor = txn.cursor(key_tree)
         visited = 0
         for key, frame in _forward(txn, vbid, links, purged):
-            seqno = int.from_bytes(key[4:12], "big")
+            seqno = records.seqno_of(key)
             if seqno > last:
                 break
             if len(key) == keys.BOUNDARY_KEY_SIZE:
                 if seqno < floor:
                     boundaries.append(key)
                 continue
-            if visited >= 2 * limit or len(victims) >= limit:
+            if visited >= 2 * limit or len(victims.found) >= limit:
                 position = seqno - 1
                 break
             visited += 1
-            if frame[1] == 0x5F:
-                found, following = self._of_dropped_collections(txn, vbid, links, seqno, 2 * limit - visited)
-                victims += found
-                self._next_walk = None
-                if following:  # there is more to look at: come back to this event
-                    self._next_walk = (vbid, key[:12], following)
-                    position = seqno - 1
-                    break
-                if branches.forget_manifests_before(txn, vbid, links, keys.ROW.unpack(key)):
-                    local_purge = seqno
+            if not records.is_system_event(frame):
+                victims.add_replaced_by(key, frame)
                 continue
-            ((wire_key, dup),) = records.key_rows([(key, frame)])
-            older = chain.recut(links, seqno - 1)
-            while (before := chain.newest_version(cursor, wire_key, older)) is not None:
-                if (wire_key, before) in seen:
-                    break  # and so are those before it
-                seen.add((wire_key, before))
-                victims.append((wire_key, before))
-                older = chain.recut(older, int.from_bytes(before[4:12], "big") - 1)
-            if dup[12] != 0x57 and chain.newest_version(cursor, wire_key, at_floor) == dup:
-                victims.append((wire_key, dup))
-                local_purge = seqno
-        removed = self._delete(txn, key_tree, row_tree, victims)
+            found, following = self._of_dropped_collections(txn, vbid, links, seqno, 2 * limit - visited)
+            victims.found += found
+            self._next_walk = None
+            if following:  # there is more to look at: come back to this event
+                self._next_walk = (vbid, key[records.ROW_KEY], following)
+                position = seqno - 1
+                break
+            if branches.forget_manifests_before(txn, vbid, links, keys.ROW.unpack(key)):
+                victims.local_purge_seqno = seqno
+        removed = victims.delete()
+        local_purge_seqno = victims.local_purge_seqno
         for at in aborts:
             if at[1] <= position:
                 txn.delete(keys.DB_PREPARE, keys.PREPARE_KEY.pack(vbid, *at))
-                local_purge = max(local_purge, at[1])
-        for key in boundaries:
-            if int.from_bytes(key[4:12], "big") <= position:
-                txn.delete(row_tree, key)
-                txn.delete(keys.DB_SPAN, keys.VBID_KEY.pack(vbid) + key[:12])
-        for (
-            link
-        ) in links:  # boundaries that `_forward` does not come by: the old floor's, and copies at a branch's base
-            for seqno in {purged, link.base_seqno}:
-                if purged <= seqno < floor and seqno <= position:
-                    txn.delete(row_tree, keys.ROW.pack(link.branch, seqno) + keys.BOUNDARY_SUFFIX)
-                    txn.delete(keys.DB_SPAN, keys.SPAN_KEY.pack(vbid, link.branch, seqno))
+                local_purge_seqno = max(local_purge_seqno, at[1])
+        _forget_boundaries(txn, vbid, links, boundaries, purged, floor, position)
         row = branches.purge_row(txn, vbid)
-        row = row._replace(purged_seqno=position, local_purge_seqno=max(local_purge, row.local_purge_seqno))
-        branches.put_purge_row(txn, vbid, row)
+        local_purge_seqno = max(local_purge_seqno, row.local_purge_seqno)
+        branches.put_purge_row(txn, vbid, row._replace(purged_seqno=position, local_purge_seqno=local_purge_seqno))
         return removed
 
     def _of_dropped_collections(
@@ -329,17 +305,6 @@ class Purger:
                 if at <= cuts.get(branch, -1):
                     found.append((wire_key, dup))
         return found, b""
-
-    @staticmethod
-    def _delete(txn: Transaction, key_tree: bytes, row_tree: bytes, victims: list[tuple[bytes, bytes]]) -> int:
-        """Take versions out of both trees, each in its own order."""
-        unique = sorted(set(victims))
-        for wire_key, dup in unique:
-            removed = txn.delete(key_tree, wire_key, dup)
-            assert removed, (wire_key, dup)
-        for row_key in sorted(dup[:12] for _, dup in unique):
-            txn.delete(row_tree, row_key)
-        return len(unique)
 
     # -- branches that nobody sees any more -----------------------------------------------------------------------
 
@@ -411,6 +376,64 @@ class Purger:
                 if not there or not cursor.key() or cursor.key() > last:
                     break
                 there = cursor.delete()
+
+
+class _Victims:
+    """Versions below the floor that go in one step."""
+
+    def __init__(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int) -> None:
+        self.found: list[tuple[bytes, bytes]] = []
+        """Wire key and reference of each, some perhaps twice."""
+        self.local_purge_seqno = 0
+        """Of the newest tombstone, or end of a collection, among them."""
+        self._txn = txn
+        self._links = links
+        self._at_floor = chain.recut(links, floor)
+        self._seen: set[tuple[bytes, bytes]] = set()
+        self._keys, self._rows = keys.keys_db(vbid), keys.rows_db(vbid)
+        self._cursor = txn.cursor(self._keys)
+
+    def add_replaced_by(self, row_key: bytes, frame: bytes) -> None:
+        """Older versions of a row's key; and the row itself where it is a tombstone that ends its key at the floor."""
+        ((wire_key, dup),) = records.key_rows([(row_key, frame)])
+        seqno = records.seqno_of(row_key)
+        older = chain.recut(self._links, seqno - 1)
+        while (before := chain.newest_version(self._cursor, wire_key, older)) is not None:
+            if (wire_key, before) in self._seen:
+                break  # and so are those before it
+            self._seen.add((wire_key, before))
+            self.found.append((wire_key, before))
+            older = chain.recut(older, records.seqno_of(before) - 1)
+        is_tombstone = records.kind_of(dup) != records.MUTATION
+        if is_tombstone and chain.newest_version(self._cursor, wire_key, self._at_floor) == dup:
+            self.found.append((wire_key, dup))
+            self.local_purge_seqno = seqno
+
+    def delete(self) -> int:
+        """Take them out of both trees, each in its own order; returns how many they were."""
+        unique = sorted(set(self.found))
+        for wire_key, dup in unique:
+            removed = self._txn.delete(self._keys, wire_key, dup)
+            assert removed, (wire_key, dup)
+        for row_key in sorted(dup[records.ROW_KEY] for _, dup in unique):
+            self._txn.delete(self._rows, row_key)
+        return len(unique)
+
+
+def _forget_boundaries(
+    txn: Transaction, vbid: Vbid, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
+) -> None:
+    """Remove boundaries up to `position`: those met on the way, the old floor's, and copies at a branch's base."""
+    row_tree = keys.rows_db(vbid)
+    for key in boundaries:
+        if records.seqno_of(key) <= position:
+            txn.delete(row_tree, key)
+            txn.delete(keys.DB_SPAN, keys.VBID_KEY.pack(vbid) + key[records.ROW_KEY])
+    for link in links:
+        for seqno in {purged, link.base_seqno}:
+            if purged <= seqno < floor and seqno <= position:
+                txn.delete(row_tree, keys.ROW.pack(link.branch, seqno) + keys.BOUNDARY_SUFFIX)
+                txn.delete(keys.DB_SPAN, keys.SPAN_KEY.pack(vbid, link.branch, seqno))
 
 
 def dead_ranges(txn: Transaction, vbid: Vbid) -> list[Dead]:

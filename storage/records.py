@@ -58,6 +58,10 @@ MUTATION, DELETION, SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.DELETION), int(K
 
 ROW_KEY = slice(0, keys.ROW_KEY_SIZE)
 """Where the row's key stands in a reference (a dup of `k<vbid>`), and in the key of a boundary."""
+BRANCH, SEQNO = slice(0, 4), slice(4, keys.ROW_KEY_SIZE)
+"""Where branch and seqno stand in the same, as bytes that sort like the numbers."""
+AFTER_BRANCH = slice(4, None)
+"""What stays when a row or reference becomes another branch's (`merge`)."""
 
 
 def row_key(prefix: bytes, seqno: int) -> bytes:
@@ -80,12 +84,22 @@ def kind_of(reference: bytes) -> int:
     return reference[12]
 
 
+def is_system_event(frame: bytes) -> bool:
+    """Whether a message in stored form is a system event, which has no key row."""
+    return frame[1] == SYSTEM_EVENT
+
+
+def key_of(frame: bytes) -> bytes:
+    """The prefixed key of a message in stored form. Loops over many rows write this out."""
+    start = 24 + frame[4]
+    return frame[start : start + (frame[2] << 8 | frame[3])]
+
+
 def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The key-tree rows of `rows` ((row key, frame) pairs), in their order; system events have none."""
     out = []
     for row_key, frame in rows:
-        opcode = frame[1]
-        if opcode != 0x5F:
+        if frame[1] != SYSTEM_EVENT:
             start = 24 + frame[4]
             out.append((frame[start : start + (frame[2] << 8 | frame[3])], row_key + frame[1:2]))
     return out
@@ -104,7 +118,7 @@ def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False, l
 
     Raises CorruptedError when the bytes contradict the format.
     """
-    if len(frame) >= _MUTATION.size and frame[1] == 0x57 and frame[4] == _MUTATION_EXTRAS:
+    if len(frame) >= _MUTATION.size and frame[1] == MUTATION and frame[4] == _MUTATION_EXTRAS:
         key_length, datatype, body_length, cas, seqno, rev_seqno, flags, expiry, nmeta = _READ_MUTATION(frame)
         value_start = 55 + key_length
         if 24 + body_length != len(frame) or value_start + nmeta > len(frame):
@@ -239,8 +253,8 @@ def encode_mutation(
     wire_key = keys.encode_collection_id(collection_id) + key
     body_length = _MUTATION_EXTRAS + len(wire_key) + len(value)
     head = _MUTATION.pack(
-        MAGIC, 0x57, len(wire_key), _MUTATION_EXTRAS, datatype, 0, body_length, 0, cas, seqno, rev_seqno, flags, expiry,
-        0, 0, 0,
+        MAGIC, MUTATION, len(wire_key), _MUTATION_EXTRAS, datatype, 0, body_length, 0, cas, seqno, rev_seqno, flags,
+        expiry, 0, 0, 0,
     )  # fmt: skip
     return head + wire_key + value
 

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from storage import keys
+from storage.records import SYSTEM_EVENT
 from storage.transaction import Transaction
 
 RUN_ROWS = 400_000
@@ -157,8 +158,8 @@ class Removal:
                     next_key = key
                     break
                 count += 1
-                if len(key) == keys.ROW_KEY_SIZE and frame[1] != 0x5F:
-                    start = 24 + frame[4]
+                if len(key) == keys.ROW_KEY_SIZE and frame[1] != SYSTEM_EVENT:
+                    start = 24 + frame[4]  # `records.key_of`, written out
                     found.append(frame[start : start + (frame[2] << 8 | frame[3])] + key + frame[1:2])
         found.sort()
         return Slice(found, count, next_key)

@@ -13,7 +13,7 @@ from operator import add
 
 from google_crc32c import value as crc32c
 
-from storage import keys
+from storage import keys, records
 from storage.errors import CorruptedError
 
 SIZE = 4
@@ -63,10 +63,8 @@ def damaged(stored: bytes, row_key: bytes, vbid: int, path: str) -> CorruptedErr
         where = f"the row of seqno {int.from_bytes(stored[24:32], 'big')}"
     key = b""
     if len(stored) > 24:
-        start = 24 + stored[4]
-        key = stored[start : start + (stored[2] << 8 | stored[3])]
         try:
-            key = keys.split_key(key)[1]
+            key = keys.split_key(records.key_of(stored))[1]
         except ValueError:
             key = b""
     return CorruptedError(

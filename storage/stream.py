@@ -21,6 +21,7 @@ from typing import NamedTuple
 from storage import branches, chain, keys, prepares, validity
 from storage.errors import ViewInvalidated
 from storage.model import FailoverEntry, Manifest
+from storage.records import BRANCH, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.transaction import Transaction
 from storage.vbucket_reader import VbucketReader
 from storage.view import View
@@ -29,8 +30,6 @@ PIECE_ROWS = 2_000
 """Rows looked at in one transaction at most."""
 PIECE_BYTES = 1024 * 1024
 """Bytes of prepares read in one transaction where their last one is looked for."""
-
-_SYSTEM_EVENT = 0x5F
 
 Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and frame."""
@@ -206,9 +205,9 @@ def last_document_seqno(
                 _check(reader, txn, pinned, None)
                 found = _look_back(reader, txn, keys.PREFIX.pack(link.branch), low, high)
             for row in found:
-                if row[1][1] != _SYSTEM_EVENT and _is_wanted(row, begins):
-                    return int.from_bytes(row[0][4:])
-            high = int.from_bytes(found[-1][0][4:]) - 1 if len(found) == PIECE_ROWS else low
+                if row[1][1] != SYSTEM_EVENT and _is_wanted(row, begins):
+                    return seqno_of(row[0])
+            high = seqno_of(found[-1][0]) - 1 if len(found) == PIECE_ROWS else low
     return after_seqno
 
 
@@ -251,9 +250,9 @@ def _look(
     for link in reversed(links):
         low = max(after_seqno, link.base_seqno)
         prefix = keys.PREFIX.pack(link.branch)
-        if low >= link.cut or not cursor.set_range(prefix + (low + 1).to_bytes(8)):
+        if low >= link.cut or not cursor.set_range(row_key(prefix, low + 1)):
             continue
-        end = prefix + link.cut.to_bytes(8)
+        end = row_key(prefix, link.cut)
         for row in cursor.iternext():
             key, frame = row
             if key > end:
@@ -262,7 +261,7 @@ def _look(
                 add(row)
                 left -= len(frame)
                 if left <= 0 or len(found) == rows_max:
-                    return found, int.from_bytes(key[4:])
+                    return found, seqno_of(key)
     return found, links[0].cut
 
 
@@ -290,8 +289,8 @@ def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int,
     """At most PIECE_ROWS rows (low, high] of a branch, falling."""
     found: list[Row] = []
     cursor = txn.raw.cursor(reader.rows)
-    first = prefix + low.to_bytes(8) + b"\xff"
-    if cursor.prev() if cursor.set_range(prefix + high.to_bytes(8) + b"\xff") else cursor.last():
+    first = row_key(prefix, low) + b"\xff"
+    if cursor.prev() if cursor.set_range(row_key(prefix, high) + b"\xff") else cursor.last():
         for row in cursor.iterprev():
             if row[0] <= first:
                 break
@@ -305,14 +304,14 @@ def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int,
 def _is_wanted(row: Row, begins: Mapping[int, int]) -> bool:
     """Whether it is a system event, or of a collection that is wanted."""
     key, frame = row
-    if frame[1] == _SYSTEM_EVENT:
+    if frame[1] == SYSTEM_EVENT:
         return True
     start = 24 + frame[4]
     collection_id = frame[start]
     if collection_id >= 0x80:
         collection_id = keys.split_key(frame[start : start + 5])[0]
     begin = begins.get(collection_id)
-    return begin is not None and int.from_bytes(key[4:]) > begin
+    return begin is not None and seqno_of(key) > begin
 
 
 def _newest(
@@ -326,7 +325,7 @@ def _newest(
     kept: list[Row] = []
     for row in reversed(found):
         key, frame = row
-        if frame[1] != _SYSTEM_EVENT:
+        if frame[1] != SYSTEM_EVENT:
             start = 24 + frame[4]
             wire_key = frame[start : start + (frame[2] << 8 | frame[3])]
             if wire_key in seen:
@@ -334,10 +333,10 @@ def _newest(
             seen.add(wire_key)
             if not all_there and seek(wire_key, key + b"\xff"):  # some version comes later: is it visible?
                 later = cursor.value()
-                if later[:4] == key[:4] and later[4:12] <= cuts[key[:4]]:
+                if later[BRANCH] == key[BRANCH] and later[SEQNO] <= cuts[key[BRANCH]]:
                     continue
                 newest = chain.newest_version(cursor, wire_key, links)
-                if newest is None or newest[:12] != key:
+                if newest is None or newest[ROW_KEY] != key:
                     continue
         kept.append(row)
     kept.reverse()

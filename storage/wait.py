@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from storage.errors import NotPublished, WriteLost
-from storage.model import SEQNO_MAX, Seqno, Vbid, VbucketState, Vbuuid
+from storage.model import SEQNO_MAX, Seqno, Vbid, VbucketState, Vbuuid, history_end_seqno
 
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.025
@@ -111,12 +111,10 @@ def standing_in(state: VbucketState, token: MutationToken) -> Standing | None:
         return here
     if state.rollback_deferred:  # the log is of the history that is staged: whether it has the write is not known yet
         return Standing.WAITING
-    newest_seqno = SEQNO_MAX
-    for entry in state.failover_log:
-        if entry.vbuuid == token.vbuuid:
-            return here if token.seqno <= newest_seqno else Standing.LOST
-        newest_seqno = entry.seqno
-    return None
+    end_seqno = history_end_seqno(state.failover_log, token.vbuuid, SEQNO_MAX)
+    if end_seqno is None:
+        return None
+    return here if token.seqno <= end_seqno else Standing.LOST
 
 
 def _was_rolled_back(view: Histories, state: VbucketState, token: MutationToken) -> bool:

@@ -198,8 +198,8 @@ MUTATIONS = (
     Mutation(_PURGE, "target = max(floor, min(target, held))", "pass", "tests/storage/test_leases.py"),
     Mutation(
         _PURGE,
-        "if dup[12] != 0x57 and chain.newest_version(cursor, wire_key, at_floor) == dup:",
-        "if dup[12] != 0x57:",
+        "if is_tombstone and chain.newest_version(self._cursor, wire_key, self._at_floor) == dup:",
+        "if is_tombstone:",
         _OF_PURGE,
     ),
     Mutation(
@@ -244,7 +244,7 @@ MUTATIONS = (
     Mutation(_RETRACTIONS, "if replaced or not manifest.has(", "if not manifest.has(", _OF_GATE),
     Mutation(
         "storage/wait.py",
-        "return here if token.seqno <= newest_seqno else Standing.LOST",
+        "return here if token.seqno <= end_seqno else Standing.LOST",
         "return here",
         "tests/storage/test_wait.py",
     ),

@@ -17,8 +17,9 @@ from storage import chain, keys, records
 from storage.check import check
 from storage.errors import CorruptedError, SeqnoOrder
 from storage.model import Collection, Kind, Manifest, Seqno, Vbid
-from storage.prepares import check_frame, committed_row, key_of, old_aborts, rows
+from storage.prepares import check_frame, committed_row, old_aborts, rows
 from storage.purge import Window
+from storage.records import key_of
 from storage.view import open_view
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span

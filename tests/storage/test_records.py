@@ -151,3 +151,15 @@ def test_branches_and_rollbacks_are_read_as_they_were_written() -> None:
 def test_records_that_cannot_be_read_are_named(data: bytes | None) -> None:
     with pytest.raises(CorruptedError, match="branch record"):
         records.decode_branch(data)
+
+
+def test_keys_and_references_are_taken_apart_in_one_place() -> None:
+    frame = records.encode_mutation(b"key", b"value", 77, collection_id=300)
+    row_key = records.row_key(keys.PREFIX.pack(5), 77)
+    ((wire_key, reference),) = records.key_rows([(row_key, frame)])
+    assert records.key_of(frame) == wire_key == keys.encode_collection_id(300) + b"key"
+    assert (records.branch_of(reference), records.seqno_of(reference), records.kind_of(reference)) == (5, 77, 0x57)
+    assert reference[records.ROW_KEY] == row_key == reference[records.BRANCH] + reference[records.SEQNO]
+    assert row_key == reference[records.BRANCH] + row_key[records.AFTER_BRANCH]
+    assert records.seqno_of(row_key + keys.BOUNDARY_SUFFIX) == 77
+    assert not records.is_system_event(frame)
