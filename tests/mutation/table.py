@@ -152,6 +152,26 @@ MUTATIONS = (
         "        if not self.writer.abandon(",
         f"{_OF_STORE_SINK} -k were_held",
     ),
+    # --- the consumer core
+    Mutation("mirror/feed/executor.py", "if not vbucket.running:", "if False:", "tests/feed/test_executor.py"),
+    Mutation(
+        "mirror/feed/spool_sink.py",
+        "        self.discard()\n        return StagingRefused(",
+        "        return StagingRefused(",
+        "tests/feed/test_spool_sink.py -k refused",
+    ),
+    Mutation(
+        "mirror/feed/connections.py",
+        "session.map_watch = self._map_watch",
+        "pass",
+        "tests/feed/test_reader.py -k was_recreated",
+    ),
+    Mutation(
+        "mirror/feed/connections.py",
+        "keeper.session.acks_held = self.acks_held",
+        "pass",
+        "tests/feed/test_connections.py",
+    ),
     # --- the store
     Mutation(
         _OWNER, 'if txn.get(keys.DB_META, b"fence") != fence:', "if False:", "tests/storage/test_owner.py -k overtaken"
