@@ -1,7 +1,8 @@
 """`restore`: a mirror made of a backup, in a directory that is empty.
 
 Knows where a backup comes from; what is verified, and how it becomes a mirror, the store knows. Invariant: exit code 0
-means that every checksum matched; after any other one there is no mirror at the target.
+means that every checksum matched (with --no-check: those of the files); after any other one there is no mirror at the
+target.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ def restore(
         ),
     ],
     data: options.DataOption = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check", help="Compare every row with its checksum: refuses a mirror that was damaged already."
+        ),
+    ] = True,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:  # fmt: skip
@@ -52,7 +59,9 @@ def restore(
             line = f"{render.size(size)} read, {groups} groups"
             screen.show(line, line)
 
-        summary = backup.restore(parts_of(source), path, clock_ms=SystemClock().wall_ms, progress=progress)
+        summary = backup.restore(
+            parts_of(source), path, clock_ms=SystemClock().wall_ms, progress=progress, check_rows=check
+        )
     if as_json:
         output.print_json(summary_object(summary) | {"data": path, "backup": source})
     else:

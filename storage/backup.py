@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import lmdb
 
-from storage import branches, directory, keys, map_record
+from storage import branches, directory, keys, map_record, seal
 from storage.environment import DATA_FILE, Environment, storage_error
 from storage.errors import CorruptedError, FormatTooNew, StorageError
 from storage.map_record import MapRecord
@@ -194,11 +194,18 @@ def check_target(target: str) -> None:
 
 
 def restore(
-    parts: Iterable[Part], target: str, *, clock_ms: Callable[[], int], progress: Progress = lambda *_: None
+    parts: Iterable[Part],
+    target: str,
+    *,
+    clock_ms: Callable[[], int],
+    progress: Progress = lambda *_: None,
+    check_rows: bool = True,
 ) -> Summary:
     """Make a mirror at `target`, which is missing or empty, of a backup; the service goes on from there.
 
-    Raises CorruptedError that names the part which is damaged or missing, FormatTooNew; `target` is as before then.
+    The checksums of the files say that they are what was copied, with `check_rows` those of the rows that what was
+    copied was not damaged already. Raises CorruptedError that names what is damaged or missing, FormatTooNew; `target`
+    is as before then.
     """
     check_target(target)
     work = os.path.join(target, WORK)
@@ -209,7 +216,7 @@ def restore(
     except OSError as error:
         raise storage_error(error, target) from error
     try:
-        summary = _prepare(parts, work, clock_ms, progress)
+        summary = _prepare(parts, work, clock_ms, progress, check_rows=check_rows)
         for name in sorted(os.listdir(work), key=lambda name: (name == directory.FILE, name)):
             if name == directory.FILE:
                 directory.sync_directory(target)
@@ -227,7 +234,9 @@ def restore(
     return summary
 
 
-def _prepare(parts: Iterable[Part], work: str, clock_ms: Callable[[], int], progress: Progress) -> Summary:
+def _prepare(
+    parts: Iterable[Part], work: str, clock_ms: Callable[[], int], progress: Progress, *, check_rows: bool
+) -> Summary:
     """Write the parts into `work`, compare them with the manifest, and make the folder a mirror."""
     found: dict[str, tuple[int, str]] = {}
     manifest: dict[str, Any] | None = None
@@ -250,6 +259,8 @@ def _prepare(parts: Iterable[Part], work: str, clock_ms: Callable[[], int], prog
     os.unlink(os.path.join(work, directory.FILE))
     rollbacks = {int(vbid): int(seqno) for vbid, seqno in manifest["rollbacks"].items()}
     for group in range(identity.group_count):
+        if check_rows:
+            _check_rows(work, identity, group)
         _begin_history(work, identity, group, rollbacks, clock_ms)
         progress(group + 1, total)
     if manifest["map"] is not None:
@@ -329,6 +340,30 @@ def _compare(manifest: dict[str, Any], found: dict[str, tuple[int, str]]) -> Non
             raise CorruptedError(f"the backup is damaged: {name}: {what}", hint=_AGAIN)
     if others := sorted(found.keys() - expected.keys()):
         raise CorruptedError(f"{others[0]} does not belong to this backup", hint=_AGAIN)
+
+
+def _check_rows(work: str, identity: Identity, group: int) -> None:
+    """Compare every row of a group with its checksum. Raises CorruptedError that counts the damaged ones."""
+    path, vbids = directory.group_path(work, group), directory.group_vbids(identity, group)
+    if not vbids:
+        return
+    damaged: list[str] = []
+    environment = Environment(path, vbids)
+    try:
+        environment.open_all()
+        with environment.read() as txn:
+            for vbid in vbids:
+                for key, stored in txn.cursor(keys.rows_db(vbid)).iternext():
+                    if len(key) == keys.ROW_KEY_SIZE and not seal.is_sound(stored):
+                        damaged.append(f"vbucket {vbid}, seqno {keys.ROW.unpack(key)[1]}")
+    finally:
+        environment.close()
+    if damaged:
+        raise CorruptedError(
+            f"the mirror was damaged when this backup was made: {len(damaged)} rows of group {group} do not match "
+            f"their checksums, first {damaged[0]}",
+            hint="take an older backup; or restore it as it is (--no-check), and resync what `check` names",
+        )
 
 
 def _begin_history(

@@ -44,6 +44,11 @@ def frame_of(stored: bytes, row_key: bytes, vbid: int, path: str) -> bytes:
     return stored[FRAME]
 
 
+def is_sound(stored: bytes) -> bool:
+    """True when a stored row is what was stored."""
+    return bool(crc32c(stored) == RESIDUE)
+
+
 def check_all(stored: Sequence[bytes], vbid: int, path: str) -> None:
     """Raise CorruptedError unless all are what was stored."""
     if stored and set(map(crc32c, stored)) != {RESIDUE}:

@@ -88,8 +88,36 @@ class FirstFillDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceUnreachable:
+    """At a start of the service: the source has not been reached, and is tried on."""
+
+    name: ClassVar[str] = "source-unreachable"
+    level: ClassVar[Level] = "error"
+    why: str
+
+    @property
+    def text(self) -> str:
+        """The sentence."""
+        return f"the source has not been reached since the service started: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReached:
+    """The source, which was not reached at the start of the service, has answered."""
+
+    name: ClassVar[str] = "source-reached"
+    level: ClassVar[Level] = "info"
+    after_s: float
+
+    @property
+    def text(self) -> str:
+        """The sentence."""
+        return f"the source is reached, after {self.after_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLost(_OfVbuckets):
-    """Vbuckets have no contact with the source any more; none of them: the source was not reached at a start."""
+    """Vbuckets have no contact with the source any more."""
 
     name: ClassVar[str] = "source-lost"
     level: ClassVar[Level] = "error"
@@ -100,7 +128,7 @@ class SourceLost(_OfVbuckets):
     @property
     def text(self) -> str:
         """The sentence."""
-        what = f"{self.counted} lost contact with the source" if self.vbuckets else "the source cannot be reached"
+        what = f"{self.counted} lost contact with the source"
         return f"{what}: {self.why}" if self.why else what
 
 
@@ -115,8 +143,7 @@ class SourceBack(_OfVbuckets):
     @property
     def text(self) -> str:
         """The sentence."""
-        what = f"{self.counted} again in contact with the source" if self.vbuckets else "the source is reached"
-        return f"{what} after {self.away_s:.1f} s"
+        return f"{self.counted} again in contact with the source after {self.away_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +280,8 @@ Event = (
     | ResyncBegun
     | ResyncDone
     | FirstFillDone
+    | SourceUnreachable
+    | SourceReached
     | SourceLost
     | SourceBack
     | DamageFound

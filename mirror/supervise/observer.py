@@ -24,6 +24,8 @@ from mirror.supervise.events import (
     RolledBack,
     SourceBack,
     SourceLost,
+    SourceReached,
+    SourceUnreachable,
 )
 from mirror.supervise.status import Row
 
@@ -88,9 +90,9 @@ class Observer:
         since_ms = self._unreachable_since_ms
         if error is not None:
             self._unreachable_since_ms = now_ms if since_ms is None else since_ms
-            return [SourceLost(vbuckets=0, vbids=(), nodes=(), why=error)] if since_ms is None else []
+            return [SourceUnreachable(why=error)] if since_ms is None else []
         self._unreachable_since_ms = None
-        return [SourceBack(vbuckets=0, vbids=(), away_s=(now_ms - since_ms) / 1000)] if since_ms is not None else []
+        return [SourceReached(after_s=(now_ms - since_ms) / 1000)] if since_ms is not None else []
 
     def observe(
         self, rows: Sequence[Row], groups: Sequence[Mapping[str, Any]], held_count: int | None, now_ms: int

@@ -83,6 +83,25 @@ def test_what_is_damaged_is_named_and_nothing_is_left(
     assert not (tmp_path / "target").exists()
 
 
+def test_rows_that_were_damaged_before_are_refused_unless_they_are_wanted(
+    mirrored: Path, made: Path, tmp_path: Path
+) -> None:
+    harmed = tmp_path / "harmed"
+    shutil.copytree(mirrored, harmed, ignore=shutil.ignore_patterns("*.sock"))
+    file = harmed / "group-0002" / "data.mdb"
+    data = file.read_bytes()
+    key = call("scan", "--data", mirrored, "--vbid", "2", "--limit", "1", "--json").lines[0]["key"].encode()
+    file.write_bytes(data.replace(key, key.upper() if key != key.upper() else key.lower()))
+    made_of_it = call("backup", "--data", harmed, "--to", tmp_path / "copy")
+    assert made_of_it.code == 0, made_of_it.err
+    refused = call("restore", "--from", tmp_path / "copy", "--data", tmp_path / "target")
+    assert refused.code == 3
+    assert "do not match their checksums, first vbucket" in refused.complaint
+    assert not (tmp_path / "target").exists()
+    arguments = ("--from", tmp_path / "copy", "--data", tmp_path / "target", "--no-check")
+    assert call("restore", *arguments).code == 0
+
+
 def test_only_into_an_empty_directory(mirrored: Path, made: Path, tmp_path: Path) -> None:
     refused = call("restore", "--from", made / "copy", "--data", mirrored)
     assert refused.code == 1

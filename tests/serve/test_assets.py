@@ -21,44 +21,67 @@ from tests.serve.http_site import Source, service_report
 FOLDER = Path(__file__).parents[2] / "mirror" / "serve" / "assets"
 RULES, DASHBOARD = FOLDER / "alerts.yml", FOLDER / "dashboard.json"
 
-BUCKET = 'dcp_mirror_server_request_seconds_bucket{instance="a",server="kv-0",'
-FIRED = """
-rule_files: [{rules}]
-evaluation_interval: 1m
-tests:
-  - interval: 1m
-    input_series:
-      - {{series: 'dcp_mirror_up{{instance="a"}}', values: '1x20'}}
-      - {{series: 'dcp_mirror_ready{{instance="a"}}', values: '0x20'}}
-      - {{series: 'dcp_mirror_state{{instance="a",state="source unreachable"}}', values: '0x4 1x16'}}
-      - {{series: 'dcp_mirror_vbucket_states{{instance="a",state="damaged"}}', values: '0x9 8x11'}}
-      - {{series: 'dcp_mirror_rollbacks_total{{instance="a"}}', values: '0x9 33x11'}}
-      - {{series: '{bucket}le="0.1"}}', values: '0x20'}}
-      - {{series: '{bucket}le="1"}}', values: '0+60x20'}}
-      - {{series: '{bucket}le="+Inf"}}', values: '0+60x20'}}
-    promql_expr_test:
-      - expr: count by (alertname) (ALERTS{{alertstate="firing"}})
-        eval_time: 20m
-        exp_samples:
-          - {{labels: '{{alertname="DcpMirrorNotReady"}}', value: 1}}
-          - {{labels: '{{alertname="DcpMirrorSourceUnreachable"}}', value: 1}}
-          - {{labels: '{{alertname="DcpMirrorDamaged"}}', value: 1}}
-          - {{labels: '{{alertname="DcpMirrorSlowAnswers"}}', value: 1}}
-      - expr: count by (alertname) (ALERTS{{alertstate="firing"}})
-        eval_time: 10m
-        exp_samples:
-          - {{labels: '{{alertname="DcpMirrorNotReady"}}', value: 1}}
-          - {{labels: '{{alertname="DcpMirrorSourceUnreachable"}}', value: 1}}
-          - {{labels: '{{alertname="DcpMirrorDamaged"}}', value: 1}}
-          - {{labels: '{{alertname="DcpMirrorRolledBack"}}', value: 1}}
-      - expr: count by (alertname) (ALERTS{{alertstate="firing"}})
-        eval_time: 3m
-  - interval: 1m
-    promql_expr_test:
-      - expr: count by (alertname) (ALERTS{{alertstate="firing"}})
-        eval_time: 5m
-        exp_samples: [{{labels: '{{alertname="DcpMirrorAbsent"}}', value: 1}}]
-"""
+Series = dict[str, str]
+"""Labels behind the metric's name -> samples, one a minute, as promtool writes them."""
+
+STATE, BUCKET = "dcp_mirror_state", "dcp_mirror_server_request_seconds_bucket"
+FREE, TOTAL = "dcp_mirror_disk_free_bytes", {"dcp_mirror_disk_total_bytes": "1000x80"}
+
+
+def answers(fast: str, all_of_them: str) -> Series:
+    """Requests that took at most 0.1 s, and all."""
+    labels = 'server="kv-0",le='
+    return {f'{BUCKET}{{{labels}"0.1"}}': fast, **dict.fromkeys(
+        (f'{BUCKET}{{{labels}"1"}}', f'{BUCKET}{{{labels}"+Inf"}}'), all_of_them
+    )}  # fmt: skip
+
+
+CASES: dict[str, tuple[int, Series, Series]] = {
+    "DcpMirrorAbsent": (5, {}, {"dcp_mirror_up": "1x20"}),
+    "DcpMirrorSourceUnreachable": (
+        5, {STATE + '{state="source unreachable"}': "1x20"}, {STATE + '{state="source unreachable"}': "0x4 1 0x20"},
+    ),
+    "DcpMirrorDegraded": (
+        9, {STATE + '{state="degraded"}': "0x5 1x20"}, {STATE + '{state="degraded"}': "0x6 1 1 0x20"},
+    ),
+    "DcpMirrorNotReady": (15, {"dcp_mirror_ready": "0x20"}, {"dcp_mirror_ready": "0x9 1 0x20"}),
+    "DcpMirrorDamaged": (
+        5,
+        {'dcp_mirror_vbucket_states{state="refused"}': "0 0 3x20"},
+        {'dcp_mirror_vbucket_states{state="streaming"}': "64x20", 'dcp_mirror_vbucket_states{state="damaged"}': "0x20"},
+    ),
+    "DcpMirrorLag": (10, {"dcp_mirror_lag_seconds": "90x20"}, {"dcp_mirror_lag_seconds": "90x7 5x20"}),
+    "DcpMirrorRolledBack": (
+        12, {"dcp_mirror_rollbacks_total": "0x9 33x11"}, {"dcp_mirror_rollbacks_total": "33x20"},
+    ),
+    "DcpMirrorResync": (
+        12,
+        {"dcp_mirror_stale_vbuckets": "0x20", "dcp_mirror_resyncs_total": "0x9 64x11"},
+        {"dcp_mirror_stale_vbuckets": "0x20", "dcp_mirror_resyncs_total": "64x20"},
+    ),
+    "DcpMirrorWorkerRestarts": (
+        15, {'dcp_mirror_worker_restarts_total{worker="0"}': "0+1x20"},
+        {'dcp_mirror_worker_restarts_total{worker="0"}': "0x9 1x20"},
+    ),
+    "DcpMirrorDiskFilling": (40, TOTAL | {FREE: "100-1x80"}, TOTAL | {FREE: "100x80"}),
+    "DcpMirrorDiskAlmostFull": (10, TOTAL | {FREE: "49x20"}, TOTAL | {FREE: "51x20"}),
+    "DcpMirrorReaderPin": (
+        2, {"dcp_mirror_reader_pin_age_seconds": "301x5"}, {"dcp_mirror_reader_pin_age_seconds": "299x5"},
+    ),
+    "DcpMirrorSlowAnswers": (20, answers("0x20", "0+60x20"), answers("0+60x20", "0+60x20")),
+}  # fmt: skip
+"""For each rule: the minute that is looked at, samples with which it fires, and samples with which it does not."""
+
+
+def promtool_test(name: str, minute: int, series: Series, *, fires: bool) -> dict[str, Any]:
+    """One test in promtool's format."""
+    expected = [{"labels": "{}", "value": 1}] if fires else []
+    firing = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+    return {
+        "interval": "1m",
+        "input_series": [{"series": each, "values": values} for each, values in series.items()],
+        "promql_expr_test": [{"expr": firing, "eval_time": f"{minute}m", "exp_samples": expected}],
+    }
 
 
 def whole_report(path: Path) -> dict[str, Any]:
@@ -136,7 +159,13 @@ def test_promtool_finds_nothing_to_say_about_the_metrics(scraped: str) -> None:
     assert promtool("check", "metrics", text=scraped) == ""
 
 
-def test_the_alerts_fire_when_they_should(tmp_path: Path) -> None:
-    file = tmp_path / "fired.yml"
-    file.write_text(FIRED.format(rules=RULES, bucket=BUCKET))
+def test_every_rule_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
+    assert set(re.findall(r"- alert: (\w+)", RULES.read_text())) == set(CASES)
+    tests = [
+        promtool_test(name, minute, series, fires=fires)
+        for name, (minute, firing, quiet) in CASES.items()
+        for series, fires in ((firing, True), (quiet, False))
+    ]
+    file = tmp_path / "rules.yml"  # JSON is YAML
+    file.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}))
     assert "SUCCESS" in promtool("test", "rules", file)

@@ -197,6 +197,26 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(path: str, filled: Gr
         assert part.name in refused(damaged, tmp_path / "target")
 
 
+def test_a_mirror_that_was_damaged_when_it_was_copied_is_refused_by_its_rows(
+    path: str, clock: Clock, tmp_path: Path
+) -> None:
+    """The checksums of the files match: they were made of the damaged rows."""
+    writer = open_writer(path, clock=clock)
+    writer.save_failover_log(0, log())
+    publish(writer, 1, dict.fromkeys(KEYS[:3], b"a value"))
+    writer.close()
+    file = Path(directory.group_path(path, 0)) / "data.mdb"
+    stored = file.read_bytes()
+    assert stored.count(b"a value") >= 3
+    file.write_bytes(stored.replace(b"a value", b"a vaIue", 2))
+    parts = made(path)
+    said = refused(parts, tmp_path / "target")
+    assert "rows of group 0 do not match their checksums, first vbucket 0, seqno" in said
+    assert "--no-check" in said
+    backup.restore(parts, str(tmp_path / "target"), clock_ms=Clock(), check_rows=False)
+    assert check(str(tmp_path / "target")).problems != []
+
+
 def test_what_is_missing_twice_foreign_or_cut_short_is_refused_by_name(
     path: str, filled: GroupWriter, tmp_path: Path
 ) -> None:

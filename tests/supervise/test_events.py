@@ -6,7 +6,17 @@ import json
 import re
 from pathlib import Path
 
-from mirror.supervise.events import EVENTS, DiskFull, Event, RolledBack, SourceLost, WorkerEnded, to_json
+from mirror.supervise.events import (
+    EVENTS,
+    DiskFull,
+    Event,
+    RolledBack,
+    SourceLost,
+    SourceReached,
+    SourceUnreachable,
+    WorkerEnded,
+    to_json,
+)
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 
@@ -16,8 +26,14 @@ def test_one_vbucket_is_said_with_its_seqnos_and_many_with_their_number() -> Non
     assert one.text == "1 vbucket rolled back from seqno 568 to 400, 168 seqnos taken back"
     many = RolledBack(vbuckets=33, vbids=(0, 2), seqnos=640, from_seqno=None, to_seqno=None)
     assert many.text == "33 vbuckets rolled back, 640 seqnos taken back"
-    lost = SourceLost(vbuckets=0, vbids=(), nodes=(), why="nobody there")
-    assert lost.text == "the source cannot be reached: nobody there"
+
+
+def test_a_source_that_was_never_reached_is_not_said_to_be_lost() -> None:
+    never = SourceUnreachable(why="nobody there")
+    assert never.text == "the source has not been reached since the service started: nobody there"
+    assert SourceReached(after_s=2.5).text == "the source is reached, after 2.5 s"
+    lost = SourceLost(vbuckets=3, vbids=(0, 1, 2), nodes=("db1:11210",), why="")
+    assert lost.text == "3 vbuckets lost contact with the source"
 
 
 def test_an_event_is_one_json_object_with_its_fields() -> None:

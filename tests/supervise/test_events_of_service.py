@@ -79,7 +79,7 @@ async def test_a_source_that_is_away_at_the_start_is_one_event_and_its_answer_an
 
     async with in_process.serving(tmp_path, look_up=look_up) as service:
         await eventually(lambda: len(service.status_document()["events"]) == 3)
-        assert await names(tmp_path) == ["source-lost", "source-back", "first-fill-done"]
+        assert await names(tmp_path) == ["source-unreachable", "source-reached", "first-fill-done"]
         assert "nobody there" in service.status_document()["events"][2]["text"]
 
 

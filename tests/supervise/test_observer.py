@@ -15,6 +15,8 @@ from mirror.supervise.events import (
     RolledBack,
     SourceBack,
     SourceLost,
+    SourceReached,
+    SourceUnreachable,
 )
 from mirror.supervise.observer import COLLECT_MS, CONTACT_LOST_MS, Observer
 from mirror.supervise.status import Row, reported_row
@@ -122,10 +124,9 @@ def test_a_vbucket_that_moves_to_another_node_is_no_lost_source() -> None:
 
 def test_a_source_that_is_not_reached_at_the_start_is_said_once() -> None:
     observer = Observer()
-    said = SourceLost(vbuckets=0, vbids=(), nodes=(), why="nobody there")
-    assert observer.source_answers("nobody there", 0) == [said]
+    assert observer.source_answers("nobody there", 0) == [SourceUnreachable(why="nobody there")]
     assert observer.source_answers("still nobody", 500) == []
-    assert observer.source_answers(None, 2_500) == [SourceBack(vbuckets=0, vbids=(), away_s=2.5)]
+    assert observer.source_answers(None, 2_500) == [SourceReached(after_s=2.5)]
     assert observer.source_answers(None, 3_000) == []
 
 
