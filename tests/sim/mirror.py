@@ -99,6 +99,8 @@ class HeldLease:
     position: tuple[int, int]
     boundary: int | None
     """The newest kept boundary at or below it, where that is on the branch that was served then."""
+    undone: bool
+    """A power cut had undone what it is ahead of, and nothing below it was kept: the first publish may pass it."""
     refills: int
     until_wall_ms: int
     until_ms: int = 0
