@@ -91,6 +91,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 2
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Who needs the Spark session runs in the process that has it. xdist looks for the mark before items are sorted."""
+    if "spark" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group("spark"))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
@@ -98,6 +104,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FIRST.index(package) if package in FIRST else len(FIRST)
 
     items.sort(key=rank)
-    for item in items:
-        if "spark" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("spark"))  # anyone who needs the session runs where it is
