@@ -201,6 +201,23 @@ async def test_collections_and_scopes_have_ids(store: Store, endpoint: Endpoint)
     assert (unknown.status, json.loads(unknown.value)["manifest_uid"]) == (Status.UNKNOWN_SCOPE, "3")
 
 
+async def test_ids_are_those_of_collections_that_the_reader_may_read(store: Store, endpoint: Endpoint) -> None:
+    """One that may not be read, in a scope of which another may be, is answered as one that does not exist."""
+    others = Collection(9, 8, "secret", Seqno(0)), Collection(10, 11, "only", Seqno(0))
+    store.collections(3, {8: "inventory", 11: "hidden"}, DEFAULT, ITEMS, *others, uid=3)
+    client = await endpoint.connect()
+    for patterns, expected in (
+        (("*",), [0, 0, 0, 0, 0]),
+        (("inventory.items",), [0, 0x88, 0x88, 0, Status.UNKNOWN_SCOPE]),
+    ):
+        (connection,) = endpoint.server.connections
+        connection.session.reader = Reader("limited", patterns)
+        paths = (b"inventory.items", b"inventory.secret", b"hidden.only")
+        found = [(await client.ask(codec_kv.get_collection_id(path))).status for path in paths]
+        found += [(await client.ask(codec_kv.get_scope_id(path))).status for path in (b"inventory", b"hidden")]
+        assert found == expected
+
+
 async def test_seqnos_are_those_that_can_be_read(store: Store, endpoint: Endpoint) -> None:
     store.log(1, (88, 5), (77, 0))
     key = next(key for key in (b"k%d" % n for n in range(99)) if endpoint.bucket.view.vbid_of(key) == 1)
