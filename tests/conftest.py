@@ -86,9 +86,11 @@ def default_logs() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """How many processes `-n auto` means. Two more than cores: with one more a third of the time is idle, since many
-    tests wait for processes, for the event loop or for the disk."""
-    return len(os.sched_getaffinity(0)) + 2
+    """How many processes `-n auto` means. One more than cores: tests wait for other processes a part of their time.
+
+    With two more, tests that start Java and services of their own run into their time limits.
+    """
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
