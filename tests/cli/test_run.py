@@ -172,7 +172,7 @@ def test_waiting_for_the_end_and_stopped_before_it_is_not_caught_up(tmp_path: Pa
         out, err = service.communicate(timeout=LIMIT_S)
     assert service.returncode == 130, err
     assert json.loads(out)["caught_up"] is False
-    unexpected = [line for line in err.splitlines() if "error" in line and "source-lost" not in line]
+    unexpected = [line for line in err.splitlines() if "error" in line and "source-unreachable" not in line]
     assert unexpected == []
     assert "caught up:" not in err
 

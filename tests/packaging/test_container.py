@@ -49,7 +49,8 @@ def test_the_image_runs_without_privileges_as_a_user_that_it_makes() -> None:
     image = stages()[-1]
     (user,) = of("USER", image)
     assert user == "10001:10001"
-    assert "--uid 10001" in of("RUN", image)[0]
+    assert "groupadd --gid 10001" in of("RUN", image)[0]
+    assert "--uid 10001 --gid 10001" in of("RUN", image)[0]
     assert of("VOLUME", image) == ["/data"]
     assert of("STOPSIGNAL", image) == ["SIGTERM"]
     assert [name for name, _ in image].index("USER") > [name for name, _ in image].index("RUN")
