@@ -1,1 +1,1 @@
-"""How fast the program is beside the limits of what it stands on: one module for each bench, and `limits`."""
+"""How fast the program is compared with the limits of what it stands on: a module for each bench, and `limits`."""

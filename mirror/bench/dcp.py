@@ -1,4 +1,4 @@
-"""`bench dcp`: a mirror's DCP port, read by clients that store nothing, beside the same bytes sent from memory.
+"""`bench dcp`: a mirror's DCP port, read by clients that store nothing, against the same bytes from memory.
 
 Knows the endpoint's process, a bare sender and the clients of `drain`. Both send each client the same number of bytes
 over loopback; the bare sender knows nothing of DCP, and nobody acknowledges anything to it. All clients are in one

@@ -216,5 +216,12 @@ def test_a_writer_waits_for_a_reader_that_looks_whether_somebody_writes(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking = directory.GroupLock(directory.group_path(path, 0))
-    monkeypatch.setattr("storage.directory.time.sleep", lambda _pause_s: looking.release())
+    pauses: list[float] = []
+
+    def pause(pause_s: float) -> None:
+        pauses.append(pause_s)
+        looking.release()
+
+    monkeypatch.setattr("storage.directory.time.sleep", pause)
     directory.GroupLock(directory.group_path(path, 0)).release()
+    assert len(pauses) == 1
