@@ -75,6 +75,17 @@ SKIPPED = {
     "test_module.py": "import pytest\npytest.skip('not here', allow_module_level=True)\n",
 }
 
+GROUP = """
+import os
+import pytest
+
+@pytest.mark.xdist_group("together")
+@pytest.mark.parametrize("number", range(10))
+def test_it(number):
+    with open(os.environ["PROCESSES"], "a") as file:
+        file.write(f"{os.getpid()}\\n")
+"""
+
 
 def test_a_skipped_test_fails_where_none_may_be(tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "conftest.py")
@@ -90,3 +101,16 @@ def test_a_skipped_test_fails_where_none_may_be(tmp_path: Path) -> None:
     assert results[1].returncode == 1
     for reason in ("no program", "not root", "not here"):
         assert f"--no-skips: Skipped: {reason}" in results[1].stdout
+
+
+def test_tests_of_one_group_run_in_one_process(tmp_path: Path) -> None:
+    """pytest-xdist 3.8 gives a test's group to its scheduler in a way that pytest 9.2 ignores, without a word."""
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "conftest.py")
+    for name in ("test_one.py", "test_other.py"):
+        (tmp_path / name).write_text(GROUP)
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "2", "--dist=loadgroup"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PROCESSES": str(tmp_path / "processes")}
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    processes = (tmp_path / "processes").read_text().split()
+    assert len(processes) == 20
+    assert len(set(processes)) == 1
