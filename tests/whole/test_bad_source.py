@@ -254,7 +254,11 @@ def babbler() -> Iterator[Callable[[bytes], int]]:
         listener.close()
 
 
-@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", bytes(100), b"\x81" + os.urandom(8000)])
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"SSH-2.0-OpenSSH_9.2\r\n", bytes(100), b"\x81" + os.urandom(8000)],
+    ids=["nothing", "SSH", "zeros", "random"],
+)
 def test_whatever_answers_there_is_no_couchbase(babbler: Callable[[bytes], int], tmp_path: Path, answer: bytes) -> None:
     port = babbler(answer)
     url = f"couchbase://demo@127.0.0.1:{port}/demo"
