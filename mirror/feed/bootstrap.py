@@ -37,7 +37,7 @@ from mirror.feed.tls import Tls, hung_up, only_tls, speaks_tls
 from mirror.feed.transport import READ_BYTES_MAX, Link, Opaques, Tap, open_link
 from mirror.ingest.selection import MalformedManifest, SourceManifest
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, Node, network_of, parse_cluster_map
-from mirror.wire.codec_dcp import decode_all_vb_seqnos
+from mirror.wire.codec_dcp import decode_all_vb_seqnos, encode_all_vb_seqnos_request
 from mirror.wire.codec_kv import get_cluster_config
 from mirror.wire.constants import Feature, Opcode, Status, VbucketState, status_name
 from mirror.wire.errors import RemoteProtocolError
@@ -220,14 +220,14 @@ async def fetch_high_seqnos(
 
     A collection that the node does not know (yet, or any more) has none. Raises ClusterError.
     """
-    wanted = [b""] if collection_ids is None else [struct.pack(">I", each) for each in collection_ids]
+    wanted: Sequence[int | None] = [None] if collection_ids is None else collection_ids
     asked = [
         link.request(
             Opcode.GET_ALL_VB_SEQNOS,
-            extras=struct.pack(">I", VbucketState.ACTIVE) + collection,
+            extras=encode_all_vb_seqnos_request(VbucketState.ACTIVE, collection_id),
             timeout_s=settings.request_timeout_s,
         )
-        for collection in wanted
+        for collection_id in wanted
     ]
     highest: dict[int, int] = {}
     for answer in await asyncio.gather(*asked):

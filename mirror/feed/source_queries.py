@@ -12,13 +12,13 @@ from typing import Any
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported, SourceTimeout
-from mirror.feed.bootstrap import fetch_manifest
+from mirror.feed.bootstrap import fetch_high_seqnos, fetch_manifest
 from mirror.feed.connections import Connections
 from mirror.feed.map_follower import MapFollower
 from mirror.feed.session import NodeSession
-from mirror.wire.codec_dcp import decode_all_vb_seqnos, decode_failover_log, encode_all_vb_seqnos_request
+from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.codec_kv import decode_collection_id
-from mirror.wire.constants import Opcode, VbucketState, status_name
+from mirror.wire.constants import Opcode, status_name
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
 from storage.model import DEFAULT_COLLECTION, FailoverEntry, Seqno, Vbuuid
@@ -50,22 +50,6 @@ class SourceQueries:
         """From all nodes, until every vbucket is named by its own."""
         found: dict[int, int] = {}
 
-        async def ask(session: NodeSession) -> None:
-            polled: list[int | None] = [*self._collection_ids] or [None]
-            for collection_id in polled:
-                answer = await session.link.request(
-                    Opcode.GET_ALL_VB_SEQNOS,
-                    extras=encode_all_vb_seqnos_request(VbucketState.ACTIVE, collection_id),
-                    timeout_s=self._settings.request_timeout_s,
-                )
-                if answer.status != WireStatus.SUCCESS:
-                    raise HandshakeFailed(
-                        f"{session.address} gives no high seqnos: {status_name(answer.status)}",
-                        node=str(session.address),
-                    )
-                for vbid, seqno in decode_all_vb_seqnos(answer.value):
-                    found[vbid] = max(seqno, found.get(vbid, 0))
-
         def missing() -> str:
             absent = [vbid for vbid in range(self._maps.vbucket_count) if vbid not in found]
             return f"no node says how far vb {absent[0]} is ({len(absent)} such vbuckets)" if absent else ""
@@ -73,7 +57,9 @@ class SourceQueries:
         async def attempt() -> str:
             found.clear()
             for session in self._connections.ready_sessions():
-                await ask(session)
+                seqnos = await fetch_high_seqnos(session.link, self._settings, self._collection_ids or None)
+                for vbid, seqno in seqnos.items():
+                    found[vbid] = max(seqno, found.get(vbid, 0))
             return missing()
 
         await self._until(

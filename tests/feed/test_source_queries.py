@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mirror.errors import (
-    ConfigError,
-)
+from mirror.errors import ConfigError
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from tests.feed.test_reader import VBUCKETS, reader_of, write
@@ -41,6 +39,19 @@ def test_an_unknown_collection_is_named(source: SandboxThread) -> None:
         pass
 
 
+def test_a_collection_that_was_dropped_has_no_high_seqno_and_the_others_have(source: SandboxThread) -> None:
+    bucket = source.cluster.bucket
+    source.call(bucket.create_scope, "shop")
+    for name in ("orders", "carts"):
+        source.call(bucket.create_collection, "shop", name)
+    with reader_of(source, collections=["shop.orders", "shop.carts"], timeout_s=5) as reader:
+        write(source, 50, collection="shop.carts")
+        carts = reader.high_seqnos()
+        write(source, 50, collection="shop.orders")
+        source.call(bucket.drop_collection, "shop.orders")
+        assert reader.high_seqnos() == carts
+
+
 # -- refusals and mistakes ----------------------------------------------------------------------------------------
 
 
@@ -51,6 +62,3 @@ def test_collections_have_their_names(source: SandboxThread) -> None:
         names = reader.collection_names()
     assert names[0] == "_default._default"
     assert "shop.orders" in names.values()
-
-
-# -- a node that was failed over and does not know --------------------------------------------------------------------
