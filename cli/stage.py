@@ -21,7 +21,7 @@ from typing import Any, Self
 from mirror import client
 from mirror.errors import MirrorError, SupervisionError
 from mirror.sandbox import control
-from mirror.supervise.supervisor import exit_words
+from mirror.supervise.processes import exit_words
 from mirror.supervise.worker import die_with_parent
 
 COMMAND = [sys.executable, "-P", "-m", "cli.main"]

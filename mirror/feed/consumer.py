@@ -23,7 +23,7 @@ from typing import Any
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
-from mirror.errors import BucketChanged, ClusterError, ConfigError, MirrorError, NotSupported
+from mirror.errors import BucketChanged, ClusterError, MirrorError, NotSupported
 from mirror.feed.bootstrap import Access
 from mirror.feed.collection_watch import CollectionWatch
 from mirror.feed.connection_string import Address, ConnectionString
@@ -41,7 +41,7 @@ from mirror.feed.watch import SourceWatch
 from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.instructions import Status
-from mirror.ingest.selection import Resolved, Selection
+from mirror.ingest.selection import Resolved, Selection, check_streams
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.log import get_logger
 from mirror.wire import events as ev
@@ -50,22 +50,6 @@ from storage.model import Identity
 from storage.writer import GroupWriter
 
 log = get_logger("feed")
-
-
-def judge_streams(settings: Settings, selection: Selection) -> None:
-    """Refuse settings that no source can meet for what is mirrored. Raises ConfigError."""
-    if settings.track_prepares and not selection.whole:
-        raise ConfigError(
-            f"track_prepares is set, and the data directory mirrors {selection}",
-            hint="a source sends both halves of sync writes for a whole bucket alone: leave the setting out",
-            setting="track_prepares",
-        )
-    if settings.out_of_order_backfill and len(selection.collections) != 1:
-        raise ConfigError(
-            f"out_of_order_backfill is set, and {selection} is mirrored",
-            hint="a source does so for a single collection alone: leave the setting out, or name one collection",
-            setting="out_of_order_backfill",
-        )
 
 
 class Consumer:
@@ -93,7 +77,7 @@ class Consumer:
         self.settings = settings
         self.identity = identity
         selection = Selection.parse(identity.selection)
-        judge_streams(settings, selection)
+        check_streams(settings, selection)
         self._source = source
         self._access = Access.of(source, settings)
         self._first_map = cluster_map

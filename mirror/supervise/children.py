@@ -21,19 +21,19 @@ from mirror.errors import SupervisionError
 from mirror.supervise.channel import REQUEST, Channel, Message
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
-from mirror.supervise.plan import Phase, WorkerFacts
+from mirror.supervise.plan import ProcessPhase, WorkerFacts
 from mirror.supervise.quarantine import GroupMark
 
 WAITING_BYTES_MAX = 8 * 1024 * 1024
 """Commands queued to a child that takes none: it is stuck, and its heartbeat will say so; queue no more."""
 
 
-class Refused(SupervisionError):
+class WorkerRefused(SupervisionError):
     """A worker that lives said no."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ChildMessage:
     """A child said something."""
 
     child: Child
@@ -41,7 +41,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ChildExited:
     """A child is dead and reaped."""
 
     child: Child
@@ -75,11 +75,11 @@ class Child:
         self.groups = groups
         self.pid = process.pid
         self.heartbeat = heartbeat
-        self.phase = Phase.STARTING
+        self.phase = ProcessPhase.STARTING
         self.stopping_since_ms = 0
         self.outdated = False
         """Runs with settings that are no longer in force."""
-        self.last_words: dict[str, Any] | None = None
+        self.exit_report: dict[str, Any] | None = None
         """What it reported before it went."""
         self.status: dict[str, Any] = {}
         """Its last full report."""
@@ -103,7 +103,7 @@ class Child:
             outdated=self.outdated,
         )
 
-    def watch(self, post: Callable[[Heard | Gone], None]) -> None:
+    def watch(self, post: Callable[[ChildMessage | ChildExited], None]) -> None:
         """Turn what it says, and its death, into events from now on."""
         self._watch = asyncio.create_task(self._follow(post), name=f"child {self.slot}")
 
@@ -117,7 +117,7 @@ class Child:
             self._process.send_signal(signal.SIGKILL)
 
     async def request(self, command: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Ask it something. Raises SupervisionError when it dies or is stuck, Refused when it says no."""
+        """Ask it something. Raises SupervisionError when it dies or is stuck, WorkerRefused when it says no."""
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"worker {self.slot} takes no commands")
         self._asked += 1
@@ -139,23 +139,23 @@ class Child:
         if waiting is None or waiting.done():
             return
         if "error" in message:
-            waiting.set_exception(Refused(str(message["error"])))
+            waiting.set_exception(WorkerRefused(str(message["error"])))
         else:
             waiting.set_result(message.get("value") or {})
 
-    async def _follow(self, post: Callable[[Heard | Gone], None]) -> None:
+    async def _follow(self, post: Callable[[ChildMessage | ChildExited], None]) -> None:
         try:
             while (message := await self._channel.receive()) is not None:
-                post(Heard(self, message))
+                post(ChildMessage(self, message))
         except SupervisionError as error:
-            self.last_words = {"message": str(error)}
+            self.exit_report = {"message": str(error)}
             self.kill()
         await self._channel.close()
         status = await self._process.wait()
         for waiting in self._answers.values():
             if not waiting.done():
                 waiting.set_exception(SupervisionError(f"worker {self.slot} is gone"))
-        post(Gone(self, status))
+        post(ChildExited(self, status))
 
 
 async def spawn(

@@ -30,7 +30,7 @@ log = get_logger("supervisor")
 
 
 @dataclass(slots=True)
-class Record:
+class LeaseRecord:
     """One lease. Times in milliseconds since 1970."""
 
     id: str
@@ -40,7 +40,7 @@ class Record:
     positions: list[Position]
 
     def order(self, groups: tuple[int, ...], group_count: int) -> dict[str, Any] | None:
-        """What a worker of `groups` is told; None: nothing of it is theirs."""
+        """The command for a worker of `groups`; None: it owns no part."""
         theirs = [list(position) for position in self.positions if position[0] % group_count in groups]
         return {"op": "lease", "id": self.id, "until_ms": self.until_ms, "positions": theirs} if theirs else None
 
@@ -52,13 +52,13 @@ class LeaseBook:
         """Read what an earlier service granted."""
         self._path = directory / BOOK_NAME
         self.limit(seconds_max=seconds_max, age_max_s=age_max_s)
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, LeaseRecord] = {}
         if not self._path.exists():
             return
         try:
             for each in json.loads(self._path.read_text()):
                 positions = [(int(vbid), int(branch), int(seqno)) for vbid, branch, seqno in each.pop("positions")]
-                record = Record(**each, positions=positions)
+                record = LeaseRecord(**each, positions=positions)
                 self._records[record.id] = record
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             log.warning("the book of leases cannot be read; it begins again", path=str(self._path), error=str(error))
@@ -69,18 +69,23 @@ class LeaseBook:
         self._seconds_max = seconds_max
         self._age_max_ms = int(age_max_s * 1000)
 
-    def active(self, now_ms: int) -> list[Record]:
+    def active(self, now_ms: int) -> list[LeaseRecord]:
         """Leases that hold something now, oldest first."""
         return [record for record in self._records.values() if record.until_ms > now_ms]
 
-    def expire(self, now_ms: int) -> list[Record]:
+    def orders(self, groups: tuple[int, ...], group_count: int, now_ms: int) -> list[dict[str, Any]]:
+        """The commands with which a worker of `groups` holds its part of all leases, when it starts."""
+        found = (record.order(groups, group_count) for record in self.active(now_ms))
+        return [order for order in found if order is not None]
+
+    def expire(self, now_ms: int) -> list[LeaseRecord]:
         """Forget the leases that nobody renewed or released in time; returns them."""
         found = [record for record in self._records.values() if record.until_ms <= now_ms]
         for record in found:
             del self._records[record.id]
         return found
 
-    def wanted(self, request: dict[str, Any], vbucket_count: int, now_ms: int) -> Record:
+    def requested(self, request: dict[str, Any], vbucket_count: int, now_ms: int) -> LeaseRecord:
         """The lease that a request asks for, new or renewed; it counts once it is `enter`ed. Raises ConfigError."""
         seconds, name, lease_id = request.get("seconds"), request.get("name"), request.get("id")
         if not isinstance(seconds, int | float) or not SECONDS_MIN <= seconds <= self._seconds_max:
@@ -99,19 +104,19 @@ class LeaseBook:
                 f"the lease {name!r} is older than lease_age_max_s allows",
                 hint="begin again from what is published now",
             )
-        return Record(lease_id, name, granted_ms, until_ms, positions)
+        return LeaseRecord(lease_id, name, granted_ms, until_ms, positions)
 
-    def known(self, record: Record, now_ms: int) -> bool:
+    def known(self, record: LeaseRecord, now_ms: int) -> bool:
         """True for a renewal: the positions are those that are held still."""
         known = self._records.get(record.id)
         return known is not None and known.until_ms > now_ms and known.positions == record.positions
 
-    def enter(self, record: Record) -> None:
+    def enter(self, record: LeaseRecord) -> None:
         """It is granted."""
         self._records[record.id] = record
         self._write()
 
-    def strike(self, lease_id: object) -> Record | None:
+    def remove(self, lease_id: object) -> LeaseRecord | None:
         """It is released; None: there is no such lease."""
         record = self._records.pop(lease_id, None) if isinstance(lease_id, str) else None
         if record is not None:

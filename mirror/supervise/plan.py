@@ -1,8 +1,8 @@
-"""Desired against actual: which workers to start, stop or kill now. Pure: the whole brain of supervision.
+"""Compares the desired with the actual processes: which workers to start, stop or kill now. Pure.
 
-Knows slots (places for a worker, numbered from 0), the groups each slot should own, and what each child's process is
-doing; never a process, a signal or a clock. The same question asked twice gives the same answer, so the supervisor
-asks after every event and simply does what it is told.
+Knows slots (places for a worker, numbered from 0), the groups each slot should own, and the phase of each slot's
+process; never a process, a signal or a clock. The same arguments give the same answer, so the service calls `plan`
+after every event and executes the result.
 
 Invariants:
 - A group is given to a slot only when no living process holds it: killed means reaped before it is given away.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Phase(Enum):
+class ProcessPhase(Enum):
     """What the process of a slot is doing."""
 
     ABSENT = "absent"
@@ -36,7 +36,7 @@ class WorkerFacts:
 
     slot: int
     groups: tuple[int, ...]
-    phase: Phase
+    phase: ProcessPhase
     overdue: bool = False
     """Silent for longer than its deadline."""
     stopping_since_ms: int = 0
@@ -48,11 +48,11 @@ class WorkerFacts:
     @property
     def alive(self) -> bool:
         """Whether a process may still hold the groups."""
-        return self.phase is not Phase.ABSENT
+        return self.phase is not ProcessPhase.ABSENT
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartProcess:
     """Spawn a worker for the slot, owning these groups."""
 
     slot: int
@@ -60,7 +60,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopProcess:
     """Ask the slot's worker to commit, close and go."""
 
     slot: int
@@ -68,14 +68,14 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillProcess:
     """SIGKILL the slot's worker; whether it starts again is the next plan's matter."""
 
     slot: int
     reason: str
 
 
-Action = Start | Stop | Kill
+Action = StartProcess | StopProcess | KillProcess
 
 
 def assign(group_count: int, worker_count: int) -> dict[int, tuple[int, ...]]:
@@ -101,17 +101,17 @@ def plan(
     wanted = {} if stopping else dict(desired)
     actions: list[Action] = []
     for worker in actual:
-        if worker.phase in (Phase.STARTING, Phase.RUNNING):
+        if worker.phase in (ProcessPhase.STARTING, ProcessPhase.RUNNING):
             if worker.overdue:
-                actions.append(Kill(worker.slot, "no heartbeat"))
+                actions.append(KillProcess(worker.slot, "no heartbeat"))
             elif stopping:
-                actions.append(Stop(worker.slot, "the service stops"))
+                actions.append(StopProcess(worker.slot, "the service stops"))
             elif wanted.get(worker.slot) != worker.groups:
-                actions.append(Stop(worker.slot, "its groups move"))
+                actions.append(StopProcess(worker.slot, "its groups move"))
             elif worker.outdated:
-                actions.append(Stop(worker.slot, "the settings changed"))
-        elif worker.phase is Phase.STOPPING and now_ms - worker.stopping_since_ms > stop_grace_ms:
-            actions.append(Kill(worker.slot, "did not stop in time"))
+                actions.append(StopProcess(worker.slot, "the settings changed"))
+        elif worker.phase is ProcessPhase.STOPPING and now_ms - worker.stopping_since_ms > stop_grace_ms:
+            actions.append(KillProcess(worker.slot, "did not stop in time"))
     held = {group for worker in actual if worker.alive for group in worker.groups}
     known = {worker.slot: worker for worker in actual}
     for slot, groups in sorted(wanted.items()):
@@ -119,5 +119,5 @@ def plan(
         if worker_known is not None and (worker_known.alive or now_ms < worker_known.not_before_ms):
             continue
         if held.isdisjoint(groups):
-            actions.append(Start(slot, groups))
+            actions.append(StartProcess(slot, groups))
     return actions

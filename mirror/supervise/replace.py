@@ -10,7 +10,7 @@ from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.log import get_logger
 from mirror.supervise.lock import ServiceLock
-from mirror.supervise.supervisor import LookUp
+from mirror.supervise.setup import LookUp
 from storage import directory
 
 log = get_logger("supervisor")

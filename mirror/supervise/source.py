@@ -12,7 +12,7 @@ from mirror.errors import ConfigError, HandshakeFailed, NotSupported
 from mirror.feed.bootstrap import Access
 from mirror.feed.connection_string import parse
 from mirror.feed.discovery import discover
-from mirror.supervise.supervisor import LookUp, Source
+from mirror.supervise.setup import LookUp, Source
 
 
 def look_up_with(clock: Clock) -> LookUp:

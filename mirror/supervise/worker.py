@@ -187,7 +187,7 @@ def share(path: str, gid: int) -> None:
     try:
         access.share_group(path, gid)
     except StorageError as error:
-        log.error("readers_group cannot be let in", error=str(error))
+        log.error("readers_group cannot be given access", error=str(error))
 
 
 async def open_stores(start: Message, send: Send) -> Work:

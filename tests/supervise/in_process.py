@@ -16,7 +16,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.supervise import supervisor as module
+from mirror.supervise import processes
 from mirror.supervise.channel import Channel
 from mirror.supervise.children import Child
 from mirror.supervise.heartbeat import Heartbeat
@@ -88,7 +88,7 @@ def use(monkeypatch: pytest.MonkeyPatch, reports: Callable[[Sequence[int]], Repo
         started.append(process)
         return Child(slot, groups, process, await Channel.open(ours), heartbeat)
 
-    monkeypatch.setattr(module, "spawn", spawn)
+    monkeypatch.setattr(processes, "spawn", spawn)
     return started
 
 

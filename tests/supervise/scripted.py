@@ -21,7 +21,7 @@ from mirror.supervise.worker import Send, Work, main
 from storage.errors import NoSuchBoundary
 
 if TYPE_CHECKING:
-    from mirror.supervise.supervisor import Source
+    from mirror.supervise.setup import Source
 
 VBUCKETS = 8
 
@@ -92,7 +92,7 @@ async def make(start: Message, _send: Send) -> Work:
 
 
 async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
-    from mirror.supervise.supervisor import Source
+    from mirror.supervise.setup import Source
 
     return Source("c1", "demo", "b1", VBUCKETS)
 

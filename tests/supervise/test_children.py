@@ -12,12 +12,12 @@ import pytest
 from mirror.config import to_wire
 from mirror.errors import SupervisionError
 from mirror.supervise.channel import ANSWER, READY, START, STOP
-from mirror.supervise.children import Child, Gone, Heard, spawn
+from mirror.supervise.children import Child, ChildExited, ChildMessage, spawn
 from mirror.supervise.heartbeat import Heartbeat
-from mirror.supervise.plan import Phase
+from mirror.supervise.plan import ProcessPhase
 from tests.supervise.scripted import settings_for, worker_command
 
-Events = asyncio.Queue[Heard | Gone]
+Events = asyncio.Queue[ChildMessage | ChildExited]
 
 
 async def start(data: Path) -> tuple[Child, Events]:
@@ -29,18 +29,18 @@ async def start(data: Path) -> tuple[Child, Events]:
     return child, events
 
 
-async def until(events: Events, op: str) -> Heard:
+async def until(events: Events, op: str) -> ChildMessage:
     while True:
         event = await events.get()
-        assert isinstance(event, Heard)
+        assert isinstance(event, ChildMessage)
         if event.message["op"] == op:
             return event
 
 
-async def until_gone(events: Events) -> Gone:
+async def until_gone(events: Events) -> ChildExited:
     while True:
         event = await events.get()
-        if isinstance(event, Gone):
+        if isinstance(event, ChildExited):
             return event
 
 
@@ -89,7 +89,7 @@ async def test_a_child_that_talks_garbage_is_killed() -> None:
     child = await spawn(0, (0,), Heartbeat(0), lambda descriptor: [sys.executable, "-c", code, str(descriptor)])
     child.watch(events.put_nowait)
     assert (await until_gone(events)).status == -signal.SIGKILL
-    assert "limit" in str(child.last_words)
+    assert "limit" in str(child.exit_report)
 
 
 async def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open() -> None:
@@ -99,7 +99,7 @@ async def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open() -> N
 
 async def test_facts_are_what_the_plan_needs(tmp_path: Path) -> None:
     child, events = await start(tmp_path)
-    child.phase = Phase.RUNNING
+    child.phase = ProcessPhase.RUNNING
     child.heartbeat.beat(1_000)
     assert not child.facts(1_001).overdue
     assert child.facts(10_000_000).overdue

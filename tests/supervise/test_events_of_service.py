@@ -13,12 +13,13 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import ConfigError, ConnectFailed
-from mirror.supervise.supervisor import Source, Supervisor
+from mirror.supervise.setup import Source
+from mirror.supervise.supervisor import Supervisor
 from tests.supervise import in_process, scripted
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import Report, vbids_of, vbucket
 from tests.supervise.scripted import settings_for
-from tests.supervise.test_supervisor import ask
+from tests.supervise.service import ask
 
 
 async def names(data: Path) -> list[str]:

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.supervise.plan import Action, Kill, Phase, Start, Stop, WorkerFacts, assign, plan
+from mirror.supervise.plan import (
+    Action,
+    KillProcess,
+    ProcessPhase,
+    StartProcess,
+    StopProcess,
+    WorkerFacts,
+    assign,
+    plan,
+)
 
 GRACE_MS = 1_000
 
@@ -25,54 +34,56 @@ def test_every_group_has_one_slot_and_the_load_is_even(group_count: int, worker_
 
 
 def test_a_first_start_starts_all() -> None:
-    assert decide({0: (0, 2), 1: (1,)}, []) == [Start(0, (0, 2)), Start(1, (1,))]
+    assert decide({0: (0, 2), 1: (1,)}, []) == [StartProcess(0, (0, 2)), StartProcess(1, (1,))]
 
 
 def test_what_runs_as_it_should_is_left_alone() -> None:
-    assert decide({0: (0, 1)}, [WorkerFacts(0, (0, 1), Phase.RUNNING)]) == []
+    assert decide({0: (0, 1)}, [WorkerFacts(0, (0, 1), ProcessPhase.RUNNING)]) == []
 
 
 def test_a_dead_worker_comes_back_after_its_pause() -> None:
-    dead = WorkerFacts(0, (), Phase.ABSENT, not_before_ms=500)
+    dead = WorkerFacts(0, (), ProcessPhase.ABSENT, not_before_ms=500)
     assert decide({0: (0,)}, [dead], 499) == []
-    assert decide({0: (0,)}, [dead], 500) == [Start(0, (0,))]
+    assert decide({0: (0,)}, [dead], 500) == [StartProcess(0, (0,))]
 
 
 def test_a_silent_worker_is_killed_and_not_replaced_before_it_is_reaped() -> None:
-    silent = WorkerFacts(0, (0,), Phase.RUNNING, overdue=True)
-    assert decide({0: (0,)}, [silent]) == [Kill(0, "no heartbeat")]
-    assert decide({0: (0,)}, [WorkerFacts(0, (0,), Phase.KILLED, overdue=True)]) == []
+    silent = WorkerFacts(0, (0,), ProcessPhase.RUNNING, overdue=True)
+    assert decide({0: (0,)}, [silent]) == [KillProcess(0, "no heartbeat")]
+    assert decide({0: (0,)}, [WorkerFacts(0, (0,), ProcessPhase.KILLED, overdue=True)]) == []
 
 
 def test_a_group_moves_only_when_its_holder_is_gone() -> None:
     desired: dict[int, tuple[int, ...]] = {0: (0,), 1: (1,)}
-    before = [WorkerFacts(0, (0, 1), Phase.RUNNING)]
-    assert decide(desired, before) == [Stop(0, "its groups move")]
-    leaving = [WorkerFacts(0, (0, 1), Phase.STOPPING)]
+    before = [WorkerFacts(0, (0, 1), ProcessPhase.RUNNING)]
+    assert decide(desired, before) == [StopProcess(0, "its groups move")]
+    leaving = [WorkerFacts(0, (0, 1), ProcessPhase.STOPPING)]
     assert decide(desired, leaving) == []
-    gone = [WorkerFacts(0, (), Phase.ABSENT)]
-    assert decide(desired, gone) == [Start(0, (0,)), Start(1, (1,))]
+    gone = [WorkerFacts(0, (), ProcessPhase.ABSENT)]
+    assert decide(desired, gone) == [StartProcess(0, (0,)), StartProcess(1, (1,))]
 
 
 def test_a_slot_that_is_not_wanted_any_more_is_stopped() -> None:
-    actual = [WorkerFacts(0, (0,), Phase.RUNNING), WorkerFacts(1, (1,), Phase.RUNNING)]
-    assert decide({0: (0,)}, actual) == [Stop(1, "its groups move")]
+    actual = [WorkerFacts(0, (0,), ProcessPhase.RUNNING), WorkerFacts(1, (1,), ProcessPhase.RUNNING)]
+    assert decide({0: (0,)}, actual) == [StopProcess(1, "its groups move")]
 
 
 def test_changed_settings_stop_a_worker_so_that_it_starts_with_them() -> None:
-    assert decide({0: (0,)}, [WorkerFacts(0, (0,), Phase.RUNNING, outdated=True)]) == [Stop(0, "the settings changed")]
+    assert decide({0: (0,)}, [WorkerFacts(0, (0,), ProcessPhase.RUNNING, outdated=True)]) == [
+        StopProcess(0, "the settings changed")
+    ]
 
 
 def test_a_worker_that_does_not_stop_in_time_is_killed() -> None:
-    slow = WorkerFacts(0, (0,), Phase.STOPPING, stopping_since_ms=100)
+    slow = WorkerFacts(0, (0,), ProcessPhase.STOPPING, stopping_since_ms=100)
     assert decide({}, [slow], 100 + GRACE_MS) == []
-    assert decide({}, [slow], 101 + GRACE_MS) == [Kill(0, "did not stop in time")]
+    assert decide({}, [slow], 101 + GRACE_MS) == [KillProcess(0, "did not stop in time")]
 
 
-@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.RUNNING])
-def test_a_stopping_service_stops_all_and_starts_nothing(phase: Phase) -> None:
-    actual = [WorkerFacts(0, (0,), phase), WorkerFacts(1, (), Phase.ABSENT)]
-    assert decide({0: (0,), 1: (1,)}, actual, stopping=True) == [Stop(0, "the service stops")]
+@pytest.mark.parametrize("phase", [ProcessPhase.STARTING, ProcessPhase.RUNNING])
+def test_a_stopping_service_stops_all_and_starts_nothing(phase: ProcessPhase) -> None:
+    actual = [WorkerFacts(0, (0,), phase), WorkerFacts(1, (), ProcessPhase.ABSENT)]
+    assert decide({0: (0,), 1: (1,)}, actual, stopping=True) == [StopProcess(0, "the service stops")]
 
 
 @st.composite
@@ -81,8 +92,10 @@ def situations(draw: st.DrawFn) -> tuple[int, int, list[WorkerFacts], bool]:
     owners = draw(st.lists(st.integers(0, 5), min_size=group_count, max_size=group_count))
     actual = []
     for slot in range(draw(st.integers(0, 6))):
-        phase = draw(st.sampled_from(Phase))
-        groups = tuple(group for group, owner in enumerate(owners) if owner == slot and phase is not Phase.ABSENT)
+        phase = draw(st.sampled_from(ProcessPhase))
+        groups = tuple(
+            group for group, owner in enumerate(owners) if owner == slot and phase is not ProcessPhase.ABSENT
+        )
         actual.append(
             WorkerFacts(slot, groups, phase, draw(st.booleans()), draw(st.integers(0, 9)), draw(st.booleans()))
         )
@@ -95,7 +108,7 @@ def test_no_group_is_ever_given_to_two(situation: tuple[int, int, list[WorkerFac
     group_count, worker_count, actual, stopping = situation
     actions = decide(assign(group_count, worker_count), actual, 5_000, stopping=stopping)
     held = [group for worker in actual if worker.alive for group in worker.groups]
-    started = [group for action in actions if isinstance(action, Start) for group in action.groups]
+    started = [group for action in actions if isinstance(action, StartProcess) for group in action.groups]
     assert len(held) + len(started) == len(set(held) | set(started))
     assert len({action.slot for action in actions}) == len(actions)
     assert not (stopping and started)
@@ -104,13 +117,15 @@ def test_no_group_is_ever_given_to_two(situation: tuple[int, int, list[WorkerFac
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
 def test_doing_what_is_said_arrives_where_it_should(group_count: int, before: int, after: int) -> None:
     """Perform every action at once, over and over: the desired state is reached, and then nothing is asked for."""
-    actual = {slot: WorkerFacts(slot, groups, Phase.RUNNING) for slot, groups in assign(group_count, before).items()}
+    actual = {
+        slot: WorkerFacts(slot, groups, ProcessPhase.RUNNING) for slot, groups in assign(group_count, before).items()
+    }
     desired = assign(group_count, after)
     for _ in range(3):
         for action in decide(desired, list(actual.values())):
-            if isinstance(action, Start):
-                actual[action.slot] = WorkerFacts(action.slot, action.groups, Phase.RUNNING)
+            if isinstance(action, StartProcess):
+                actual[action.slot] = WorkerFacts(action.slot, action.groups, ProcessPhase.RUNNING)
             else:
-                actual[action.slot] = WorkerFacts(action.slot, (), Phase.ABSENT)
+                actual[action.slot] = WorkerFacts(action.slot, (), ProcessPhase.ABSENT)
     assert {slot: worker.groups for slot, worker in actual.items() if worker.alive} == desired
     assert decide(desired, list(actual.values())) == []

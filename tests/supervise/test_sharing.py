@@ -19,7 +19,7 @@ from tests.supervise import in_process
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import vbids_of, vbucket
 from tests.supervise.scripted import settings_for
-from tests.supervise.test_supervisor import ask
+from tests.supervise.service import ask
 
 ROOT = os.geteuid() == 0
 GROUP = "54321" if ROOT else str(os.getegid())
@@ -77,4 +77,4 @@ def test_a_group_that_cannot_be_let_in_works_without_it(tmp_path: Path, capsys: 
     os.rename(os.path.join(folder, "lock.mdb"), os.path.join(folder, "moved"))
     os.symlink("moved", os.path.join(folder, "lock.mdb"))
     share(folder, int(GROUP))
-    assert "readers_group cannot be let in" in "".join(capsys.readouterr())
+    assert "readers_group cannot be given access" in "".join(capsys.readouterr())

@@ -12,7 +12,7 @@ from mirror.health import assess
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import Report, vbids_of, vbucket
-from tests.supervise.test_supervisor import ask
+from tests.supervise.service import ask
 
 
 async def test_state_and_figures_of_an_answer_are_of_one_moment(

@@ -18,7 +18,7 @@ from mirror.errors import ExitCode
 from mirror.serve.http_problems import TITLES
 from mirror.serve.metrics import STATES
 from mirror.supervise import stored, supervisor
-from mirror.supervise.plan import Phase
+from mirror.supervise.plan import ProcessPhase
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "docs" / "settings.md"
@@ -69,10 +69,10 @@ def test_every_exit_code_has_its_row() -> None:
 def test_every_state_has_its_row() -> None:
     assert sorted(first_column("States of a vbucket")) == sorted(STATES)
     assert sorted(first_column("States of the service")) == sorted(health.STATES)
-    known = set(re.findall(r'_set_state\(\s*"([^"]+)"', inspect.getsource(supervisor)))
+    known = set(re.findall(r'set_state\(\s*"([^"]+)"', inspect.getsource(supervisor)))
     known |= set(re.findall(r'"state": "([^"]+)"', inspect.getsource(stored)))
     assert known <= set(health.STATES)
-    assert all(f"`{phase.value}`" in section("States of a vbucket") for phase in Phase)
+    assert all(f"`{phase.value}`" in section("States of a vbucket") for phase in ProcessPhase)
 
 
 def test_every_http_problem_has_its_row_with_its_status() -> None:

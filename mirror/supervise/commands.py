@@ -1,0 +1,136 @@
+"""The commands of the control socket: what each does to a service, and what it answers.
+
+Runs as a task for each client on the service's event loop, not in its queue of events: between two awaits nothing else
+happens, and `stop` and `reload` are put into the queue. Leases are granted here, by every worker that owns a part.
+Invariants: a command that is refused changes nothing; a lease is held by all workers concerned, or by none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from mirror.config import OF_SOURCE, to_wire
+from mirror.errors import ConfigError, SupervisionError
+from mirror.supervise.children import Child, WorkerRefused
+from mirror.supervise.context import ServiceContext
+from mirror.supervise.event_log import EventLog
+from mirror.supervise.leases import LeaseRecord
+from mirror.supervise.processes import Processes
+from mirror.supervise.reports import Reports
+
+STATUS_TIMEOUT_S = 2.0
+"""What a `status` command waits for reports; those that are late are as of the report before."""
+OWNER_TIMEOUT_S = 25.0
+"""For a command to the owner of a vbucket; less than the control socket's own limit."""
+
+
+class Commands:
+    """Obeys the commands of one service's clients."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        processes: Processes,
+        reports: Reports,
+        event_log: EventLog,
+        signalled: Callable[[int], None],
+    ) -> None:
+        """`signalled` queues a signal, as if the service had got it."""
+        self._context = context
+        self._processes = processes
+        self._reports = reports
+        self._event_log = event_log
+        self._signalled = signalled
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Obey a command; returns the answer. Raises MirrorError."""
+        operation = request["op"]
+        if operation == "ping":
+            return {"pid": os.getpid()}
+        if operation == "source":
+            settings = to_wire(self._context.settings)
+            return {"settings": {name: value for name, value in settings.items() if name in OF_SOURCE}}
+        if operation == "status":
+            if self._processes.desired and not self._context.stopping:
+                await self._reports.collect(STATUS_TIMEOUT_S)
+            return {"status": self._reports.document()}
+        if operation == "events":
+            return await self._events_after(request)
+        if operation == "reload":
+            self._signalled(signal.SIGHUP)
+            return {}
+        if operation == "stop":
+            self._signalled(signal.SIGTERM)
+            return {}
+        if operation in ("rollback", "refill"):
+            return {"result": await self._ask_owner(request)}
+        if operation == "lease":
+            return await self._lease(request)
+        if operation == "release":
+            return await self._release(request)
+        raise SupervisionError(
+            f"unknown command {operation!r}",
+            hint="ping, status, events, reload, stop, rollback, refill, lease, release",
+        )
+
+    async def _events_after(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The events above a number of this service; with `wait_s` the next one where there is none."""
+        after, wait_s = request.get("after", 0), request.get("wait_s", 0)
+        if not isinstance(after, int) or not isinstance(wait_s, int | float):
+            raise ConfigError(f"events after {after!r}, wait {wait_s!r}", hint="give numbers")
+        return {"pid": os.getpid(), "events": await self._event_log.after(after, wait_s)}
+
+    async def _ask_owner(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Have the worker that owns a vbucket do something with it."""
+        identity, vbid = self._context.identity, request.get("vbid")
+        if identity is None or not isinstance(vbid, int) or vbid not in identity.vbids:
+            raise ConfigError(f"there is no vbucket {vbid!r} here", hint="see `dcp-mirror state`")
+        owner = self._processes.owner_of(vbid % identity.group_count)
+        if owner is None:
+            raise SupervisionError(f"no worker has vbucket {vbid} at this moment", hint="try again in a second")
+        return await owner.request(request, OWNER_TIMEOUT_S)
+
+    async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Grant or renew a lease: by every worker that owns a part of it, or not at all."""
+        identity, book = self._context.identity, self._context.leases
+        if identity is None or book is None:
+            raise SupervisionError("the service is still starting", hint="try again in a second", retryable=True)
+        now_ms = self._context.clock.wall_ms()
+        record = book.requested(request, identity.vbucket_count, now_ms)
+        renewed = book.known(record, now_ms)
+        orders = self._orders_of(record)
+        covered = {position[0] for _, order in orders for position in order["positions"]}
+        if not renewed and len(covered) < len(record.positions):
+            raise SupervisionError("not all workers run", hint="try again in a second", retryable=True)
+        answers = (child.request(order, OWNER_TIMEOUT_S) for child, order in orders)
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        failures = [each for each in results if isinstance(each, Exception)]
+        failures.sort(key=lambda each: not isinstance(each, WorkerRefused))
+        if failures and (not renewed or isinstance(failures[0], WorkerRefused)):
+            await self._release_at_workers(record)
+            book.remove(record.id)  # nor is what it held before under that id
+            raise failures[0]
+        book.enter(record)  # a worker that died meanwhile gets a renewed one when it starts again
+        return {"id": record.id, "until_ms": record.until_ms}
+
+    async def _release(self, request: dict[str, Any]) -> dict[str, Any]:
+        record = self._context.leases.remove(request.get("id")) if self._context.leases is not None else None
+        if record is not None:
+            await self._release_at_workers(record)
+        return {"released": record is not None}
+
+    async def _release_at_workers(self, record: LeaseRecord) -> None:
+        order = {"op": "release", "id": record.id}
+        answers = (child.request(order, OWNER_TIMEOUT_S) for child, _ in self._orders_of(record))
+        await asyncio.gather(*answers, return_exceptions=True)
+
+    def _orders_of(self, record: LeaseRecord) -> list[tuple[Child, dict[str, Any]]]:
+        """The running workers that own a part of a lease, with the command for each."""
+        assert self._context.identity is not None, "leases are granted only when the directory is known"
+        count = self._context.identity.group_count
+        running = self._processes.running()
+        return [(child, order) for child in running if (order := record.order(child.groups, count)) is not None]

@@ -1,0 +1,245 @@
+"""The worker and server processes of one service: which there should be, which there are, and how each one ended.
+
+Executes what `plan` returns; never judges what the processes report. The state of a slot outlives the processes that
+ran in it. Invariants: a group is owned by at most one living process; a process that exits unexpectedly is restarted
+after a pause that grows, and is one event; every process is reaped before `reap_all` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mirror.config import to_wire
+from mirror.ingest.topology import ClusterMap
+from mirror.log import get_logger
+from mirror.supervise.backoff import failures_after, restart_delay_ms
+from mirror.supervise.channel import MAP, START, STOP
+from mirror.supervise.children import Child, ChildExited, ChildMessage, spawn
+from mirror.supervise.context import ServiceContext
+from mirror.supervise.event_log import EventLog
+from mirror.supervise.events import MapChanged, WorkerEnded
+from mirror.supervise.heartbeat import Heartbeat
+from mirror.supervise.listeners import SLOTS_PER_KIND, Listeners, kind_of
+from mirror.supervise.plan import KillProcess, ProcessPhase, StartProcess, StopProcess, WorkerFacts, assign, plan
+from mirror.supervise.quarantine import GroupMark, Quarantine
+
+log = get_logger("supervisor")
+
+Command = Callable[[int], Sequence[str]]
+"""The command line of a process whose end of the pipe is this descriptor."""
+
+
+@dataclass(slots=True)
+class ProcessSlot:
+    """A numbered place for a process, and the record of all processes that ran in it."""
+
+    child: Child | None = None
+    failures: int = 0
+    restarts: int = 0
+    not_before_ms: int = 0
+    last_exit: str | None = None
+    last_error: str | None = None
+    last_exit_ms: int | None = None
+
+
+class Processes:
+    """Starts, stops and kills the processes of one service."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        listeners: Listeners,
+        event_log: EventLog,
+        post: Callable[[ChildMessage | ChildExited], None],
+        *,
+        worker: Command,
+        server: Command,
+    ) -> None:
+        """`post` gets the messages and the exit of each process. None is planned before `begin`."""
+        self._context = context
+        self._listeners = listeners
+        self._event_log = event_log
+        self._post = post
+        self._worker = worker
+        self._server = server
+        self.slots: dict[int, ProcessSlot] = {}
+        self.desired: dict[int, tuple[int, ...]] = {}
+        """Slot -> its groups, for each process that there should be."""
+        self.quarantine = Quarantine()
+
+    def alive(self) -> list[Child]:
+        """The processes that are not reaped."""
+        return [slot.child for slot in self.slots.values() if slot.child is not None]
+
+    def running(self) -> list[Child]:
+        """The processes that are ready and were not stopped."""
+        return [child for child in self.alive() if child.phase is ProcessPhase.RUNNING]
+
+    def owner_of(self, group: int) -> Child | None:
+        """The running worker of a group."""
+        return next((child for child in self.running() if group in child.groups), None)
+
+    def begin(self) -> None:
+        """Plan workers for all groups, and the servers."""
+        identity = self._context.identity
+        assert identity is not None, "the directory is known before workers are planned"
+        workers = assign(identity.group_count, self._context.settings.workers)
+        self.desired = workers | self._listeners.desired(self._context.settings)
+
+    # executing the plan
+
+    async def act(self) -> None:
+        """Do what the plan says now."""
+        now_ms = self._context.now_ms()
+        grace_ms = int(self._context.settings.stop_timeout_s * 1000)
+        stopping = self._context.stopping
+        for action in plan(self.desired, self._facts(now_ms), now_ms, stop_grace_ms=grace_ms, stopping=stopping):
+            if isinstance(action, StartProcess):
+                await self._start(action)
+                continue
+            child = self.slots[action.slot].child
+            assert child is not None, "only the living are stopped"
+            if isinstance(action, StopProcess):
+                child.phase = ProcessPhase.STOPPING
+                child.stopping_since_ms = now_ms
+                child.send({"op": STOP})
+            elif isinstance(action, KillProcess):
+                log.error("killing a worker", slot=child.slot, pid=child.pid, reason=action.reason)
+                child.exit_report = {"message": action.reason}
+                child.phase = ProcessPhase.KILLED
+                child.kill()
+
+    def _facts(self, now_ms: int) -> list[WorkerFacts]:
+        return [
+            slot.child.facts(now_ms)
+            if slot.child is not None
+            else WorkerFacts(number, (), ProcessPhase.ABSENT, not_before_ms=slot.not_before_ms)
+            for number, slot in self.slots.items()
+        ]
+
+    async def _start(self, action: StartProcess) -> None:
+        context = self._context
+        slot = self.slots.setdefault(action.slot, ProcessSlot())
+        heartbeat = Heartbeat(context.now_ms(), int(context.settings.worker_heartbeat_timeout_s * 1000))
+        fields: dict[str, Any]
+        try:
+            if kind_of(action.slot) is None:
+                descriptor = GroupMark.descriptor()
+                fields = {"group_mark": descriptor, "quarantined": list(self.quarantine.groups.items())}
+                try:
+                    child = await spawn(action.slot, action.groups, heartbeat, self._worker, [descriptor])
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                child.mark = GroupMark(descriptor)
+            else:
+                inherited = self._listeners.inherited(action.slot)
+                fields = self._listeners.start_fields(action.slot)
+                child = await spawn(action.slot, action.groups, heartbeat, self._server, inherited)
+        except OSError as error:
+            slot.failures += 1
+            slot.last_error = f"cannot be started: {error.strerror}"
+            slot.not_before_ms = context.now_ms() + restart_delay_ms(slot.failures)
+            log.error("cannot start a worker", slot=action.slot, error=str(error))
+            return
+        if slot.last_exit is not None:
+            slot.restarts += 1
+        slot.child = child
+        leases, maps, identity = context.leases, context.maps, context.identity
+        now_ms = context.clock.wall_ms()
+        child.send(
+            {
+                "op": START,
+                "slot": action.slot,
+                "groups": list(action.groups),
+                "settings": to_wire(context.settings),
+                "leases": leases.orders(action.groups, identity.group_count, now_ms) if leases and identity else [],
+                "map": maps.current.to_wire() if maps is not None and maps.current else None,
+                "map_floor": maps.floor if maps is not None else None,
+                **fields,
+            }
+        )
+        child.watch(self._post)
+
+    # what processes did
+
+    def exited(self, event: ChildExited) -> None:
+        """Record how a process ended, and set the pause before the next one in its slot."""
+        child, now_ms = event.child, self._context.now_ms()
+        slot = self.slots[child.slot]
+        assert slot.child is child, "a slot holds one child at a time"
+        slot.child = None
+        slot.last_exit = exit_words(event.status)
+        slot.last_exit_ms = self._context.clock.wall_ms()
+        report = child.exit_report or {}
+        slot.last_error = str(report["message"]) if report.get("message") else None
+        if self._context.stopping or (child.phase is ProcessPhase.STOPPING and event.status == 0):
+            slot.failures = 0
+            return
+        group = child.mark.group if child.mark is not None else None
+        if self.quarantine.note_death(group, event.status, now_ms):
+            assert group is not None, "only deaths in a group are counted"
+            log.error("group quarantined", group=group, reason=self.quarantine.groups[group])
+        slot.failures = failures_after(slot.failures, now_ms - child.heartbeat.started_ms)
+        delay_ms = restart_delay_ms(slot.failures)
+        slot.not_before_ms = now_ms + delay_ms
+        self._event_log.add(
+            WorkerEnded(
+                process=f"{kind_of(child.slot) or 'worker'} {child.slot % SLOTS_PER_KIND}",
+                pid=child.pid,
+                exit=slot.last_exit,
+                why=slot.last_error,
+                pause_ms=delay_ms,
+            )
+        )
+
+    def kill_all(self) -> None:
+        """SIGKILL every process; `act` sees them exit."""
+        for child in self.alive():
+            child.phase = ProcessPhase.KILLED
+            child.kill()
+
+    async def reap_all(self, events: asyncio.Queue[Any]) -> None:
+        """Kill the processes that are left, and wait for their exits in the service's queue."""
+        for child in self.alive():
+            child.kill()
+        while self.alive():
+            event = await events.get()
+            if isinstance(event, ChildExited):
+                self.slots[event.child.slot].child = None
+
+    # the cluster map
+
+    def follow_map(self, found: ClusterMap) -> None:
+        """Record a cluster map if it is newer, and have all workers follow it."""
+        maps = self._context.maps
+        assert maps is not None, "maps come when the directory is known"
+        known = maps.current
+        if maps.take(found):
+            if known is not None:
+                self._event_log.add(MapChanged(rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes)))
+            for child in self.alive():
+                if kind_of(child.slot) is None:
+                    child.send({"op": MAP, "map": found.to_wire()})
+
+    def map_found(self, child: Child, found: ClusterMap) -> None:
+        """A worker found a map: all follow it if it is the newest, else this worker gets the newest."""
+        self.follow_map(found)
+        current = self._context.maps.current if self._context.maps is not None else None
+        if current is not None and current is not found:
+            child.send({"op": MAP, "map": current.to_wire()})
+
+
+def exit_words(status: int) -> str:
+    """How a process ended, for people."""
+    if status >= 0:
+        return f"exit {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"

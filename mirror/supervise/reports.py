@@ -1,0 +1,285 @@
+"""What the processes of one service report, once a second or when a command asks: collected, judged, and shown.
+
+Owns the rows of all vbuckets, the state of the service and the events found in the rows; joining and summing are
+`status`, comparing is `observer`, judging is `health`. Invariants: the rows and the state that is shown are of one
+moment; a process that does not answer keeps its rows of the report before; vbuckets without a worker have no lag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from mirror.errors import ExitCode, MirrorError, SupervisionError
+from mirror.health import CATCHING_UP, STARTING, assess
+from mirror.ingest.selection import Selection
+from mirror.log import get_logger
+from mirror.supervise.children import Child
+from mirror.supervise.context import ServiceContext
+from mirror.supervise.event_log import EventLog
+from mirror.supervise.figures import Gauge
+from mirror.supervise.listeners import Listeners, kind_of
+from mirror.supervise.observer import Observer
+from mirror.supervise.plan import ProcessPhase
+from mirror.supervise.processes import Processes, ProcessSlot
+from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
+from mirror.supervise.systemd import Notifier
+
+REPORT_INTERVAL_S = 1.0
+"""How often workers are asked for a full report, at most."""
+VBUCKETS_PER_REPORT_S = 256
+"""Reports of more vbuckets than this come more rarely: they cost the supervisor some 0.1 ms each, and workers less."""
+REPORT_TIMEOUT_S = 10.0
+EVENTS_SHOWN = 50
+"""Events that the status document has; `dcp-mirror events` shows all that are kept."""
+
+log = get_logger("supervisor")
+
+
+class ReportedFailure(MirrorError):
+    """A worker's own error, with its exit code."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        """`report` is a FAILED message, or a group that could not be opened."""
+        super().__init__(str(report.get("message") or "a worker failed"))
+        self.exit_code = ExitCode(report.get("exit_code") or ExitCode.FAILED)
+
+
+class Reports:
+    """The reports of one service, and the state that they amount to."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        processes: Processes,
+        listeners: Listeners,
+        event_log: EventLog,
+        notifier: Notifier,
+        *,
+        until_caught_up: bool,
+        stop: Callable[[MirrorError | None], None],
+    ) -> None:
+        """`stop` ends the service: with `until_caught_up` once every vbucket is, or when a group cannot be opened."""
+        self._context = context
+        self._processes = processes
+        self._listeners = listeners
+        self._event_log = event_log
+        self._notifier = notifier
+        self._stop = stop
+        self._until_caught_up = until_caught_up
+        self._catch_up: CatchUp | None = None
+        self._rows: dict[int, Row] = {}
+        self._trend = Trend()
+        self._observer = Observer()
+        self._state = STARTING
+        self._message = ""
+        self._reasons: tuple[str, ...] = ("no vbucket reported",)
+        self._since_ms = context.clock.wall_ms()
+        self._source_error: str | None = None
+        self._started = context.clock.monotonic()
+        self._gauge = Gauge(os.getpid())
+        self.was_ready = False
+        """All workers have run at once."""
+
+    def set_state(self, state: str, message: str, reasons: tuple[str, ...]) -> None:
+        """Show a state from now on, here and to systemd."""
+        if state != self._state:
+            self._since_ms = self._context.clock.wall_ms()
+        self._reasons = reasons
+        if (state, message) != (self._state, self._message):
+            self._state, self._message = state, message
+            self._notifier.status(f"{state}: {message}" if message else state)
+
+    def first_fill_begins(self) -> None:
+        """The mirror is new."""
+        self._observer.fill_begins()
+
+    def source_answered(self, error: str | None) -> None:
+        """Note why the source cannot be asked which bucket it has; None: it has answered."""
+        self._source_error = error
+        for event in self._observer.source_answers(error, self._context.now_ms()):
+            self._event_log.add(event)
+        if error is not None:
+            self._judge([])
+
+    def add_due_events(self, *, at_once: bool = False) -> None:
+        """Report the events that were collected for long enough, or all."""
+        for event in self._observer.due(self._context.now_ms(), at_once=at_once):
+            self._event_log.add(event)
+
+    def worker_exited(self, child: Child) -> None:
+        """Nobody asks the source about the worker's vbuckets now."""
+        self._observer.forget(child.groups, self._rows.values())
+        for row in self._rows.values():
+            if row["group"] in child.groups:
+                row |= {"state": "starting", "node": None}
+                row["source_high_seqno"] = row["lag_seqnos"] = row["lag_s"] = None
+
+    # collecting
+
+    async def run(self, progress: Callable[[dict[str, Any]], None] | None) -> None:
+        """Collect reports until cancelled; `progress` gets each new status."""
+        if self._until_caught_up and self._context.vbucket_count is not None:
+            self._catch_up = CatchUp(self._context.vbucket_count)
+        while True:
+            await self.collect(REPORT_TIMEOUT_S)
+            if progress is not None:
+                progress(self.document())
+            if self._context.maps is not None:
+                self._context.maps.retry()
+            await self._context.clock.sleep(max(REPORT_INTERVAL_S, len(self._rows) / VBUCKETS_PER_REPORT_S))
+
+    async def collect(self, timeout_s: float) -> None:
+        """Have every running process report, and judge the result."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(self._ask_for_report(child) for child in self._processes.running()))
+        alive = self._processes.alive()
+        counters: dict[str, int] = {}
+        for child in alive:
+            for name, value in (child.status.get("counters") or {}).items():
+                counters[name] = counters.get(name, 0) + value
+        rows = self._sorted_rows()
+        now_ms = self._context.now_ms()
+        self._trend.observe(rows, counters, now_ms)
+        self._trend.fill(rows, now_ms)
+        self._judge(rows)
+        groups = [row for child in alive for row in child.status.get("groups") or ()]
+        for event in self._observer.observe(rows, groups, self._context.vbucket_count, now_ms):
+            self._event_log.add(event)
+
+    async def _ask_for_report(self, child: Child) -> None:
+        identity = self._context.identity
+        assert identity is not None, "workers run only when the directory is known"
+        try:
+            child.status = await child.request({"op": "status"}, REPORT_TIMEOUT_S)
+        except SupervisionError as error:
+            log.debug("no report", slot=child.slot, error=str(error))
+            return
+        for report in child.status.get("vbuckets") or ():
+            row = reported_row(report, report["vbid"] % identity.group_count)
+            self._rows[row["vbid"]] = row
+
+    def _sorted_rows(self) -> list[Row]:
+        return sorted(self._rows.values(), key=lambda row: row["vbid"])
+
+    # judging
+
+    def _judge(self, rows: list[Row]) -> None:
+        """Set the state, and end the service where it was to run until it has caught up."""
+        if self._context.stopping:
+            return
+        running = len(self._processes.running())
+        if running and running == len(self._processes.desired) and not self.was_ready:
+            self.was_ready = True
+            self._notifier.ready()
+            log.info("all workers run", workers=running)
+        limit_s = self._context.settings.ready_lag_limit_s
+        health = assess(rows, self._context.vbucket_count, lag_limit_s=limit_s, source_error=self._source_error)
+        sums = totals(rows)
+        figures = f"{sums['published_seqnos']:,} seqnos published"
+        if health.state == CATCHING_UP and sums["lag_seqnos"] is not None:
+            figures = f"{sums['lag_seqnos']:,} seqnos behind"
+        self.set_state(health.state, "; ".join(health.reasons) or figures, health.reasons)
+        if self._source_error is None and self._catch_up is not None:
+            self._judge_catch_up(self._catch_up, rows)
+
+    def _judge_catch_up(self, catch_up: CatchUp, rows: list[Row]) -> None:
+        failed = [group for child in self._processes.alive() for group in child.status.get("failed_groups") or ()]
+        if failed:
+            self._stop(ReportedFailure(failed[0]))
+        catch_up.observe(rows)
+        if catch_up.done:
+            log.info("caught up", **catch_up.progress())
+            self._stop(None)
+
+    # showing
+
+    def document(self) -> dict[str, Any]:
+        """All that `status` shows, in the shape of cli/JSON.md."""
+        context, clock = self._context, self._context.clock
+        rows = self._sorted_rows()
+        identity = context.identity
+        slots = sorted(self._processes.slots.items())
+        desired = self._processes.desired
+        leases = context.leases.active(clock.wall_ms()) if context.leases is not None else ()
+        return {
+            "service": "up",
+            "state": self._state,
+            "message": self._message,
+            "reasons": list(self._reasons),
+            "since_ms": self._since_ms,
+            "pid": os.getpid(),
+            "uptime_s": round(clock.monotonic() - self._started, 1),
+            "time_ms": clock.wall_ms(),
+            "data": str(context.data),
+            "source": context.settings.source,
+            "source_error": self._source_error,
+            "bucket": identity.bucket_name if identity else None,
+            "bucket_uuid": identity.bucket_uuid if identity else None,
+            "cluster_uuid": identity.cluster_uuid if identity else None,
+            "vbucket_count": identity.vbucket_count if identity else None,
+            "vbuckets_held": context.vbucket_count,
+            "group_count": identity.group_count if identity else None,
+            "selection": str(Selection.parse(identity.selection)) if identity else None,
+            "sync": context.settings.sync,
+            "warnings": self._warnings(),
+            "supervisor": _figures(self._gauge),
+            "workers": [self._process_row(number, slot) for number, slot in slots if kind_of(number) is None],
+            "servers": [
+                {"kind": kind_of(number)} | self._process_row(number, slot)
+                for number, slot in slots
+                if kind_of(number) is not None and (slot.child is not None or number in desired)
+            ],
+            "listeners": self._listeners.urls(),
+            "leases": [
+                {"id": lease.id, "name": lease.name, "until_ms": lease.until_ms, "vbuckets": len(lease.positions)}
+                for lease in leases
+            ],
+            "readers": [row for child in self._processes.alive() for row in child.status.get("readers") or ()],
+            "totals": totals(rows)
+            | {
+                "documents_per_s": self._trend.counter_rate("received_documents"),
+                "bytes_per_s": self._trend.counter_rate("received_bytes"),
+            },
+            "catch_up": self._catch_up.progress() if self._catch_up is not None else None,
+            "events": self._event_log.newest(EVENTS_SHOWN),
+            "vbuckets": rows,
+        }
+
+    def _warnings(self) -> list[str]:
+        """What people should know, each once."""
+        found = [text for child in self._processes.alive() for text in child.status.get("warnings") or ()]
+        return list(dict.fromkeys([*self._processes.quarantine.groups.values(), *found]))
+
+    def _process_row(self, number: int, slot: ProcessSlot) -> dict[str, Any]:
+        child, now_ms = slot.child, self._context.now_ms()
+        return {
+            "slot": number,
+            "pid": child.pid if child else None,
+            "phase": child.phase.value if child else ProcessPhase.ABSENT.value,
+            "groups": list(child.groups if child else self._processes.desired.get(number, ())),
+            "uptime_s": round((now_ms - child.heartbeat.started_ms) / 1000, 1) if child else None,
+            "heartbeat_age_s": round(child.heartbeat.age_ms(now_ms) / 1000, 2) if child else None,
+            "restarts": slot.restarts,
+            "last_exit": slot.last_exit,
+            "last_exit_ms": slot.last_exit_ms,
+            "last_error": slot.last_error,
+            "counters": dict(child.status.get("counters") or {}) if child else {},
+            "request_seconds": child.status.get("request_seconds") if child else None,
+            **_figures(child.gauge if child else None),
+        }
+
+
+def _figures(gauge: Gauge | None) -> dict[str, Any]:
+    figures = gauge.read() if gauge is not None else None
+    return {
+        "cpu_percent": figures.cpu_percent if figures else None,
+        "private_bytes": figures.private_bytes if figures else None,
+        "resident_bytes": figures.resident_bytes if figures else None,
+        "threads": figures.thread_count if figures else None,
+        "open_files": figures.open_files_count if figures else None,
+    }

@@ -1,0 +1,193 @@
+"""Setup before there are workers: finds the bucket at the source, and makes its data directory or compares it.
+
+Knows the settings that are fixed when a directory is made, and the way to the source (`LookUp`). Making a directory
+creates its LMDB environments; afterwards this process opens none of them. Invariants: a directory of another bucket,
+selection, range or number of groups is refused and left as it is; a cluster map older than the recorded one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mirror.config import Settings, vbucket_range
+from mirror.errors import BucketChanged, ClusterError, ConfigError
+from mirror.ingest.selection import Selection, check_streams
+from mirror.ingest.topology import ClusterMap
+from mirror.log import get_logger
+from mirror.supervise.context import ServiceContext
+from mirror.supervise.maps import MapBook
+from mirror.supervise.sharing import readers_gid
+from storage import access, directory
+from storage.errors import StorageError
+from storage.model import Identity
+
+SOURCE_RETRY_MIN_S = 0.5
+SOURCE_RETRY_MAX_S = 10.0
+
+log = get_logger("supervisor")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What must be known of the bucket before a mirror of it can be made."""
+
+    cluster_uuid: str
+    bucket_name: str
+    bucket_uuid: str
+    vbucket_count: int
+    cluster_map: ClusterMap | None = None
+    """The newest of all nodes that answered."""
+
+
+class LookUp(Protocol):
+    """Asks the source which bucket it serves."""
+
+    def __call__(self, settings: Settings, bucket_uuid: str | None = None) -> Awaitable[Source]:
+        """`bucket_uuid`: maps of other buckets count only where no node has one of this. Raises ClusterError."""
+        ...
+
+
+class Setup:
+    """Finds the source of one service, and makes or checks the data directory."""
+
+    def __init__(
+        self, context: ServiceContext, look_up: LookUp, *, required_groups: int | None, accept_older_map: bool
+    ) -> None:
+        """`required_groups` is a number that the directory must have. Raises ConfigError."""
+        self._context = context
+        self._look_up = look_up
+        self._required_groups = required_groups
+        self._accept_older_map = accept_older_map
+        self._selection = Selection.of(context.settings.scope, context.settings.collections)
+        if not directory.exists(str(context.data)):
+            check_streams(context.settings, self._selection)
+        readers_gid(context.settings)
+
+    def load(self) -> None:
+        """Take up the mirror in the data directory, if there is one. Raises ConfigError, StorageError."""
+        data = str(self._context.data)
+        if directory.exists(data):
+            identity = directory.load(data)
+            self._check(identity)
+            self._open(identity)
+
+    def share(self) -> None:
+        """Let the members of `readers_group` read the directory; each worker does the same for its groups."""
+        settings, data = self._context.settings, str(self._context.data)
+        name, gid = settings.readers_group, readers_gid(settings)
+        if gid is None:
+            return
+        try:
+            access.share(data, gid)
+        except StorageError as error:
+            log.error("readers_group cannot be given access", readers_group=name, error=str(error))
+        else:
+            closed = access.closed_parent(data, gid)
+            if closed is not None:
+                log.warning(
+                    "readers_group cannot reach the data directory: its members may not enter one above it",
+                    readers_group=name,
+                    directory=closed,
+                    hint=f"chmod o+x {closed}, or make {name} its group",
+                )
+
+    async def find_source(self, limit_s: float, unreachable: Callable[[str], None]) -> Source:
+        """Ask the source which bucket it serves, until it answers; each failure is passed to `unreachable`.
+
+        With a limit that is not 0 the last failure is raised after it. Raises ClusterError, BucketChanged, OlderMap.
+        """
+        context = self._context
+        began = context.clock.monotonic()
+        delay_s = SOURCE_RETRY_MIN_S
+        while True:
+            try:
+                known = context.identity
+                source = await self._look_up(context.settings, None if known is None else known.bucket_uuid)
+                if known is not None:
+                    self._compare(source, known)
+                if context.maps is not None and source.cluster_map is not None:
+                    context.maps.check(source.cluster_map)
+                return source
+            except ClusterError as error:
+                if not error.retryable or (limit_s and context.clock.monotonic() - began >= limit_s):
+                    raise
+                unreachable(str(error))
+            await context.clock.sleep(delay_s)
+            delay_s = min(SOURCE_RETRY_MAX_S, delay_s * 2)
+
+    def make(self, source: Source) -> None:
+        """Make the data directory of a new mirror. Raises ConfigError, StorageError."""
+        settings = self._context.settings
+        held, count = self._held(source), source.vbucket_count
+        groups = min(settings.groups, held[1] - held[0] + 1 if held else count)
+        selected = self._selection.text
+        identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, count, groups, held, selected)
+        directory.create(str(self._context.data), identity)
+        log.info(
+            "made a new mirror",
+            data=str(self._context.data),
+            bucket=source.bucket_name,
+            groups=groups,
+            selection=str(self._selection),
+        )
+        self._open(identity)
+
+    def _open(self, identity: Identity) -> None:
+        context = self._context
+        context.identity = identity
+        self.share()
+        context.maps = MapBook(str(context.data), identity.bucket_uuid, accept_older=self._accept_older_map)
+
+    def _check(self, identity: Identity) -> None:
+        """Raise ConfigError where the settings ask for another mirror than the one in the directory."""
+        data, required = self._context.data, self._required_groups
+        if required is not None and required != identity.group_count:
+            raise ConfigError(
+                f"{data} was made with {identity.group_count} groups, not {required}",
+                hint=f"leave --groups out or give {identity.group_count}; another number needs a new directory",
+                setting="groups",
+            )
+        stored, requested = Selection.parse(identity.selection), self._selection
+        if not requested.whole and requested != stored:
+            raise ConfigError(
+                f"{data} mirrors {stored}, not {requested}",
+                hint="leave --collection and --scope out or give the same; another choice needs a new data directory",
+                setting="scope" if requested.scope is not None else "collections",
+            )
+        check_streams(self._context.settings, stored)
+        vbuckets = self._context.settings.vbuckets
+        held = (identity.vbids[0], identity.vbids[-1])
+        if vbuckets is not None and vbucket_range(vbuckets, "vbuckets") != held:
+            raise ConfigError(
+                f"{data} was made to hold vbuckets {held[0]}-{held[1]}, not {vbuckets}",
+                hint="leave the setting vbuckets out, or as it was; another range needs a new directory",
+                setting="vbuckets",
+            )
+
+    def _compare(self, source: Source, identity: Identity) -> None:
+        data = self._context.data
+        if source.bucket_uuid != identity.bucket_uuid:
+            raise BucketChanged(
+                f"{data} mirrors bucket {identity.bucket_name!r} ({identity.bucket_uuid}), and the source has "
+                f"{source.bucket_name!r} ({source.bucket_uuid})"
+            )
+        if source.vbucket_count != identity.vbucket_count:
+            raise BucketChanged(
+                f"{data} mirrors {identity.vbucket_count} vbuckets, and the source has {source.vbucket_count}"
+            )
+
+    def _held(self, source: Source) -> tuple[int, int] | None:
+        """The vbuckets that a new mirror shall hold; None: all."""
+        vbuckets = self._context.settings.vbuckets
+        if vbuckets is None:
+            return None
+        first, last = vbucket_range(vbuckets, "vbuckets")
+        if last >= source.vbucket_count:
+            raise ConfigError(
+                f"vbuckets {first}-{last} are requested, and the bucket has {source.vbucket_count}",
+                hint=f"give a range up to {source.vbucket_count - 1}",
+                setting="vbuckets",
+            )
+        return None if last - first + 1 == source.vbucket_count else (first, last)

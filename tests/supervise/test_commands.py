@@ -1,0 +1,87 @@
+"""Commands at the control socket of a running service."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mirror.client import ServiceSaidNo
+from mirror.errors import (
+    ExitCode,
+)
+from mirror.lease import Lease
+from tests.supervise.conftest import eventually
+from tests.supervise.scripted import settings_for
+from tests.supervise.service import (
+    ask,
+    pids,
+    running,
+    service_of,
+    serving,
+)
+
+
+async def test_commands_arrive(tmp_path: Path) -> None:
+    service = service_of(tmp_path)
+    task = asyncio.create_task(service.run())
+    await eventually(running(service))
+    status = (await ask(tmp_path, {"op": "status"}))["status"]
+    assert [row["vbid"] for row in status["vbuckets"]] == list(range(8))
+    assert status["vbuckets"][0]["vbuuid"] == "000000000abc"
+    assert "unknown command" in (await ask(tmp_path, {"op": "dance"}))["error"]
+    assert (await ask(tmp_path, {"op": "stop"}))["ok"]
+    assert await task == ExitCode.DONE
+
+
+async def test_new_limits_of_leases_take_effect_without_a_restart_of_workers(tmp_path: Path) -> None:
+    asking = {"op": "lease", "id": "a", "name": "job", "seconds": 30, "positions": [[0, 1, 5]]}
+    fresh = settings_for(tmp_path, lease_max_s=10)
+    async with serving(service_of(tmp_path, reload=lambda: fresh)) as service:
+        await eventually(running(service))
+        before = pids(service)
+        assert (await ask(tmp_path, asking))["ok"]
+        await ask(tmp_path, {"op": "reload"})
+        answer = await ask(tmp_path, asking | {"id": "b"})
+        assert not answer["ok"]
+        assert "ask for 1 to 10 s" in answer["error"]
+        assert pids(service) == before
+
+
+async def test_a_lease_outlives_the_death_of_a_worker_and_ends_when_one_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path, worker_heartbeat_timeout_s=1.5)
+    async with serving(service_of(tmp_path, settings=settings)) as service:
+
+        def is_another(victim: int) -> bool:
+            return running(service)() and victim not in pids(service)
+
+        await eventually(running(service))
+        positions = {0: (1, 5), 1: (1, 5)}
+        held = [[vbid, *position] for vbid, position in positions.items()]
+        with pytest.raises(ServiceSaidNo, match="lease of 0"):
+            await asyncio.to_thread(Lease, tmp_path, positions, name="job", seconds=0)
+        lease = await asyncio.to_thread(Lease, tmp_path, positions, name="job", seconds=3)
+        renewal = {"op": "lease", "id": lease.id, "name": "job", "seconds": 30, "positions": held}
+        victim = pids(service)[0]
+        os.kill(victim, signal.SIGSTOP)
+        assert (await ask(tmp_path, renewal))["ok"], "asked while it stood still, and answered once it was dead"
+        assert (await ask(tmp_path, renewal))["ok"], "it is not there, or still starting"
+        await eventually(lambda: is_another(victim))
+        assert (await ask(tmp_path, renewal))["ok"]
+        assert lease.lost is None
+        monkeypatch.setenv("SCRIPT", "forgetful")
+        victim = pids(service)[1]
+        os.kill(victim, signal.SIGKILL)
+        await eventually(lambda: is_another(victim))
+        await eventually(lambda: lease.lost)
+        assert isinstance(lease.lost, ServiceSaidNo)
+        assert "1:5 is not kept" in str(lease.lost)
+        assert service.status_document()["leases"] == []
+        refused = await ask(tmp_path, renewal)
+        assert (refused["ok"], refused["retryable"]) == (False, False)
+        await asyncio.to_thread(lease.release)

@@ -1,0 +1,104 @@
+"""Worker processes of a running service: what is killed is replaced, and a crash loop is slowed down."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mirror.supervise.processes import exit_words
+from tests.supervise.conftest import eventually
+from tests.supervise.scripted import settings_for, worker_command
+from tests.supervise.service import (
+    pids,
+    running,
+    service_of,
+    serving,
+)
+
+
+async def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
+    async with serving(service_of(tmp_path)) as service:
+        await eventually(running(service))
+        victim, other = pids(service)
+        os.kill(victim, signal.SIGKILL)
+        await eventually(lambda: running(service)() and pids(service)[0] != victim)
+        worker = service.status_document()["workers"][0]
+        assert worker["restarts"] == 1
+        assert worker["last_exit"] == "SIGKILL"
+        assert pids(service)[1] == other
+
+
+async def test_a_worker_that_stands_still_is_killed_and_replaced(tmp_path: Path) -> None:
+    service = service_of(tmp_path, settings=settings_for(tmp_path, worker_heartbeat_timeout_s=1.5))
+    async with serving(service):
+        await eventually(running(service))
+        victim = pids(service)[0]
+        os.kill(victim, signal.SIGSTOP)
+        await eventually(lambda: running(service)() and pids(service)[0] != victim)
+        worker = service.status_document()["workers"][0]
+        assert (worker["last_exit"], worker["last_error"]) == ("SIGKILL", "no heartbeat")
+        assert not psutil.pid_exists(victim)
+
+
+async def test_a_crash_loop_is_slowed_down_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(service_of(tmp_path)) as service:
+        await eventually(running(service))
+        monkeypatch.setenv("SCRIPT", "crash")
+        victim, other = pids(service)
+        os.kill(victim, signal.SIGKILL)
+        await eventually(lambda: service.status_document()["workers"][0]["restarts"] >= 2)
+        assert service.status_document()["workers"][0]["last_exit"] == "SIGSEGV"
+        assert pids(service)[1] == other
+        monkeypatch.setenv("SCRIPT", "")
+        await eventually(running(service))
+
+
+@pytest.mark.parametrize(("script", "words"), [("bug", "ZeroDivisionError: a bug"), ("refused", "wrong password")])
+async def test_what_a_worker_says_before_it_dies_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
+) -> None:
+    monkeypatch.setenv("SCRIPT", script)
+    async with serving(service_of(tmp_path)) as service:
+        await eventually(lambda: any(worker["last_error"] for worker in service.status_document()["workers"]))
+        errors = [worker["last_error"] for worker in service.status_document()["workers"] if worker["last_error"]]
+        assert words in errors[0]
+
+
+async def test_a_worker_that_will_not_stop_is_killed_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPT", "stubborn")
+    service = service_of(tmp_path, settings=settings_for(tmp_path, stop_timeout_s=0.5))
+    async with serving(service):
+        await eventually(running(service))
+        children = pids(service)
+    assert not any(psutil.pid_exists(pid) for pid in children)
+    assert {worker["last_exit"] for worker in service.status_document()["workers"]} == {"SIGKILL"}
+
+
+async def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    tries = []
+
+    def command(descriptor: int) -> list[str]:
+        tries.append(descriptor)
+        return list(worker_command(descriptor)) if len(tries) > 2 else ["/nonexistent/python"]
+
+    async with serving(service_of(tmp_path, command=command)) as service:
+        await eventually(running(service))
+        assert len(tries) == 4
+
+
+def test_how_it_ended_is_said_in_words() -> None:
+    assert [exit_words(status) for status in (0, 3, -9, -11, -200)] == [
+        "exit 0",
+        "exit 3",
+        "SIGKILL",
+        "SIGSEGV",
+        "signal 200",
+    ]

@@ -1,0 +1,53 @@
+"""The reports of workers: what the status shows, and a service that ends once it has caught up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.client import SOCKET_NAME
+from mirror.errors import (
+    ExitCode,
+    MirrorError,
+)
+from storage import directory
+from storage.model import Identity
+from tests.supervise.conftest import eventually
+from tests.supervise.service import (
+    phases,
+    service_of,
+    serving,
+)
+
+
+async def test_groups_are_shared_out_and_everyone_reports(tmp_path: Path) -> None:
+    async with serving(service_of(tmp_path)) as service:
+        await eventually(lambda: len(service.status_document()["vbuckets"]) == 8)
+        document = service.status_document()
+        assert [worker["groups"] for worker in document["workers"]] == [[0, 2], [1, 3]]
+        assert document["service"] == "up"
+        assert document["bucket_uuid"] == "b1"
+        assert document["totals"]["documents"] == 8
+        assert all(worker["private_bytes"] > 0 for worker in document["workers"])
+        assert directory.load(str(tmp_path)) == Identity("c1", "demo", "b1", 8, 4)
+    assert phases(service) == ["absent", "absent"]
+    assert not (tmp_path / SOCKET_NAME).exists()
+
+
+async def test_until_caught_up_ends_by_itself(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    service = service_of(tmp_path, until_caught_up=True, progress=seen.append)
+    assert await service.run() == ExitCode.DONE
+    assert seen[-1]["catch_up"]["vbuckets_done"] == 8
+    assert seen[-1]["catch_up"]["share"] == 1.0
+
+
+async def test_until_caught_up_fails_with_what_the_source_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPT", "refused")
+    with pytest.raises(MirrorError, match="wrong password") as caught:
+        await service_of(tmp_path, until_caught_up=True).run()
+    assert caught.value.exit_code is ExitCode.REFUSED

@@ -1,0 +1,116 @@
+"""Before the first worker: the source is found, and the data directory is made, or refused and left as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mirror.config import Settings
+from mirror.errors import (
+    AuthRejected,
+    BucketChanged,
+    ConfigError,
+    ConnectFailed,
+    ExitCode,
+    MirrorError,
+)
+from mirror.supervise.setup import Source
+from storage import directory
+from storage.model import Identity
+from tests.supervise.conftest import eventually
+from tests.supervise.scripted import settings_for
+from tests.supervise.service import (
+    SOURCE,
+    running,
+    service_of,
+    serving,
+)
+
+
+async def test_a_refusal_at_start_ends_the_service_and_leaves_no_mirror(tmp_path: Path) -> None:
+    async def refuse(settings: Settings, bucket_uuid: str | None = None) -> Source:
+        raise AuthRejected("wrong password for demo")
+
+    with pytest.raises(AuthRejected):
+        await service_of(tmp_path, look_up=refuse).run()
+    assert not directory.exists(str(tmp_path))
+
+
+async def test_a_source_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    answers: list[Source | MirrorError] = [ConnectFailed("nobody there"), ConnectFailed("nobody there"), SOURCE]
+
+    async def come_back(settings: Settings, bucket_uuid: str | None = None) -> Source:
+        answer = answers.pop(0)
+        if isinstance(answer, MirrorError):
+            raise answer
+        return answer
+
+    async with serving(service_of(tmp_path, look_up=come_back)) as service:
+        await eventually(lambda: "nobody there" in (service.status_document()["source_error"] or ""))
+        await eventually(running(service))
+        assert service.status_document()["source_error"] is None
+
+
+async def test_known_data_is_worked_on_while_the_source_is_away(tmp_path: Path) -> None:
+    directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
+
+    async def away(settings: Settings, bucket_uuid: str | None = None) -> Source:
+        raise ConnectFailed("nobody there")
+
+    async with serving(service_of(tmp_path, look_up=away)) as service:
+        await eventually(running(service))
+        assert service.status_document()["state"] == "source unreachable"
+
+
+async def test_somebody_waiting_for_the_end_is_not_kept_for_ever(tmp_path: Path) -> None:
+    async def away(settings: Settings, bucket_uuid: str | None = None) -> Source:
+        raise ConnectFailed("nobody there")
+
+    settings = settings_for(tmp_path, bootstrap_timeout_s=0.1)
+    with pytest.raises(ConnectFailed):
+        await service_of(tmp_path, settings=settings, until_caught_up=True, look_up=away).run()
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [Identity("c1", "demo", "another", 8, 4), Identity("c1", "demo", "b1", 16, 4)],
+    ids=["bucket", "vbuckets"],
+)
+async def test_another_buckets_data_is_left_as_it_is(tmp_path: Path, identity: Identity) -> None:
+    directory.create(str(tmp_path), identity)
+    with pytest.raises(BucketChanged) as caught:
+        await service_of(tmp_path).run()
+    assert caught.value.exit_code is ExitCode.DATA
+    assert directory.load(str(tmp_path)) == identity
+
+
+async def test_the_number_of_groups_cannot_change_but_the_number_of_workers_can(tmp_path: Path) -> None:
+    directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
+    with pytest.raises(ConfigError, match="4 groups, not 2"):
+        await service_of(tmp_path, groups_asked=2).run()
+    async with serving(service_of(tmp_path, settings=settings_for(tmp_path, workers=3, groups=8))) as service:
+        await eventually(running(service, 3))
+        assert [worker["groups"] for worker in service.status_document()["workers"]] == [[0, 3], [1], [2]]
+
+
+async def test_a_mirror_of_some_collections_refuses_to_become_one_of_others(tmp_path: Path) -> None:
+    selected = settings_for(tmp_path, collections="inventory.route, inventory.airline")
+    async with serving(service_of(tmp_path, settings=selected)) as service:
+        await eventually(running(service))
+        assert service.status_document()["selection"] == "collections inventory.airline, inventory.route"
+    assert directory.load(str(tmp_path)).selection == "collections inventory.airline,inventory.route"
+    for other, named in (({"scope": "inventory"}, "scope inventory"), ({"collections": "a.b"}, "collections a.b")):
+        with pytest.raises(ConfigError, match=f"inventory.route, not {named}") as caught:
+            await service_of(tmp_path, settings=settings_for(tmp_path, **other)).run()
+        assert "leave --collection and --scope out" in str(caught.value)
+    async with serving(service_of(tmp_path)) as service:  # not named again: it stays what it was made for
+        await eventually(running(service))
+    with pytest.raises(ConfigError, match="track_prepares is set, and the data directory mirrors"):
+        await service_of(tmp_path, settings=settings_for(tmp_path, track_prepares=True)).run()
+
+
+async def test_a_mirror_of_the_whole_bucket_refuses_to_become_one_of_a_part(tmp_path: Path) -> None:
+    directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
+    with pytest.raises(ConfigError, match="mirrors the whole bucket, not scope inventory"):
+        await service_of(tmp_path, settings=settings_for(tmp_path, scope="inventory")).run()
