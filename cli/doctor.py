@@ -16,6 +16,7 @@ from cli import options, output
 from cli.exits import Ended
 from mirror import client
 from mirror.inspection.doctor import Doctor, Finding, Verdict
+from mirror.messages import Ping
 from mirror.supervise import logs
 
 COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
@@ -38,7 +39,7 @@ def doctor(
     settings = options.with_source(loaded)
     assert settings.source is not None
     logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
-    service = settings.data is not None and client.ask(settings.data, "ping") is not None
+    service = settings.data is not None and client.ask(settings.data, Ping()) is not None
     work = Doctor(settings, settings.source, settings.data, service=service)
     if not as_json:
         work.on_finding = say

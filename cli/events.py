@@ -16,6 +16,7 @@ import typer
 from cli import exits, options, output, render
 from mirror import client
 from mirror.errors import SupervisionError
+from mirror.messages import GetEvents
 
 WAIT_S = 20.0
 """How long the service waits for the next event before it answers without one."""
@@ -34,7 +35,7 @@ def events(
     pid, number, away = None, 0, False
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            answer = client.ask(path, "events", after=number, wait_s=WAIT_S if pid is not None else 0)
+            answer = client.ask(path, GetEvents(number, WAIT_S if pid is not None else 0))
             if answer is None and (pid is None or not follow):
                 raise SupervisionError(
                     f"no service runs for {path}", hint="events are kept by the service; older ones are in its log"

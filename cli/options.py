@@ -15,6 +15,7 @@ from mirror import client
 from mirror.config import Settings
 from mirror.config_reader import NAMES, Loaded, load, validated
 from mirror.errors import ConfigError
+from mirror.messages import GetSource
 
 DataOption = Annotated[
     Path | None,
@@ -97,7 +98,7 @@ def with_source(loaded: Loaded) -> Settings:
     settings = loaded.settings
     if settings.source is not None:
         return settings
-    answer = None if settings.data is None else client.ask(settings.data, "source")
+    answer = None if settings.data is None else client.ask(settings.data, GetSource())
     if answer is None:
         raise ConfigError(
             "no source is given" + ("" if settings.data is None else f", and no service runs on {settings.data}"),

@@ -21,6 +21,7 @@ from mirror import client
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError
+from mirror.messages import RollBack
 from storage import directory
 from storage.model import Document
 from storage.view import View, open_view
@@ -95,7 +96,7 @@ def rollback(
     }
     service = None
     if done:
-        answer = client.ask(path, "rollback", vbid=vbid, to=to_seqno)
+        answer = client.ask(path, RollBack(vbid, to_seqno))
         service = "down" if answer is None else "up"
         settings = options.settings_from({"data": data}, config=config).settings
         result = answer["result"] if answer is not None else roll_back_offline(settings, path, vbid, to_seqno)

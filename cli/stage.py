@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from mirror import client
 from mirror.errors import MirrorError, SupervisionError
+from mirror.messages import GetStatus
 from mirror.sandbox import control
 from mirror.supervise.processes import exit_words
 from mirror.supervise.worker import die_with_parent
@@ -119,7 +120,7 @@ class Stage:
     def status(self) -> dict[str, Any] | None:
         """The mirror's status; None while the service is not there yet. Raises SupervisionError as `check` does."""
         self.check()
-        answer = client.ask(self.data, "status")
+        answer = client.ask(self.data, GetStatus())
         status: dict[str, Any] | None = answer["status"] if answer else None
         return status
 

@@ -15,6 +15,7 @@ import typer
 from cli import options, output, render
 from cli.keyboard import Keyboard
 from mirror import client
+from mirror.messages import GetStatus
 from mirror.supervise.status import summed, totals
 from mirror.supervise.stored import stored_status
 from storage.view import View, open_view
@@ -58,7 +59,7 @@ class Counter:
 
 def current_status(data: Path) -> dict[str, Any]:
     """The status from the service, completed from the store; or from the store alone."""
-    answer = client.ask(data, "status")
+    answer = client.ask(data, GetStatus())
     if answer is None:
         return stored_status(data)
     document: dict[str, Any] = answer["status"]

@@ -25,6 +25,7 @@ from mirror.inspection.comparison import Difference, VbucketResult, not_said
 from mirror.inspection.repair import refill
 from mirror.inspection.verify import WAIT_S
 from mirror.inspection.verify import verify as compare
+from mirror.messages import Ping
 from mirror.supervise import logs
 from storage import directory, keys, map_record
 from storage.digest import Fingerprint
@@ -75,7 +76,7 @@ def verify(
     url = settings.source
     assert url is not None
     logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
-    service = client.ask(path, "ping") is not None
+    service = client.ask(path, Ping()) is not None
     started = time.monotonic()
     with (
         SourceReader(

@@ -1,8 +1,8 @@
-"""The line to a running service: one command to its control socket `<data>/control.sock`, one answer back.
+"""The client of a running service: one command to its control socket `<data>/control.sock`, one answer back.
 
-Knows the socket's place and manners (one JSON object a line); never what a command means. A service that is not there
-is None, not an error: most of what asks works without it. Paths longer than a socket address (107 bytes) go through the
-directory's descriptor. Invariant: no wait without an end.
+Knows where the socket is and how it is used (one JSON object a line); never what a command means. A service that is not
+there is None, not an error: most callers work without it. Paths longer than a socket address (107 bytes) go through the
+directory's descriptor. Invariant: every wait has a limit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror.errors import ExitCode, MirrorError, SupervisionError
+from mirror.messages import ControlCommand, encode
 
 SOCKET_NAME = "control.sock"
 TIMEOUT_S = 35.0
@@ -38,7 +39,7 @@ def socket_address(directory: Path) -> Iterator[str]:
 
 
 class ServiceSaidNo(MirrorError):
-    """The service's own words, with its exit code."""
+    """The service refused a command: its message and its exit code."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         """`answer` is the line that came back."""
@@ -47,7 +48,7 @@ class ServiceSaidNo(MirrorError):
         self.retryable = bool(answer.get("retryable"))
 
 
-def ask(directory: Path, operation: str, **more: Any) -> dict[str, Any] | None:
+def ask(directory: Path, command: ControlCommand) -> dict[str, Any] | None:
     """Send a command to the service of `directory`; None when no service runs there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(TIMEOUT_S)
@@ -61,7 +62,7 @@ def ask(directory: Path, operation: str, **more: Any) -> dict[str, Any] | None:
         except (OSError, SupervisionError):
             return None
         try:
-            line.sendall(json.dumps({"op": operation, **more}).encode() + b"\n")
+            line.sendall(json.dumps(encode(command)).encode() + b"\n")
             answer = _read_line(line)
         except TimeoutError:
             raise SupervisionError(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mirror.client import ServiceSaidNo, ask
 from mirror.errors import MirrorError, SupervisionError
+from mirror.messages import GrantLease, ReleaseLease
 
 SECONDS = 60.0
 """How long a lease outlives a holder that died."""
@@ -53,14 +54,7 @@ class Lease:
         self._renewing.start()
 
     def _ask(self) -> None:
-        ask(
-            self._directory,
-            "lease",
-            id=self.id,
-            name=self._name,
-            seconds=self._seconds,
-            positions=self._positions,
-        )
+        ask(self._directory, GrantLease(self.id, self._name, self._seconds, self._positions))
 
     def _ask_first(self) -> None:
         """A worker that was killed a moment ago is back in a second: wait for it."""
@@ -95,7 +89,7 @@ class Lease:
         if not self.leave():
             return
         try:
-            ask(self._directory, "release", id=self.id)
+            ask(self._directory, ReleaseLease(self.id))
         except MirrorError:  # it ends by itself
             return
 

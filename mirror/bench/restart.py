@@ -29,6 +29,7 @@ from mirror.bench.kv import Memcached, mirror_server
 from mirror.bench.limits import Row, append_rows, bare_get, document_rows, store_each
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
+from mirror.messages import GetStatus
 from mirror.serve.dcp_server import DcpServer
 from mirror.supervise import logs
 from mirror.supervise.source import look_up_with
@@ -121,7 +122,7 @@ def _until(service: Any, look: Any) -> None:
 
 def _caught_up(data: str, highs: dict[int, int]) -> bool:
     """The service says so, and these vbuckets are published as far as this."""
-    answer = client.ask(Path(data), "status")
+    answer = client.ask(Path(data), GetStatus())
     if answer is None or answer["status"]["state"] != "caught up":
         return False
     rows = {row["vbid"]: row["published_seqno"] for row in answer["status"]["vbuckets"]}

@@ -44,6 +44,7 @@ from mirror.ingest.instructions import Status
 from mirror.ingest.selection import Resolved, Selection, check_streams
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.log import get_logger
+from mirror.messages import ProcessReport, Resync, RollBack
 from mirror.wire import events as ev
 from storage.errors import StorageError
 from storage.model import Identity
@@ -415,10 +416,10 @@ class Consumer:
             if vbucket.source_high_seqno is not None
         }
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ProcessReport:
         """`vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         return self._status.report()
 
-    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Obey a command: `{"op": "rollback", "vbid": N, "to": SEQNO}` or `{"op": "refill", "vbid": N}`."""
+    async def request(self, command: RollBack | Resync) -> dict[str, Any]:
+        """Execute an operator's command; returns what it did."""
         return self._commands.request(command)

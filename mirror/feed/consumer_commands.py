@@ -1,7 +1,7 @@
 """An operator's commands to a consumer: roll a vbucket back, or read it again from the beginning.
 
 Knows how a command is checked and what it does to a vbucket's store; what follows at the source is the machine's to
-decide, which is started again from what is stored. Invariants: a command that cannot be obeyed changes nothing; the
+decide, which is started again from what is stored. Invariants: a command that is refused changes nothing; the
 store is committed before it is rolled back.
 """
 
@@ -14,11 +14,12 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.feed.group_commits import Group, GroupCommits
 from mirror.feed.session import NodeSession
 from mirror.feed.vbucket import MirroredVbucket
+from mirror.messages import Resync, RollBack
 from storage.errors import StorageError
 
 
 class ConsumerCommands:
-    """Obeys the commands for one consumer's vbuckets."""
+    """Executes the commands for one consumer's vbuckets."""
 
     def __init__(
         self,
@@ -33,25 +34,18 @@ class ConsumerCommands:
         self._commits = commits
         self._attach = attach
 
-    def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Obey a command; returns what it did. Raises ConfigError, MirrorError, StorageError."""
-        known: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "rollback": self._roll_back,
-            "refill": self._refill,
-        }
-        operation = str(command.get("op"))
-        if operation not in known:
-            raise ConfigError(f"unknown command {operation!r}", hint="known: " + ", ".join(known))
-        return known[operation](command)
+    def request(self, command: RollBack | Resync) -> dict[str, Any]:
+        """Execute a command; returns what it did. Raises ConfigError, MirrorError, StorageError."""
+        return self._roll_back(command) if isinstance(command, RollBack) else self._resync(command)
 
-    def _roll_back(self, command: dict[str, Any]) -> dict[str, Any]:
+    def _roll_back(self, command: RollBack) -> dict[str, Any]:
         """Go back to the newest kept boundary at or below a seqno, and stream on from there.
 
         At the published boundary there is nothing to take back, and nothing is changed.
         """
-        vbid, to_seqno = command.get("vbid"), command.get("to")
-        if not isinstance(vbid, int) or vbid not in self._vbuckets or not isinstance(to_seqno, int) or to_seqno < 0:
-            raise ConfigError(f"rollback of vb {vbid!r} to {to_seqno!r}", hint="vbid must be ours, to a seqno")
+        vbid, to_seqno = command.vbid, command.to
+        if vbid not in self._vbuckets or to_seqno < 0:
+            raise ConfigError(f"rollback of vb {vbid} to {to_seqno}", hint="give a vbucket of this worker and a seqno")
         group, vbucket = self._group_of[vbid], self._vbuckets[vbid]
         if group.error is not None:
             raise group.error
@@ -85,11 +79,11 @@ class ConsumerCommands:
             "branch": int(result.branch),
         }
 
-    def _refill(self, command: dict[str, Any]) -> dict[str, Any]:
+    def _resync(self, command: Resync) -> dict[str, Any]:
         """Fetch a vbucket again, next to its old copy, and swap it in when it is whole."""
-        vbid = command.get("vbid")
-        if not isinstance(vbid, int) or vbid not in self._vbuckets:
-            raise ConfigError(f"refill of vb {vbid!r}", hint="vbid must be ours")
+        vbid = command.vbid
+        if vbid not in self._vbuckets:
+            raise ConfigError(f"resync of vb {vbid}", hint="vbid must be one of this worker")
         group, vbucket = self._group_of[vbid], self._vbuckets[vbid]
         if group.error is not None:
             raise group.error
@@ -105,5 +99,5 @@ class ConsumerCommands:
         if session is not None and session.ready:
             self._attach(vbid, session)
         if state.published_seqno and state.staging_branch == state.branch:
-            raise MirrorError(f"vb {vbid} cannot be resynced", hint="make room on the disk for a second copy of it")
+            raise MirrorError(f"vb {vbid} cannot be resynced", hint="free space on the disk for a second copy of it")
         return {"vbid": vbid, "staging_branch": int(state.staging_branch)}

@@ -16,6 +16,7 @@ from mirror.feed.map_follower import MapFollower
 from mirror.feed.nodes import NodeKeeper
 from mirror.feed.vbucket import MirroredVbucket
 from mirror.log import get_logger
+from mirror.messages import ProcessReport
 from mirror.wire.constants import ControlKey
 from storage.errors import Full, StorageError
 from storage.history import History
@@ -46,7 +47,7 @@ class ConsumerStatus:
         self._consumer = consumer
         self._clock_step_count = 0
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> ProcessReport:
         """`vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         consumer = self._consumer
         histories = self._histories()

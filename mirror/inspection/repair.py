@@ -19,6 +19,7 @@ from mirror.config import Settings
 from mirror.errors import MirrorError, SourceTimeout, SupervisionError
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
+from mirror.messages import Resync
 from storage import directory
 from storage.view import View, open_view
 from storage.writer import GroupWriter
@@ -46,13 +47,13 @@ def refill(
     first = next(iter(vbids), None)
     if first is None:
         return
-    answer = client.ask(Path(path), "refill", vbid=first)
+    answer = client.ask(Path(path), Resync(first))
     if answer is None:
         asyncio.run(_refill_here(path, source, settings, vbids, timeout_s, progress, SystemClock()))
         return
     wanted = {first: int(answer["result"]["staging_branch"])}
     for vbid in vbids[1:]:
-        answer = client.ask(Path(path), "refill", vbid=vbid)
+        answer = client.ask(Path(path), Resync(vbid))
         if answer is None:
             raise SupervisionError("the service went away", hint="start it again: it goes on with the refills")
         wanted[vbid] = int(answer["result"]["staging_branch"])
@@ -105,7 +106,7 @@ async def _refill_here(
         work = asyncio.create_task(consumer.run())
         try:
             for vbid in vbids:
-                await consumer.request({"op": "refill", "vbid": vbid})
+                await consumer.request(Resync(vbid))
             writer_of = {int(vbid): writer for writer in writers for vbid in writer.vbids}
             left = set(vbids)
             since = clock.monotonic()

@@ -20,6 +20,7 @@ from typing import Any
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ConfigError
+from mirror.messages import ProcessCommand, ProcessReport
 from mirror.serve.admission import Acceptor, Admission
 from mirror.serve.auth import Users, users_of
 from mirror.serve.http_api import make_app
@@ -150,7 +151,7 @@ class HttpServer:
         now = formatdate(self.service.clock.wall_ms() / 1000, usegmt=True)
         self.gate.state.default_headers[:] = [(b"date", now.encode())]
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ProcessReport:
         """What the supervisor wants to know."""
         connections = len(self.gate.state.connections)
         return {
@@ -163,6 +164,6 @@ class HttpServer:
             "unsent_bytes": self.service.budget.out_bytes,
         }
 
-    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Obey a command of the supervisor; there is none yet."""
-        raise ConfigError(f"an HTTP process knows no command {command.get('op')!r}")
+    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+        """There is no command for an HTTP process. Raises ConfigError."""
+        raise ConfigError(f"an HTTP process knows no command {command.op!r}")

@@ -19,6 +19,7 @@ from typing import Any
 from mirror.client import socket_address
 from mirror.clock import Clock
 from mirror.errors import MirrorError, SupervisionError
+from mirror.messages import GetStatus, encode
 from mirror.serve.http_view import Mirror
 from storage.errors import StorageError
 
@@ -48,7 +49,7 @@ async def ask_service(data: Path) -> Report | None:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(address, limit=ANSWER_BYTES_MAX)
                 try:
-                    writer.write(b'{"op": "status"}\n')
+                    writer.write(json.dumps(encode(GetStatus())).encode() + b"\n")
                     answer = json.loads(await reader.readline())
                 finally:
                     writer.close()

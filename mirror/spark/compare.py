@@ -20,6 +20,7 @@ from mirror.errors import BucketChanged, ConfigError
 from mirror.feed.reader import SourceReader
 from mirror.inspection.comparison import VbucketResult
 from mirror.inspection.verify import WAIT_S, verify
+from mirror.messages import Ping
 from mirror.spark.local import dealt
 from mirror.spark.runner import Progress, Runner, quiet_logs
 from storage import map_record
@@ -96,5 +97,5 @@ def compare_task(task: Task) -> list[VbucketResult]:
     ):
         if reader.bucket_uuid and reader.bucket_uuid != task.bucket_uuid:
             raise BucketChanged(f"the source has bucket {reader.bucket_uuid}, {task.data} mirrors {task.bucket_uuid}")
-        service = client.ask(Path(task.data), "status") is not None
+        service = client.ask(Path(task.data), Ping()) is not None
         return verify(task.data, view, reader, service=service, vbids=task.vbids, wait_s=task.wait_s)

@@ -1,6 +1,6 @@
-"""Worker processes: how one is spawned, spoken to, killed and reaped.
+"""Worker processes: how one is spawned, sent messages, killed and reaped.
 
-Knows processes, pipes and pulses; never what a worker works on, nor when one should live: that is `plan`'s matter. The
+Knows processes, pipes and heartbeats; never what a worker does, nor when one should run: `plan` decides that. The
 store is opened by the child after it was spawned, never before: an LMDB environment must not cross a fork. Invariants:
 a child's death and each of its messages become events in one queue, its death last; secrets never appear on its
 command line.
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mirror.errors import SupervisionError
-from mirror.supervise.channel import REQUEST, Channel, Message
+from mirror.messages import Answer, ExitReport, PipeMessage, ProcessCommand, ProcessReport, Request
+from mirror.supervise.channel import Channel
 from mirror.supervise.figures import Gauge
 from mirror.supervise.heartbeat import Heartbeat
 from mirror.supervise.plan import ProcessPhase, WorkerFacts
@@ -29,15 +30,15 @@ WAITING_BYTES_MAX = 8 * 1024 * 1024
 
 
 class WorkerRefused(SupervisionError):
-    """A worker that lives said no."""
+    """A worker that runs refused a command."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildMessage:
-    """A child said something."""
+    """A child sent a message."""
 
     child: Child
-    message: Message
+    message: PipeMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,9 @@ class Child:
         self.stopping_since_ms = 0
         self.outdated = False
         """Runs with settings that are no longer in force."""
-        self.exit_report: dict[str, Any] | None = None
+        self.exit_report: ExitReport | None = None
         """What it reported before it went."""
-        self.status: dict[str, Any] = {}
+        self.status: ProcessReport = {}
         """Its last full report."""
         self.gauge = Gauge(process.pid)
         self.mark: GroupMark | None = None
@@ -107,7 +108,7 @@ class Child:
         """Turn what it says, and its death, into events from now on."""
         self._watch = asyncio.create_task(self._follow(post), name=f"child {self.slot}")
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PipeMessage) -> None:
         """Queue a message for it."""
         self._channel.send(message)
 
@@ -116,15 +117,15 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 
-    async def request(self, command: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Ask it something. Raises SupervisionError when it dies or is stuck, WorkerRefused when it says no."""
+    async def request(self, command: ProcessCommand, timeout_s: float) -> dict[str, Any]:
+        """The answer to a command. Raises WorkerRefused; SupervisionError when the process dies or hangs."""
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"worker {self.slot} takes no commands")
         self._asked += 1
         number = self._asked
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self.send({"op": REQUEST, "id": number, "command": command})
+        self.send(Request(number, command))
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -133,22 +134,22 @@ class Child:
         finally:
             self._answers.pop(number, None)
 
-    def answered(self, message: Message) -> None:
+    def answered(self, message: Answer) -> None:
         """Hand an answer to the requester; one that nobody waits for any more is dropped."""
-        waiting = self._answers.get(message.get("id", 0))
+        waiting = self._answers.get(message.id)
         if waiting is None or waiting.done():
             return
-        if "error" in message:
-            waiting.set_exception(WorkerRefused(str(message["error"])))
+        if message.error is not None:
+            waiting.set_exception(WorkerRefused(message.error))
         else:
-            waiting.set_result(message.get("value") or {})
+            waiting.set_result(message.value or {})
 
     async def _follow(self, post: Callable[[ChildMessage | ChildExited], None]) -> None:
         try:
             while (message := await self._channel.receive()) is not None:
                 post(ChildMessage(self, message))
         except SupervisionError as error:
-            self.exit_report = {"message": str(error)}
+            self.exit_report = ExitReport(str(error))
             self.kill()
         await self._channel.close()
         status = await self._process.wait()

@@ -10,11 +10,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, assert_never
 
 from mirror.config import OF_SOURCE, to_wire
 from mirror.errors import ConfigError, SupervisionError
+from mirror.messages import (
+    GetEvents,
+    GetSource,
+    GetStatus,
+    GrantLease,
+    HoldPositions,
+    Ping,
+    ReleaseLease,
+    ReloadSettings,
+    Resync,
+    RollBack,
+    StopService,
+    control_command,
+)
 from mirror.supervise.children import Child, WorkerRefused
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.event_log import EventLog
@@ -46,55 +60,47 @@ class Commands:
         self._event_log = event_log
         self._signalled = signalled
 
-    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Obey a command; returns the answer. Raises MirrorError."""
-        operation = request["op"]
-        if operation == "ping":
-            return {"pid": os.getpid()}
-        if operation == "source":
-            settings = to_wire(self._context.settings)
-            return {"settings": {name: value for name, value in settings.items() if name in OF_SOURCE}}
-        if operation == "status":
-            if self._processes.desired and not self._context.stopping:
-                await self._reports.collect(STATUS_TIMEOUT_S)
-            return {"status": self._reports.document()}
-        if operation == "events":
-            return await self._events_after(request)
-        if operation == "reload":
-            self._signalled(signal.SIGHUP)
-            return {}
-        if operation == "stop":
-            self._signalled(signal.SIGTERM)
-            return {}
-        if operation in ("rollback", "refill"):
-            return {"result": await self._ask_owner(request)}
-        if operation == "lease":
-            return await self._lease(request)
-        if operation == "release":
-            return await self._release(request)
-        raise SupervisionError(
-            f"unknown command {operation!r}",
-            hint="ping, status, events, reload, stop, rollback, refill, lease, release",
-        )
+    async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Execute a command; returns the answer. Raises MirrorError."""
+        command = control_command(message)
+        match command:
+            case Ping():
+                return {"pid": os.getpid()}
+            case GetSource():
+                settings = to_wire(self._context.settings)
+                return {"settings": {name: value for name, value in settings.items() if name in OF_SOURCE}}
+            case GetStatus():
+                if self._processes.desired and not self._context.stopping:
+                    await self._reports.collect(STATUS_TIMEOUT_S)
+                return {"status": self._reports.document()}
+            case GetEvents():
+                return {"pid": os.getpid(), "events": await self._event_log.after(command.after, command.wait_s)}
+            case ReloadSettings():
+                self._signalled(signal.SIGHUP)
+                return {}
+            case StopService():
+                self._signalled(signal.SIGTERM)
+                return {}
+            case RollBack() | Resync():
+                return {"result": await self._ask_owner(command)}
+            case GrantLease():
+                return await self._grant_lease(command)
+            case ReleaseLease():
+                return await self._release_lease(command)
+            case _:
+                assert_never(command)
 
-    async def _events_after(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The events above a number of this service; with `wait_s` the next one where there is none."""
-        after, wait_s = request.get("after", 0), request.get("wait_s", 0)
-        if not isinstance(after, int) or not isinstance(wait_s, int | float):
-            raise ConfigError(f"events after {after!r}, wait {wait_s!r}", hint="give numbers")
-        return {"pid": os.getpid(), "events": await self._event_log.after(after, wait_s)}
-
-    async def _ask_owner(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Have the worker that owns a vbucket do something with it."""
-        identity, vbid = self._context.identity, request.get("vbid")
-        if identity is None or not isinstance(vbid, int) or vbid not in identity.vbids:
-            raise ConfigError(f"there is no vbucket {vbid!r} here", hint="see `dcp-mirror state`")
+    async def _ask_owner(self, command: RollBack | Resync) -> dict[str, Any]:
+        """Have the worker that owns a vbucket execute a command."""
+        identity, vbid = self._context.identity, command.vbid
+        if identity is None or vbid not in identity.vbids:
+            raise ConfigError(f"there is no vbucket {vbid} here", hint="see `dcp-mirror state`")
         owner = self._processes.owner_of(vbid % identity.group_count)
         if owner is None:
             raise SupervisionError(f"no worker has vbucket {vbid} at this moment", hint="try again in a second")
-        return await owner.request(request, OWNER_TIMEOUT_S)
+        return await owner.request(command, OWNER_TIMEOUT_S)
 
-    async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _grant_lease(self, request: GrantLease) -> dict[str, Any]:
         """Grant or renew a lease: by every worker that owns a part of it, or not at all."""
         identity, book = self._context.identity, self._context.leases
         if identity is None or book is None:
@@ -103,7 +109,7 @@ class Commands:
         record = book.requested(request, identity.vbucket_count, now_ms)
         renewed = book.known(record, now_ms)
         orders = self._orders_of(record)
-        covered = {position[0] for _, order in orders for position in order["positions"]}
+        covered = {position[0] for _, order in orders for position in order.positions}
         if not renewed and len(covered) < len(record.positions):
             raise SupervisionError("not all workers run", hint="try again in a second", retryable=True)
         answers = (child.request(order, OWNER_TIMEOUT_S) for child, order in orders)
@@ -117,18 +123,18 @@ class Commands:
         book.enter(record)  # a worker that died meanwhile gets a renewed one when it starts again
         return {"id": record.id, "until_ms": record.until_ms}
 
-    async def _release(self, request: dict[str, Any]) -> dict[str, Any]:
-        record = self._context.leases.remove(request.get("id")) if self._context.leases is not None else None
+    async def _release_lease(self, command: ReleaseLease) -> dict[str, Any]:
+        record = self._context.leases.remove(command.id) if self._context.leases is not None else None
         if record is not None:
             await self._release_at_workers(record)
         return {"released": record is not None}
 
     async def _release_at_workers(self, record: LeaseRecord) -> None:
-        order = {"op": "release", "id": record.id}
+        order = ReleaseLease(record.id)
         answers = (child.request(order, OWNER_TIMEOUT_S) for child, _ in self._orders_of(record))
         await asyncio.gather(*answers, return_exceptions=True)
 
-    def _orders_of(self, record: LeaseRecord) -> list[tuple[Child, dict[str, Any]]]:
+    def _orders_of(self, record: LeaseRecord) -> list[tuple[Child, HoldPositions]]:
         """The running workers that own a part of a lease, with the command for each."""
         assert self._context.identity is not None, "leases are granted only when the directory is known"
         count = self._context.identity.group_count

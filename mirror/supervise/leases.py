@@ -14,10 +14,10 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from mirror.errors import ConfigError
 from mirror.log import get_logger
+from mirror.messages import GrantLease, HoldPositions
 
 BOOK_NAME = "leases.json"
 NAME_LENGTH_MAX = 200
@@ -39,10 +39,10 @@ class LeaseRecord:
     until_ms: int
     positions: list[Position]
 
-    def order(self, groups: tuple[int, ...], group_count: int) -> dict[str, Any] | None:
+    def order(self, groups: tuple[int, ...], group_count: int) -> HoldPositions | None:
         """The command for a worker of `groups`; None: it owns no part."""
         theirs = [list(position) for position in self.positions if position[0] % group_count in groups]
-        return {"op": "lease", "id": self.id, "until_ms": self.until_ms, "positions": theirs} if theirs else None
+        return HoldPositions(self.id, self.until_ms, theirs) if theirs else None
 
 
 class LeaseBook:
@@ -73,7 +73,7 @@ class LeaseBook:
         """Leases that hold something now, oldest first."""
         return [record for record in self._records.values() if record.until_ms > now_ms]
 
-    def orders(self, groups: tuple[int, ...], group_count: int, now_ms: int) -> list[dict[str, Any]]:
+    def orders(self, groups: tuple[int, ...], group_count: int, now_ms: int) -> list[HoldPositions]:
         """The commands with which a worker of `groups` holds its part of all leases, when it starts."""
         found = (record.order(groups, group_count) for record in self.active(now_ms))
         return [order for order in found if order is not None]
@@ -85,18 +85,18 @@ class LeaseBook:
             del self._records[record.id]
         return found
 
-    def requested(self, request: dict[str, Any], vbucket_count: int, now_ms: int) -> LeaseRecord:
+    def requested(self, request: GrantLease, vbucket_count: int, now_ms: int) -> LeaseRecord:
         """The lease that a request asks for, new or renewed; it counts once it is `enter`ed. Raises ConfigError."""
-        seconds, name, lease_id = request.get("seconds"), request.get("name"), request.get("id")
-        if not isinstance(seconds, int | float) or not SECONDS_MIN <= seconds <= self._seconds_max:
+        seconds, name = request.seconds, request.name
+        if not SECONDS_MIN <= seconds <= self._seconds_max:
             raise ConfigError(
                 f"a lease of {seconds!r} s", hint=f"ask for {SECONDS_MIN:g} to {self._seconds_max:g} s, and renew it"
             )
-        if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH_MAX or not isinstance(lease_id, str):
-            raise ConfigError("a lease needs an id and a name", hint=f"a name has 1 to {NAME_LENGTH_MAX} characters")
-        positions = _positions(request.get("positions"), vbucket_count)
+        if not 0 < len(name) <= NAME_LENGTH_MAX:
+            raise ConfigError("a lease needs a name", hint=f"a name has 1 to {NAME_LENGTH_MAX} characters")
+        positions = _positions(request.positions, vbucket_count)
         granted_ms = now_ms
-        if (known := self._records.get(lease_id)) is not None:
+        if (known := self._records.get(request.id)) is not None:
             granted_ms = known.granted_ms
         until_ms = min(now_ms + int(seconds * 1000), granted_ms + self._age_max_ms)
         if until_ms <= now_ms:
@@ -104,7 +104,7 @@ class LeaseBook:
                 f"the lease {name!r} is older than lease_age_max_s allows",
                 hint="begin again from what is published now",
             )
-        return LeaseRecord(lease_id, name, granted_ms, until_ms, positions)
+        return LeaseRecord(request.id, name, granted_ms, until_ms, positions)
 
     def known(self, record: LeaseRecord, now_ms: int) -> bool:
         """True for a renewal: the positions are those that are held still."""
@@ -116,9 +116,9 @@ class LeaseBook:
         self._records[record.id] = record
         self._write()
 
-    def remove(self, lease_id: object) -> LeaseRecord | None:
+    def remove(self, lease_id: str) -> LeaseRecord | None:
         """It is released; None: there is no such lease."""
-        record = self._records.pop(lease_id, None) if isinstance(lease_id, str) else None
+        record = self._records.pop(lease_id, None)
         if record is not None:
             self._write()
         return record
@@ -133,8 +133,8 @@ class LeaseBook:
             log.warning("the book of leases cannot be written", path=str(self._path), error=error.strerror)
 
 
-def _positions(value: object, vbucket_count: int) -> list[Position]:
-    if isinstance(value, list) and 0 < len(value) <= vbucket_count:
+def _positions(value: list[list[int]], vbucket_count: int) -> list[Position]:
+    if 0 < len(value) <= vbucket_count:
         with contextlib.suppress(ValueError, TypeError):
             found = [(vbid, branch, seqno) for vbid, branch, seqno in value]
             numbers = all(isinstance(number, int) and 0 <= number < 2**64 for each in found for number in each)

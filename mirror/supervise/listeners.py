@@ -16,6 +16,7 @@ from typing import Any
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
+from mirror.messages import StartServer
 from mirror.serve.admission import raise_descriptor_limit
 from mirror.serve.auth import users_of
 from mirror.serve.kv_map import named_nodes
@@ -136,16 +137,17 @@ class Listeners:
         held = self._held.get(kind_of(slot) or "", {})
         return [each.inherited for each in held.values() if each.inherited is not None]
 
-    def start_fields(self, slot: int) -> dict[str, Any]:
-        """What a START message tells a server beside the settings."""
-        kind = kind_of(slot)
-        held = self._held.get(kind or "", {})
-        return {
-            "kind": kind,
-            "revision": self._revision,
-            "login_secret": self._login_secret.hex(),
-            "listeners": [[str(each.address), each.inherited] for each in held.values()],
-        }
+    def start_message(self, slot: int, settings: dict[str, Any]) -> StartServer:
+        """The first message to the server in a slot."""
+        kind = kind_of(slot) or ""
+        return StartServer(
+            slot=slot,
+            settings=settings,
+            kind=kind,
+            revision=self._revision,
+            login_secret=self._login_secret.hex(),
+            listeners=[[str(each.address), each.inherited] for each in self._held.get(kind, {}).values()],
+        )
 
     def ready(self, slot: int) -> list[str]:
         """A process listens: a line for each address of its kind that has not been announced."""

@@ -17,8 +17,8 @@ from typing import Any
 from mirror.config import to_wire
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
+from mirror.messages import ExitReport, NewClusterMap, StartMessage, StartWorker, StopWork
 from mirror.supervise.backoff import failures_after, restart_delay_ms
-from mirror.supervise.channel import MAP, START, STOP
 from mirror.supervise.children import Child, ChildExited, ChildMessage, spawn
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.event_log import EventLog
@@ -107,10 +107,10 @@ class Processes:
             if isinstance(action, StopProcess):
                 child.phase = ProcessPhase.STOPPING
                 child.stopping_since_ms = now_ms
-                child.send({"op": STOP})
+                child.send(StopWork())
             elif isinstance(action, KillProcess):
                 log.error("killing a worker", slot=child.slot, pid=child.pid, reason=action.reason)
-                child.exit_report = {"message": action.reason}
+                child.exit_report = ExitReport(action.reason)
                 child.phase = ProcessPhase.KILLED
                 child.kill()
 
@@ -126,11 +126,11 @@ class Processes:
         context = self._context
         slot = self.slots.setdefault(action.slot, ProcessSlot())
         heartbeat = Heartbeat(context.now_ms(), int(context.settings.worker_heartbeat_timeout_s * 1000))
-        fields: dict[str, Any]
+        start: StartMessage
         try:
             if kind_of(action.slot) is None:
                 descriptor = GroupMark.descriptor()
-                fields = {"group_mark": descriptor, "quarantined": list(self.quarantine.groups.items())}
+                start = self._worker_start(action, descriptor)
                 try:
                     child = await spawn(action.slot, action.groups, heartbeat, self._worker, [descriptor])
                 except BaseException:
@@ -139,7 +139,7 @@ class Processes:
                 child.mark = GroupMark(descriptor)
             else:
                 inherited = self._listeners.inherited(action.slot)
-                fields = self._listeners.start_fields(action.slot)
+                start = self._listeners.start_message(action.slot, to_wire(context.settings))
                 child = await spawn(action.slot, action.groups, heartbeat, self._server, inherited)
         except OSError as error:
             slot.failures += 1
@@ -150,21 +150,24 @@ class Processes:
         if slot.last_exit is not None:
             slot.restarts += 1
         slot.child = child
-        leases, maps, identity = context.leases, context.maps, context.identity
-        now_ms = context.clock.wall_ms()
-        child.send(
-            {
-                "op": START,
-                "slot": action.slot,
-                "groups": list(action.groups),
-                "settings": to_wire(context.settings),
-                "leases": leases.orders(action.groups, identity.group_count, now_ms) if leases and identity else [],
-                "map": maps.current.to_wire() if maps is not None and maps.current else None,
-                "map_floor": maps.floor if maps is not None else None,
-                **fields,
-            }
-        )
+        child.send(start)
         child.watch(self._post)
+
+    def _worker_start(self, action: StartProcess, mark_descriptor: int) -> StartWorker:
+        identity, maps, leases = self._context.identity, self._context.maps, self._context.leases
+        assert identity is not None, "the directory is known before workers are planned"
+        assert maps is not None, "maps are opened with the directory"
+        assert leases is not None, "leases are read before workers are planned"
+        return StartWorker(
+            slot=action.slot,
+            groups=list(action.groups),
+            settings=to_wire(self._context.settings),
+            leases=leases.orders(action.groups, identity.group_count, self._context.clock.wall_ms()),
+            cluster_map=None if maps.current is None else maps.current.to_wire(),
+            map_floor=None if maps.floor is None else list(maps.floor),
+            group_mark=mark_descriptor,
+            quarantined=[list(each) for each in self.quarantine.groups.items()],
+        )
 
     # what processes did
 
@@ -176,8 +179,7 @@ class Processes:
         slot.child = None
         slot.last_exit = exit_words(event.status)
         slot.last_exit_ms = self._context.clock.wall_ms()
-        report = child.exit_report or {}
-        slot.last_error = str(report["message"]) if report.get("message") else None
+        slot.last_error = child.exit_report.message if child.exit_report is not None else None
         if self._context.stopping or (child.phase is ProcessPhase.STOPPING and event.status == 0):
             slot.failures = 0
             return
@@ -225,14 +227,14 @@ class Processes:
                 self._event_log.add(MapChanged(rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes)))
             for child in self.alive():
                 if kind_of(child.slot) is None:
-                    child.send({"op": MAP, "map": found.to_wire()})
+                    child.send(NewClusterMap(found.to_wire()))
 
     def map_found(self, child: Child, found: ClusterMap) -> None:
         """A worker found a map: all follow it if it is the newest, else this worker gets the newest."""
         self.follow_map(found)
         current = self._context.maps.current if self._context.maps is not None else None
         if current is not None and current is not found:
-            child.send({"op": MAP, "map": current.to_wire()})
+            child.send(NewClusterMap(current.to_wire()))
 
 
 def exit_words(status: int) -> str:

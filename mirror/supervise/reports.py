@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from mirror.errors import ExitCode, MirrorError, SupervisionError
 from mirror.health import CATCHING_UP, STARTING, assess
 from mirror.ingest.selection import Selection
 from mirror.log import get_logger
+from mirror.messages import GetStatus, ProcessReport
 from mirror.supervise.children import Child
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.event_log import EventLog
@@ -42,10 +43,10 @@ log = get_logger("supervisor")
 class ReportedFailure(MirrorError):
     """A worker's own error, with its exit code."""
 
-    def __init__(self, report: dict[str, Any]) -> None:
-        """`report` is a FAILED message, or a group that could not be opened."""
-        super().__init__(str(report.get("message") or "a worker failed"))
-        self.exit_code = ExitCode(report.get("exit_code") or ExitCode.FAILED)
+    def __init__(self, message: str, exit_code: int | None) -> None:
+        """As the worker reported them."""
+        super().__init__(message or "a worker failed")
+        self.exit_code = ExitCode(exit_code or ExitCode.FAILED)
 
 
 class Reports:
@@ -155,7 +156,7 @@ class Reports:
         identity = self._context.identity
         assert identity is not None, "workers run only when the directory is known"
         try:
-            child.status = await child.request({"op": "status"}, REPORT_TIMEOUT_S)
+            child.status = cast(ProcessReport, await child.request(GetStatus(), REPORT_TIMEOUT_S))
         except SupervisionError as error:
             log.debug("no report", slot=child.slot, error=str(error))
             return
@@ -190,7 +191,7 @@ class Reports:
     def _judge_catch_up(self, catch_up: CatchUp, rows: list[Row]) -> None:
         failed = [group for child in self._processes.alive() for group in child.status.get("failed_groups") or ()]
         if failed:
-            self._stop(ReportedFailure(failed[0]))
+            self._stop(ReportedFailure(failed[0]["message"], failed[0]["exit_code"]))
         catch_up.observe(rows)
         if catch_up.done:
             log.info("caught up", **catch_up.progress())

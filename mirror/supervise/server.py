@@ -1,6 +1,6 @@
 """A server process: opens the mirror for reading, listens, and answers the supervisor.
 
-Knows how the rooms of one kind of server are wired together; being a good child is `worker`'s part. Invariants: the
+Knows which parts one kind of server is made of; the child's side of the pipe is `worker`'s. Invariants: the
 mirror is opened after the process was spawned; its sockets are its own (or inherited, where they are Unix sockets), so
 that its death takes no other process's connections along.
 """
@@ -16,6 +16,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire
 from mirror.errors import ConfigError
 from mirror.log import get_logger
+from mirror.messages import ProcessCommand, ProcessReport, StartMessage, StartServer, UseKvNodes
 from mirror.serve.auth import users_of
 from mirror.serve.dcp_server import DcpServer
 from mirror.serve.kv_bucket import KvBucket
@@ -24,7 +25,6 @@ from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address, Limits, listening_socket, parse_addresses
 from mirror.serve.tls import server_tls
 from mirror.supervise import logs
-from mirror.supervise.channel import Message
 from mirror.supervise.listeners import SLOTS_PER_KIND
 from mirror.supervise.worker import Send, Work, main
 
@@ -79,16 +79,16 @@ class KvServing:
         """Let `run` return."""
         self._ended.set()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ProcessReport:
         """No vbuckets: they are the workers'."""
         latencies = self._server.counters.latencies.figures()
         return {"vbuckets": [], "counters": self._server.status(), "request_seconds": latencies}
 
-    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Obey a command: `map` brings another list of mirrors."""
-        if command["op"] != "map":
-            raise ConfigError(f"a KV process knows no command {command['op']!r}")
-        self._server.change_map(self._map(command["kv_nodes"], command["revision"]))
+    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+        """Execute a command: another list of mirrors."""
+        if not isinstance(command, UseKvNodes):
+            raise ConfigError(f"a KV process knows no command {command.op!r}")
+        self._server.change_map(self._map(command.kv_nodes, command.revision))
         return {}
 
     def _first_map(self, settings: Settings, revision: int) -> ClusterMap:
@@ -112,15 +112,16 @@ class DcpServing(KvServing):
         return self._map(None, revision)  # the addresses of `kv_nodes` are KV's
 
 
-async def open_server(start: Message, _send: Send) -> Work:
-    """Open the mirror and listen, as a START message says. Raises what makes that impossible."""
-    settings = from_wire(start["settings"])
-    kind, number = start["kind"], start["slot"] % SLOTS_PER_KIND
+async def open_server(start: StartMessage, _send: Send) -> Work:
+    """Open the mirror and listen, as the first message says. Raises what makes that impossible."""
+    assert isinstance(start, StartServer), "a worker is another program"
+    settings = from_wire(start.settings)
+    kind, number = start.kind, start.slot % SLOTS_PER_KIND
     logs.set_up(settings.log_level, json=settings.log_json, process=f"{kind} {number}")
     if settings.data is None:
         raise ConfigError("a server was started without data")
     sockets: Sockets = []
-    for text, inherited in start["listeners"]:
+    for text, inherited in start.listeners:
         address = parse_addresses(text, kind)[0]
         try:
             sockets.append((address, listening_socket(address, inherited)))
@@ -136,7 +137,7 @@ async def open_server(start: Message, _send: Send) -> Work:
         await http.start()
         return http
     serving = (DcpServing if kind == "dcp" else KvServing)(
-        settings, sockets, start["revision"], bytes.fromhex(start["login_secret"])
+        settings, sockets, start.revision, bytes.fromhex(start.login_secret)
     )
     await serving.start()
     return serving

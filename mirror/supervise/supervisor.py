@@ -23,8 +23,8 @@ from mirror.config import Settings, to_wire
 from mirror.errors import ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
-from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY
-from mirror.supervise.children import ChildExited, ChildMessage, server_command, worker_command
+from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, UseKvNodes
+from mirror.supervise.children import Child, ChildExited, ChildMessage, server_command, worker_command
 from mirror.supervise.commands import Commands
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.control import ControlServer
@@ -285,33 +285,37 @@ class Supervisor:
 
     def _receive(self, event: ChildMessage) -> None:
         child, message = event.child, event.message
-        kind = message["op"]
         child.heartbeat.beat(self._context.now_ms())
-        if kind == READY and child.phase is ProcessPhase.STARTING:
-            child.phase = ProcessPhase.RUNNING
-            log.info(
-                f"{kind_of(child.slot) or 'worker'} ready", slot=child.slot, pid=child.pid, groups=list(child.groups)
-            )
-            for line in () if child.outdated else self._listeners.ready(child.slot):
-                if self._announce is not None:
-                    self._announce(line)
-                else:
-                    log.info("listening", address=line)
-        elif kind == ANSWER:
-            child.answered(message)
-        elif kind == MAP:
-            self._processes.map_found(child, ClusterMap.from_wire(message["map"]))
-        elif kind == FAILED:
-            child.exit_report = message
-        elif kind not in (BEAT, READY):  # one that is stopping may become ready yet
-            log.warning("unknown message from a worker", slot=child.slot, op=kind)
+        match message:
+            case Beat():
+                pass
+            case Ready():
+                if child.phase is ProcessPhase.STARTING:  # one that is stopping may become ready yet
+                    self._ready(child)
+            case Answer():
+                child.answered(message)
+            case NewClusterMap():
+                self._processes.map_found(child, ClusterMap.from_wire(message.cluster_map))
+            case ExitReport():
+                child.exit_report = message
+            case _:
+                log.warning("unexpected message from a worker", slot=child.slot, op=message.op)
+
+    def _ready(self, child: Child) -> None:
+        child.phase = ProcessPhase.RUNNING
+        log.info(f"{kind_of(child.slot) or 'worker'} ready", slot=child.slot, pid=child.pid, groups=list(child.groups))
+        for line in () if child.outdated else self._listeners.ready(child.slot):
+            if self._announce is not None:
+                self._announce(line)
+            else:
+                log.info("listening", address=line)
 
     def _exited(self, event: ChildExited) -> None:
         self._processes.exited(event)
         self._reports.worker_exited(event.child)
         report = event.child.exit_report
-        if report is not None and report.get("fatal") and self._until_caught_up and not self._context.stopping:
-            self.stop(ReportedFailure(report))
+        if report is not None and report.fatal and self._until_caught_up and not self._context.stopping:
+            self.stop(ReportedFailure(report.message, report.exit_code))
 
     def _signalled(self, number: int) -> None:
         if number == signal.SIGHUP and not (self._had_terminal and not has_terminal()):
@@ -381,7 +385,7 @@ class Supervisor:
 
     async def _send_kv_nodes(self, revision: int) -> None:
         """Have the KV processes, and through them their clients, know the mirrors of the bucket as they are now."""
-        command = {"op": "map", "kv_nodes": self._context.settings.kv_nodes, "revision": revision}
+        command = UseKvNodes(self._context.settings.kv_nodes, revision)
         for child in self._processes.alive():
             if kind_of(child.slot) == "kv" and not child.outdated:
                 try:

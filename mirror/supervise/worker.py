@@ -1,9 +1,9 @@
 """A worker process: opens its groups' stores, runs a consumer over them, and answers the supervisor.
 
-Knows how to be a good child; what the work is, the consumer knows. One Python thread: a second busy one slows LMDB
-writes tenfold, so beats, commands and the consumer share one event loop, and a loop that stands still is a heartbeat
-that stops. Invariants: stores are opened after the process was spawned; when the supervisor is gone, by whatever way,
-this process goes too; a terminal's Ctrl-C is the supervisor's to handle.
+Knows the child's side of the pipe; the work itself is the consumer's. One Python thread: a second busy one slows LMDB
+writes tenfold, so heartbeats, commands and the consumer share one event loop, and a loop that hangs sends no heartbeat.
+Invariants: stores are opened after the process was spawned; when the supervisor is gone, for whatever reason, this
+process exits too; a terminal's Ctrl-C is handled by the supervisor alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,28 @@ from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
+from mirror.messages import (
+    Answer,
+    Beat,
+    ExitReport,
+    GetStatus,
+    HoldPositions,
+    NewClusterMap,
+    PipeMessage,
+    ProcessCommand,
+    ProcessReport,
+    Ready,
+    ReleaseLease,
+    Request,
+    Resync,
+    RollBack,
+    StartMessage,
+    StartServer,
+    StartWorker,
+    StopWork,
+)
 from mirror.supervise import logs
-from mirror.supervise.channel import ANSWER, BEAT, FAILED, MAP, READY, REQUEST, START, STOP, Channel, Message
+from mirror.supervise.channel import Channel
 from mirror.supervise.collector import settle_collector
 from mirror.supervise.heartbeat import INTERVAL_MS
 from mirror.supervise.pinned import PinnedPages
@@ -56,12 +76,12 @@ class Work(Protocol):
         """Commit, close, and let `run` return."""
         ...
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ProcessReport:
         """Report `vbuckets` (a list of rows) and `counters` (numbers that only rise)."""
         ...
 
-    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Obey a command of the supervisor."""
+    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+        """Execute a command of the supervisor. Raises MirrorError, StorageError."""
         ...
 
 
@@ -74,10 +94,10 @@ class FollowsMaps(Protocol):
         ...
 
 
-Send = Callable[[Message], None]
+Send = Callable[[PipeMessage], None]
 """Sends a message to the supervisor; never waits."""
-Make = Callable[[Message, Send], Awaitable[Work]]
-"""Makes the work that a START message describes."""
+Make = Callable[[StartMessage, Send], Awaitable[Work]]
+"""Makes the work that the first message describes."""
 
 
 class Mirroring:
@@ -111,7 +131,7 @@ class Mirroring:
         """Commit what is complete."""
         await self._consumer.stop()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ProcessReport:
         """The consumer's report, and what could not be opened."""
         report = self._consumer.status()
         for writer in self._writers:
@@ -120,7 +140,7 @@ class Mirroring:
         report["readers"] = self._pins.rows()
         report["warnings"] = [*report["warnings"], *self._pins.warnings()]
         report["failed_groups"] = [
-            {"group": group, "message": str(error), "exit_code": error.exit_code}
+            {"group": group, "message": str(error), "exit_code": int(error.exit_code)}
             for group, (_, error) in self._failures.items()
         ]
         report["vbuckets"] += [
@@ -130,36 +150,39 @@ class Mirroring:
         ]
         return report
 
-    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Obey a command."""
-        if command["op"] == "lease":
-            return self._lease(command)
-        if command["op"] == "release":
-            for writer in self._writers:
-                writer.leases.release(command["id"])
-            return {}
-        return await self._consumer.request(command)
+    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+        """Execute a command."""
+        match command:
+            case HoldPositions():
+                self._hold(command)
+            case ReleaseLease():
+                for writer in self._writers:
+                    writer.leases.release(command.id)
+            case RollBack() | Resync():
+                return await self._consumer.request(command)
+            case _:
+                raise ConfigError(f"a worker knows no command {command.op!r}")
+        return {}
 
     def follow_map(self, found: ClusterMap) -> None:
         """Follow a cluster map that is recorded."""
         self._consumer.follow(found)
 
-    def _lease(self, command: dict[str, Any]) -> dict[str, Any]:
+    def _hold(self, command: HoldPositions) -> None:
         """Hold positions, or go on holding them. Raises NoSuchBoundary for one that is no longer kept."""
-        name, until_ms = command["id"], command["until_ms"]
+        name, until_ms = command.id, command.until_ms
         for writer in self._writers:
-            own = {vbid: (branch, seqno) for vbid, branch, seqno in command["positions"] if vbid in writer.vbids}
+            own = {vbid: (branch, seqno) for vbid, branch, seqno in command.positions if vbid in writer.vbids}
             if not own:
                 writer.leases.release(name)
             elif not writer.renew_lease(name, own, until_ms):
                 writer.lease(name, own, until_ms)
-        return {}
 
-    def resume_leases(self, orders: Sequence[dict[str, Any]]) -> None:
-        """Hold what was granted before this process began. Who held what is gone meanwhile hears it when reading."""
-        for order in orders:
+    def resume_leases(self, leases: Sequence[HoldPositions]) -> None:
+        """Hold what was granted before this process began. A reader of history that is gone gets an error."""
+        for lease in leases:
             try:
-                self._lease(order)
+                self._hold(lease)
             except StorageError as error:
                 log.warning("a lease cannot be resumed", error=str(error))
 
@@ -190,10 +213,11 @@ def share(path: str, gid: int) -> None:
         log.error("readers_group cannot be given access", error=str(error))
 
 
-async def open_stores(start: Message, send: Send) -> Work:
-    """Open the groups that a START message names. Raises what makes working on any of them impossible."""
-    settings = from_wire(start["settings"])
-    logs.set_up(settings.log_level, json=settings.log_json, process=f"worker {start['slot']}")
+async def open_stores(start: StartMessage, send: Send) -> Work:
+    """Open the groups that the first message names. Raises what makes working on any of them impossible."""
+    assert isinstance(start, StartWorker), "a server is another program"
+    settings = from_wire(start.settings)
+    logs.set_up(settings.log_level, json=settings.log_json, process=f"worker {start.slot}")
     if settings.data is None or settings.source is None:
         raise ConfigError("a worker was started without data or source")
     clock = SystemClock()
@@ -207,9 +231,9 @@ async def open_stores(start: Message, send: Send) -> Work:
         size_bytes=settings.history_bytes,
     )
     gid = readers_gid(settings)
-    mark = GroupMark(start["group_mark"])
-    left_alone = dict(start["quarantined"])
-    for group in start["groups"]:
+    mark = GroupMark(start.group_mark)
+    left_alone = dict(start.quarantined)
+    for group in start.groups:
         vbids = directory.group_vbids(identity, group)
         path = directory.group_path(data, group)
         try:
@@ -238,20 +262,20 @@ async def open_stores(start: Message, send: Send) -> Work:
             failures[group] = (vbids, error)
     if not writers:
         raise next(error for _, error in failures.values())
-    newest, floor = start.get("map"), start.get("map_floor")
+    newest, floor = start.cluster_map, start.map_floor
     consumer = Consumer(
         settings,
         source=parse(settings.source),
         writers=writers,
         identity=identity,
-        worker=str(start["slot"]),
+        worker=str(start.slot),
         clock=clock,
         cluster_map=None if newest is None else ClusterMap.from_wire(newest),
         map_floor=None if floor is None else (floor[0], floor[1]),
-        share_map=lambda found: send({"op": MAP, "map": found.to_wire()}),
+        share_map=lambda found: send(NewClusterMap(found.to_wire())),
     )
     work = Mirroring(consumer, writers, failures, PinnedPages(clock.monotonic, settings.reader_pin_limit_s))
-    work.resume_leases(start["leases"])
+    work.resume_leases(start.leases)
     settle_collector()
     return work
 
@@ -281,7 +305,7 @@ class Worker:
         first = await self._channel.receive()
         if first is None:
             return 0
-        assert first["op"] == START, "the first message starts the work"
+        assert isinstance(first, StartWorker | StartServer), "the first message starts the work"
         beats = asyncio.create_task(self._beat())
         work: Work | None = None
         doing: asyncio.Task[None] | None = None
@@ -290,7 +314,7 @@ class Worker:
             work = await self._make(first, self._channel.send)
             doing = asyncio.create_task(work.run())
             listening = asyncio.create_task(self._listen(work))
-            self._channel.send({"op": READY})
+            self._channel.send(Ready())
             ending = asyncio.create_task(self._ending.wait())
             await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
@@ -314,34 +338,36 @@ class Worker:
         return 0
 
     def _report(self, message: str, exit_code: int, *, fatal: bool) -> None:
-        self._channel.send({"op": FAILED, "message": message, "exit_code": exit_code, "fatal": fatal})
+        self._channel.send(ExitReport(message, exit_code, fatal))
 
     async def _beat(self) -> None:
         while True:
-            self._channel.send({"op": BEAT})
+            self._channel.send(Beat())
             await asyncio.sleep(INTERVAL_MS / 1000)
 
     async def _listen(self, work: Work) -> None:
         while True:
             message = await self._channel.receive()
-            if message is None or message["op"] == STOP:
+            if message is None or isinstance(message, StopWork):
                 self.end()
                 return
-            if message["op"] == MAP and isinstance(work, FollowsMaps):
-                work.follow_map(ClusterMap.from_wire(message["map"]))
-            elif message["op"] == REQUEST:
+            if isinstance(message, NewClusterMap) and isinstance(work, FollowsMaps):
+                work.follow_map(ClusterMap.from_wire(message.cluster_map))
+            elif isinstance(message, Request):
                 task = asyncio.create_task(self._answer(work, message))
                 self._requests.add(task)
                 task.add_done_callback(self._requests.discard)
 
-    async def _answer(self, work: Work, message: Message) -> None:
-        command = message["command"]
+    async def _answer(self, work: Work, request: Request) -> None:
         try:
-            value = work.status() if command["op"] == "status" else await work.request(command)
+            if isinstance(request.command, GetStatus):
+                value = dict(work.status())
+            else:
+                value = await work.request(request.command)
         except (MirrorError, StorageError) as error:
-            self._channel.send({"op": ANSWER, "id": message["id"], "error": str(error)})
+            self._channel.send(Answer(request.id, error=str(error)))
         else:
-            self._channel.send({"op": ANSWER, "id": message["id"], "value": value})
+            self._channel.send(Answer(request.id, value))
 
 
 async def work_over(end: socket.socket, make: Make) -> int:

@@ -10,6 +10,7 @@ import pytest
 from mirror import client
 from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import SupervisionError
+from mirror.messages import GetStatus, Ping, RollBack
 
 
 class Service:
@@ -38,10 +39,10 @@ class Service:
 
 
 def test_nobody_there_is_no_error(tmp_path: Path) -> None:
-    assert client.ask(tmp_path, "ping") is None
-    assert client.ask(tmp_path / "missing", "ping") is None
+    assert client.ask(tmp_path, Ping()) is None
+    assert client.ask(tmp_path / "missing", Ping()) is None
     (tmp_path / SOCKET_NAME).touch()
-    assert client.ask(tmp_path, "ping") is None
+    assert client.ask(tmp_path, Ping()) is None
 
 
 def test_an_answer_in_pieces(tmp_path: Path) -> None:
@@ -53,28 +54,28 @@ def test_an_answer_in_pieces(tmp_path: Path) -> None:
             line.sendall(piece)
 
     with Service(tmp_path, answer):
-        found = client.ask(tmp_path, "status", vbid=3)
+        found = client.ask(tmp_path, RollBack(3, 5))
     assert found is not None
     assert len(found["value"]) == 300_000
-    assert heard == [b'{"op": "status", "vbid": 3}\n']
+    assert heard == [b'{"op": "rollback", "vbid": 3, "to": 5}\n']
 
 
 def test_a_refusal_keeps_its_words_and_code(tmp_path: Path) -> None:
     refusal = b'{"ok": false, "error": "no", "exit_code": 2}\n'
     with Service(tmp_path, lambda line, _: line.sendall(refusal)), pytest.raises(client.ServiceSaidNo) as caught:
-        client.ask(tmp_path, "dance")
+        client.ask(tmp_path, Ping())
     assert (str(caught.value), caught.value.exit_code) == ("no", 2)
 
 
 def test_a_service_that_goes_away_in_mid_answer_is_not_there(tmp_path: Path) -> None:
     with Service(tmp_path, lambda line, _: line.sendall(b'{"ok": tr')):
-        assert client.ask(tmp_path, "status") is None
+        assert client.ask(tmp_path, GetStatus()) is None
 
 
 @pytest.mark.parametrize("answer", [b"[]\n", b'"ok"\n'])
 def test_an_answer_that_makes_no_sense(tmp_path: Path, answer: bytes) -> None:
     with Service(tmp_path, lambda line, _: line.sendall(answer)), pytest.raises(SupervisionError, match="sense"):
-        client.ask(tmp_path, "status")
+        client.ask(tmp_path, GetStatus())
 
 
 def test_a_service_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,5 +83,5 @@ def test_a_service_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytes
     waiting = threading.Event()
     with Service(tmp_path, lambda line, _: waiting.wait(30)):
         with pytest.raises(SupervisionError, match="does not answer"):
-            client.ask(tmp_path, "status")
+            client.ask(tmp_path, GetStatus())
         waiting.set()

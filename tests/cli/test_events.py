@@ -12,6 +12,7 @@ import pytest
 
 from cli import events as command
 from mirror.errors import SupervisionError
+from mirror.messages import GetEvents
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import vbids_of, vbucket
@@ -47,9 +48,8 @@ def test_following_goes_on_with_the_next_service_and_shows_each_event_once(
         [answer(1, 1, 2), answer(1), answer(1, 3), None, None, answer(2), answer(2, 1), answer(2, 2), KeyboardInterrupt]
     )
 
-    def ask(_path: Path, operation: str, *, after: int, wait_s: float) -> Any:
-        assert operation == "events"
-        asked.append((after, wait_s))
+    def ask(_path: Path, request: GetEvents) -> Any:
+        asked.append((request.after, request.wait_s))
         found = next(answers)
         if found is KeyboardInterrupt:
             raise KeyboardInterrupt

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mirror import client
+from mirror.messages import GetStatus
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import LIMIT_S, background, call
@@ -103,8 +104,8 @@ def test_it_runs_until_told_to_stop_and_can_be_asked_meanwhile(
     source: SandboxThread, tmp_path: Path, number: signal.Signals
 ) -> None:
     with background("run", "--source", source.connection_string, "--data", tmp_path, "--workers", "2") as service:
-        status = eventually(lambda: (client.ask(tmp_path, "status") or {}).get("status", {}))
-        eventually(lambda: (client.ask(tmp_path, "status") or {})["status"]["state"] == "caught up")
+        status = eventually(lambda: (client.ask(tmp_path, GetStatus()) or {}).get("status", {}))
+        eventually(lambda: (client.ask(tmp_path, GetStatus()) or {})["status"]["state"] == "caught up")
         status = call("status", "--data", tmp_path, "--json").json
         assert (status["service"], status["pid"]) == ("up", service.pid)
         assert [worker["phase"] for worker in status["workers"]] == ["running", "running"]
@@ -167,7 +168,7 @@ def test_nobody_at_the_address(tmp_path: Path) -> None:
 def test_waiting_for_the_end_and_stopped_before_it_is_not_caught_up(tmp_path: Path) -> None:
     arguments = ["--source", NOBODY_THERE, "--data", tmp_path, "--until-caught-up", "--json"]
     with background("run", *arguments) as service:
-        eventually(lambda: (client.ask(tmp_path, "status") or {}).get("status", {}).get("source_error"))
+        eventually(lambda: (client.ask(tmp_path, GetStatus()) or {}).get("status", {}).get("source_error"))
         service.terminate()
         out, err = service.communicate(timeout=LIMIT_S)
     assert service.returncode == 130, err
@@ -328,7 +329,7 @@ def test_one_damaged_group_does_not_stop_the_others(mirrored: Path, source: Sand
 
 
 def settled_states(data: Path) -> dict[str, int] | None:
-    answer = client.ask(data, "status")
+    answer = client.ask(data, GetStatus())
     states: dict[str, int] = answer["status"]["totals"]["states"] if answer else {}
     return states if states.get("streaming", 0) + states.get("damaged", 0) == 16 else None
 

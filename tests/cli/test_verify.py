@@ -11,6 +11,7 @@ import pytest
 
 import cli
 from mirror import client
+from mirror.messages import GetSource
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage import directory, keys, seal
@@ -177,8 +178,8 @@ def test_the_running_service_says_how_its_source_is_reached(
     with background(
         "run", "--source", source.connection_string, "--data", data, "--set", "tls_minimum_version=1.3"
     ) as run:
-        eventually(lambda: client.ask(data, "source"))
-        answer = client.ask(data, "source")
+        eventually(lambda: client.ask(data, GetSource()))
+        answer = client.ask(data, GetSource())
         assert answer is not None
         assert (answer["settings"]["source"], answer["settings"]["tls_minimum_version"]) == (
             source.connection_string,

@@ -21,6 +21,7 @@ import psutil
 
 from mirror import client
 from mirror.errors import MirrorError
+from mirror.messages import GetStatus
 from tests.cli.conftest import COMMAND, environment
 
 LIMIT_S = 90.0
@@ -144,7 +145,7 @@ class Service:
         """The status document; None while nobody answers. Fails when the service has ended unasked."""
         assert self.ended() is None, f"the service ended by itself with {self.ended()}"
         try:
-            answer = client.ask(self.data, "status")
+            answer = client.ask(self.data, GetStatus())
         except MirrorError:
             return None
         status: dict[str, Any] | None = answer["status"] if answer else None

@@ -12,6 +12,7 @@ import pytest
 
 from mirror.client import ServiceSaidNo, ask
 from mirror.lease import Lease, hold
+from mirror.messages import GrantLease
 from mirror.sandbox import SandboxCluster, SandboxThread
 from storage.view import View, open_view
 from tests.crash.service import Service, until
@@ -96,7 +97,7 @@ def test_a_holder_that_died_holds_history_for_its_time_alone(source: SandboxThre
         with open_view(str(data)) as view:
             write(source, view, 1)
             positions = [[vbid, int(each.branch), int(each.seqno)] for vbid, each in enumerate(view.published())]
-            answer = ask(data, "lease", id="x", name="nobody renews it", seconds=2, positions=positions)
+            answer = ask(data, GrantLease("x", "nobody renews it", 2, positions))
             assert answer is not None
             write(source, view, 2)
             newest = [int(each.seqno) for each in view.published()]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mirror.errors import ConfigError
+from mirror.messages import Resync, RollBack
 from mirror.sandbox.cluster import SandboxCluster
 from storage.errors import NoSuchBoundary
 from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
@@ -27,32 +28,30 @@ async def test_rollback_on_command_and_streaming_on_from_there(cluster: SandboxC
     boundary = mirror.row(3)["published_seqno"]
     cluster.set("later", {"a": 1}, vbid=3)
     await follow(mirror, cluster)
-    answer = await consumer.request({"op": "rollback", "vbid": 3, "to": boundary})
+    answer = await consumer.request(RollBack(3, boundary))
     wanted = {"vbid": 3, "boundary_seqno": boundary, "from_branch": 1, "from_seqno": boundary + 1, "branch": 2}
     assert answer == wanted
     await follow(mirror, cluster)
     assert mirror.row(3)["rollback_count"] == 1
     assert mirror.row(3)["requested_again_bytes"] == 0  # it comes again because it was taken back
-    nothing = await consumer.request({"op": "rollback", "vbid": 3, "to": 10**9})
+    nothing = await consumer.request(RollBack(3, 10**9))
     assert nothing["boundary_seqno"] == nothing["from_seqno"] == boundary + 1
     with pytest.raises(NoSuchBoundary, match="history begins at seqno"):
-        await consumer.request({"op": "rollback", "vbid": 3, "to": 0})
+        await consumer.request(RollBack(3, 0))
     assert (mirror.row(3)["rollback_count"], mirror.row(3)["state"]) == (1, "streaming")
     with pytest.raises(ConfigError):
-        await consumer.request({"op": "rollback", "vbid": 99, "to": 1})
-    with pytest.raises(ConfigError, match="unknown command"):
-        await consumer.request({"op": "dance"})
+        await consumer.request(RollBack(99, 1))
     await mirror.stop()
     assert_equal(mirror, cluster)
 
 
-async def test_refill_on_command_while_the_old_copy_is_served(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_resync_on_command_while_the_old_copy_is_served(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 200)
     mirror = mirror_of(cluster, tmp_path, settings={"refill_reads": "stale"})
     consumer = mirror.start(cluster.connection_string)
     await follow(mirror, cluster)
     before = mirror.row(3)["branch"]
-    answer = await consumer.request({"op": "refill", "vbid": 3})
+    answer = await consumer.request(Resync(3))
     assert (answer["vbid"], mirror.row(3)["branch"]) == (3, before), "what is served is what was"
     assert answer["staging_branch"] > before
     assert (mirror.row(3)["resyncs_begun"], mirror.row(3)["resync_count"]) == (1, 0)
@@ -62,7 +61,7 @@ async def test_refill_on_command_while_the_old_copy_is_served(cluster: SandboxCl
     write(cluster, 50, "more")
     await follow(mirror, cluster)
     assert {row["branch"] for row in consumer.status()["vbuckets"] if row["vbid"] != 3} == {before}
-    with pytest.raises(ConfigError, match="refill of vb 99"):
-        await consumer.request({"op": "refill", "vbid": 99})
+    with pytest.raises(ConfigError, match="resync of vb 99"):
+        await consumer.request(Resync(99))
     await mirror.stop()
     assert_equal(mirror, cluster)

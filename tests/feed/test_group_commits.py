@@ -12,6 +12,7 @@ import lmdb
 import pytest
 
 from mirror.feed.group_commits import Group
+from mirror.messages import RollBack
 from mirror.sandbox.cluster import SandboxCluster
 from storage import commit, directory
 from storage.errors import CorruptedError, DeviceFailed, Full
@@ -44,7 +45,7 @@ async def test_damaged_group_stops_and_the_others_go_on(
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert "page 7" in consumer.status()["groups"][1]["error"]
     with pytest.raises(CorruptedError):
-        await consumer.request({"op": "rollback", "vbid": 1, "to": 0})
+        await consumer.request(RollBack(1, 0))
     monkeypatch.undo()
     await mirror.stop()
 

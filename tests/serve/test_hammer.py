@@ -24,6 +24,7 @@ import pytest
 
 from mirror import ViewInvalidated, open_view
 from mirror import client as control
+from mirror.messages import GetStatus
 from mirror.sandbox import SandboxCluster, SandboxThread, vbucket_of
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -196,7 +197,7 @@ def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_pat
         service.start()
 
         def listening() -> dict[str, list[str]] | None:
-            status = (control.ask(data, "status") or {}).get("status")
+            status = (control.ask(data, GetStatus()) or {}).get("status")
             ready = status and status["servers"] and all(row["phase"] == "running" for row in status["servers"])
             return dict(status["listeners"]) if ready and status else None
 
@@ -223,7 +224,7 @@ def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_pat
                     source.fail_over(vbid, rng.randint(1, 3))
                     source.write(vbid)
                     if step % 3 == 1:
-                        status = (control.ask(data, "status") or {})["status"]
+                        status = (control.ask(data, GetStatus()) or {})["status"]
                         os.kill(status["workers"][step % 2]["pid"], signal.SIGKILL)
                     wanted = source.number
 
@@ -239,6 +240,6 @@ def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_pat
                 stop.set()
             counts = [each.result() for each in reading]
         assert all(count > 20 for count in counts), counts
-        status = (control.ask(data, "status") or {})["status"]
+        status = (control.ask(data, GetStatus()) or {})["status"]
         assert status["totals"]["rollback_count"] > FAILOVERS // 2, "the failovers took published data back"
         assert sum(worker["restarts"] for worker in status["workers"]) > 1, "workers were killed"

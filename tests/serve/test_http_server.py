@@ -13,6 +13,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
+from mirror.messages import Resync
 from mirror.serve.http_server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.stored import stored_status
@@ -88,5 +89,5 @@ async def test_settings_that_make_no_sense(source: Source) -> None:
         HttpServer(Settings(), [], stored_status, SystemClock())
     server = server_at(source)
     with pytest.raises(ConfigError, match="knows no command"):
-        await server.request({"op": "dance"})
+        await server.request(Resync(1))
     assert server.status()["counters"]["http_requests"] == 0

@@ -30,6 +30,7 @@ from couchbase.transcoder import RawBinaryTranscoder
 
 from mirror import MutationToken, WriteLost, open_view
 from mirror import client as control
+from mirror.messages import GetStatus
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.wire import codec_kv
 from storage.wait import Standing, standing
@@ -230,7 +231,7 @@ async def observe_in_thread(observe: Callable[[int], Any], until_seqno: int) -> 
 
 def listener(data: Path, kind: str = "kv") -> str | None:
     """The first address of a kind, once all servers run."""
-    document = (control.ask(data, "status") or {}).get("status")
+    document = (control.ask(data, GetStatus()) or {}).get("status")
     servers = (document or {}).get("servers")
     if not document or not servers or any(row["phase"] != "running" for row in servers):
         return None

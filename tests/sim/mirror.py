@@ -27,6 +27,7 @@ from mirror.feed.session import NodeSession
 from mirror.feed.transport import Link
 from mirror.ingest import events as happenings
 from mirror.ingest.selection import SourceManifest
+from mirror.messages import RollBack
 from mirror.wire.constants import Feature
 from storage import directory, owner
 from storage.background import Background
@@ -627,7 +628,7 @@ class Mirror:
 
     def roll_back(self, vbid: int, to_seqno: int) -> int:
         """The operator's command."""
-        result = drive(self.consumer.request({"op": "rollback", "vbid": vbid, "to": to_seqno}))
+        result = drive(self.consumer.request(RollBack(vbid, to_seqno)))
         return int(result["boundary_seqno"])
 
     @property

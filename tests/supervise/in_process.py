@@ -10,12 +10,13 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
+from mirror.messages import ProcessCommand, ProcessReport, StartMessage, StartWorker, encode
 from mirror.supervise import processes
 from mirror.supervise.channel import Channel
 from mirror.supervise.children import Child
@@ -41,11 +42,11 @@ class Work:
     async def stop(self) -> None:
         self._stopped.set()
 
-    def status(self) -> Report:
-        return self._reports(self._groups)
+    def status(self) -> ProcessReport:
+        return cast(ProcessReport, self._reports(self._groups))
 
-    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        return {"heard": command}
+    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+        return {"heard": encode(command)}
 
 
 class TaskProcess:
@@ -79,8 +80,9 @@ def use(monkeypatch: pytest.MonkeyPatch, reports: Callable[[Sequence[int]], Repo
     """Have supervisors start tasks instead of processes; returns them as they start."""
     started: list[TaskProcess] = []
 
-    async def make(start: dict[str, Any], _send: object) -> Work:
-        return Work(start["groups"], reports)
+    async def make(start: StartMessage, _send: object) -> Work:
+        assert isinstance(start, StartWorker)
+        return Work(start.groups, reports)
 
     async def spawn(slot: int, groups: tuple[int, ...], heartbeat: Heartbeat, *_: object) -> Child:
         ours, theirs = socket.socketpair()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mirror.config import Settings
 from mirror.errors import AuthRejected
-from mirror.supervise.channel import Message
+from mirror.messages import HoldPositions, ProcessCommand, ProcessReport, StartMessage, StartWorker, encode
 from mirror.supervise.worker import Send, Work, main
 from storage.errors import NoSuchBoundary
 
@@ -60,7 +60,7 @@ class ScriptedWork:
     async def stop(self) -> None:
         self.stopped.set()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ProcessReport:
         self.asked += 1
         seqno = min(self.asked, 10)
         rows = [
@@ -81,14 +81,15 @@ class ScriptedWork:
             "counters": {"received_documents": self.asked * 100, "received_bytes": self.asked * 1000},
         }
 
-    async def request(self, command: dict[str, Any]) -> dict[str, Any]:
-        if command["op"] == "lease" and self.script == "forgetful":
+    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+        if isinstance(command, HoldPositions) and self.script == "forgetful":
             raise NoSuchBoundary("1:5 is not kept")
-        return {"heard": command}
+        return {"heard": encode(command)}
 
 
-async def make(start: Message, _send: Send) -> Work:
-    return ScriptedWork(start["groups"], os.environ.get("SCRIPT", ""))
+async def make(start: StartMessage, _send: Send) -> Work:
+    assert isinstance(start, StartWorker)
+    return ScriptedWork(start.groups, os.environ.get("SCRIPT", ""))
 
 
 async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:

@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 
 from mirror.errors import SupervisionError
+from mirror.messages import Answer, Beat
 from mirror.supervise import channel
 from mirror.supervise.channel import Channel
 
@@ -23,9 +24,7 @@ async def ends() -> AsyncIterator[tuple[Channel, Channel]]:
 
 async def test_messages_arrive_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
-    sent = [
-        {"op": "answer", "id": number, "value": {"vbuckets": [1, b"\x00", "x" * number * 1000]}} for number in range(50)
-    ]
+    sent = [Answer(number, {"vbuckets": [1, b"\x00", "x" * number * 1000]}) for number in range(50)]
     for message in sent:
         one.send(message)
     assert [await other.receive() for _ in sent] == sent
@@ -33,11 +32,11 @@ async def test_messages_arrive_whole_and_in_order(ends: tuple[Channel, Channel])
 
 async def test_the_end_of_the_other_side_is_none(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
-    one.send({"op": "beat"})
+    one.send(Beat())
     await one.close()
-    assert await other.receive() == {"op": "beat"}
+    assert await other.receive() == Beat()
     assert await other.receive() is None
-    one.send({"op": "beat"})
+    one.send(Beat())
 
 
 async def test_an_end_in_the_middle_of_a_message_is_an_end() -> None:
@@ -74,6 +73,6 @@ async def test_too_long_a_message_is_refused_before_it_is_sent(
 ) -> None:
     monkeypatch.setattr(channel, "MESSAGE_LENGTH_MAX", 100)
     with pytest.raises(SupervisionError, match="limit"):
-        ends[0].send({"op": "answer", "value": "x" * 200})
-    ends[0].send({"op": "beat"})
-    assert await ends[1].receive() == {"op": "beat"}
+        ends[0].send(Answer(1, {"x": "x" * 200}))
+    ends[0].send(Beat())
+    assert await ends[1].receive() == Beat()

@@ -5,18 +5,20 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
 
 from mirror.config import to_wire
 from mirror.errors import SupervisionError
-from mirror.supervise.channel import ANSWER, READY, START, STOP
+from mirror.messages import Answer, Ready, Resync, StartWorker, StopWork
 from mirror.supervise.children import Child, ChildExited, ChildMessage, spawn
 from mirror.supervise.heartbeat import Heartbeat
 from mirror.supervise.plan import ProcessPhase
 from tests.supervise.scripted import settings_for, worker_command
 
+M = TypeVar("M", Ready, Answer)
 Events = asyncio.Queue[ChildMessage | ChildExited]
 
 
@@ -24,17 +26,17 @@ async def start(data: Path) -> tuple[Child, Events]:
     events: Events = asyncio.Queue()
     child = await spawn(0, (0, 1), Heartbeat(0), worker_command)
     child.watch(events.put_nowait)
-    child.send({"op": START, "slot": 0, "groups": [0, 1], "settings": to_wire(settings_for(data))})
-    await until(events, READY)
+    child.send(StartWorker(slot=0, groups=[0, 1], settings=to_wire(settings_for(data))))
+    await until(events, Ready)
     return child, events
 
 
-async def until(events: Events, op: str) -> ChildMessage:
+async def until(events: Events, kind: type[M]) -> M:
     while True:
         event = await events.get()
         assert isinstance(event, ChildMessage)
-        if event.message["op"] == op:
-            return event
+        if isinstance(event.message, kind):
+            return event.message
 
 
 async def until_gone(events: Events) -> ChildExited:
@@ -55,18 +57,18 @@ async def test_its_death_is_the_last_event(tmp_path: Path) -> None:
 
 async def test_a_question_gets_its_answer(tmp_path: Path) -> None:
     child, events = await start(tmp_path)
-    question = asyncio.create_task(child.request({"op": "poke"}, timeout_s=30))
-    child.answered((await until(events, ANSWER)).message)
-    assert await question == {"heard": {"op": "poke"}}
-    child.answered({"op": ANSWER, "id": 999})
-    child.send({"op": STOP})
+    question = asyncio.create_task(child.request(Resync(1), timeout_s=30))
+    child.answered(await until(events, Answer))
+    assert await question == {"heard": {"op": "refill", "vbid": 1}}
+    child.answered(Answer(999))
+    child.send(StopWork())
     assert (await until_gone(events)).status == 0
 
 
 async def test_a_question_to_the_dead_fails_at_once(tmp_path: Path) -> None:
     child, events = await start(tmp_path)
     os.kill(child.pid, signal.SIGSTOP)
-    question = asyncio.create_task(child.request({"op": "poke"}, timeout_s=3600))
+    question = asyncio.create_task(child.request(Resync(1), timeout_s=3600))
     await asyncio.sleep(0)
     child.kill()
     await until_gone(events)
@@ -78,7 +80,7 @@ async def test_a_question_that_is_not_answered_in_time_fails(tmp_path: Path) -> 
     child, events = await start(tmp_path)
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(SupervisionError, match="within"):
-        await child.request({"op": "poke"}, timeout_s=0.05)
+        await child.request(Resync(1), timeout_s=0.05)
     child.kill()
     await until_gone(events)
 

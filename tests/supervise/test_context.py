@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.supervise.context import ServiceContext

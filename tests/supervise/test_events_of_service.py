@@ -60,7 +60,7 @@ async def test_what_happens_is_logged_shown_handed_on_and_waited_for(
         await eventually(lambda: hooked.exists() and hooked.read_text().count("\n") == 3)
         assert {json.loads(line)["number"] for line in hooked.read_text().splitlines()} == {1, 2, 3}
         refused = await ask(tmp_path / "data", {"op": "events", "after": "x"})
-        assert "give numbers" in refused["error"]
+        assert "give a whole number" in refused["error"]
     logged = "".join(capsys.readouterr())
     assert logged.count("rollback ") == 1
     assert "seqnos=32" in logged

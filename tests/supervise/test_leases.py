@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mirror.errors import ConfigError
+from mirror.messages import GrantLease, HoldPositions
 from mirror.supervise.leases import BOOK_NAME, LeaseBook
 
 
@@ -15,46 +17,49 @@ def book(directory: Path) -> LeaseBook:
     return LeaseBook(directory, seconds_max=60, age_max_s=100)
 
 
-def asking(**values: Any) -> dict[str, Any]:
-    return {"op": "lease", "id": "a", "name": "job", "seconds": 30, "positions": [[0, 1, 5], [3, 2, 7]]} | values
+ASKING = GrantLease("a", "job", 30, [[0, 1, 5], [3, 2, 7]])
+
+
+def asking(**values: Any) -> GrantLease:
+    return replace(ASKING, **values)
 
 
 def test_what_is_granted_is_found_again_by_the_next_service(tmp_path: Path) -> None:
     first = book(tmp_path)
-    first.enter(first.wanted(asking(), 8, 1_000))
+    first.enter(first.requested(asking(), 8, 1_000))
     second = book(tmp_path)
     (record,) = second.active(2_000)
     assert (record.name, record.until_ms, record.positions) == ("job", 31_000, [(0, 1, 5), (3, 2, 7)])
     assert second.active(31_000) == []
 
 
-def test_each_worker_hears_of_its_own_groups_alone(tmp_path: Path) -> None:
-    record = book(tmp_path).wanted(asking(), 8, 1_000)
-    assert record.order((0,), 4) == {"op": "lease", "id": "a", "until_ms": 31_000, "positions": [[0, 1, 5]]}
+def test_each_worker_gets_those_of_its_own_groups_alone(tmp_path: Path) -> None:
+    record = book(tmp_path).requested(asking(), 8, 1_000)
+    assert record.order((0,), 4) == HoldPositions("a", 31_000, [[0, 1, 5]])
     assert record.order((1, 2), 4) is None
 
 
 def test_a_renewal_ends_with_the_age_of_the_first_grant(tmp_path: Path) -> None:
     leases = book(tmp_path)
-    leases.enter(leases.wanted(asking(), 8, 0))
-    assert leases.known(leases.wanted(asking(), 8, 20_000), 20_000)
-    leases.enter(leases.wanted(asking(), 8, 20_000))
-    again = leases.wanted(asking(), 8, 80_000)
+    leases.enter(leases.requested(asking(), 8, 0))
+    assert leases.known(leases.requested(asking(), 8, 20_000), 20_000)
+    leases.enter(leases.requested(asking(), 8, 20_000))
+    again = leases.requested(asking(), 8, 80_000)
     assert again.until_ms == 100_000
     with pytest.raises(ConfigError, match="older than lease_age_max_s"):
-        leases.wanted(asking(), 8, 100_000)
+        leases.requested(asking(), 8, 100_000)
 
 
-def test_what_ended_is_asked_for_anew_and_not_renewed(tmp_path: Path) -> None:
+def test_what_ended_is_requested_again_and_not_renewed(tmp_path: Path) -> None:
     leases = book(tmp_path)
-    leases.enter(leases.wanted(asking(), 8, 0))
-    assert not leases.known(leases.wanted(asking(), 8, 30_000), 30_000)
+    leases.enter(leases.requested(asking(), 8, 0))
+    assert not leases.known(leases.requested(asking(), 8, 30_000), 30_000)
 
 
 def test_other_positions_under_a_known_id_are_no_renewal(tmp_path: Path) -> None:
     leases = book(tmp_path)
-    leases.enter(leases.wanted(asking(), 8, 0))
-    assert not leases.known(leases.wanted(asking(positions=[[0, 1, 6]]), 8, 1), 1)
+    leases.enter(leases.requested(asking(), 8, 0))
+    assert not leases.known(leases.requested(asking(positions=[[0, 1, 6]]), 8, 1), 1)
 
 
 @pytest.mark.parametrize(
@@ -62,38 +67,35 @@ def test_other_positions_under_a_known_id_are_no_renewal(tmp_path: Path) -> None
     [
         ({"seconds": 61}, "ask for 1 to 60 s"),
         ({"seconds": 0}, "ask for 1 to 60 s"),
-        ({"seconds": "long"}, "ask for 1 to 60 s"),
-        ({"name": ""}, "needs an id and a name"),
-        ({"name": "x" * 201}, "needs an id and a name"),
-        ({"id": 5}, "needs an id and a name"),
+        ({"name": ""}, "needs a name"),
+        ({"name": "x" * 201}, "needs a name"),
         ({"positions": []}, "without positions"),
         ({"positions": [[8, 1, 1]]}, "without positions"),
         ({"positions": [[0, 1, 1], [0, 1, 2]]}, "without positions"),
         ({"positions": [[0, 1]]}, "without positions"),
         ({"positions": [[0, -1, 1]]}, "without positions"),
-        ({"positions": {"0": 1}}, "without positions"),
+        ({"positions": [0, 1, 1]}, "without positions"),
     ],
 )
 def test_nonsense_is_refused_and_nothing_is_entered(tmp_path: Path, values: dict[str, Any], words: str) -> None:
     leases = book(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        leases.wanted(asking(**values), 8, 0)
+        leases.requested(asking(**values), 8, 0)
     assert leases.active(0) == []
 
 
-def test_what_is_released_is_struck(tmp_path: Path) -> None:
+def test_what_is_released_is_removed(tmp_path: Path) -> None:
     leases = book(tmp_path)
-    leases.enter(leases.wanted(asking(), 8, 0))
-    assert leases.strike("b") is None
-    assert leases.strike(None) is None
-    assert leases.strike("a") is not None
+    leases.enter(leases.requested(asking(), 8, 0))
+    assert leases.remove("b") is None
+    assert leases.remove("a") is not None
     assert book(tmp_path).active(0) == []
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '[{"positions": [[1]]}]', '[{"id": "a", "positions": []}]', "\0"])
-def test_a_book_that_cannot_be_read_begins_anew(tmp_path: Path, text: str) -> None:
+def test_a_book_that_cannot_be_read_begins_again_empty(tmp_path: Path, text: str) -> None:
     (tmp_path / BOOK_NAME).write_text(text)
     leases = book(tmp_path)
     assert leases.active(0) == []
-    leases.enter(leases.wanted(asking(), 8, 0))
+    leases.enter(leases.requested(asking(), 8, 0))
     assert len(book(tmp_path).active(0)) == 1

@@ -9,6 +9,7 @@ import signal
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.config import Settings, to_wire
 from mirror.errors import ConfigError
+from mirror.messages import Resync, StartServer
 from mirror.supervise.server import open_server
 from mirror.supervise.supervisor import Supervisor
 from mirror.wire import codec_kv
@@ -272,23 +274,19 @@ async def test_dcp_processes_serve_streams_and_say_what_they_sent(data: Path) ->
 
 
 async def test_a_server_without_data_or_with_a_taken_address_says_so(tmp_path: Path, data: Path) -> None:
-    start = {"slot": 1000, "kind": "kv", "revision": 1, "listeners": [], "login_secret": "00"}
     settings = to_wire(settings_for(data))
+    start = StartServer(slot=1000, settings=settings, kind="kv", revision=1, listeners=[], login_secret="00")
     with pytest.raises(ConfigError, match="without data"):
-        await open_server({**start, "settings": settings | {"data": None}}, lambda _message: None)
+        await open_server(replace(start, settings=settings | {"data": None}), lambda _message: None)
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     with pytest.raises(ConfigError, match="kv: cannot listen"):
-        await open_server(
-            {**start, "settings": settings, "listeners": [[f"127.0.0.1:{port}", None]]}, lambda _message: None
-        )
+        await open_server(replace(start, listeners=[[f"127.0.0.1:{port}", None]]), lambda _message: None)
     taken.close()
-    work = await open_server(
-        {**start, "settings": settings, "listeners": [["127.0.0.1:0", None]]}, lambda _message: None
-    )
+    work = await open_server(replace(start, listeners=[["127.0.0.1:0", None]]), lambda _message: None)
     assert work.status()["vbuckets"] == []
-    with pytest.raises(ConfigError, match="no command 'x'"):
-        await work.request({"op": "x"})
+    with pytest.raises(ConfigError, match="no command 'refill'"):
+        await work.request(Resync(1))
     running = asyncio.create_task(work.run())
     await work.stop()
     await running

@@ -9,17 +9,30 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pytest
 import pytest_asyncio
 
 from mirror.config import to_wire
-from mirror.supervise.channel import ANSWER, BEAT, FAILED, READY, REQUEST, START, STOP, Channel, Message
+from mirror.messages import (
+    Answer,
+    Beat,
+    ExitReport,
+    GetStatus,
+    PipeMessage,
+    Ready,
+    Request,
+    Resync,
+    StartWorker,
+    StopWork,
+)
+from mirror.supervise.channel import Channel
 from mirror.supervise.children import worker_command
 from tests.supervise.scripted import settings_for
 from tests.supervise.scripted import worker_command as scripted_command
 
+M = TypeVar("M", bound=PipeMessage)
 Ends = tuple[Channel, asyncio.subprocess.Process]
 
 
@@ -45,37 +58,38 @@ def test_it_starts_without_libraries_that_check_settings_or_draw() -> None:
     assert not {*loaded} & {"pydantic", "rich", "typer", "attr"}
 
 
-async def expect(channel: Channel, op: str) -> Message:
+async def expect(channel: Channel, kind: type[M]) -> M:
     while (message := await channel.receive()) is not None:
-        if message["op"] == op:
+        if isinstance(message, kind):
             return message
-        assert message["op"] == BEAT
-    raise AssertionError(f"the worker went without {op}")
+        assert isinstance(message, Beat)
+    raise AssertionError(f"the worker exited without {kind}")
 
 
-def start_of(data: Path) -> dict[str, Any]:
-    return {"op": START, "slot": 0, "groups": [0, 1], "settings": to_wire(settings_for(data))}
+def start_of(data: Path) -> StartWorker:
+    return StartWorker(slot=0, groups=[0, 1], settings=to_wire(settings_for(data)))
 
 
 async def test_it_beats_answers_and_stops_when_told(worker: Ends, tmp_path: Path) -> None:
     channel, process = worker
     channel.send(start_of(tmp_path))
-    await expect(channel, READY)
-    await expect(channel, BEAT)
-    channel.send({"op": REQUEST, "id": 7, "command": {"op": "status"}})
-    answer = await expect(channel, ANSWER)
-    assert answer["id"] == 7
-    assert [row["vbid"] for row in answer["value"]["vbuckets"]] == [0, 1, 4, 5]
-    channel.send({"op": REQUEST, "id": 8, "command": {"op": "poke", "vbid": 1}})
-    assert (await expect(channel, ANSWER))["value"] == {"heard": {"op": "poke", "vbid": 1}}
-    channel.send({"op": STOP})
+    await expect(channel, Ready)
+    await expect(channel, Beat)
+    channel.send(Request(7, GetStatus()))
+    answer = await expect(channel, Answer)
+    assert answer.id == 7
+    assert answer.value is not None
+    assert [row["vbid"] for row in answer.value["vbuckets"]] == [0, 1, 4, 5]
+    channel.send(Request(8, Resync(1)))
+    assert (await expect(channel, Answer)).value == {"heard": {"op": "refill", "vbid": 1}}
+    channel.send(StopWork())
     assert await process.wait() == 0
 
 
 async def test_the_end_of_the_pipe_is_the_end(worker: Ends, tmp_path: Path) -> None:
     channel, process = worker
     channel.send(start_of(tmp_path))
-    await expect(channel, READY)
+    await expect(channel, Ready)
     await channel.close()
     assert await process.wait() == 0
 
@@ -92,12 +106,12 @@ async def test_a_terminals_signals_are_the_supervisors_to_handle(
 ) -> None:
     channel, process = worker
     channel.send(start_of(tmp_path))
-    await expect(channel, READY)
+    await expect(channel, Ready)
     process.send_signal(signal.Signals[f"SIG{name}"])
     if not ends:
-        channel.send({"op": REQUEST, "id": 1, "command": {"op": "status"}})
-        await expect(channel, ANSWER)
-        channel.send({"op": STOP})
+        channel.send(Request(1, GetStatus()))
+        await expect(channel, Answer)
+        channel.send(StopWork())
     assert await process.wait() == 0
 
 
@@ -116,10 +130,10 @@ async def test_its_last_words_say_what_happened(
         )
     channel = await Channel.open(ours)
     channel.send(start_of(tmp_path))
-    await expect(channel, READY)
-    failed = await expect(channel, FAILED)
-    assert words in failed["message"]
-    assert (failed["exit_code"], failed["fatal"]) == (exit_code, fatal)
+    await expect(channel, Ready)
+    failed = await expect(channel, ExitReport)
+    assert words in failed.message
+    assert (failed.exit_code, failed.fatal) == (exit_code, fatal)
     assert await process.wait() == exit_code
     await channel.close()
 

@@ -1,0 +1,347 @@
+"""The messages of one service: a class for each command of the control socket and each message between its processes.
+
+On the wire a message is an object with `op` and one key for each field: a line of JSON on the control socket, msgpack
+on the pipe to a process. Only this module knows the keys. Invariants: an object with an unknown `op`, or with a field
+that is missing or of another type, is refused by name; unknown keys are ignored, since client and service may be of
+different versions; the values inside a report are not checked, since both ends of a pipe are one program.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, TypedDict, cast, get_args, get_origin, get_type_hints
+
+from mirror.errors import ConfigError, SupervisionError
+
+# commands: of clients to a service, and of a service to its workers and servers
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Is there a service? Answer: `pid`."""
+
+    op: ClassVar[str] = "ping"
+
+
+@dataclass(frozen=True, slots=True)
+class GetSource:
+    """How does the service reach its source? Answer: `settings`."""
+
+    op: ClassVar[str] = "source"
+
+
+@dataclass(frozen=True, slots=True)
+class GetStatus:
+    """Report. Answer of a service: `status`, in the shape of cli/JSON.md; of a worker or server: a `ProcessReport`."""
+
+    op: ClassVar[str] = "status"
+
+
+@dataclass(frozen=True, slots=True)
+class GetEvents:
+    """Return the events above a number. Answer: `pid`, `events`."""
+
+    op: ClassVar[str] = "events"
+    after: int = 0
+    wait_s: float = 0
+    """How long to wait for one where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadSettings:
+    """Read the settings again, as SIGHUP does."""
+
+    op: ClassVar[str] = "reload"
+
+
+@dataclass(frozen=True, slots=True)
+class StopService:
+    """Stop, as SIGTERM does."""
+
+    op: ClassVar[str] = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """Roll a vbucket back to its newest kept boundary at or below a seqno. Answer: `result`."""
+
+    op: ClassVar[str] = "rollback"
+    vbid: int
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """Read a vbucket again from 0, next to its old copy. Answer: `result`."""
+
+    op: ClassVar[str] = "refill"
+    vbid: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantLease:
+    """Grant or renew a lease. Answer: `id`, `until_ms`."""
+
+    op: ClassVar[str] = "lease"
+    id: str
+    name: str
+    seconds: float
+    positions: list[list[int]]
+    """[vbid, branch, seqno] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLease:
+    """End a lease. Answer of a service: `released`."""
+
+    op: ClassVar[str] = "release"
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldPositions:
+    """To a worker: hold the positions of a granted lease that are its own."""
+
+    op: ClassVar[str] = "lease"
+    id: str
+    until_ms: int
+    positions: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class UseKvNodes:
+    """To a KV process: the mirrors of the bucket as they are named now."""
+
+    op: ClassVar[str] = "map"
+    kv_nodes: str | None
+    revision: int
+
+
+ControlCommand = (
+    Ping
+    | GetSource
+    | GetStatus
+    | GetEvents
+    | ReloadSettings
+    | StopService
+    | RollBack
+    | Resync
+    | GrantLease
+    | ReleaseLease
+)
+"""What the control socket takes."""
+ProcessCommand = GetStatus | RollBack | Resync | HoldPositions | ReleaseLease | UseKvNodes
+"""What a worker or server takes from its supervisor."""
+
+# the pipe between the supervisor and one process
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Open these groups and mirror them. The first message, sent once."""
+
+    op: ClassVar[str] = "start-worker"
+    slot: int
+    groups: list[int]
+    settings: dict[str, Any]
+    """As `config.to_wire` makes them."""
+    leases: list[HoldPositions] = field(default_factory=list)
+    """Granted before the worker began."""
+    cluster_map: dict[str, Any] | None = None
+    """The newest one, as `ClusterMap.to_wire` makes it."""
+    map_floor: list[int] | None = None
+    """Epoch and revision of the newest map that was ever followed."""
+    group_mark: int = -1
+    """The inherited descriptor in which the worker notes the group that it works in."""
+    quarantined: list[list[Any]] = field(default_factory=list)
+    """[group, why] of each group that must not be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartServer:
+    """Listen at these addresses. The first message, sent once."""
+
+    op: ClassVar[str] = "start-server"
+    slot: int
+    settings: dict[str, Any]
+    kind: str
+    revision: int
+    """Of the map that a KV server gives its clients."""
+    login_secret: str
+    listeners: list[list[Any]]
+    """[address, inherited descriptor or None] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopWork:
+    """Commit, close, and exit."""
+
+    op: ClassVar[str] = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Execute a command, and answer with the same id."""
+
+    op: ClassVar[str] = "request"
+    id: int
+    command: ProcessCommand
+
+
+@dataclass(frozen=True, slots=True)
+class NewClusterMap:
+    """From a worker: a map that it found. To a worker: a recorded map, which it is to follow."""
+
+    op: ClassVar[str] = "map"
+    cluster_map: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The event loop of the process turns."""
+
+    op: ClassVar[str] = "beat"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The stores are open, or the addresses are listened at."""
+
+    op: ClassVar[str] = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a request: a value, or the error that refused it."""
+
+    op: ClassVar[str] = "answer"
+    id: int
+    value: dict[str, Any] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReport:
+    """Why the process exits; its exit follows."""
+
+    op: ClassVar[str] = "failed"
+    message: str
+    exit_code: int | None = None
+    fatal: bool = False
+    """Starting it again would end the same way."""
+
+
+StartMessage = StartWorker | StartServer
+PipeMessage = StartWorker | StartServer | StopWork | Request | NewClusterMap | Beat | Ready | Answer | ExitReport
+
+Message = ControlCommand | ProcessCommand | PipeMessage
+
+# reports
+
+
+class GroupFailure(TypedDict):
+    """A group that a worker could not open."""
+
+    group: int
+    message: str
+    exit_code: int
+
+
+class ProcessReport(TypedDict, total=False):
+    """What a worker or server reports of itself."""
+
+    vbuckets: list[dict[str, Any]]
+    """A worker's; `supervise.status.reported_row` reads them."""
+    groups: list[dict[str, Any]]
+    nodes: list[dict[str, Any]]
+    counters: dict[str, int]
+    """They only rise."""
+    map: dict[str, int] | None
+    error: str | None
+    selection: str
+    warnings: list[str]
+    readers: list[dict[str, Any]]
+    failed_groups: list[GroupFailure]
+    request_seconds: dict[str, Any]
+
+
+# the wire
+
+
+def encode(message: Message) -> dict[str, Any]:
+    """The object that a message travels as."""
+    values = {each.name: _encoded(getattr(message, each.name)) for each in fields(message)}
+    return {"op": message.op} | values
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, get_args(Message)):
+        return encode(value)
+    if isinstance(value, list) and value and isinstance(value[0], get_args(Message)):
+        return [encode(each) for each in value]
+    return value
+
+
+def control_command(message: Mapping[str, Any]) -> ControlCommand:
+    """The command in an object from the control socket. Raises SupervisionError, ConfigError."""
+    return cast(ControlCommand, _decode(ControlCommand, message))
+
+
+def pipe_message(message: Mapping[str, Any]) -> PipeMessage:
+    """The message in an object from a pipe. Raises SupervisionError, ConfigError."""
+    return cast(PipeMessage, _decode(PipeMessage, message))
+
+
+def _decode(kinds: Any, message: Mapping[str, Any]) -> Message:
+    known = _by_op(kinds)
+    kind = known.get(str(message.get("op")))
+    if kind is None:
+        raise SupervisionError(f"unknown command {message.get('op')!r}", hint=", ".join(known))
+    return _decode_as(kind, message)
+
+
+def _decode_as(kind: Any, message: Mapping[str, Any]) -> Message:
+    values = {}
+    for name, (hint, required) in _fields_of(kind).items():
+        if name in message:
+            values[name] = _decoded(hint, message[name], f"{kind.op}: {name}")
+        elif required:
+            raise ConfigError(f"{kind.op}: {name} is missing", hint=f"give {_name_of(hint)}")
+    return cast(Message, kind(**values))
+
+
+def _decoded(hint: Any, value: Any, place: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is types.UnionType:
+        if isinstance(value, Mapping) and hasattr(arguments[0], "op"):
+            return _decode(hint, value)
+        if value is None and types.NoneType in arguments:
+            return None
+        return _decoded(arguments[0], value, place)
+    if origin is list and isinstance(value, list) and hasattr(arguments[0], "op"):
+        return [_decode_as(arguments[0], each) for each in value]
+    if not isinstance(value, origin or (int | float if hint is float else hint)):
+        raise ConfigError(f"{place} is {value!r}", hint=f"give {_name_of(hint)}")
+    return value
+
+
+@cache
+def _by_op(kinds: Any) -> dict[str, Any]:
+    return {kind.op: kind for kind in get_args(kinds)}
+
+
+@cache
+def _fields_of(kind: Any) -> dict[str, tuple[Any, bool]]:
+    hints = get_type_hints(kind)
+    return {
+        each.name: (hints[each.name], each.default is MISSING and each.default_factory is MISSING)
+        for each in fields(kind)
+    }
+
+
+def _name_of(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text", list: "a list"}
+    return names.get(get_origin(hint) or hint, "another value")
