@@ -19,14 +19,13 @@ from storage.model import (
     Boundary,
     Branch,
     BranchReason,
+    FailoverLog,
     Manifest,
     ManifestChange,
     Seqno,
     Vbid,
     VbucketState,
     Vbuuid,
-    pruned_log,
-    vbuuid_at,
 )
 from storage.transaction import Transaction
 
@@ -383,7 +382,7 @@ def put_boundary(
     counters: Counters,
 ) -> None:
     """The boundary row of a published snapshot end."""
-    vbuuid = vbuuid_at(state.failover_log, seqno)
+    vbuuid = state.failover_log.vbuuid_at(seqno)
     key = keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX
     value = keys.BOUNDARY.pack(
         min(start, seqno), vbuuid, now.wall_ms, now.history_ms, counters.ordinal + 1, counters.row_bytes
@@ -471,9 +470,9 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     then the vbuuid kept with the boundary is all that is known of its history.
     """
     vbid, at = state.vbid, boundary.seqno
-    own_log = state.failover_log if state.staging_branch == state.branch or state.rollback_deferred else ()
-    log = pruned_log(own_log, at, boundary.vbuuid)
-    to_vbuuid = vbuuid_at(log, at)
+    own_log = state.failover_log if state.staging_branch == state.branch or state.rollback_deferred else FailoverLog()
+    log = own_log.pruned(at, boundary.vbuuid)
+    to_vbuuid = log.vbuuid_at(at)
     served = chain.load(txn, vbid, state.branch, at)
     manifest_key = manifest_key_on(txn, vbid, served)
     branch = _open_branch(txn, vbid, state.branch, at, to_vbuuid, BranchReason.ROLLBACK, now)
@@ -528,8 +527,8 @@ def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) ->
 
     Its first publish is the rollback (`put_published`): then readers go from what they see to that end in one step.
     """
-    log = pruned_log(state.failover_log, boundary.seqno, boundary.vbuuid)
-    vbuuid = vbuuid_at(log, boundary.seqno)
+    log = state.failover_log.pruned(boundary.seqno, boundary.vbuuid)
+    vbuuid = log.vbuuid_at(boundary.seqno)
     branch = _open_branch(
         txn, state.vbid, state.branch, boundary.seqno, vbuuid, BranchReason.DEFERRED_ROLLBACK, Moment(0, 0)
     )
@@ -551,8 +550,8 @@ def abandon(txn: Transaction, state: VbucketState, manifest_key: ManifestKey, no
     # Its failover log is not that of the copy which is served again: that one's was replaced, so it names no history.
     # Nor is what its streams were filtered to. Where nothing was published, a log would say that there is nothing.
     other_copy = base > 0 and state.staging_branch != state.branch
-    log = () if other_copy or not base else state.failover_log
-    vbuuid = vbuuid_at(log, base)
+    log = FailoverLog() if other_copy or not base else state.failover_log
+    vbuuid = log.vbuuid_at(base)
     parent: int = state.branch
     first_branch = parent + 1
     history_ids: records.HistoryIds = ()
@@ -606,6 +605,6 @@ def begin_refill(txn: Transaction, state: VbucketState, reason: BranchReason, *,
         pub = txn.pub(state.vbid)
         flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
         txn.put_pub(state.vbid, pub._replace(flags=pub.flags | flags))
-    log = state.failover_log if reason is BranchReason.OSO else ()
+    log = state.failover_log if reason is BranchReason.OSO else FailoverLog()
     kept_filter = state.stream_filter if reason is BranchReason.OSO else None
     _put_state(txn, state, branch, 0, failover_log=log, source_purge_seqno=Seqno(0), stream_filter=kept_filter)

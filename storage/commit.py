@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from storage import branches, index, keys, records
 from storage.errors import SeqnoOrder
-from storage.model import Seqno, SnapshotRange
+from storage.model import FailoverLog, Seqno, SnapshotRange
 from storage.pending import PendingVbucket
 from storage.transaction import Transaction
 
@@ -128,7 +128,7 @@ def _put_state(txn: Transaction, vbucket: PendingVbucket, row_count: int, publis
         published = indexed = Seqno(vbucket.complete_seqno)
     rolled_back = publish and state.rollback_deferred
     # A log on disk without anything of its history says that the source has nothing: not before that is known.
-    log = state.failover_log if staged or published or publish or vbucket.known_empty else ()
+    log = state.failover_log if staged or published or publish or vbucket.known_empty else FailoverLog()
     row = records.StateRow(
         state.staging_branch,
         staged,

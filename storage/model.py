@@ -7,7 +7,7 @@ program; `ingest` sees this module and nothing else of `storage`. Identifiers ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple, NewType
@@ -50,50 +50,58 @@ class BranchReason(IntEnum):
     """Whatever it was opened for: it is history, and its rows are being moved to its parent."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailoverEntry:
+class FailoverEntry(NamedTuple):
     """One history of the source: `vbuuid` began after `seqno`."""
 
     vbuuid: Vbuuid
     seqno: Seqno
 
 
-FailoverLog = Sequence[FailoverEntry]
-"""Histories of a vbucket, newest first; seqnos never rise on the way to older entries."""
+class FailoverLog(tuple[FailoverEntry, ...]):
+    """Histories of a vbucket, newest first; seqnos never rise on the way to older entries (docs/protocol.md 2.5)."""
 
+    __slots__ = ()
 
-def vbuuid_at(log: FailoverLog, seqno: int) -> Vbuuid:
-    """The history that a seqno belongs to: the newest entry that began at or below it (docs/protocol.md 2.5).
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int]]) -> FailoverLog:
+        """The log of these (vbuuid, seqno) pairs, newest first."""
+        return cls([FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in pairs])
 
-    NO_VBUUID where there is none, and for seqno 0, which is of every history.
-    """
-    if seqno:
-        for entry in log:
-            if entry.seqno <= seqno:
-                return entry.vbuuid
-    return NO_VBUUID
+    @property
+    def newest_vbuuid(self) -> Vbuuid:
+        """The newest history; NO_VBUUID where the log is empty."""
+        return self[0].vbuuid if self else NO_VBUUID
 
+    def vbuuid_at(self, seqno: int) -> Vbuuid:
+        """The history that a seqno belongs to: the newest entry that began at or below it.
 
-def history_end_seqno(log: FailoverLog, vbuuid: int, high_seqno: int) -> int | None:
-    """Last seqno that the history `vbuuid` shares with the log's owner; None where the log does not have it."""
-    end_seqno = high_seqno
-    for entry in log:
-        if entry.vbuuid == vbuuid:
-            return end_seqno
-        end_seqno = entry.seqno
-    return None
+        NO_VBUUID where there is none, and for seqno 0, which is of every history.
+        """
+        if seqno:
+            for entry in self:
+                if entry.seqno <= seqno:
+                    return entry.vbuuid
+        return NO_VBUUID
 
+    def end_of(self, vbuuid: int, high_seqno: int) -> int | None:
+        """Last seqno that the history `vbuuid` shares with the log's owner; None where the log does not have it."""
+        end_seqno = high_seqno
+        for entry in self:
+            if entry.vbuuid == vbuuid:
+                return end_seqno
+            end_seqno = entry.seqno
+        return None
 
-def pruned_log(log: FailoverLog, seqno: int, vbuuid: int | None) -> tuple[FailoverEntry, ...]:
-    """What is left of a log after a rollback to a boundary at `seqno`.
+    def pruned(self, seqno: int, vbuuid: int | None = None) -> FailoverLog:
+        """What is left after a rollback to a boundary at `seqno`.
 
-    Where that is nothing, the log begins at the boundary, with the vbuuid that is kept with it: what came before it
-    may be of an older history.
-    """
-    kept = tuple(entry for entry in log if entry.seqno <= seqno)
-    if not kept and seqno and vbuuid:
-        return (FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)),)
-    return kept
+        Where that is nothing, the log begins at the boundary, with the vbuuid that is kept with it: what came before it
+        may be of an older history.
+        """
+        kept = [entry for entry in self if entry.seqno <= seqno]
+        if not kept and seqno and vbuuid:
+            kept = [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno))]
+        return FailoverLog(kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +255,7 @@ class VbucketState:
     """
     open_snapshot: SnapshotRange | None
     """The snapshot that staged rows above the newest complete end belong to; None between snapshots."""
-    failover_log: tuple[FailoverEntry, ...]
+    failover_log: FailoverLog
     """Newest first, as the source sent it, pruned by rollbacks."""
     source_purge_seqno: Seqno
     local_purge_seqno: Seqno

@@ -9,7 +9,6 @@ has changed nothing; `PendingBytes.count` is the sum over the group of rows, pre
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter, lt
@@ -18,7 +17,7 @@ from typing import Any
 from storage import branches, index, keys, records, seal
 from storage.environment import Environment
 from storage.errors import SeqnoOrder
-from storage.model import FailoverEntry, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid, VbucketState
+from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid, VbucketState
 from storage.prepares import Prepares, committed_row
 from storage.transaction import Transaction
 
@@ -253,9 +252,9 @@ class PendingVbucket:
             self.change(source_purge_seqno=Seqno(source_purge_seqno))
         self.dirty = True
 
-    def save_failover_log(self, log: Sequence[FailoverEntry], source_purge_seqno: int | None) -> None:
+    def save_failover_log(self, log: FailoverLog, source_purge_seqno: int | None) -> None:
         """Replace the failover log (see `GroupWriter.save_failover_log`)."""
-        self.change(failover_log=tuple(log))
+        self.change(failover_log=log)
         if source_purge_seqno is not None:
             self.change(source_purge_seqno=Seqno(source_purge_seqno))
         self.dirty = True

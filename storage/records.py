@@ -22,14 +22,13 @@ from storage.model import (
     Branch,
     Collection,
     Document,
-    FailoverEntry,
+    FailoverLog,
     Kind,
     ManifestChange,
     ManifestUid,
     Seqno,
     SnapshotRange,
     Vbid,
-    Vbuuid,
 )
 
 HEADER = struct.Struct(">BBHBBHIIQ")
@@ -398,7 +397,7 @@ class StateRow(NamedTuple):
     staging_published_seqno: int
     indexed_seqno: int
     open_snapshot: SnapshotRange | None
-    failover_log: tuple[FailoverEntry, ...]
+    failover_log: FailoverLog
     source_purge_seqno: int
     rollback_count: int
     last_rollback_ms: int | None
@@ -414,7 +413,7 @@ def encode_state(row: StateRow) -> bytes:
         published,
         indexed,
         (snapshot.start_seqno, snapshot.end_seqno, snapshot.flags) if snapshot else None,
-        [(entry.vbuuid, entry.seqno) for entry in log],
+        log,
         purge,
         rollbacks,
         last,
@@ -433,7 +432,7 @@ def decode_state(data: bytes | None) -> StateRow:
         published,
         indexed,
         SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None,
-        tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in log),
+        FailoverLog.of(log),
         purge,
         rollbacks,
         last,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from storage import branches, chain, keys, prepares, validity
 from storage.errors import ViewInvalidated
-from storage.model import FailoverEntry, Manifest
+from storage.model import FailoverLog, Manifest
 from storage.records import BRANCH, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.transaction import Transaction
 from storage.vbucket_reader import VbucketReader
@@ -53,7 +53,7 @@ class Standing(NamedTuple):
     links: chain.Chain
     """Its chain, newest first, cut there."""
     floor_seqno: int
-    failover_log: tuple[FailoverEntry, ...]
+    failover_log: FailoverLog
     source_purge_seqno: int
     local_purge_seqno: int
     manifest: Manifest

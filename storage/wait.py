@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from storage.errors import NotPublished, WriteLost
-from storage.model import SEQNO_MAX, Seqno, Vbid, VbucketState, Vbuuid, history_end_seqno
+from storage.model import SEQNO_MAX, Seqno, Vbid, VbucketState, Vbuuid
 
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.025
@@ -111,7 +111,7 @@ def standing_in(state: VbucketState, token: MutationToken) -> Standing | None:
         return here
     if state.rollback_deferred:  # the log is of the history that is staged: whether it has the write is not known yet
         return Standing.WAITING
-    end_seqno = history_end_seqno(state.failover_log, token.vbuuid, SEQNO_MAX)
+    end_seqno = state.failover_log.end_of(token.vbuuid, SEQNO_MAX)
     if end_seqno is None:
         return None
     return here if token.seqno <= end_seqno else Standing.LOST
@@ -123,7 +123,7 @@ def _was_rolled_back(view: Histories, state: VbucketState, token: MutationToken)
     if not any(each.from_vbuuid == token.vbuuid for each in rollbacks) or not state.failover_log:
         return False
     last = rollbacks[-1]
-    return state.failover_log[0].vbuuid != last.to_vbuuid or state.published_seqno > last.to_seqno
+    return state.failover_log.newest_vbuuid != last.to_vbuuid or state.published_seqno > last.to_seqno
 
 
 def wait_for(

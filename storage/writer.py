@@ -27,7 +27,7 @@ from storage.leaving import Leaving, RollbackResult
 from storage.model import (
     Boundary,
     BranchReason,
-    FailoverEntry,
+    FailoverLog,
     Identity,
     Manifest,
     ManifestChange,
@@ -387,7 +387,7 @@ class GroupWriter:
         """
         self._vbuckets[vbid].publish(boundary_seqno, snap_start_seqno, source_purge_seqno)
 
-    def save_failover_log(self, vbid: int, log: Sequence[FailoverEntry], source_purge_seqno: int | None = None) -> None:
+    def save_failover_log(self, vbid: int, log: FailoverLog, source_purge_seqno: int | None = None) -> None:
         """Replace the failover log, with the next commit and never later than the first rows of its stream. That of a
         vbucket of which nothing is stored yet waits for those rows, or until it is known that there are none (`publish`
         at 0).

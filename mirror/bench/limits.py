@@ -19,7 +19,7 @@ import lmdb
 
 from storage import directory, keys, records, seal
 from storage.index import SLICE_ROWS, sort_key_rows
-from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
@@ -153,7 +153,7 @@ def store_each(
     for group in range(groups):
         with _writing(path, identity, group) as writer:
             for vbid in directory.group_vbids(identity, group):
-                writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(7), Seqno(0))])
+                writer.save_failover_log(vbid, FailoverLog.of([(7, 0)]))
                 rows = rows_of(vbid)
                 step = snapshot_rows or len(rows) or 1
                 for snapshot in range(0, len(rows), step):

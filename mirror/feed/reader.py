@@ -45,7 +45,7 @@ from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.wire import events as ev
 from storage.map_record import MapRecord
-from storage.model import FailoverEntry
+from storage.model import FailoverLog
 
 __all__ = ["Ended", "Position", "RolledBack", "Snapshot", "SourceReader"]
 
@@ -180,7 +180,7 @@ class SourceReader:
         """The source's high seqno of each vbucket (the highest of the collections that are read), from all nodes."""
         return self._call(self._core.queries.high_seqnos())
 
-    def failover_log(self, vbid: int) -> tuple[FailoverEntry, ...]:
+    def failover_log(self, vbid: int) -> FailoverLog:
         """The source's histories of a vbucket, newest first."""
         return self._call(self._core.queries.failover_log(vbid))
 

@@ -49,7 +49,7 @@ from mirror.wire.flow_control import FlowControlLedger, counted_size
 from mirror.wire.frame import Frame, request, response
 from mirror.wire.frame import encode as encode_frame
 from mirror.wire.scan import Row, Run, is_data, key_problem, row_of
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog
 
 log = get_logger("feed")
 
@@ -473,7 +473,7 @@ class NodeSession:
             return
         assert isinstance(event, ev.StreamResponse)
         if event.status == Status.SUCCESS:
-            log = tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in event.failover_log)
+            log = FailoverLog.of(event.failover_log)
             answer = StreamAccepted(opaque, log)
         else:
             self._forget(opaque)

@@ -21,7 +21,7 @@ from mirror.wire.codec_kv import decode_collection_id
 from mirror.wire.constants import Opcode, status_name
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
-from storage.model import DEFAULT_COLLECTION, FailoverEntry, Seqno, Vbuuid
+from storage.model import DEFAULT_COLLECTION, FailoverLog
 
 POLL_S = 0.02
 POLL_MAX_S = 1.0
@@ -69,13 +69,14 @@ class SourceQueries:
         )
         return {vbid: found[vbid] for vbid in sorted(found) if vbid < self._maps.vbucket_count}
 
-    async def failover_log(self, vbid: int) -> tuple[FailoverEntry, ...]:
+    async def failover_log(self, vbid: int) -> FailoverLog:
         """From the vbucket's node."""
         if not 0 <= vbid < self._maps.vbucket_count:
             raise ConfigError(f"there is no vb {vbid}", hint=f"the bucket has {self._maps.vbucket_count}")
-        log: list[FailoverEntry] = []
+        log = FailoverLog()
 
         async def attempt() -> str:
+            nonlocal log
             session = self._connections.session_at(self._maps.address_of(vbid))
             if session is None:
                 return f"no node serves vb {vbid}"
@@ -84,11 +85,11 @@ class SourceQueries:
             )
             if answer.status != WireStatus.SUCCESS:
                 return f"{session.address} gives no failover log of vb {vbid}: {status_name(answer.status)}"
-            log.extend(FailoverEntry(Vbuuid(vbuuid), Seqno(at)) for vbuuid, at in decode_failover_log(answer.value))
+            log = FailoverLog.of(decode_failover_log(answer.value))
             return ""
 
         await self._until(attempt)
-        return tuple(log)
+        return log
 
     async def collection_names(self) -> dict[int, str]:
         """From any node."""

@@ -15,7 +15,7 @@ from mirror.feed.snapshot import Position, Snapshot
 from mirror.feed.spool import Spool, SpoolFile
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, Published, StagingRefused
-from storage.model import Branch, FailoverEntry, Manifest, Seqno, Vbid, VbucketState, Vbuuid, vbuuid_at
+from storage.model import Branch, FailoverLog, Manifest, Seqno, Vbid, VbucketState
 
 BRANCH = Branch(0)
 ROW_PREFIX = bytes(4)
@@ -55,8 +55,7 @@ class SpoolSink:
         self._on_lost = on_lost
         self._boundary = Seqno(position.seqno)
         # Of a position only its history is known: the entry says so for every seqno.
-        entry = FailoverEntry(Vbuuid(position.vbuuid), Seqno(0))
-        self._log: tuple[FailoverEntry, ...] = (entry,) if position.seqno else ()
+        self._log = FailoverLog.of([(position.vbuuid, 0)] if position.seqno else ())
         self._manifest = Manifest.initial()
         self._manifest_open = self._manifest
         self._purge_seqno = 0
@@ -65,7 +64,7 @@ class SpoolSink:
     @property
     def position(self) -> Position:
         """What was handed out reaches to here."""
-        return Position(int(vbuuid_at(self._log, self._boundary)), int(self._boundary))
+        return Position(int(self._log.vbuuid_at(self._boundary)), int(self._boundary))
 
     def state(self) -> VbucketState:
         """What was handed out, and the history that it belongs to."""

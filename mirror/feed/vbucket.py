@@ -271,7 +271,7 @@ class MirroredVbucket(VbucketHost):
         if self.gate is None or not self.gate.waiting or not self.streaming:
             return None
         assert self.machine is not None
-        return self.machine.failover_log[0].vbuuid if self.machine.failover_log else None
+        return self.machine.failover_log.newest_vbuuid or None
 
     def persisted(self, vbuuid: int, seqno: int) -> None:
         """Everything up to `seqno` of the history `vbuuid` is persisted on every copy: publish what waited for it."""
@@ -312,8 +312,8 @@ class MirroredVbucket(VbucketHost):
             "state": "stalled" if self.stalled_streams else "failing" if failing else str(self.status),
             "text": self.stall_text if self.stalled_streams else failing or self.text,
             "branch": int(state.branch),
-            "vbuuid": int(state.failover_log[0].vbuuid) if state.failover_log else 0,
-            "failover_log": [[int(entry.vbuuid), int(entry.seqno)] for entry in state.failover_log],
+            "vbuuid": int(state.failover_log.newest_vbuuid),
+            "failover_log": [list(entry) for entry in state.failover_log],
             "published_seqno": published,
             "staged_seqno": int(state.staged_seqno),
             "source_high_seqno": high,

@@ -28,7 +28,7 @@ from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
-from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from storage.model import FailoverLog, Vbid
 
 MachineEvent = events.LocalEvent | ev.Event
 """What a machine is handed: it ignores what is of no concern to it."""
@@ -205,7 +205,7 @@ def failover_log_event(
     if answer.status != WireStatus.SUCCESS:
         return events.FailoverLogRefused(answer.status)
     try:
-        log = [FailoverEntry(Vbuuid(uuid), Seqno(at)) for uuid, at in decode_failover_log(answer.value)]
+        log = FailoverLog.of(decode_failover_log(answer.value))
     except RemoteProtocolError:
         return events.FailoverLogRefused(WireStatus.EINTERNAL)
     return events.FailoverLogReceived(log, high_seqno)

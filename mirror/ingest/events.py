@@ -9,11 +9,11 @@ what carries another opaque than its stream's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mirror.ingest.selection import StreamFilter
-from storage.model import SEQNO_MAX, FailoverEntry, VbucketState
+from storage.model import SEQNO_MAX, FailoverLog, VbucketState
 
 Row = tuple[bytes, bytes]
 """Key: branch u32, seqno u64 (big endian). Value: the event's whole frame in stored form."""
@@ -87,7 +87,7 @@ class StreamAccepted:
     """The stream request was answered with success and the source's failover log, newest first."""
 
     opaque: int
-    failover_log: Sequence[FailoverEntry]
+    failover_log: FailoverLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class StreamRefused:
 class FailoverLogReceived:
     """Answer to GetFailoverLog, newest first; `high_seqno` as last polled, for anyone who keeps a record of events."""
 
-    failover_log: Sequence[FailoverEntry]
+    failover_log: FailoverLog
     high_seqno: int | None = None
 
 

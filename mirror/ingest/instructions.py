@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from mirror.ingest.events import Row
 from mirror.ingest.offset import StreamOffset
-from storage.model import FailoverEntry, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid
+from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid
 
 
 class Status(StrEnum):
@@ -193,7 +193,7 @@ class PublishSnapshot(InstructionFields):
 class SaveFailoverLog(InstructionFields):
     """Keep the log, newest first, no later than the first row of the stream that it came with."""
 
-    failover_log: tuple[FailoverEntry, ...]
+    failover_log: FailoverLog
     source_purge_seqno: int | None = None
 
 

@@ -71,7 +71,7 @@ from mirror.wire.events import (
     StreamEvent,
     SystemEvent,
 )
-from storage.model import SEQNO_MAX, FailoverEntry, Seqno, Vbid, VbucketState, Vbuuid, pruned_log
+from storage.model import SEQNO_MAX, FailoverLog, Seqno, Vbid, VbucketState, Vbuuid
 
 STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
 """Never from a replica: its markers may overlap and mix disk and memory."""
@@ -153,7 +153,7 @@ class VbucketMachine:
         self.opaque: int | None = None
         self.status = Status.WAITING
         self.text = "not started"
-        self.failover_log: tuple[FailoverEntry, ...] = ()
+        self.failover_log = FailoverLog()
         self.durable_seqno = state.staging_published_seqno
         self.refilling = False
         self.high_seqno: int | None = None
@@ -349,7 +349,7 @@ class VbucketMachine:
             return
         self.phase = Phase.STREAMING
         self._new_handshake()
-        log = tuple(event.failover_log)
+        log = event.failover_log
         if log and log != self.failover_log:
             self.failover_log = log
             out.append(SaveFailoverLog(self.vbid, "stream accepted", log))
@@ -452,7 +452,7 @@ class VbucketMachine:
 
     def _rolled_back(self, event: ev.RolledBack, out: list[Instruction]) -> None:
         self._load(event.state)
-        log = pruned_log(self.failover_log, self._assembler.boundary_seqno, self._next_vbuuid)
+        log = self.failover_log.pruned(self._assembler.boundary_seqno, self._next_vbuuid)
         if log != self.failover_log:
             self.failover_log = log
             out.append(SaveFailoverLog(self.vbid, "rolled back", log))
@@ -656,7 +656,7 @@ class VbucketMachine:
 
     def _load(self, state: VbucketState) -> None:
         self._assembler.load(state)
-        self.failover_log = tuple(state.failover_log)
+        self.failover_log = state.failover_log
         self._source_purge_seqno = int(state.source_purge_seqno)
         self._stored_filter = state.stream_filter
         self.refilling = state.staging_branch != state.branch and not self._assembler.boundary_seqno

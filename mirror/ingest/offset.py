@@ -16,10 +16,9 @@ with ERANGE; docs/protocol.md 2.4). Of the three kinds of offset:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from storage.model import NO_VBUUID, FailoverEntry, Seqno, SnapshotRange, Vbuuid, vbuuid_at
+from storage.model import NO_VBUUID, FailoverLog, Seqno, SnapshotRange, Vbuuid
 
 
 class OffsetInvalid(ValueError):
@@ -62,7 +61,7 @@ def resume_offset(
     boundary_seqno: Seqno,
     staged_seqno: Seqno,
     open_snapshot: SnapshotRange | None,
-    failover_log: Sequence[FailoverEntry],
+    failover_log: FailoverLog,
 ) -> StreamOffset:
     """Derive the offset from what is held: a newest complete boundary, and perhaps part of the snapshot after it.
 
@@ -70,10 +69,10 @@ def resume_offset(
     older one would be answered with a rollback to its branch point although nothing was lost.
     """
     if not is_resumable(boundary_seqno, staged_seqno, open_snapshot):
-        return StreamOffset.between_snapshots(boundary_seqno, vbuuid_at(failover_log, boundary_seqno))
+        return StreamOffset.between_snapshots(boundary_seqno, failover_log.vbuuid_at(boundary_seqno))
     assert open_snapshot is not None  # is_resumable said so
     end_seqno = open_snapshot.end_seqno
-    return StreamOffset(vbuuid_at(failover_log, end_seqno), staged_seqno, boundary_seqno, end_seqno)
+    return StreamOffset(failover_log.vbuuid_at(end_seqno), staged_seqno, boundary_seqno, end_seqno)
 
 
 def is_resumable(boundary_seqno: Seqno, staged_seqno: Seqno, open_snapshot: SnapshotRange | None) -> bool:

@@ -12,10 +12,9 @@ Consumer (`common_history`): what to keep before everything is fetched again. Wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from storage.model import SEQNO_MAX, FailoverEntry, Seqno, Vbuuid, history_end_seqno
+from storage.model import SEQNO_MAX, FailoverLog, Seqno, Vbuuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def producer_answer(
     snap_start_seqno: int,
     snap_end_seqno: int,
     vbuuid: int,
-    failover_log: Sequence[FailoverEntry],
+    failover_log: FailoverLog,
     high_seqno: int,
     purge_seqno: int,
     *,
@@ -66,7 +65,7 @@ def producer_answer(
     purge_matters = not ignore_purged_tombstones and not holds_whole_filter and client_purge_seqno != purge_seqno
     if start_seqno != 0 and start_seqno < purge_seqno and purge_matters:  # case 2: deletions were lost in between
         return Rollback(0)
-    upper_seqno = history_end_seqno(failover_log, vbuuid, high_seqno)
+    upper_seqno = failover_log.end_of(vbuuid, high_seqno)
     if upper_seqno is None:  # case 3: a history nobody here has heard of
         return Rollback(0)
     # Case 4. At the edge of a snapshot only that edge counts: nothing of the snapshot, or all of it, is held.
@@ -88,14 +87,14 @@ class CommonHistory:
 
     vbuuid: Vbuuid
     seqno: Seqno
-    failover_log: tuple[FailoverEntry, ...]
+    failover_log: FailoverLog
     """The consumer's log from that history on: what is newer is not the source's past."""
 
 
 def common_history(
-    own_log: Sequence[FailoverEntry],
+    own_log: FailoverLog,
     own_seqno: int,
-    source_log: Sequence[FailoverEntry],
+    source_log: FailoverLog,
 ) -> CommonHistory | None:
     """Find the newest common history by the logs alone before a rollback to 0 is accepted (docs/protocol.md 2.5).
 
@@ -104,12 +103,12 @@ def common_history(
     The histories are shared up to the lower of the ends that the two logs give them. None if nothing above 0 is shared.
     """
     for index, entry in enumerate(own_log):
-        source_end_seqno = history_end_seqno(source_log, entry.vbuuid, SEQNO_MAX)
+        source_end_seqno = source_log.end_of(entry.vbuuid, SEQNO_MAX)
         if source_end_seqno is None:
             continue
         own_end_seqno = own_log[index - 1].seqno if index else own_seqno
         seqno = min(own_end_seqno, source_end_seqno, own_seqno)
         if seqno == 0:
             return None
-        return CommonHistory(entry.vbuuid, Seqno(seqno), tuple(own_log[index:]))
+        return CommonHistory(entry.vbuuid, Seqno(seqno), FailoverLog(own_log[index:]))
     return None

@@ -52,7 +52,7 @@ from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame, request
 from storage import map_record
 from storage.errors import StorageError
-from storage.model import Seqno, Vbid, VbucketState, vbuuid_at
+from storage.model import NO_VBUUID, Seqno, Vbid, VbucketState
 from storage.view import View, open_view
 
 PURGE_DAYS = 3
@@ -458,7 +458,7 @@ class Doctor:
         for vbid in vbids:
             state = states.get(vbid)
             seqno = state.published_seqno if state is not None else Seqno(0)
-            vbuuid = vbuuid_at(state.failover_log if state is not None else (), seqno)
+            vbuuid = state.failover_log.vbuuid_at(seqno) if state is not None else NO_VBUUID
             owner.waiting[vbid] = loop.create_future()
             if session.ready:
                 offset = StreamOffset.between_snapshots(seqno, vbuuid)

@@ -40,7 +40,7 @@ from mirror.wire.system_events import decode_system_event
 from storage import keys
 from storage.digest import Fingerprint, Runs, fingerprint
 from storage.errors import NotPublished, StorageError, ViewInvalidated, WriteLost
-from storage.model import Kind, Manifest, Seqno, Vbid, Vbuuid, history_end_seqno, vbuuid_at
+from storage.model import Kind, Manifest, Seqno, Vbid, Vbuuid
 from storage.view import Pin, View
 from storage.wait import MutationToken
 
@@ -249,7 +249,7 @@ class Verifier:
         return found if found is not None and found.key == wire_key else None
 
     def _vbuuid_at(self, vbid: int, seqno: int) -> int:
-        return int(vbuuid_at(self._view.state(vbid).failover_log, seqno))
+        return int(self._view.state(vbid).failover_log.vbuuid_at(seqno))
 
     # -- what moved -----------------------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Verifier:
         """The source would have the mirror go back."""
         result, position = vbucket.result, vbucket.here
         log = self._reader.failover_log(result.vbid)
-        end_seqno = history_end_seqno(log, position.vbuuid, self._reader.high_seqnos()[result.vbid])
+        end_seqno = log.end_of(position.vbuuid, self._reader.high_seqnos()[result.vbid])
         if end_seqno is not None and end_seqno >= position.seqno:
             result.text = "the source has forgotten deletions since; once the stream breaks, the vbucket is resynced"
             result.excuse_purged()

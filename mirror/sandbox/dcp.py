@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
@@ -36,7 +36,7 @@ from mirror.wire.constants import (
     VbucketState,
 )
 from mirror.wire.events import StreamRequest
-from storage.model import FailoverEntry
+from storage.model import FailoverLog
 
 PIECE_BYTES = 256 * 1024
 """Sent at once, of all streams in turn or of one stream before the next."""
@@ -143,7 +143,7 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
 
     # --- requests
 
-    def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
+    def request_stream(self, request: StreamRequest) -> FailoverLog:
         """DCP_STREAM_REQ: the failover log. Raises Refused."""
         counters = self._port.sent(request.vbid) if self._port.state_of(request.vbid) != VbucketState.DEAD else Sent()
         try:

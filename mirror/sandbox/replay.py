@@ -19,7 +19,7 @@ import asyncio
 import json
 import random
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -45,7 +45,7 @@ from mirror.wire.errors import ProtocolError
 from mirror.wire.flow_control import ProducerWindow, counted_size
 from mirror.wire.frame import Frame, encode
 from mirror.wire.sasl import ScramServer
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog
 
 SEQNO_EVENTS = (
     ev.Mutation, ev.Deletion, ev.Expiration, ev.Prepare, ev.Commit, ev.Abort, ev.SystemEvent, ev.SeqnoAdvanced,
@@ -419,7 +419,9 @@ class _Session(Session):
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         """The failover log as it was recorded last."""
         high_seqno = dict(self.source.high_seqnos()).get(vbid, 0)
-        return VbucketHistory(decode_failover_log(self.source.failover_log(vbid)), high_seqno, high_seqno)
+        return VbucketHistory(
+            FailoverLog.of(decode_failover_log(self.source.failover_log(vbid))), high_seqno, high_seqno
+        )
 
     def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
         """None were recorded."""
@@ -453,7 +455,7 @@ class _Producer:
         default = Status.EINVAL if name in OPTIONAL_CONTROLS else Status.SUCCESS
         return default if recorded is None else Status(recorded)
 
-    def request_stream(self, request: ev.StreamRequest) -> Sequence[FailoverEntry]:
+    def request_stream(self, request: ev.StreamRequest) -> FailoverLog:
         """The recorded answer; the messages follow it."""
         source, vbid = self.source, request.vbid
         source.requests.append(request)
@@ -477,7 +479,7 @@ class _Producer:
         for message in messages:
             noop = message.opcode == Opcode.DCP_NOOP
             self.connection.queue.put_nowait(message if noop else replace(message, opaque=request.opaque))
-        return [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in decode_failover_log(exchange.body)]
+        return FailoverLog.of(decode_failover_log(exchange.body))
 
     def close_stream(self, vbid: int, stream_id: int | None) -> None:
         """Accepted; what was sent is sent."""

@@ -237,8 +237,9 @@ class SandboxSession(DocumentSession):
         if self.state_of(vbid) == VbucketState.DEAD:
             raise Refused(Status.NOT_MY_VBUCKET)
         vbucket = self.bucket.vbuckets[vbid]
-        log = [(int(entry.vbuuid), int(entry.seqno)) for entry in vbucket.failover_log]
-        return VbucketHistory(log, vbucket.high_seqno, self.bucket.persisted_seqno(vbid, self.port.node_number))
+        return VbucketHistory(
+            vbucket.failover_log, vbucket.high_seqno, self.bucket.persisted_seqno(vbid, self.port.node_number)
+        )
 
     def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
         """A group of statistics of one vbucket or of those that are here."""

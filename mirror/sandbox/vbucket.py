@@ -25,7 +25,7 @@ from mirror.sandbox.item import (
 )
 from mirror.sandbox.item import MUTATION as MUTATION_KIND
 from mirror.wire.constants import SystemEventId
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog, Vbuuid
 
 CHECKPOINT_ITEMS_MAX = 10_000
 """Versions in a checkpoint before the next one is opened; the engine's default."""
@@ -42,7 +42,7 @@ class History:
     """A line of history that was cut off by a failover: its log and failover log at that moment."""
 
     log: list[Item]
-    failover_log: tuple[FailoverEntry, ...]
+    failover_log: FailoverLog
 
 
 class Vbucket:
@@ -79,7 +79,7 @@ class Vbucket:
         """Called after each change, by anyone who streams from here."""
         self.cas_max = 0
         self._rng = rng
-        self._failover_log = [FailoverEntry(self._new_vbuuid(), Seqno(0))]
+        self.failover_log = FailoverLog.of([(self._new_vbuuid(), 0)])
         self._checkpoint_items_max = checkpoint_items_max
         self._checkpoints_kept = checkpoints_kept
         self._checkpoints: deque[int] = deque([1])
@@ -97,14 +97,9 @@ class Vbucket:
         return len(self.log)
 
     @property
-    def failover_log(self) -> tuple[FailoverEntry, ...]:
-        """Newest first."""
-        return tuple(self._failover_log)
-
-    @property
     def vbuuid(self) -> int:
         """The current history."""
-        return self._failover_log[0].vbuuid
+        return self.failover_log.newest_vbuuid
 
     @property
     def memory_floor_seqno(self) -> int:
@@ -277,8 +272,8 @@ class Vbucket:
         if base < len(self.log):
             self.lost.append(History(self.log, self.failover_log))
             self._cut(base)
-        entries = [entry for entry in self._failover_log if entry.seqno <= base]
-        self._failover_log = [FailoverEntry(self._new_vbuuid(), Seqno(base)), *entries][:FAILOVER_LOG_MAX]
+        entries = [(self._new_vbuuid(), base), *self.failover_log.pruned(base)]
+        self.failover_log = FailoverLog.of(entries[:FAILOVER_LOG_MAX])
         self.to_disk()
         self._notify()
         return base
@@ -287,7 +282,7 @@ class Vbucket:
         """Delete the vbucket and recreate it: empty, with a new history."""
         self.lost.append(History(self.log, self.failover_log))
         self._cut(0)
-        self._failover_log = [FailoverEntry(self._new_vbuuid(), Seqno(0))]
+        self.failover_log = FailoverLog.of([(self._new_vbuuid(), 0)])
         self.purge_seqno = 0
         self._notify()
 

@@ -83,8 +83,7 @@ class DcpSession(KvSession):
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         """The source's failover log and what is published, of a vbucket that can be streamed."""
         standing = self.bucket.standing(vbid)
-        log = [(int(entry.vbuuid), int(entry.seqno)) for entry in standing.failover_log]
-        return VbucketHistory(log, standing.seqno, standing.seqno)
+        return VbucketHistory(standing.failover_log, standing.seqno, standing.seqno)
 
     def open_producer(self, name: str, flags: int) -> None:
         """Make this a DCP connection; another one of that name is closed."""

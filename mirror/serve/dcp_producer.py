@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mirror.serve import dcp_filter
@@ -28,7 +27,7 @@ from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
 from storage import stream as store
 from storage.errors import StorageError
-from storage.model import SEQNO_MAX, FailoverEntry, Seqno, history_end_seqno
+from storage.model import SEQNO_MAX, FailoverLog
 from storage.stream import Standing
 
 STREAMS_MAX = 16_384
@@ -61,7 +60,7 @@ class PublishedHistory(History):
 
 def published_history(standing: Standing) -> PublishedHistory:
     """What stream requests are judged by: the source's failover log, cut at what is published here."""
-    log = [FailoverEntry(entry.vbuuid, Seqno(min(entry.seqno, standing.seqno))) for entry in standing.failover_log]
+    log = FailoverLog.of((vbuuid, min(seqno, standing.seqno)) for vbuuid, seqno in standing.failover_log)
     return PublishedHistory(
         log, standing.seqno, standing.purge_seqno, answered_log=standing.failover_log, standing=standing
     )
@@ -91,7 +90,7 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
 
     # -- requests
 
-    def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
+    def request_stream(self, request: StreamRequest) -> FailoverLog:
         """DCP_STREAM_REQ: the source's failover log. Raises Refused."""
         try:
             if len(self.streams) >= STREAMS_MAX or self._counters.open_streams >= PROCESS_STREAMS_MAX:
@@ -166,7 +165,8 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
     def _rollback_seqno(self, request: StreamRequest, history: History, seqno: int) -> int:
         """Below what the rule answers where the client holds what the source lost (docs/protocol.md 4.2)."""
         held_seqno = request.snap_end_seqno if request.start_seqno > request.snap_start_seqno else request.start_seqno
-        end_seqno = history_end_seqno(history.answered_log or (), request.vbuuid, SEQNO_MAX)
+        log = history.answered_log or FailoverLog()
+        end_seqno = log.end_of(request.vbuuid, SEQNO_MAX)
         if not seqno or end_seqno is None or held_seqno <= end_seqno:
             return seqno
         assert isinstance(history, PublishedHistory)

@@ -209,9 +209,8 @@ class KvSession(DocumentSession):
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         """The source's failover log and what is published."""
         state = self.bucket.served_state(vbid)
-        log = [(int(entry.vbuuid), int(entry.seqno)) for entry in state.failover_log]
         published = int(state.published_seqno)
-        return VbucketHistory(log, published, published)
+        return VbucketHistory(state.failover_log, published, published)
 
     def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
         """A group of statistics of one vbucket or all."""
@@ -252,7 +251,7 @@ class KvSession(DocumentSession):
             document.expiry,
             document.datatype,
             document.deleted,
-            log[0].vbuuid if log else 0,
+            log.newest_vbuuid,
         )
         return Content.of(document.value, document.datatype, about)
 
@@ -312,12 +311,12 @@ def _seqno_statistics(vbid: int, state: StoredState) -> dict[str, str]:
     names = ("high_seqno", "abs_high_seqno", "last_persisted_seqno", "max_visible_seqno", "last_persisted_snap_end")
     return {f"vb_{vbid}:{name}": published for name in names} | {
         f"vb_{vbid}:purge_seqno": str(state.local_purge_seqno),
-        f"vb_{vbid}:uuid": str(state.failover_log[0].vbuuid if state.failover_log else 0),
+        f"vb_{vbid}:uuid": str(state.failover_log.newest_vbuuid),
     }
 
 
 def _failover_statistics(vbid: int, state: StoredState) -> dict[str, str]:
-    return failover_statistics(vbid, [(int(entry.vbuuid), int(entry.seqno)) for entry in state.failover_log])
+    return failover_statistics(vbid, state.failover_log)
 
 
 _STATISTICS: dict[str, Callable[[int, StoredState], dict[str, str]]] = {

@@ -53,7 +53,7 @@ def _stream_request(session: Session, frame: Frame) -> Reply:
     event = codec_dcp.decode(frame)
     assert isinstance(event, StreamRequest)
     log = producer.request_stream(event)
-    return Reply(value=codec_dcp.encode_failover_log([(int(each.vbuuid), int(each.seqno)) for each in log]))
+    return Reply(value=codec_dcp.encode_failover_log(log))
 
 
 def _close_stream(session: Session, frame: Frame) -> Reply:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -22,7 +22,7 @@ from mirror.wire import codec_dcp
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import DcpNoop, StreamRequest
 from mirror.wire.flow_control import ProducerWindow
-from storage.model import FailoverEntry
+from storage.model import FailoverLog
 
 NOOP_OPAQUE_FIRST = 10_000_000
 IDLE_TIMEOUT_S = 360.0
@@ -73,12 +73,12 @@ class Stream(Protocol):
 class History:
     """Where a vbucket is, as stream requests are judged by it."""
 
-    failover_log: Sequence[FailoverEntry]
+    failover_log: FailoverLog
     high_seqno: int
     purge_seqno: int
     holds_whole_filter: bool = False
     """Nothing that the filter shows is above the requested start."""
-    answered_log: Sequence[FailoverEntry] | None = None
+    answered_log: FailoverLog | None = None
     """The log that a client is answered, where it is not the one that it is judged by."""
 
 
@@ -89,7 +89,7 @@ def judge(request: StreamRequest, history: History, purge_seqno: int | None) -> 
         request.snap_start_seqno,
         request.snap_end_seqno,
         request.vbuuid,
-        tuple(history.failover_log),
+        history.failover_log,
         history.high_seqno,
         history.purge_seqno,
         end_seqno=request.end_seqno,
@@ -108,7 +108,7 @@ class Producer(Protocol):
     def control(self, name: bytes, value: bytes) -> Status:
         """DCP_CONTROL: the status is the answer."""
 
-    def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
+    def request_stream(self, request: StreamRequest) -> FailoverLog:
         """DCP_STREAM_REQ: the failover log, newest first. Nothing is sent before the caller returned to the loop.
         Raises Refused.
         """
@@ -187,7 +187,7 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
             self._noop_task = asyncio.create_task(self._send_noops()) if controls.noop_enabled else None
         return status
 
-    def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
+    def request_stream(self, request: StreamRequest) -> FailoverLog:
         """DCP_STREAM_REQ: the failover log, newest first. Raises Refused, mostly without a context, as recorded."""
         request = self._check_request(self._with_known_flags(request))
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:

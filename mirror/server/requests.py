@@ -194,7 +194,7 @@ def _all_vb_seqnos(session: Session, frame: Frame) -> Reply | Later:
 
 def failover_log(session: Session, frame: Frame) -> Reply:
     """The failover log of a vbucket: DCP_GET_FAILOVER_LOG and its older form."""
-    return Reply(value=codec_dcp.encode_failover_log(list(session.vbucket_history(frame.vbucket).failover_log)))
+    return Reply(value=codec_dcp.encode_failover_log(session.vbucket_history(frame.vbucket).failover_log))
 
 
 def _observe_seqno(session: Session, frame: Frame) -> Reply:
@@ -202,17 +202,13 @@ def _observe_seqno(session: Session, frame: Frame) -> Reply:
     vbid = frame.vbucket
     history = session.vbucket_history(vbid)
     current, persisted = history.current_seqno, history.persisted_seqno
-    newest = history.failover_log[0][0]
-    if vbuuid == newest:
-        seen = codec_kv.ObservedSeqno(vbid, vbuuid, persisted, current)
-        return Reply(value=codec_kv.encode_observe_seqno(seen))
-    upper = current
-    for older, seqno in history.failover_log:
-        if older == vbuuid:
-            seen = codec_kv.ObservedSeqno(vbid, newest, persisted, current, vbuuid, upper)
-            return Reply(value=codec_kv.encode_observe_seqno(seen))
-        upper = seqno
-    raise Refused(Status.KEY_ENOENT)
+    newest, end_seqno = history.failover_log.newest_vbuuid, history.failover_log.end_of(vbuuid, current)
+    if end_seqno is None:
+        raise Refused(Status.KEY_ENOENT)
+    seen = codec_kv.ObservedSeqno(vbid, newest, persisted, current)
+    if vbuuid != newest:
+        seen = codec_kv.ObservedSeqno(vbid, newest, persisted, current, vbuuid, end_seqno)
+    return Reply(value=codec_kv.encode_observe_seqno(seen))
 
 
 def _stat(session: Session, frame: Frame) -> Reply:

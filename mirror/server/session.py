@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from mirror.wire import frame as fr
 from mirror.wire.constants import Datatype, Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import HASHES, MECHANISMS, ScramServer
+from storage.model import FailoverLog
 
 JSON = int(Datatype.JSON)
 
@@ -94,13 +95,13 @@ class CheckedAtOnce(Generic[T]):
 class VbucketHistory:
     """What OBSERVE_SEQNO and GET_FAILOVER_LOG answer of a vbucket."""
 
-    failover_log: Sequence[tuple[int, int]]
-    """(vbuuid, seqno), newest first, never empty."""
+    failover_log: FailoverLog
+    """Never empty."""
     current_seqno: int
     persisted_seqno: int
 
 
-def failover_statistics(vbid: int, failover_log: Sequence[tuple[int, int]]) -> dict[str, str]:
+def failover_statistics(vbid: int, failover_log: FailoverLog) -> dict[str, str]:
     """The group `failovers` of STAT for one vbucket."""
     found = {f"vb_{vbid}:num_entries": str(len(failover_log))}
     for index, (vbuuid, seqno) in enumerate(failover_log):

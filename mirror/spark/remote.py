@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -36,7 +36,7 @@ from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
 from storage import keys
 from storage.map_record import MapRecord
-from storage.model import Branch, FailoverEntry, Kind, Seqno, Vbid, vbuuid_at
+from storage.model import Branch, FailoverEntry, FailoverLog, Kind, Seqno, Vbid
 from storage.records import decode_row
 from storage.view import Pin
 
@@ -353,7 +353,7 @@ class RemoteChanges:
         if not self._options.resync:
             raise LostHistory(f"vbucket {vbid}: {lost}")
 
-    def _lost(self, vbid: int, at: At, log: Sequence[FailoverEntry]) -> str:
+    def _lost(self, vbid: int, at: At, log: FailoverLog) -> str:
         """Why what changed since a position cannot be told; empty: it can."""
         if not at.seqno:
             return ""
@@ -389,7 +389,7 @@ class RemoteChanges:
             if lost:
                 self._refuse(vbid, lost)
             seqno = _begins(since, to)
-            first = since._replace(seqno=seqno, vbuuid=int(vbuuid_at(tuple(log), Seqno(seqno))) if seqno else 0)
+            first = since._replace(seqno=seqno, vbuuid=int(log.vbuuid_at(seqno)))
             ways[vbid] = Way(vbid, first, to, bool(lost or to.fresh))
         shares = dealt(list(ways), self._options.partitions, 1)
         known = frozenset(start.names)
@@ -402,7 +402,7 @@ def _begins(since: At, to: At) -> int:
     return since.seqno if since.vbuuid == to.vbuuid else since.since_seqno
 
 
-def not_on(at: At, log: Iterable[FailoverEntry]) -> str:
+def not_on(at: At, log: FailoverLog) -> str:
     """Why a position is not on the source's history; empty: it is."""
     newer: FailoverEntry | None = None
     for entry in log:

@@ -66,7 +66,7 @@ def stored_row(state: VbucketState, group: int, history: History | None = None) 
         "state": "stored",
         "detail": None,
         "branch": int(state.branch),
-        "vbuuid": f"{state.failover_log[0].vbuuid:012x}" if state.failover_log else None,
+        "vbuuid": f"{state.failover_log.newest_vbuuid:012x}" if state.failover_log else None,
         "published_seqno": int(state.published_seqno),
         "staged_seqno": int(state.staged_seqno),
         "source_high_seqno": None,

@@ -18,7 +18,7 @@ from typing import Any
 from storage import directory, records
 from storage.check import check
 from storage.errors import StorageError
-from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
@@ -94,7 +94,7 @@ class Run:
     def write_round(self) -> None:
         ends = []
         for vbid in range(VBUCKETS):
-            self.writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(10), Seqno(0))])
+            self.writer.save_failover_log(vbid, FailoverLog.of([(10, 0)]))
             first = self.tips[vbid] + 1
             state = dict(self.states[vbid][self.tips[vbid]])
             rows = []

@@ -12,7 +12,7 @@ from random import Random
 
 from storage import directory, records
 from storage.errors import StorageError
-from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
@@ -80,7 +80,7 @@ def write(path: str, seed: int) -> None:
 
 
 def put(writer: GroupWriter, random: Random, vbid: int) -> None:
-    writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(10), Seqno(0))])
+    writer.save_failover_log(vbid, FailoverLog.of([(10, 0)]))
     first = writer.state(vbid).published_seqno + 1
     rows = []
     for seqno in range(first, first + random.choice((1, 3, 40))):

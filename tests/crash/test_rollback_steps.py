@@ -25,7 +25,7 @@ import pytest
 from storage import background, commit, directory, index, keys, purge, records, removal
 from storage.check import check
 from storage.environment import Environment
-from storage.model import FailoverEntry, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverLog, Seqno, SnapshotRange, Vbuuid
 from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
@@ -33,9 +33,9 @@ from tests.storage.model import IDENTITY, keys_of, row
 
 VBID = 0
 OLD, NEW = Vbuuid(0xA), Vbuuid(0xB)
-OLD_LOG = (FailoverEntry(OLD, Seqno(0)),)
-NEW_LOG = (FailoverEntry(NEW, Seqno(23)), FailoverEntry(OLD, Seqno(0)))
-OTHER_LOG = (FailoverEntry(Vbuuid(0xC), Seqno(0)),)
+OLD_LOG = FailoverLog.of([(OLD, 0)])
+NEW_LOG = FailoverLog.of([(NEW, 23), (OLD, 0)])
+OTHER_LOG = FailoverLog.of([(0xC, 0)])
 NAMES = keys_of(VBID, 12)
 KEEP_ALL = Window()
 NOW_MS = 1_700_000_000_000

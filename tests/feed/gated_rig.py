@@ -14,7 +14,7 @@ from mirror.ingest import events
 from mirror.ingest.instructions import RequestStream
 from mirror.wire.events import SnapshotMarker
 from storage import directory
-from storage.model import FailoverEntry, Identity, Seqno, Vbuuid
+from storage.model import FailoverLog, Identity
 from storage.purge import Window
 from storage.view import Change, Token, View, open_view
 from storage.writer import GroupWriter
@@ -122,7 +122,7 @@ class GatedVbucket:
     # --- the source
 
     def accept(self, *log: tuple[int, int]) -> None:
-        entries = tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in log)
+        entries = FailoverLog.of(log)
         assert self.actor.opaque is not None
         self.actor.handle(events.StreamAccepted(self.actor.opaque, entries))
 

@@ -29,7 +29,7 @@ from mirror.wire.constants import NO_END_SEQNO, Feature, Opcode, Status, StreamE
 from mirror.wire.flow_control import ProducerWindow, counted_size
 from mirror.wire.frame import Frame, decode, encode, request, response
 from mirror.wire.scan import Row
-from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
 from tests.feed.scripted_node import PASSWORD, Answer, ScriptedNode, refuse, silent
 
 PREFIX = b"\0\0\0\7"
@@ -324,7 +324,7 @@ async def test_accepted_and_rolled_back(tmp_path: Path) -> None:
         node.answers[Opcode.DCP_STREAM_REQ] = refuse(Status.ROLLBACK, (2**64 - 2).to_bytes(8))
         second = session.request_stream(asked(5), PREFIX)
         await owner.until(lambda: len(owner.answers) == 2)
-        entries = (FailoverEntry(Vbuuid(2**48 - 1), Seqno(5)), FailoverEntry(Vbuuid(1), Seqno(0)))
+        entries = FailoverLog.of([(2**48 - 1, 5), (1, 0)])
         assert owner.answers == [StreamAccepted(first, entries), StreamRollback(second, 2**64 - 2)]
         assert first != second
 

@@ -14,7 +14,7 @@ from mirror.feed.spool_sink import SpoolSink
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.wire import events as ev
-from storage.model import FailoverEntry, Manifest, ManifestUid, Seqno, SnapshotRange, Vbid, Vbuuid
+from storage.model import FailoverLog, Manifest, ManifestUid, Seqno, SnapshotRange, Vbid
 from storage.records import encode_mutation
 from tests.feed.recorded_source import PASSWORD, RecordedSource, Script, fresh_exchange
 
@@ -66,7 +66,7 @@ def publish(seqno: int, purge_seqno: int | None = None) -> ins.PublishSnapshot:
 
 
 def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: SpoolSink) -> None:
-    sink.save_failover_log(ins.SaveFailoverLog(VBID, "t", (FailoverEntry(Vbuuid(7), Seqno(0)),)))
+    sink.save_failover_log(ins.SaveFailoverLog(VBID, "t", FailoverLog.of([(7, 0)])))
     assert sink.stage_rows(stage(1, 4)) is None
     assert sink.publish(publish(5, 2)) == events.Published(5)
     assert sink.stage_rows(stage(8)) is None

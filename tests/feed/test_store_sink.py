@@ -15,7 +15,7 @@ from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
-from storage.model import FailoverEntry, Manifest, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverLog, Manifest, Seqno, SnapshotRange
 from tests.feed.executor_rig import VBID, FakeVbucket, open_writer, publish, rows, stage
 
 
@@ -27,7 +27,7 @@ def vbucket(tmp_path: Path) -> Iterator[FakeVbucket]:
 
 
 def test_rows_log_and_publish_become_one_commit(vbucket: FakeVbucket) -> None:
-    log = (FailoverEntry(Vbuuid(7), Seqno(0)),)
+    log = FailoverLog.of([(7, 0)])
     execute(vbucket, [ins.SaveFailoverLog(VBID, "t", log), stage(vbucket, 1, 2, 5), publish(5)])
     assert vbucket.writer.commit().published == [(0, 5)]
     state = vbucket.writer.state(0)

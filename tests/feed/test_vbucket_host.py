@@ -12,7 +12,7 @@ from mirror.ingest.machine import Phase
 from mirror.wire.codec_dcp import encode_failover_log
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import request, response
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog
 from tests.feed.gated_rig import GatedVbucket
 
 
@@ -58,9 +58,7 @@ def test_what_is_not_attached_is_not_detached_twice(rig: GatedVbucket) -> None:
 def test_an_answer_with_a_failover_log_is_read_or_refused() -> None:
     asked = request(Opcode.DCP_GET_FAILOVER_LOG)
     sound = response(asked, value=encode_failover_log([(7, 3), (5, 0)]))
-    assert failover_log_event(sound, 12) == events.FailoverLogReceived(
-        [FailoverEntry(Vbuuid(7), Seqno(3)), FailoverEntry(Vbuuid(5), Seqno(0))], 12
-    )
+    assert failover_log_event(sound, 12) == events.FailoverLogReceived(FailoverLog.of([(7, 3), (5, 0)]), 12)
     assert failover_log_event(response(asked, Status.NOT_MY_VBUCKET)) == events.FailoverLogRefused(
         Status.NOT_MY_VBUCKET
     )

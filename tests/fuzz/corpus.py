@@ -13,14 +13,13 @@ from storage import keys, records
 from storage.model import (
     SEQNO_MAX,
     Branch,
-    FailoverEntry,
+    FailoverLog,
     Manifest,
     ManifestChange,
     ManifestUid,
     Seqno,
     SnapshotRange,
     Vbid,
-    Vbuuid,
 )
 from storage.view import Pin, Token
 
@@ -41,7 +40,7 @@ _EVENTS: tuple[ev.Event, ...] = (
     ev.StreamRequest(1, 0, 0, SEQNO_MAX, 0, 0, 0, b'{"collections":["8"]}', opaque=1),
 )
 _WIRE = [codec_dcp.encode(event) for event in _EVENTS]
-_LOG = (FailoverEntry(Vbuuid(7), Seqno(0)),)
+_LOG = FailoverLog.of([(7, 0)])
 _MAP = {
     "rev": 3,
     "revEpoch": 1,

@@ -20,7 +20,7 @@ from mirror.wire.frame import Frame
 from mirror.wire.leb128 import decode as decode_leb128
 from mirror.wire.scan import is_data, row_of
 from mirror.wire.xattr import body_of
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog
 from tests import recordings
 from tests.ingest.toy_store import Rig, ToyStore
 
@@ -30,8 +30,8 @@ def frames_of(name: str, direction: str) -> list[Frame]:
     return [frame for which, frame in recordings.frames(name) if which == direction]
 
 
-def entries(pairs: list[tuple[int, int]]) -> list[FailoverEntry]:
-    return [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in pairs]
+def entries(pairs: list[tuple[int, int]]) -> FailoverLog:
+    return FailoverLog.of(pairs)
 
 
 @dataclass
@@ -138,7 +138,7 @@ def stream_id_of(request: StreamRequest) -> int | None:
 def store_before(request: StreamRequest, answer: Frame) -> ToyStore:
     """The store of a mirror that would make this request; where it is told to go back, with a boundary there."""
     store = ToyStore(request.vbid)
-    log = [FailoverEntry(Vbuuid(request.vbuuid), Seqno(0))]
+    log = FailoverLog.of([(request.vbuuid, 0)])
     start, snap_start, snap_end = request.start_seqno, request.snap_start_seqno, request.snap_end_seqno
     if start == 0:
         return store

@@ -17,7 +17,7 @@ from mirror.ingest.rollback import ProducerAnswer, producer_answer
 from mirror.wire.codec_dcp import encode
 from mirror.wire.constants import SnapshotFlag, StreamEndReason
 from mirror.wire.events import Deletion, Mutation, SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamEvent
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog
 
 PREFIX = b"\0\0\0\1"
 
@@ -38,7 +38,7 @@ class Source:
     collections: bool = True
     sends_purge_seqno: bool = False
     items: list[Item] = field(default_factory=list)
-    failover_log: list[FailoverEntry] = field(default_factory=list)
+    failover_log: FailoverLog = field(default_factory=FailoverLog)
     purge_seqno: int = 0
     _vbuuid_counter: int = 0xA0
 
@@ -71,17 +71,17 @@ class Source:
         seqno = max(0, self.high_seqno - lost)
         del self.items[seqno:]
         self.purge_seqno = min(self.purge_seqno, seqno)
-        self.failover_log = [entry for entry in self.failover_log if entry.seqno <= seqno]
+        self.failover_log = self.failover_log.pruned(seqno)
         for _ in range(entries_unknown):
             # It cannot have changes of a history that it never heard of.
             if len(self.failover_log) > 1 and self.failover_log[0].seqno >= seqno:
-                del self.failover_log[0]
+                self.failover_log = FailoverLog(self.failover_log[1:])
         self._new_history(seqno)
 
     def forget_everything(self) -> None:
         """The vbucket was recreated."""
         self.items.clear()
-        self.failover_log.clear()
+        self.failover_log = FailoverLog()
         self.purge_seqno = 0
         self._new_history(0)
 
@@ -91,7 +91,7 @@ class Source:
 
     def _new_history(self, seqno: int) -> None:
         self._vbuuid_counter += 1
-        self.failover_log.insert(0, FailoverEntry(Vbuuid(self._vbuuid_counter), Seqno(seqno)))
+        self.failover_log = FailoverLog.of([(self._vbuuid_counter, seqno), *self.failover_log])
 
     # --- what it answers ---
 

@@ -33,7 +33,7 @@ from mirror.wire.events import (
     StreamEvent,
 )
 from mirror.wire.system_events import encode_system_event
-from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from storage.model import FailoverLog, Vbid
 from tests.ingest.source_model import row
 from tests.ingest.toy_store import Rig, ToyStore
 
@@ -41,14 +41,14 @@ ACK = int(SnapshotFlag.ACK)
 DISK = int(SnapshotFlag.DISK)
 
 
-def log(*entries: tuple[int, int]) -> list[FailoverEntry]:
-    return [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in entries]
+def log(*entries: tuple[int, int]) -> FailoverLog:
+    return FailoverLog.of(entries)
 
 
 LOG = log((0xA, 0))
 
 
-def rig_at(*boundaries: int, failover_log: list[FailoverEntry] = LOG, **more: Any) -> Rig:
+def rig_at(*boundaries: int, failover_log: FailoverLog = LOG, **more: Any) -> Rig:
     """A rig that holds these boundaries and has asked for its stream."""
     store = ToyStore()
     for boundary in boundaries[:-1]:
@@ -787,8 +787,8 @@ def test_a_refill_that_is_published_just_before_the_source_breaks_the_protocol_i
     rig = Rig(ToyStore().holding(100, LOG))
     rig.tell(ev.Start())
     rig.tell(ev.StreamRollback(rig.opaque_counter, 0))
-    rig.tell(ev.FailoverLogReceived([FailoverEntry(Vbuuid(0xEE), Seqno(0))]))
-    rig.tell(ev.StreamAccepted(rig.opaque_counter, [FailoverEntry(Vbuuid(0xEE), Seqno(0))]))
+    rig.tell(ev.FailoverLogReceived(FailoverLog.of([(0xEE, 0)])))
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, FailoverLog.of([(0xEE, 0)])))
     assert rig.machine.refilling
     marker(rig, 0, 3)
     rows(rig, 1, 3, 4)

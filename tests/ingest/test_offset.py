@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.ingest.offset import OffsetInvalid, StreamOffset, is_resumable, resume_offset
-from storage.model import FailoverEntry, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverLog, Seqno, SnapshotRange, Vbuuid
 
-LOG = (FailoverEntry(Vbuuid(0xB), Seqno(100)), FailoverEntry(Vbuuid(0xA), Seqno(0)))
+LOG = FailoverLog.of([(0xB, 100), (0xA, 0)])
 SEQNOS = st.integers(0, 2**64 - 1) | st.integers(0, 5)
 
 

@@ -16,15 +16,15 @@ from mirror.ingest.rollback import (
     common_history,
     producer_answer,
 )
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog
 from tests import recordings
 
 STRICT_VBUUID = 0x20
 IGNORE_PURGED_TOMBSTONES = 0x80
 
 
-def log(*entries: tuple[int, int]) -> tuple[FailoverEntry, ...]:
-    return tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in entries)
+def log(*entries: tuple[int, int]) -> FailoverLog:
+    return FailoverLog.of(entries)
 
 
 def recorded_answer(status: str, rollback_seqno: int | None) -> ProducerAnswer:
@@ -138,7 +138,7 @@ HISTORIES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 30)), max_size=
 
 @given(HISTORIES, st.integers(1, 30), HISTORIES, st.integers(0, 30))
 def test_going_back_to_common_history_is_answered_with_acceptance(
-    own: tuple[FailoverEntry, ...], own_seqno: int, source: tuple[FailoverEntry, ...], high_seqno: int
+    own: FailoverLog, own_seqno: int, source: FailoverLog, high_seqno: int
 ) -> None:
     common = common_history(own, own_seqno, source)
     if common is None:

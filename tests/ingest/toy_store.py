@@ -8,7 +8,6 @@ its snapshot is durable. Not checked: bytes, durability, time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,15 +28,7 @@ from mirror.wire.events import (
 )
 from mirror.wire.leb128 import decode as decode_leb128
 from mirror.wire.system_events import decode_system_event
-from storage.model import (
-    Branch,
-    FailoverEntry,
-    Manifest,
-    Seqno,
-    SnapshotRange,
-    Vbid,
-    VbucketState,
-)
+from storage.model import Branch, FailoverLog, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
 from storage.prepares import committed_row
 
 Documents = dict[bytes, Mutation | Deletion | Expiration]
@@ -73,7 +64,7 @@ class ToyStore:
         self.lines = {1: Line()}
         self.served_branch = 1
         self.staging_branch = 1
-        self.failover_log: tuple[FailoverEntry, ...] = ()
+        self.failover_log = FailoverLog()
         self.purge_seqno = 0
         self.stream_filter: str | None = None
         self.rollbacks: list[tuple[int, int]] = []
@@ -108,7 +99,7 @@ class ToyStore:
     def holding(
         self,
         boundary: int,
-        failover_log: Sequence[FailoverEntry] = (),
+        failover_log: FailoverLog | None = None,
         staged: int = 0,
         open_snapshot: tuple[int, int] | None = None,
     ) -> ToyStore:
@@ -119,7 +110,7 @@ class ToyStore:
         self.staging.position = max(boundary, staged)
         if open_snapshot is not None:
             self.staging.open_snapshot = SnapshotRange(Seqno(open_snapshot[0]), Seqno(open_snapshot[1]))
-        self.failover_log = tuple(failover_log)
+        self.failover_log = failover_log or FailoverLog()
         return self
 
     # --- deeds ---
@@ -210,7 +201,7 @@ class ToyStore:
         prepares = [each for each in line.prepares if each[0] <= kept[-1].seqno]
         self._open_branch(Line(kept, [], kept[-1].seqno, None, kept[-1].manifest, True, prepares))
         self.served_branch = self.staging_branch
-        self.failover_log = tuple(entry for entry in self.failover_log if entry.seqno <= kept[-1].seqno)
+        self.failover_log = self.failover_log.pruned(kept[-1].seqno)
         return ev.RolledBack(self.state())
 
     def _AbandonStaged(self, _asked: ins.AbandonStaged) -> Any:
@@ -281,7 +272,7 @@ class Rig:
         """Hand an event in and perform everything that comes of it. Returns the instructions, in order."""
         done = self._perform(self.machine.handle(event))
         if isinstance(event, ev.StreamAccepted) and event.opaque == self.machine.opaque and event.failover_log:
-            assert self.store.failover_log == tuple(event.failover_log), "rows may follow, and the log is not saved"
+            assert self.store.failover_log == event.failover_log, "rows may follow, and the log is not saved"
         return done
 
     def tell_rows(self, opaque: int, rows: list[Row]) -> list[ins.Instruction]:

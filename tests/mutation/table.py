@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     Mutation(_MACHINE, "if log and log != self.failover_log:", "if False:", _OF_MACHINE),
     Mutation(_MODEL, "if entry.seqno <= seqno)", "if True)", f"{_OF_MODEL} {_OF_LEAVING}"),
-    Mutation(_MODEL, "(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)),)", "()", _OF_MODEL),
+    Mutation(_MODEL, "kept = [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno))]", "pass", _OF_MODEL),
     Mutation(
         _ROLLBACK,
         "seqno = min(own_end_seqno, source_end_seqno, own_seqno)",
@@ -112,7 +112,7 @@ MUTATIONS = (
         _OF_ROLLBACK,
     ),
     Mutation(_MODEL, "if entry.seqno <= seqno:", "if entry.seqno < seqno:", _OF_MODEL),
-    Mutation(_OFFSET, "vbuuid_at(failover_log, end_seqno)", "vbuuid_at(failover_log, staged_seqno)", _OF_OFFSET),
+    Mutation(_OFFSET, "failover_log.vbuuid_at(end_seqno)", "failover_log.vbuuid_at(staged_seqno)", _OF_OFFSET),
     Mutation(
         _OFFSET,
         "boundary_seqno < staged_seqno < open_snapshot.end_seqno",
@@ -207,7 +207,7 @@ MUTATIONS = (
         "pass",
         f"{_OF_PURGE} -k purge_record_of_its_own",
     ),
-    Mutation(_BRANCHES, "log = pruned_log(own_log, at, boundary.vbuuid)", "log = tuple(own_log)", _OF_LEAVING),
+    Mutation(_BRANCHES, "log = own_log.pruned(at, boundary.vbuuid)", "log = own_log", _OF_LEAVING),
     Mutation(
         _BRANCHES,
         "pub._replace(flags=pub.flags | flags)",

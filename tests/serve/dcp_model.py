@@ -34,7 +34,7 @@ from mirror.wire.events import (
 )
 from mirror.wire.system_events import decode_system_event, encode_system_event
 from storage import directory, keys, records, stream
-from storage.model import FailoverEntry, Identity, Manifest, Seqno, SnapshotRange, Vbuuid, pruned_log, vbuuid_at
+from storage.model import FailoverLog, Identity, Manifest, Seqno, SnapshotRange
 from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
@@ -98,7 +98,7 @@ class World:
         )
         self.view = open_view(self.path)
         self.changes: list[Change] = []
-        self.log: list[FailoverEntry] = [FailoverEntry(Vbuuid(rng.getrandbits(48)), Seqno(0))]
+        self.log = FailoverLog.of([(rng.getrandbits(48), 0)])
         self.high_seqno = 0
         self.source_purge_seqno = 0
         self.manifest = Manifest.initial()
@@ -161,7 +161,7 @@ class World:
             if change.content is not None:
                 self.manifest = manifests.apply(self.manifest, change.content, Seqno(change.seqno))
         kept = [entry for entry in self.log if entry.seqno <= keep_seqno]
-        self.log = [FailoverEntry(Vbuuid(self.rng.getrandbits(48)), Seqno(keep_seqno)), *kept]
+        self.log = FailoverLog.of([(self.rng.getrandbits(48), keep_seqno), *kept])
 
     def purge_source(self) -> None:
         """The source forgets its tombstones."""
@@ -267,7 +267,7 @@ class WatchedStream(DcpStream):
 class Boundary:
     seqno: int
     state: State
-    log: tuple[FailoverEntry, ...]
+    log: FailoverLog
 
 
 @dataclass
@@ -278,7 +278,7 @@ class Client:
     controls: Controls
     seen: dict[str, int] = field(default_factory=dict)
     boundaries: list[Boundary] = field(default_factory=list)
-    log: tuple[FailoverEntry, ...] = ()
+    log: FailoverLog = field(default_factory=FailoverLog)
     stream: WatchedStream | None = None
     state: State = field(default_factory=dict)
     position: int = 0
@@ -313,7 +313,7 @@ class Client:
                 start = snap_start = snap_end = self.boundary.seqno
             purge_seqno = marker.purge_seqno if marker is not None and middle and marker.purge_seqno else None
             request = StreamRequest(
-                0, 0, start, NO_END_SEQNO, vbuuid_at(self.log, start), snap_start, snap_end, opaque=7
+                0, 0, start, NO_END_SEQNO, self.log.vbuuid_at(start), snap_start, snap_end, opaque=7
             )
             stream_filter = StreamFilter(collections=self.collections, purge_seqno=purge_seqno)
             answer = judge(request, published_history(standing), stream_filter.purge_seqno)
@@ -331,7 +331,7 @@ class Client:
                 self.boundaries.pop()
             if not middle and self.boundary.seqno == start and start:
                 self.boundaries.clear()
-            self.log = pruned_log(self.log, self.boundary.seqno, None)
+            self.log = self.log.pruned(self.boundary.seqno)
             self._forget_part()
         raise AssertionError("twenty answers, and none accepts")
 

@@ -22,7 +22,7 @@ from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.status import totals
 from mirror.supervise.stored import stored_status
 from storage import directory, keys, records
-from storage.model import Collection, FailoverEntry, Identity, Manifest, ManifestUid, Seqno, SnapshotRange, Vbuuid
+from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
 from storage.writer import GroupWriter
 
 VBUCKETS = 8
@@ -53,7 +53,7 @@ class Source:
                 path, group=group, vbids=vbids, identity=self.identity, clock_ms=self.clock, map_size=1 << 28
             )
             for vbid in vbids:
-                writer.save_failover_log(vbid, (FailoverEntry(Vbuuid(VBUUID), Seqno(0)),))
+                writer.save_failover_log(vbid, FailoverLog.of([(VBUUID, 0)]))
                 writer.publish(vbid, 0, 0)  # the source has nothing yet
             writer.commit()
             self.writers.append(writer)

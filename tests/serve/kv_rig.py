@@ -25,7 +25,7 @@ from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Feature, Opcode
 from mirror.wire.frame import Frame
 from storage import directory, keys
-from storage.model import Collection, FailoverEntry, Identity, Manifest, ManifestUid, Seqno, SnapshotRange, Vbuuid
+from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
 from storage.writer import GroupWriter
 from tests.feed.harness import Mirror
 
@@ -67,7 +67,7 @@ class Store:
 
     def log(self, vbid: int, *entries: tuple[int, int]) -> None:
         """The source's failover log, newest first."""
-        self.writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in entries])
+        self.writer.save_failover_log(vbid, FailoverLog.of(entries))
         self.writer.commit()
 
     def logs(self, vbuuid: int = 77) -> None:

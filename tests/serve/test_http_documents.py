@@ -12,7 +12,7 @@ import cramjam
 import pytest
 
 from mirror.serve.http_requests import Page
-from storage.model import Collection, FailoverEntry, Seqno, Vbuuid
+from storage.model import Collection, FailoverLog, Seqno
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, service_report
 
 
@@ -295,7 +295,7 @@ def test_a_write_that_was_rolled_back_is_reported_lost_at_once(site: Site) -> No
     site.source.put(key, b"2")
     site.source.rollback(4, 1)
     writer = site.source.writer(4)
-    writer.save_failover_log(4, (FailoverEntry(Vbuuid(77), Seqno(1)), FailoverEntry(Vbuuid(VBUUID), Seqno(0))))
+    writer.save_failover_log(4, FailoverLog.of([(77, 1), (VBUUID, 0)]))
     writer.commit()
     problem = site.get(site.document(key.decode()), 409, params={"token": f"4:{VBUUID}:2", "timeout_ms": 60_000}).json()
     assert (problem["type"], problem["hint"]) == ("urn:dcp-mirror:write-lost", "write it again")

@@ -11,7 +11,7 @@ from mirror.clock import SystemClock
 from mirror.serve.http_problems import Problem
 from mirror.serve.http_service import Watch
 from mirror.serve.http_view import Mirror
-from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
 from storage.wait import MutationToken
 from tests.serve.http_site import VBUUID, Site, Source
 
@@ -26,7 +26,7 @@ def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(si
     def read() -> bytes | None:
         site.source.rollback(4, 1)
         writer = site.source.writer(4)
-        writer.save_failover_log(4, (FailoverEntry(Vbuuid(77), Seqno(1)), FailoverEntry(Vbuuid(VBUUID), Seqno(0))))
+        writer.save_failover_log(4, FailoverLog.of([(77, 1), (VBUUID, 0)]))
         writer.commit()
         found = service.view.get(key)
         return found and found.value

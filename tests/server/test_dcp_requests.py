@@ -13,7 +13,7 @@ from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Opcode, Status, VbucketState
 from mirror.wire.frame import Frame
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog
 from tests.recordings import frames
 from tests.sandbox.client import Client
 from tests.sandbox.recorded import STREAM, answers, fill, seqno_of, stream_of
@@ -33,7 +33,7 @@ async def cluster_like_the_recorded(name: str, recording: list[tuple[str, Frame]
             name, password = request.value.decode().split("\0")[1:]
             cluster.add_user(name, password, cluster.user.privileges if name != "reader" else frozenset({"Read"}))
     for vbid, log in logs.items():
-        cluster.vbucket(vbid)._failover_log = [FailoverEntry(Vbuuid(u), Seqno(s)) for u, s in log]
+        cluster.vbucket(vbid).failover_log = FailoverLog.of(log)
     await cluster.start()
     Client.clusters.append(cluster)
     return cluster

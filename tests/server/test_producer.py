@@ -13,12 +13,12 @@ from mirror.server.producer import History, judge
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import NO_END_SEQNO, Status, StreamRequestFlag
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog
 from tests.sandbox.client import Client
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp
 from tests.serve.kv_rig import Store
 
-HISTORY = History([FailoverEntry(Vbuuid(9), Seqno(50)), FailoverEntry(Vbuuid(7), Seqno(0))], 100, 20)
+HISTORY = History(FailoverLog.of([(9, 50), (7, 0)]), 100, 20)
 
 
 def request(start: int, vbuuid: int, flags: int = 0, end: int = NO_END_SEQNO) -> ev.StreamRequest:

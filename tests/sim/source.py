@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -31,7 +31,7 @@ from mirror.wire import codec_dcp
 from mirror.wire.constants import DcpOpenFlag, Feature, MarkerVersion, SnapshotFlag, Status, SystemEventId
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest
 from storage import keys
-from storage.model import FailoverEntry, Seqno
+from storage.model import FailoverLog
 
 ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
 
@@ -143,7 +143,7 @@ class SimProducer(DcpProducer):
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
         pass
 
-    def request_stream(self, request: StreamRequest) -> Sequence[FailoverEntry]:
+    def request_stream(self, request: StreamRequest) -> FailoverLog:
         source = self.source
         if source.refuse_next:
             source.counts["refused on purpose"] += 1
@@ -260,7 +260,7 @@ class Source:
         self.persisted = [0] * vbuckets
         """Up to where every copy has persisted the history of the vbucket as it is: no failover loses that."""
         self._states: dict[int, tuple[list[Item], list[int], list[State]]] = {}
-        self._past: list[list[tuple[list[Item], int, tuple[FailoverEntry, ...]]]] = [[] for _ in range(vbuckets)]
+        self._past: list[list[tuple[list[Item], int, FailoverLog]]] = [[] for _ in range(vbuckets)]
 
     def vbucket(self, vbid: int) -> Vbucket:
         return self.bucket.vbuckets[vbid]
@@ -299,8 +299,8 @@ class Source:
         vbucket.lost.append(sandbox_vbucket.History(list(vbucket.log), vbucket.failover_log))
         self.fail_over(vbid, 0)
         newest, *older = vbucket.failover_log
-        kept = [entry for entry in older if entry.seqno <= begin_seqno]
-        vbucket._failover_log = [FailoverEntry(newest.vbuuid, Seqno(begin_seqno)), *kept]
+        kept = FailoverLog(older).pruned(begin_seqno)
+        vbucket.failover_log = FailoverLog.of([(newest.vbuuid, begin_seqno), *kept])
 
     def fail_over(self, vbid: int, lose: int) -> int:
         vbucket = self.vbucket(vbid)

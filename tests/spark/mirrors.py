@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from storage import directory, keys, records
-from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.view import open_view
 from storage.writer import GroupWriter
 
@@ -40,7 +40,7 @@ class SmallMirror:
         for vbid in range(VBUCKETS):
             writer = self.writers[vbid % GROUPS]
             self.seqnos[vbid] = int(writer.state(vbid).published_seqno)
-            writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(77), Seqno(0))])
+            writer.save_failover_log(vbid, FailoverLog.of([(77, 0)]))
 
     def put(self, documents: dict[str, bytes | None], **fields: int) -> None:
         """One snapshot in each vbucket that has some of the documents; None deletes."""

@@ -25,7 +25,7 @@ from mirror.spark.options import Options, parse
 from mirror.supervise.worker import restore_missing
 from storage import directory
 from storage.keys import vbid_of
-from storage.model import Collection, FailoverEntry, Seqno, Vbuuid
+from storage.model import Collection, FailoverLog, Seqno
 from storage.purge import Window
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders, scanned
 from tests.storage.one_vbucket import commit, put, system_event
@@ -283,7 +283,7 @@ def test_a_mirror_behind_its_checkpoint_that_goes_on_with_another_history_is_los
     follower.driver.close()
     put_back(small, copy)
     for vbid, seqno in small.seqnos.items():
-        failover = [FailoverEntry(Vbuuid(78), Seqno(seqno)), FailoverEntry(Vbuuid(77), Seqno(0))]
+        failover = FailoverLog.of([(78, seqno), (77, 0)])
         small.writers[vbid % len(small.writers)].save_failover_log(vbid, failover)
     small.put(orders(100, 100))
     follower.restart()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from storage import keys, records
-from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbid, Vbuuid
+from storage.model import FailoverLog, Identity, Seqno, SnapshotRange, Vbid
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 4, 2)
 
@@ -36,9 +36,9 @@ def span(start_seqno: int, end_seqno: int) -> SnapshotRange:
     return SnapshotRange(Seqno(start_seqno), Seqno(end_seqno))
 
 
-def log(vbuuid: int = 77) -> tuple[FailoverEntry, ...]:
+def log(vbuuid: int = 77) -> FailoverLog:
     """A failover log of one entry."""
-    return (FailoverEntry(Vbuuid(vbuuid), Seqno(0)),)
+    return FailoverLog.of([(vbuuid, 0)])
 
 
 @dataclass

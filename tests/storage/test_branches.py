@@ -12,7 +12,7 @@ import pytest
 from storage import branches, directory
 from storage.check import check
 from storage.errors import ViewInvalidated
-from storage.model import Boundary, Branch, FailoverEntry, Seqno, SnapshotRange, Vbuuid
+from storage.model import Boundary, Branch, FailoverLog, Seqno, SnapshotRange, Vbuuid
 from storage.view import Token, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row
@@ -21,8 +21,8 @@ from tests.storage.test_writer import crash, open_writer, publish
 KEY = keys_of(0, 1)[0]
 
 
-def entries(*pairs: tuple[int, int]) -> tuple[FailoverEntry, ...]:
-    return tuple(FailoverEntry(Vbuuid(uuid), Seqno(seqno)) for uuid, seqno in pairs)
+def entries(*pairs: tuple[int, int]) -> FailoverLog:
+    return FailoverLog.of(pairs)
 
 
 def boundary(seqno: int, vbuuid: int) -> Boundary:

@@ -6,7 +6,7 @@ import pytest
 
 from storage.check import check
 from storage.errors import ViewInvalidated
-from storage.model import FailoverEntry, Seqno, Vbuuid
+from storage.model import FailoverLog
 from storage.view import open_view
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
@@ -27,10 +27,10 @@ def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary
     key = keys_of(0, 1)[0]
     writer.save_failover_log(0, log(5))
     publish(writer, 0, [(key, b"1", 10)])
-    writer.save_failover_log(0, [FailoverEntry(Vbuuid(6), Seqno(12))])
+    writer.save_failover_log(0, FailoverLog.of([(6, 12)]))
     publish(writer, 0, [(key, b"2", 20)])
     assert writer.rollback(0, 15).boundary_seqno == 10
-    assert writer.state(0).failover_log == (FailoverEntry(Vbuuid(5), Seqno(10)),)
+    assert writer.state(0).failover_log == FailoverLog.of([(5, 10)])
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])

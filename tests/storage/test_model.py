@@ -6,19 +6,7 @@ import dataclasses
 
 import pytest
 
-from storage.model import (
-    Branch,
-    Document,
-    FailoverEntry,
-    Kind,
-    Manifest,
-    Seqno,
-    Vbid,
-    Vbuuid,
-    history_end_seqno,
-    pruned_log,
-    vbuuid_at,
-)
+from storage.model import Branch, Document, FailoverEntry, FailoverLog, Kind, Manifest, Seqno, Vbid, Vbuuid
 
 
 def test_an_untouched_bucket_has_the_default_collection_alone() -> None:
@@ -43,8 +31,8 @@ def test_nouns_do_not_change() -> None:
 # --- failover logs
 
 
-def log(*entries: tuple[int, int]) -> tuple[FailoverEntry, ...]:
-    return tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in entries)
+def log(*entries: tuple[int, int]) -> FailoverLog:
+    return FailoverLog.of(entries)
 
 
 OURS = ((0xC, 20), (0xB, 10), (0xA, 0))
@@ -55,27 +43,27 @@ OURS = ((0xC, 20), (0xB, 10), (0xA, 0))
     [(0, 0), (1, 0xA), (9, 0xA), (10, 0xB), (19, 0xB), (20, 0xC), (1000, 0xC)],
 )
 def test_a_boundary_lies_on_the_newest_history_that_had_begun(seqno: int, vbuuid: int) -> None:
-    assert vbuuid_at(log(*OURS), seqno) == vbuuid
+    assert log(*OURS).vbuuid_at(seqno) == vbuuid
 
 
 def test_a_boundary_below_every_entry_lies_on_no_known_history() -> None:
-    assert vbuuid_at(log((0xC, 20)), 19) == 0
+    assert log((0xC, 20)).vbuuid_at(19) == 0
 
 
 def test_entries_that_share_a_seqno_name_the_newest_of_them() -> None:
-    assert vbuuid_at(log((0xC, 10), (0xB, 10), (0xA, 0)), 10) == 0xC
+    assert log((0xC, 10), (0xB, 10), (0xA, 0)).vbuuid_at(10) == 0xC
 
 
 def test_pruning_drops_what_began_above_the_boundary() -> None:
-    assert pruned_log(log(*OURS), 10, None) == log((0xB, 10), (0xA, 0))
+    assert log(*OURS).pruned(10) == log((0xB, 10), (0xA, 0))
 
 
 def test_where_pruning_leaves_nothing_the_boundarys_own_vbuuid_stands_in() -> None:
-    assert pruned_log(log((0xC, 20)), 15, 0xB) == log((0xB, 15))
-    assert pruned_log(log((0xC, 20)), 15, None) == ()
-    assert pruned_log(log((0xC, 20)), 0, 0xB) == ()
+    assert log((0xC, 20)).pruned(15, 0xB) == log((0xB, 15))
+    assert log((0xC, 20)).pruned(15) == ()
+    assert log((0xC, 20)).pruned(0, 0xB) == ()
 
 
 @pytest.mark.parametrize(("vbuuid", "end"), [(0xC, 99), (0xB, 20), (0xA, 10), (0xD, None)])
 def test_a_history_ends_where_the_next_one_began(vbuuid: int, end: int | None) -> None:
-    assert history_end_seqno(log(*OURS), vbuuid, 99) == end
+    assert log(*OURS).end_of(vbuuid, 99) == end

@@ -14,7 +14,7 @@ from storage.errors import CorruptedError
 from storage.model import (
     Branch,
     Collection,
-    FailoverEntry,
+    FailoverLog,
     Kind,
     Manifest,
     ManifestChange,
@@ -22,7 +22,6 @@ from storage.model import (
     Seqno,
     SnapshotRange,
     Vbid,
-    Vbuuid,
 )
 
 U32 = st.integers(0, 2**32 - 1)
@@ -115,7 +114,7 @@ def test_a_state_is_read_as_it_was_written(
     last: int | None, stream_filter: str | None,
 ) -> None:  # fmt: skip
     range_ = SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None
-    entries = tuple(FailoverEntry(Vbuuid(uuid), Seqno(seqno)) for uuid, seqno in log)
+    entries = FailoverLog.of(log)
     row = records.StateRow(branch, staged, published, 3, range_, entries, 5, 6, last, stream_filter)
     assert records.decode_state(records.encode_state(row)) == row
 

@@ -9,7 +9,7 @@ import pytest
 
 from mirror import MutationToken
 from storage.errors import NotPublished, StorageError, WriteLost
-from storage.model import FailoverEntry, Seqno, Vbid, Vbuuid
+from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
 from storage.view import View
 from storage.wait import POLL_MAX_S, POLL_MIN_S, Standing, next_delay_s, standing, wait_for
 from storage.writer import GroupWriter
@@ -20,8 +20,8 @@ A = keys_of(0, 1)[0]
 OLD, NEW, NEWER = 77, 88, 99
 
 
-def log_of(*entries: tuple[int, int]) -> tuple[FailoverEntry, ...]:
-    return tuple(FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in entries)
+def log_of(*entries: tuple[int, int]) -> FailoverLog:
+    return FailoverLog.of(entries)
 
 
 def token(vbuuid: int, seqno: int, vbid: int = 0) -> MutationToken:

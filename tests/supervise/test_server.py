@@ -27,7 +27,7 @@ from mirror.wire.constants import Feature
 from mirror.wire.events import Mutation
 from mirror.wire.frame import Frame
 from storage import directory, keys, records
-from storage.model import FailoverEntry, Identity, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.writer import GroupWriter
 from tests.serve.dcp_rig import DcpClient
 from tests.supervise.scripted import look_up, settings_for, worker_command
@@ -51,7 +51,7 @@ def data(tmp_path: Path) -> Path:
         sync="unsafe",
         clock_ms=SystemClock().wall_ms,
     )
-    writer.save_failover_log(vbid, [FailoverEntry(Vbuuid(5), Seqno(0))])
+    writer.save_failover_log(vbid, FailoverLog.of([(5, 0)]))
     row = (writer.row_prefix(vbid) + (1).to_bytes(8), records.encode_mutation(KEY, b"value", 1))
     writer.stage(vbid, [row], 10, SnapshotRange(Seqno(1), Seqno(1)))
     writer.publish(vbid, 1, 1)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from mirror.supervise.status import TREND_REPORTS_MAX, CatchUp, Row, Trend, reported_row, stored_row, totals
-from storage.model import Branch, FailoverEntry, Manifest, Seqno, Vbid, VbucketState, Vbuuid
+from storage.model import Branch, FailoverLog, Manifest, Seqno, Vbid, VbucketState
 
 
 def row(vbid: int = 0, published: int = 0, high: int | None = 0, **more: Any) -> Row:
@@ -21,7 +21,7 @@ def test_a_stored_row_and_a_reported_row_have_the_same_shape() -> None:
         staged_seqno=Seqno(12),
         staging_published_seqno=Seqno(10),
         open_snapshot=None,
-        failover_log=(FailoverEntry(Vbuuid(0xABC), Seqno(0)),),
+        failover_log=FailoverLog.of([(0xABC, 0)]),
         source_purge_seqno=Seqno(0),
         local_purge_seqno=Seqno(0),
         manifest=Manifest.initial(),
