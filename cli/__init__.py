@@ -1,1 +1,1 @@
-"""People and scripts: the command `dcp-mirror`, its tables and its JSON. The outermost room, which nothing imports."""
+"""The command `dcp-mirror`, its tables and its JSON. The outermost package, which nothing imports."""

@@ -229,7 +229,7 @@ def rollback(
     folder: FolderOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """A rollback's own time, and the steps that remove what it leaves behind, beside writes and reads."""
+    """A rollback's own time, and the steps that remove what it leaves behind, next to writes and reads."""
     found = []
     for number in range(rounds):
         with _folder(folder) as path:
@@ -251,7 +251,7 @@ def http(
 ) -> None:
     """Documents over HTTP from one process, against the same HTTP server answering as many bytes from memory.
 
-    memcached and Redis speak no HTTP; `bench kv` has them beside the mirror, with one client for all three.
+    memcached and Redis speak no HTTP; `bench kv` compares them with the mirror, with one client for all three.
     """
     found = []
     with _folder(folder) as path:
@@ -284,7 +284,7 @@ def kv(
     folder: FolderOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Reads over the KV port from one plain client, beside memcached and Redis where they are installed."""
+    """Reads over the KV port from one plain client, compared with memcached and Redis where they are installed."""
     found = []
     with _folder(folder) as path, contextlib.ExitStack() as stack:
         mirror = str(Path(path) / "mirror")
@@ -360,7 +360,7 @@ def spark(
     folder: FolderOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """A mirror read by Spark, beside Parquet of the same orders, from_json on the same rows, and plain Arrow."""
+    """A mirror read by Spark, compared with Parquet of the same orders, from_json on the same rows, and plain Arrow."""
     need("pyspark", "pyarrow", "deltalake")
     from mirror.bench import spark as spark_bench
 

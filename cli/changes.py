@@ -1,6 +1,6 @@
 """`changes`: published events in order, from a position on, and on as they come.
 
-Knows tokens and cursor files and how to wait for more; what happened, the store tells. Invariants: the token of the
+Knows tokens and cursor files and how to wait for more; what happened, the store knows. Invariants: the token of the
 last line printed resumes exactly after it; with --follow nothing is printed twice and nothing left out, rollbacks
 included; a cursor file is written after what it covers was flushed, so after a kill events may come again, and none is
 left out.
@@ -120,7 +120,7 @@ class Pump:
             except ViewInvalidated:
                 if self.tokens.get(vbid) == before:
                     raise
-                before = self.tokens[vbid]  # a rollback in mid-walk: go on from the last line, which tells of it
+                before = self.tokens[vbid]  # a rollback in mid-walk: go on from the last line, which reports it
             else:
                 return
 

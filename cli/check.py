@@ -1,7 +1,7 @@
 """`check`: the full integrity walk of the store.
 
 Knows how to ask for it and how to say what was found; every invariant is the store's own. Exit code 3 when something
-is wrong. Works beside a running service: it reads.
+is wrong. Works next to a running service: it reads.
 """
 
 from __future__ import annotations

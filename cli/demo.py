@@ -32,7 +32,7 @@ PLAIN_INTERVAL_S = 3.0
 STEP_TIMEOUT_S = 90.0
 """No step takes this long unless something is broken; then the demo says so instead of waiting for ever."""
 DEFAULT_LENGTH_S = 30.0
-"""Without --seconds the story is told in this time; then the mirror runs on until Ctrl-C."""
+"""Without --seconds the steps take this time; then the mirror runs on until Ctrl-C."""
 LOST_CHANGES = 20
 """Changes that each vbucket of the failed node loses; fewer where some vbucket has no boundary so far back."""
 
@@ -44,7 +44,7 @@ class Story:
         """The killing begins after a third of `length_s`, the failover after two thirds."""
         self.lines: list[str] = []
         self.facts: dict[str, Any] = {}
-        self.told = False
+        self.finished = False
         self._stage = stage
         self._began_s = time.monotonic()
         self._length_s = length_s
@@ -64,11 +64,11 @@ class Story:
     def go_on(self, status: dict[str, Any]) -> None:
         """One look further."""
         self._status = status
-        if not self.told:
+        if not self.finished:
             try:
                 next(self._steps)
             except StopIteration:
-                self.told = True
+                self.finished = True
 
     def _wait(self, condition: Any, what: str) -> Iterator[None]:
         until_s = time.monotonic() + STEP_TIMEOUT_S
@@ -246,10 +246,10 @@ def demo(
 
 
 def perform(stage: Stage, story: Story, counter: Counter, screen: render.Screen, seconds: float | None) -> None:
-    """Look, go on with the story, draw; until the time is over and the story told."""
+    """Look, go on with the story, draw; until the time is over and all steps are done."""
     rates: deque[float] = deque(maxlen=render.SPARKS_MAX)
     said = 0
-    while seconds is None or story.elapsed_s < seconds or not story.told:
+    while seconds is None or story.elapsed_s < seconds or not story.finished:
         status = stage.status()
         if status is not None:
             with contextlib.suppress(OSError):

@@ -55,7 +55,7 @@ def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) 
 
 
 def undone(view: View, vbid: int, result: dict[str, Any]) -> Iterator[tuple[str, Document]]:
-    """What a rollback that was done took back and restored, as readers are told of it."""
+    """What a rollback that was done took back and restored, as readers are sent it."""
     for change in view.changes(vbid, since=view.token(vbid, result["from_branch"], result["from_seqno"])):
         if change.kind not in ("rollback", "retraction", "restoration"):
             return  # what a running service has streamed since

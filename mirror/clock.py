@@ -1,4 +1,4 @@
-"""Time and chance, behind one door: the only module that asks the machine for either.
+"""Time and random numbers behind one interface: the only module that asks the machine for either.
 
 Everything that needs the hour, a pause or a random number takes a `Clock`, so that a test can hand in its own and run
 a day in a moment with one seed. Invariant: `monotonic` never goes back; `wall_ms` may.
@@ -62,7 +62,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told, with chance from a seed: for tests and simulations."""
+    """A clock that moves only on request, with random numbers from a seed: for tests and simulations."""
 
     def __init__(self, *, start_ms: int = 1_700_000_000_000, seed: int = 0) -> None:
         """Start at `start_ms`, wall and monotonic alike."""

@@ -167,7 +167,7 @@ class Settings:
     """Connections of one listening process; further ones are closed at once. An idle connection costs about 10 KiB."""
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = 256
     """Connections of another machine (an IPv4 address, an IPv6 network of 64 bits) or of another user of a Unix socket
-    to one listening process; further ones are closed at once. Clients on loopback are not told apart. Raise it where
+    to one listening process; further ones are closed at once. All clients on loopback count as one. Raise it where
     clients come through a proxy."""
     reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = 10.0
     """A client that has not logged in after this time, the TLS handshake included, is disconnected; where no login is

@@ -101,7 +101,7 @@ def hold(
     """Keep the history of the mirror at `path` from these positions (vbid: branch, seqno) on, while the block runs.
 
     `name` is shown by `status`; `seconds` is how long the lease outlives this process. Raises ServiceSaidNo when a
-    position is no longer kept; `lease.lost` tells when holding ended before the block did.
+    position is no longer kept; `lease.lost` says when holding ended before the block did.
     """
     lease = Lease(path, positions, name=name, seconds=seconds)
     try:

@@ -1,6 +1,6 @@
 """The store: LMDB environments per vbucket group, and the views that read them. See FORMAT.md for every byte.
 
-This door opens on nouns, errors and reading; the writer's rooms are imported by name by the process that owns a group.
+This package exports values, errors and reading; the process that owns a group imports the writer's modules by name.
 """
 
 from storage.errors import (

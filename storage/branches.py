@@ -30,7 +30,7 @@ from storage.model import (
 from storage.transaction import Transaction
 
 HISTORY_IDS_MAX = 64
-"""Histories of one branch that are told apart: one for each power cut. Positions of older ones are refused."""
+"""Histories of one branch that are kept apart: one for each power cut. Positions of older ones are refused."""
 
 
 class Moment(NamedTuple):
@@ -595,7 +595,7 @@ def staging_reason(txn: Transaction, state: VbucketState) -> BranchReason:
 
 
 def begin_refill(txn: Transaction, state: VbucketState, reason: BranchReason, *, unavailable: bool = False) -> None:
-    """A staging branch without parent, beside what is served; its time stays 0 until readers see it.
+    """A staging branch without parent, next to what is served; its time stays 0 until readers see it.
 
     The flag in `pub` says that a refill is under way. An OSO snapshot keeps the failover log: it is that of its stream,
     which was accepted, and its log saved, before its first message.

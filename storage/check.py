@@ -20,7 +20,7 @@ from storage.model import SEQNO_MAX, BranchReason, Identity, Kind, Vbid
 from storage.transaction import Transaction
 
 PROBLEMS_MAX = 1000
-"""A damaged file can hold millions of contradictions; the first thousand tell the story."""
+"""A damaged file can hold millions of contradictions; the first thousand are enough."""
 GAP_ROWS = 5_000_000
 """Row references held in memory for one vbucket at most; beyond that keys are looked up one by one."""
 

@@ -78,8 +78,8 @@ def storage_error(error: Exception, path: str) -> StorageError:
         )
     if isinstance(error, lmdb.LockError) and "Resource temporarily unavailable" in text:
         return Locked(
-            f"a process of another container (PID namespace) has it open under the same PID, {os.getpid()}; LMDB tells "
-            "readers apart by their PIDs",
+            f"a process of another container (PID namespace) has it open under the same PID, {os.getpid()}; LMDB "
+            "distinguishes readers by their PIDs",
             path=path,
             hint="let the containers share one PID namespace, or start this process under another PID",
         )
@@ -275,7 +275,7 @@ class Environment:
         return max(0, pages * int(self.env.stat()["psize"]) - self.file_bytes())
 
     def _refuse_cut_short(self, tries: int) -> None:
-        """Follow every reference where pages are missing. Beside a writer that changes the file meanwhile a walk may
+        """Follow every reference where pages are missing. While a writer changes the file a walk may
         find what is none, so a reader looks `tries` times.
         """
         missing = self.missing_bytes()

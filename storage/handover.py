@@ -24,7 +24,7 @@ from storage.model import Identity
 def pack(folder: str, group: int, identity: Identity, target: str) -> int:
     """Copy the group environment in `folder`, which nobody has open, into the mirror's directory `target`; its bytes.
 
-    A group that is there already stays. Raises StorageError where there is no room, or the folder cannot be written.
+    A group that is there already stays. Raises StorageError where the disk is full, or the folder cannot be written.
     """
     finished = directory.group_path(target, group)
     unfinished = f"{finished}.{uuid.uuid4().hex}.new"

@@ -1,7 +1,7 @@
 """The newest seqno of one collection in a vbucket, looked for from the end of its log.
 
 Knows rows and chains; nothing of who asks. Invariants: only what a view of the chain sees counts, system events do not;
-the work of one call is bounded, and where it was not enough the caller is told where to go on.
+the work of one call is bounded, and where it was not enough the caller learns where to go on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a vbucket's history takes: how far back it reaches, and how much room it needs, told without walking it.
+"""What a vbucket's history takes: how far back it reaches, and how much space it needs, without walking it.
 
 Knows counters that LMDB keeps anyway and one boundary row; walks nothing, so a status of a thousand vbuckets costs a
 few milliseconds. Invariant: what would need a walk to know is not guessed: `boundaries` is None while staged rows wait

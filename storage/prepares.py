@@ -5,7 +5,7 @@ row of its own, (branch, seqno) like any other, that names what settled it. Whet
 its row is visible and what settled it is not. So a rollback or an abandoned snapshot opens it again without a write.
 Whatever comes of its key settles it: the commit or the abort, a later prepare, or a plain row (in a disk snapshot the
 source sends a commit as a mutation); and so does what ends or empties its collection. An abort is a row, too: nothing
-else tells a client that holds the prepare. Invariants: at most one prepare of a key is open; nothing above the seqno
+else informs a client that holds the prepare. Invariants: at most one prepare of a key is open; nothing above the seqno
 that `state` says is staged is written; a settled prepare stays for as long as a kept boundary may lie between it and
 what settled it, and an abort until the purger has passed it; memory holds keys and positions of the open ones, and the
 messages that no commit has written yet.

@@ -10,7 +10,7 @@ visited once, in seqno order, after the floor has passed them. Invariants:
   of a sync write, which goes when it is passed;
 - rows of a dropped or flushed collection go when that event is at or below the floor;
 - rows that a rollback retracted go when the rollback is older than the window or the floor has passed its boundary
-  (till then, readers may have yet to be told); rows that were never published go at once;
+  (till then, readers may not have been sent them yet); rows that were never published go at once;
 - what a lease holds stays until the lease ends (`leases`);
 - a link of the chain goes when the floor has passed it, one of many (`merge`);
 - every step is one write transaction of at most `STEP_ROWS` rows; stopping between any two steps is harmless.

@@ -37,7 +37,7 @@ MAGIC = 0x80
 DATATYPE_SNAPPY = 0x02
 DATATYPE_XATTR = 0x04
 VALUE_LENGTH_MAX = 32 * 1024 * 1024
-"""A document of 20 MiB and its xattrs, with room to spare: nothing larger is believed."""
+"""A document of 20 MiB and its xattrs, and some more: nothing larger is accepted."""
 
 _MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
 _MUTATION_EXTRAS = 31

@@ -1,15 +1,15 @@
 """Rows of a vbucket in the order of seqnos, for those who send them on: as stored, one version of each key, up to a
 boundary that was served.
 
-Knows both trees of a vbucket, its chain and its state; never who reads. What a follower is told in one `standing`, and
+Knows both trees of a vbucket, its chain and its state; never who reads. What a follower is sent in one `standing`, and
 each piece of `rows`, is of one LMDB transaction; between pieces nothing is held. Invariants: the rows of a range up to
 a boundary are those whose key has no later version that is visible there, and every system event; their seqnos rise;
-a piece costs what it looks at, and looks at no more than it is told; `Left` says that the rest of a range cannot be
-had any more, before a single row of it was given that contradicts the others.
+a piece costs what it looks at, and looks at no more than the limit given; `Left` says that the rest of a range is gone,
+before a single row of it was given that contradicts the others.
 
 What may be missing: tombstones at or below `Standing.purge_seqno`. The store's own purger took those up to
 local_purge_seqno. Those that the source had purged before it sent its first snapshot lie at or below its purge seqno
-where it told one, and in any case at or below the end of that snapshot, which is the floor as long as that was never
+where it sent one, and in any case at or below the end of that snapshot, which is the floor as long as that was never
 raised; everything later came in full.
 """
 
@@ -62,7 +62,7 @@ class Standing(NamedTuple):
 
     @property
     def purge_seqno(self) -> int:
-        """A follower that holds less than this may hold documents whose deletion it will never be told."""
+        """A follower that holds less than this may hold documents whose deletion it will never be sent."""
         source = min(self.source_purge_seqno, self.floor_seqno) if self.source_purge_seqno else self.floor_seqno
         return max(self.local_purge_seqno, source)
 

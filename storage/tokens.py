@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
 
 TOKEN_LENGTH_MAX = 80
-"""Characters of a token: 5 digits, 10, 20 and 16, with room for leading zeros."""
+"""Characters of a token: 5 digits, 10, 20 and 16, including leading zeros."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def standing_in(state: VbucketState, token: MutationToken) -> Standing | None:
 
 
 def _was_rolled_back(view: Histories, state: VbucketState, token: MutationToken) -> bool:
-    """True when the token's history was left by a rollback, and the source has told its new one since."""
+    """True when the token's history was left by a rollback, and the source has sent its new one since."""
     rollbacks = view.rollbacks(token.vbid)
     if not any(each.from_vbuuid == token.vbuuid for each in rollbacks) or not state.failover_log:
         return False

@@ -1,4 +1,4 @@
-"""How fast the HTTP side answers, beside the least that its server library can do: one client, one run, one machine.
+"""How fast the HTTP side answers, compared with the best of its server library: one client, one run, one machine.
 
 Knows how to start both servers in processes of their own, and a client that keeps some connections busy and reads no
 more of an answer than it must; never what the API means. The limit is an application that answers the same bytes from

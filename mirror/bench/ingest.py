@@ -178,7 +178,7 @@ def _consume_once(context: Any, connection_string: str, path: str, sync: str) ->
 
 
 def _caught_up(consumer: Consumer) -> bool:
-    """True once the source has told all high seqnos and each is published."""
+    """True once the source has sent all high seqnos and each is published."""
     highs = consumer.source_high_seqnos()
     return len(highs) == consumer.identity.vbucket_count and consumer.caught_up(highs)
 

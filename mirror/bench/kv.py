@@ -3,7 +3,7 @@
 Knows a server process, memcached and Redis as child processes, and a client that sends GETs and waits; what the mirror
 does with them, the endpoint knows. All peers hold the same keys and values of the same size and get the same random
 keys: one request at a time (each one's time is taken), then with many under way on one connection. The client is
-Python, and often the slower half: read the figures beside each other, not alone.
+Python, and often the slower half: compare the figures with each other.
 """
 
 from __future__ import annotations

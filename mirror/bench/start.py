@@ -79,7 +79,7 @@ def _memory(pid: int | None) -> list[int]:
 
 
 def _serve(pipe: Connection, vbuckets: int, nodes: int) -> None:
-    """The source process: a document in each vbucket; told to begin, it says when all streams are open."""
+    """The source process: a document in each vbucket; on request it says when all streams are open."""
 
     async def serve() -> None:
         async with SandboxCluster(vbuckets=vbuckets, nodes=nodes) as cluster:
@@ -87,11 +87,11 @@ def _serve(pipe: Connection, vbuckets: int, nodes: int) -> None:
                 cluster.set(f"document-{vbid}", {"vbid": vbid}, vbid=vbid)
             pipe.send(cluster.connection_string)
             loop = asyncio.get_running_loop()
-            told = asyncio.Event()
-            loop.add_reader(pipe.fileno(), told.set)
+            requested = asyncio.Event()
+            loop.add_reader(pipe.fileno(), requested.set)
             while True:
-                await told.wait()
-                told.clear()
+                await requested.wait()
+                requested.clear()
                 if not pipe.poll():
                     continue  # it was read already
                 try:

@@ -35,7 +35,7 @@ _CHECKSUM = "value_crc32c"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What `$document` tells of a version."""
+    """What `$document` says of a version."""
 
     cas: int
     seqno: int

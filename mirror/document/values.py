@@ -1,4 +1,4 @@
-"""What a value is made of: compression, extended attributes, body, and which datatype bits tell of them.
+"""What a value is made of: compression, extended attributes, body, and which datatype bits announce them.
 
 Knows the datatype bits, snappy and the xattr blob (kv_engine docs/Document.md); must never know documents or
 connections. Invariant: datatype and value always change together, so a function that alters one returns both. Snappy

@@ -338,7 +338,7 @@ async def _authenticate(link: Link, access: Access) -> None:
     if mechanism != "PLAIN":
         try:
             return await _scram(link, settings, mechanism, user, password)
-        except SaslError:  # the server did not prove that it knows the password: it is not to be told
+        except SaslError:  # the server did not prove that it knows the password: it must not be sent
             raise
         except AuthRejected:
             # Users kept in a directory service have no SCRAM keys at the server: inside TLS, PLAIN is the way.

@@ -94,7 +94,7 @@ class CollectionWatch:
         return found
 
     def look(self, vbid: int | None = None) -> None:
-        """Look at the manifest before long; the vbucket is told when there is something to ask for."""
+        """Look at the manifest before long; the vbucket is notified when there is something to ask for."""
         if vbid is not None:
             self._waiting.add(vbid)
         self._wanted.set()

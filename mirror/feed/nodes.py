@@ -59,7 +59,7 @@ class NodeKeeper:
         self.failures = 0
         self.reconnects = 0
         self.on_died: Callable[[BaseException], None] | None = None
-        """Told when a defect of this program ended the keeping: nobody would try again."""
+        """Called when a defect of this program ended the keeping: nothing would connect again."""
         self._make = make
         self._owner = owner
         self._settings = settings

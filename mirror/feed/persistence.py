@@ -135,17 +135,19 @@ class PersistencePoller:
 
     async def run(self, waiting: Iterable[Waiting]) -> None:
         """Ask until cancelled. Raises NotSupported where the source cannot say."""
-        actors = list(waiting)
+        vbuckets = list(waiting)
         try:
             while True:
                 await self._clock.sleep(self._settings.persistence_poll_interval_ms / 1000)
-                asked = {actor.vbid: vbuuid for actor in actors if (vbuuid := actor.observed_vbuuid) is not None}
+                asked = {
+                    vbucket.vbid: vbuuid for vbucket in vbuckets if (vbuuid := vbucket.observed_vbuuid) is not None
+                }
                 if asked:
                     copies = {vbid: self._copies.copies_of(vbid) for vbid in asked}
                     found = await self.ask(asked)
-                    for actor in actors:
-                        if actor.vbid in found and self._copies.copies_of(actor.vbid) == copies[actor.vbid]:
-                            actor.persisted(asked[actor.vbid], found[actor.vbid])
+                    for vbucket in vbuckets:
+                        if vbucket.vbid in found and self._copies.copies_of(vbucket.vbid) == copies[vbucket.vbid]:
+                            vbucket.persisted(asked[vbucket.vbid], found[vbucket.vbid])
         finally:
             for link in self._links.values():
                 link.close()

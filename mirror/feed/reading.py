@@ -41,11 +41,11 @@ WAITING_SNAPSHOTS_MAX = 10_000
 class Outbox:
     """From the loop to the reader: whole items, bounded by making the source wait."""
 
-    def __init__(self, memory_bytes: int, on_room: Callable[[], None]) -> None:
-        """`on_room` is called, from any thread, when the source may go on."""
+    def __init__(self, memory_bytes: int, on_half_empty: Callable[[], None]) -> None:
+        """`on_half_empty` is called, from any thread, when the source may go on."""
         self._memory_max = memory_bytes // 2
         self._disk_max = memory_bytes * DISK_FACTOR
-        self._on_room = on_room
+        self._on_half_empty = on_half_empty
         self._items: deque[Item] = deque()
         self._memory_bytes = 0
         self._disk_bytes = 0
@@ -90,16 +90,16 @@ class Outbox:
         with self._changed:
             self._memory_bytes -= memory_bytes
             self._disk_bytes -= disk_bytes
-            room = (
+            half_empty = (
                 self.full
                 and self._memory_bytes <= self._memory_max // 2
                 and self._disk_bytes <= self._disk_max // 2
                 and len(self._items) <= WAITING_SNAPSHOTS_MAX // 2
             )
-            if room:
+            if half_empty:
                 self.full = False
-        if room:
-            self._on_room()
+        if half_empty:
+            self._on_half_empty()
 
     def discard(self) -> None:
         """Close what nobody took."""
@@ -242,12 +242,12 @@ class Reading:
         *,
         memory_bytes: int,
         parallel: int,
-        on_room: Callable[[], None],
+        on_half_empty: Callable[[], None],
     ) -> None:
         """With `until`, at most `parallel` vbuckets are streamed at a time; without, all are, and without end."""
         self.clock = services.clock
         self.file = file
-        self.outbox = Outbox(memory_bytes, on_room)
+        self.outbox = Outbox(memory_bytes, on_half_empty)
         self._services = services
         self._spill_at = memory_bytes // 2
         self._open_bytes = 0

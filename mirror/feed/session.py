@@ -110,7 +110,7 @@ class SessionFigures:
 
 
 class NodeSession:
-    """A DCP connection to one node. `open`, then `request_stream`; the owner is told the rest."""
+    """A DCP connection to one node. `open`, then `request_stream`; the owner is notified of the rest."""
 
     def __init__(
         self, access: Access, address: Address, owner: SessionOwner, clock: Clock, *, name: str, opaques: Opaques
@@ -132,7 +132,7 @@ class NodeSession:
         self.stream_filter: dict[str, Any] = {}
         """What every stream request says in its JSON value: `collections` or `scope`, as hex ids."""
         self.map_watch: MapWatch | None = None
-        """Who is told of the node's cluster map, at first and when it changes."""
+        """Gets the node's cluster map, at first and when it changes."""
         self._access = access
         self._owner = owner
         self._clock = clock
@@ -368,7 +368,7 @@ class NodeSession:
             self.link.routes[opaque] = row_prefix
 
     def release_acks(self) -> None:
-        """Anyone who held the acknowledgements has room again."""
+        """The holder of the acknowledgements can take more."""
         self.acks_held = False
         self._ack(force=False)
 

@@ -80,9 +80,9 @@ class Sink(Protocol):
         ...
 
     def begin_resync(self, cause: str) -> RefillBegun | RefillRefused | None:
-        """Make room for a second copy; None where nothing more is read of the vbucket."""
+        """Begin a second copy; None where nothing more is read of the vbucket."""
         ...
 
     def begin_oso(self, begin: ins.BeginOso) -> None:
-        """Make room for an out-of-order snapshot."""
+        """Begin an out-of-order snapshot."""
         ...

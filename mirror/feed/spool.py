@@ -56,7 +56,7 @@ class SpoolFile:
             where = self._folder or tempfile.gettempdir()
             raise MirrorError(
                 f"a snapshot cannot be kept in the temporary folder {where}: {error.strerror or error}",
-                hint="make room there, or name another folder in TMPDIR",
+                hint="free space there, or name another folder in TMPDIR",
             ) from None
         return blocks
 

@@ -207,7 +207,7 @@ class StoreSink:
             free_bytes = shutil.disk_usage(writer.path).free
             if free_bytes < share_bytes + FREE_BYTES_MIN:
                 return RefillRefused(
-                    f"a refill needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB beside the old copy, "
+                    f"a refill needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB next to the old copy, "
                     f"{free_bytes >> 20} MiB are free"
                 )
         self._owner.commit()

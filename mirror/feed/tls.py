@@ -24,7 +24,7 @@ PROBE_TIMEOUT_S = 2.0
 """For finding out what a port speaks, once something else than what we speak came back."""
 
 CERTIFICATE_BEGIN = b"-----BEGIN CERTIFICATE-----"
-"""What tells which of two files is to blame where OpenSSL does not."""
+"""Finds which of two files is wrong where OpenSSL does not say."""
 
 _EXPIRED, _NOT_YET_VALID = 10, 9
 _NAME_MISMATCH = (62, 63, 64)

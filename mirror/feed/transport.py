@@ -27,13 +27,13 @@ from mirror.wire.scan import Run, scan
 
 OPAQUE_MAX = 2**32 - 1
 PENDING_REQUESTS_MAX = 8192
-"""Unanswered requests on one connection: a stream request for each of 1,024 vbuckets, and plenty of room."""
+"""Unanswered requests on one connection: a stream request for each of 1,024 vbuckets, and plenty to spare."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
 """Unsent bytes of ours: requests and acks are small, so more means that the node does not read any more."""
 READ_BYTES_MAX = 4 * 1024 * 1024
 """Of one read. The source sends its streams in turn: the more comes at once, the longer is the run of each."""
 NEXT_ADDRESS_DELAY_S = 0.25
-"""A name's next address is tried beside the first when that takes longer (RFC 8305): one may be a dead node's."""
+"""A name's next address is tried at the same time when the first takes longer (RFC 8305): one may be a dead node's."""
 
 OnAnswer = Callable[[Frame | ClusterError], None]
 """Takes the answer to a request, or why there will be none."""
@@ -48,7 +48,7 @@ class Tap(Protocol):
 
 
 class Receiver(Protocol):
-    """Who is told what a connection brings, in the order of the bytes."""
+    """Receives what a connection brings, in the order of the bytes."""
 
     def on_batch(self, items: list[Run | Frame]) -> None:
         """Called with everything that one read brought and nobody asked for."""
@@ -99,7 +99,7 @@ class Link(asyncio.BufferedProtocol):
         """Opaque of a stream -> prefix of its rows' keys; the scanner makes rows of nothing else."""
         self.receiver: Receiver | None = None
         self.on_push: Callable[[Frame], None] | None = None
-        """Told what the node says by itself beside streams (kv_engine docs/Duplex.md); it wants no answer to it."""
+        """Gets what the node sends unasked besides streams (kv_engine docs/Duplex.md); it wants no answer to it."""
         self.tap: Tap | None = None
         self.read_bytes_max = READ_BYTES_MAX
         self.received_bytes = 0

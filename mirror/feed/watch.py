@@ -106,39 +106,39 @@ class SourceWatch:
         except ClusterError as error:
             log.debug("no high seqnos from node", node=str(keeper.address), error=str(error))
             return
-        for actor in self._watched.vbuckets_at(keeper.address):
-            if actor.vbid in seqnos or self._watched.polled_collections is None:
-                actor.note_high_seqno(session, seqnos.get(actor.vbid))
-            if actor.vbid in seqnos:
-                self._watched.guarded(actor.vbid, partial(actor.handle, events.HighSeqno(seqnos[actor.vbid])))
+        for vbucket in self._watched.vbuckets_at(keeper.address):
+            if vbucket.vbid in seqnos or self._watched.polled_collections is None:
+                vbucket.note_high_seqno(session, seqnos.get(vbucket.vbid))
+            if vbucket.vbid in seqnos:
+                self._watched.guarded(vbucket.vbid, partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
 
     def judge(self) -> None:
         """A stream that is open and brings nothing although its source is ahead is asked for again."""
         for address in list(self._watched.keepers):
-            for actor in list(self._watched.vbuckets_at(address)):
-                self._judge(actor)
+            for vbucket in list(self._watched.vbuckets_at(address)):
+                self._judge(vbucket)
 
-    def _judge(self, actor: MirroredVbucket) -> None:
+    def _judge(self, vbucket: MirroredVbucket) -> None:
         now = self._clock.monotonic()
-        high, session = actor.source_high_seqno, actor.session
-        if session is None or high is None or not actor.streaming:
+        high, session = vbucket.source_high_seqno, vbucket.session
+        if session is None or high is None or not vbucket.streaming:
             return
-        if actor.writer.state(actor.vbid).staged_seqno >= high:
-            actor.progressed()
+        if vbucket.writer.state(vbucket.vbid).staged_seqno >= high:
+            vbucket.progressed()
             return
         limit_s = self._settings.stall_timeout_s
-        silence_s = now - actor.last_progress
+        silence_s = now - vbucket.last_progress
         if silence_s <= limit_s or now - session.backfill_at <= limit_s:
             return
-        actor.stalled(f"stalled: nothing for {silence_s:.0f} s, the source is at {high}; asking for the stream again")
-        log.warning("stalled", vbid=actor.vbid, high_seqno=high, stalls=actor.stalls, node=str(session.address))
-        if actor.stalled_streams >= STREAMS_BEFORE_RECONNECT:
+        vbucket.stalled(f"stalled: nothing for {silence_s:.0f} s, the source is at {high}; asking for the stream again")
+        log.warning("stalled", vbid=vbucket.vbid, high_seqno=high, stalls=vbucket.stalls, node=str(session.address))
+        if vbucket.stalled_streams >= STREAMS_BEFORE_RECONNECT:
             session.close(
                 SourceTimeout(
-                    f"{session.address} answers and does not stream vb {actor.vbid}: nothing for {silence_s:.0f} s, "
+                    f"{session.address} answers and does not stream vb {vbucket.vbid}: nothing for {silence_s:.0f} s, "
                     f"it is at {high}",
                     node=str(session.address),
                 )
             )
         else:
-            self._watched.reopen(actor.vbid, "stalled")
+            self._watched.reopen(vbucket.vbid, "stalled")

@@ -1,5 +1,5 @@
-"""The brain of a vbucket: events in, instructions out. Pure: no I/O, no clock, no chance, no LMDB, no asyncio.
+"""The decisions for a vbucket: events in, instructions out. Pure: no I/O, clock, random numbers, LMDB or asyncio.
 
-Import the rooms by name: `machine` (the decisions) with `events` and `instructions` (its two languages), `rollback`
-(the rule of producer and consumer), `topology` and `backoff`. The others serve the machine.
+Import modules by name: `machine` (the decisions) with `events` and `instructions` (its input and output),
+`rollback` (the rule of producer and consumer), `topology` and `backoff`. The others serve the machine.
 """

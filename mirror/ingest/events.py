@@ -164,7 +164,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class RefillBegun:
-    """BeginRefill was executed: `state.staging_branch` is a new, empty branch beside the served one."""
+    """BeginRefill was executed: `state.staging_branch` is a new, empty branch next to the served one."""
 
     state: VbucketState
 

@@ -221,7 +221,7 @@ class AbandonStaged(InstructionFields):
 
 @dataclass(slots=True)
 class BeginRefill(InstructionFields):
-    """Open a branch without a parent, to be filled beside the served one. Answered by RefillBegun or RefillRefused."""
+    """Open a branch without a parent, to be filled next to the served one. Answered by RefillBegun or RefillRefused."""
 
 
 @dataclass(slots=True)

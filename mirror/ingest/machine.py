@@ -1,4 +1,4 @@
-"""One vbucket's brain: takes what happens, returns what is to be done. No I/O, no clock, no chance.
+"""The state machine of one vbucket: takes events, returns instructions. No I/O, no clock, no random numbers.
 
 Knows the vbucket's stored state, its assembler, and where it stands in the conversation with the source. Must never
 know connections, opaques' making, delays or how the store works.
@@ -8,7 +8,7 @@ Theory of operation. A phase says whose turn it is:
     IDLE         no connection: waiting for Start
     REQUESTING   a stream was asked for: waiting for its answer
     STREAMING    the stream is open: waiting for its messages
-    ASKING_LOG   told to go to 0: waiting for the source's failover log, to look for common history first
+    ASKING_LOG   rolled back to 0 by the source: waiting for the source's failover log, to look for common history first
     ROLLING_BACK, ABANDONING, OPENING_REFILL   waiting for the store; nothing is said to the source meanwhile
     WAITING      waiting for RetryDue
     REFUSED      waiting for people (a new Start)
@@ -19,7 +19,7 @@ from a peer that breaks the rules, and is counted and ignored: the machine is to
 
 A handshake is a chain of requests until one is accepted. In it, each ROLLBACK must be to less than what was asked, and
 so, because what is asked next is at or below it, to less than the one before. If not, or if it is to 0, the source's
-failover log is searched for common history, once, and asked there; only after that a refill from 0 begins, beside the
+failover log is searched for common history, once, and asked there; only after that a refill from 0 begins, next to the
 old copy.
 
 Invariants: see `validate`. Of the order of instructions: a stream is requested only when the store holds exactly what
@@ -177,7 +177,7 @@ class VbucketMachine:
         self._common_tried = False
         self._rollback_rounds = 0
         self._told_empty = False
-        """The store was told that the source has nothing; matters only while nothing is held."""
+        """The store was given that the source has nothing; matters only while nothing is held."""
         self._load(state)
 
     # --- for people ---
@@ -202,7 +202,7 @@ class VbucketMachine:
         """True if everything up to the source's last known high seqno is durable and visible."""
         return not self.refilling and self.high_seqno is not None and self.durable_seqno >= self.high_seqno
 
-    # --- the two doors ---
+    # --- input ---
 
     def handle(self, event: ev.LocalEvent | Event) -> list[Instruction]:
         """Take one event, return what is to be done, in order."""
@@ -441,7 +441,7 @@ class VbucketMachine:
         self._react(reaction, f"failover log: status {event.status:#x}", b"", out)
 
     def _refill(self, why: str, out: list[Instruction]) -> None:
-        if self._assembler.boundary_seqno == 0:  # nothing to keep beside it
+        if self._assembler.boundary_seqno == 0:  # nothing to keep next to it
             self._begin(why, out)
             return
         self.phase = Phase.OPENING_REFILL
@@ -569,7 +569,7 @@ class VbucketMachine:
         self._react(on_stream_end(event.reason), f"stream end {event.reason}", b"", out)
 
     def _noticed(self, out: list[Instruction]) -> None:
-        """A publish is progress, and on a branch beside the served one it swaps that one in."""
+        """A publish is progress, and on a branch next to the served one it swaps that branch in."""
         if out and type(out[-1]) is PublishSnapshot:
             self._attempt = 0
             self.failing_text = None

@@ -1,6 +1,6 @@
 """How a machine reacts to the end of a stream and to a refused request: two tables (docs/protocol.md 2.4 and 2.10).
 
-Knows codes, what each asks of the machine, and the text that tells people what happened and what fixes it. Must never
+Knows codes, what each asks of the machine, and the text that says what happened and what fixes it. Must never
 know the state of a vbucket.
 
 Invariants: every code has a reaction, the ones nobody has heard of included: only codes named here stop a vbucket, and

@@ -73,7 +73,7 @@ class StreamFilter:
 
     @property
     def text(self) -> str:
-        """Canonical: what the store keeps beside the position."""
+        """Canonical: what the store keeps with the position."""
         if self.scope_id is not None:
             return f"scope {self.scope_id:x}"
         return "collections " + ",".join(f"{each:x}" for each in self.collection_ids)

@@ -5,11 +5,11 @@ who asks. Everything in the JSON is judged before it is believed: what is missin
 MalformedClusterMap that names the field, never another exception.
 
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), epoch first, both
-unbounded ints; a map never replaces a newer one (`NewestMap` and `newest_of` alone compare maps). Nodes are told
-apart by host and ports.
+unbounded ints; a map never replaces a newer one (`NewestMap` and `newest_of` alone compare maps). Nodes differ by
+host and ports.
 
 Why never: a node that was failed over and comes back (or was only partitioned) still has its old map and its old data,
-and believes that it is active. Its map is well formed, so the revision is all that tells it from the cluster's.
+and believes that it is active. Its map is well formed, so the revision is all that distinguishes it from the cluster's.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def _parse_server_map(
     for server in _list(server_map.get("serverList"), "serverList"):
         host, port = _host_and_port(server, contacted_host)
         found = by_address.get((host, port))
-        # Where only TLS is offered, serverList still has a port, of which nodesExt knows nothing: host and order tell.
+        # Where only TLS is offered, serverList still has a port, which nodesExt does not have: host and order decide.
         unported = by_address.get((host, None))
         nodes.append(found[0] if found else unported.pop(0) if unported else Node(host, port))
     rows = _list(server_map.get("vBucketMap"), "vBucketMap")

@@ -495,7 +495,7 @@ class Doctor:
                 Verdict.WARN,
                 f"{len(refilled)} vbuckets would be resynced, the first is {refilled[0]}: the source has purged "
                 "deletions since, or lost more history than is kept here",
-                "see to room for a second copy of them; keep downtimes below the bucket's metadata purge interval, "
+                "keep space for a second copy of them; keep downtimes below the bucket's metadata purge interval, "
                 "and history_s above the time of a failover",
             )
         self._judge_downtime(view)
@@ -538,7 +538,7 @@ class Doctor:
                 "disk",
                 Verdict.OK if enough else Verdict.WARN,
                 f"the mirror takes {_size(held)}, {free}",
-                "" if enough else "a refill of everything needs a second copy's room: make some",
+                "" if enough else "a refill of everything needs the space of a second copy: free some",
             )
             return
         size = await self._bucket_bytes()
@@ -554,7 +554,7 @@ class Doctor:
         )
 
     async def _bucket_bytes(self) -> int | None:
-        """What the nodes' active vbuckets take on their disks; None where they do not tell."""
+        """What the nodes' active vbuckets take on their disks; None where they do not say."""
         total = 0
         for session in self._sessions:
             try:

@@ -87,7 +87,7 @@ class Verifier:
     ) -> None:
         """`view` of the mirror at `path`, opened with `stale_reads`; `service`: one runs, so that waiting may help.
 
-        `progress` is told vbuckets done, of how many, and rows read so far.
+        `progress` gets the vbuckets done, of how many, and rows read so far.
         """
         self._path = path
         self._view = view
@@ -146,7 +146,7 @@ class Verifier:
         except OSError as error:
             raise MirrorError(
                 f"fingerprints cannot be kept in the temporary folder: {error.strerror or error}",
-                hint="make room there, or name another folder in TMPDIR",
+                hint="free space there, or name another folder in TMPDIR",
             ) from None
         finally:
             for vbucket in looked_at.values():

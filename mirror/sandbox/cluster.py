@@ -73,7 +73,7 @@ class SandboxCluster:
 
         `profile` is the server's release, by a name of `profile.PROFILES`; ConfigError for another. With
         `keeps_history` the bucket has change streams, as Magma has them; with `antilag_items` a filtered backfill
-        tells its seqno each time that it has left out so many versions. Without `in_turn` a connection sends a piece of
+        sends its seqno each time that it has left out so many versions. Without `in_turn` a connection sends a piece of
         one stream after the other, and not a message of each in turn.
         """
         assert nodes > 0

@@ -279,14 +279,14 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
         """Messages of the streams in turn, and how many bytes more flow control counts for them."""
         if not self.window.is_open:
             return
-        room = PIECE_BYTES
+        free_bytes = PIECE_BYTES
         if self.window.window_bytes:
-            room = min(room, self.window.window_bytes - self.window.outstanding)
+            free_bytes = min(free_bytes, self.window.window_bytes - self.window.outstanding)
         ready = deque(stream for stream in list(self._turns) if self._has_turn(stream))
         before = [(stream, stream.frames_sent, stream.bytes_sent) for stream in ready]
         out = bytearray()
         counted_bytes = 0
-        while ready and counted_bytes < room:
+        while ready and counted_bytes < free_bytes:
             stream = ready.popleft()
             size = stream.add_message(out)
             if size:
@@ -310,11 +310,11 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
                 continue
             if not self.window.is_open:
                 return
-            room = self._port.piece_bytes(stream)
+            free_bytes = self._port.piece_bytes(stream)
             if self.window.window_bytes:
-                room = min(room, self.window.window_bytes - self.window.outstanding)
+                free_bytes = min(free_bytes, self.window.window_bytes - self.window.outstanding)
             frames, uncounted_bytes = stream.frames_sent, stream.uncounted_bytes
-            data = stream.take(room)
+            data = stream.take(free_bytes)
             if data:
                 counters = self._port.sent(stream.vbid)
                 counters.frames += stream.frames_sent - frames

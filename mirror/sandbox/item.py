@@ -145,7 +145,7 @@ class BetweenItem(Item):
 
 
 class EventItem(Item):
-    """A system event; keeps the change that it tells of, for clients that want its other shape."""
+    """A system event; keeps the change that it reports, for clients that require its other form."""
 
     __slots__ = ("change",)
 

@@ -66,7 +66,7 @@ class Link:
         self._room.clear()
 
     def resume(self) -> None:
-        """The transport has room again."""
+        """The transport takes bytes again."""
         if len(self._backlog) <= SLOW_BACKLOG_MAX:
             self._room.set()
 

@@ -1,6 +1,6 @@
-"""Scopes and collections of the bucket, and the system events that tell of their changes.
+"""Scopes and collections of the bucket, and the system events that report their changes.
 
-Knows the manifest's JSON and which system event tells of which change (kv_engine docs/Collections.md); the bytes of the
+Knows the manifest's JSON and which system event reports which change (kv_engine docs/Collections.md); the bytes of the
 events are the codec's. Must never know vbuckets or connections. Invariants: ids and the uid only grow; ids of scopes
 and of collections begin at 8; a change of several steps gives all but the last of them the uid before it
 (recording 72_k1_collections_live).
@@ -72,7 +72,7 @@ class Change:
         return self.event in (SystemEventId.SCOPE_CREATE, SystemEventId.SCOPE_DROP)
 
     def body(self) -> bytes:
-        """The event's value in the fixed shape; a modification has none, and is told in FlatBuffers alone."""
+        """The event's value in the fixed shape; a modification has none, and is sent in FlatBuffers alone."""
         version = 2 if self.event == SystemEventId.COLLECTION_MODIFY else 1
         return encode_system_event(self._content(), vbid=0, seqno=0, version=version).value
 
@@ -207,7 +207,7 @@ class BucketManifest:
         return [*changes, Change(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)]
 
     def missed(self, known: Sequence[Change], lost: Sequence[Change]) -> list[Change]:
-        """What a vbucket has to be told once more that knows some changes and has lost others: the way from what it
+        """The changes to send again to a vbucket that knows some and has lost others: the way from what it
         knows to the manifest as it is, all but the last step with the uid that it knew.
 
         A vbucket that becomes active is brought up to the manifest (kv_engine docs/Collections.md).

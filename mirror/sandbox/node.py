@@ -108,7 +108,7 @@ class NodeConnection(asyncio.Protocol):
         self.link.pause()
 
     def resume_writing(self) -> None:
-        """The socket has room again."""
+        """The socket takes bytes again."""
         self.link.resume()
 
     def _log_in_by_certificate(self) -> None:
@@ -320,7 +320,7 @@ class SandboxNode:
                 connection.producer.end_streams(vbid, StreamEndReason.STATE_CHANGED)
 
     def announce_map(self) -> None:
-        """Tell the clients that asked for it of the new map, with or without its text (SDK RFC 75)."""
+        """Send the new map to the clients that asked for it, with or without its text (SDK RFC 75)."""
         for connection in self.connections:
             message = connection.session.map_notification()
             if message is not None:

@@ -178,7 +178,7 @@ class Profile:
 
     @property
     def map_without_bucket(self) -> bool:
-        """Whether who has chosen no bucket yet is told of the nodes."""
+        """Whether a client without a bucket is sent the nodes."""
         return self.since(6, 5)
 
     @property
@@ -217,7 +217,7 @@ DEFAULT_PROFILE = "8.x"
 
 
 def profile_named(name: str) -> Profile:
-    """The profile, or a ConfigError that tells which there are."""
+    """The profile, or a ConfigError that lists the known ones."""
     profile = PROFILES.get(name)
     if profile is None:
         raise ConfigError(f"no server profile {name!r}", hint=f"take {', '.join(PROFILES)}", setting="profile")

@@ -170,16 +170,16 @@ def _joined(exchanges: list[Exchange]) -> list[Exchange]:
     """Streams of one vbucket that ran side by side (stream ids, each with a filter) as the one stream of a client
     without filters: the messages in the order of their seqnos, the snapshots' ends the larger of each pair.
     """
-    beside = [
+    repeated = [
         exchange
         for exchange in exchanges
         if exchange.status == Status.SUCCESS and any(message.stream_id is not None for message in exchange.messages)
     ]
-    if len(beside) < 2:
+    if len(repeated) < 2:
         return exchanges
     markers: list[ev.SnapshotMarker] = []
     items: dict[int, Frame] = {}
-    for exchange in beside:
+    for exchange in repeated:
         own = [event for event in map(decode, exchange.messages) if isinstance(event, ev.SnapshotMarker)]
         for index, marker in enumerate(own):
             if index < len(markers):
@@ -196,8 +196,8 @@ def _joined(exchanges: list[Exchange]) -> list[Exchange]:
         messages.append(to_frame(marker))
         messages += [items[seqno] for seqno in sorted(items) if last < seqno <= marker.end_seqno]
         last = marker.end_seqno
-    joined = Exchange(beside[0].asked, beside[0].status, beside[0].body, messages)
-    return [joined, *(exchange for exchange in exchanges if exchange not in beside)]
+    joined = Exchange(repeated[0].asked, repeated[0].status, repeated[0].body, messages)
+    return [joined, *(exchange for exchange in exchanges if exchange not in repeated)]
 
 
 class ReplayedSource:
@@ -223,7 +223,7 @@ class ReplayedSource:
         self.played: dict[int, list[Exchange]] = {}
         self.requests: list[ev.StreamRequest] = []
         self.last_end: dict[int, int] = {}
-        """Of the markers that were sent: how far each vbucket's clients were told of."""
+        """Of the markers that were sent: how far each vbucket's clients were informed."""
         self.windows: list[ProducerWindow] = []
         self.noops_answered = 0
         self.markers_answered = 0

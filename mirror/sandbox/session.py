@@ -161,7 +161,7 @@ class SandboxSession(DocumentSession):
         return self.bucket.map.epoch, self.bucket.map.rev
 
     def map_text(self, *, with_bucket: bool) -> bytes:
-        """The newest cluster map as this node tells it."""
+        """The newest cluster map as this node sends it."""
         return self.bucket.map.to_json(self.port.node_number, with_bucket=with_bucket)
 
     @property

@@ -50,7 +50,7 @@ class StreamTuning:
     """Settings of the server that change what streams look like."""
 
     antilag_items: int = 0
-    """A filtered backfill tells its seqno after leaving out so many versions (docs/protocol.md 2.7); 0: at its end."""
+    """A filtered backfill sends its seqno after leaving out so many versions (docs/protocol.md 2.7); 0: at its end."""
     oso_share_max: float = 1.0
     """Only a collection with less than this share of the vbucket's documents is sent out of order."""
 
@@ -243,14 +243,17 @@ class ProducerStream:
         for item in vbucket.changes(first, last):
             superseded = item.next_seqno
             replaced = superseded and superseded <= last and superseded != item.seqno and not (history and keeps(item))
-            if replaced and item.kind not in (PREPARE, ABORT):  # in memory these stand beside the document's versions
+            if replaced and item.kind not in (
+                PREPARE,
+                ABORT,
+            ):  # these are kept next to the document's versions
                 continue
             if not self._filter.passes(item):
                 continue
             if self._encoder.shows(item):
                 shown.append(item)
                 marker_end = item.seqno
-            elif self._options.seqno_advanced:  # a prepare at the end: SeqnoAdvanced will tell of it
+            elif self._options.seqno_advanced:  # a prepare at the end: SeqnoAdvanced will report it
                 marker_end = item.seqno
         if not shown:  # a snapshot that shows nothing is not sent (docs/protocol.md 2.7)
             self.seqno = last
@@ -332,7 +335,7 @@ class ProducerStream:
         return iter(sorted(self._on_disk(1, high), key=_oso_order))
 
     def _wants_oso(self) -> bool:
-        """Whether a first backfill is sent by keys: never with history, whose versions only seqnos tell apart."""
+        """Whether a first backfill is sent by keys: never with history, whose versions differ only in their seqnos."""
         collections, share_max = self._filter.collections, self._options.tuning.oso_share_max
         asked = self._options.oso and not self._filter.legacy and self._filter.scope_id is None
         if not asked or collections is None or len(collections) != 1 or self._has_history:

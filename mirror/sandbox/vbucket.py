@@ -87,7 +87,7 @@ class Vbucket:
         self._group_last: dict[int, int] = {}
         self._system: dict[bytes, Item] = {}
         self._aborted: dict[bytes, Item] = {}
-        """Aborts stand beside the document until the next prepare, as tombstones of a space of their own."""
+        """Aborts are kept next to the document until the next prepare, as tombstones of a key space of their own."""
 
     # --- what it is
 
@@ -174,9 +174,9 @@ class Vbucket:
             self._supersede(self._system.pop(system_key(id_=id_, modified=True), None), item)
             for gone in self.newest.pop(id_, {}).values():
                 self._supersede(gone, item)
-            for beside in (self.prepared, self._aborted):
-                for gone in [old for old in beside.values() if old.collection_id == id_]:
-                    self._supersede(beside.pop(gone.key), item)
+            for sync_writes in (self.prepared, self._aborted):
+                for gone in [old for old in sync_writes.values() if old.collection_id == id_]:
+                    self._supersede(sync_writes.pop(gone.key), item)
             if event == SystemEventId.COLLECTION_BEGIN:
                 self.newest[id_] = {}
             self.collection_high_seqno[id_] = item.seqno
@@ -408,7 +408,7 @@ class Vbucket:
 
 def system_key(*, about_scope: bool = False, id_: int, modified: bool = False) -> bytes:
     """The name under which the system events of a collection or scope supersede each other; modifications of a
-    collection stand beside its beginning.
+    collection are kept next to its beginning.
     """
     return b"\xff\xff\xff\xff\xff" + (b"s" if about_scope else b"m" if modified else b"c") + id_.to_bytes(4)
 

@@ -5,8 +5,8 @@ users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {
 {"read": [PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. It is read again when
 it changes; one that has become unreadable leaves the users of before. Invariants: without a file the mirror's own
 user at the source may read everything, and so may everybody on this machine; with one, those who do not log in read
-only what `anonymous` says, and only on this machine; a user who does not exist cannot be told from one who does, by
-salt, iterations or work (`nobody`).
+only what `anonymous` says, and only on this machine; a user who does not exist cannot be distinguished from one who
+does, by salt, iterations or work (`nobody`).
 """
 
 from __future__ import annotations

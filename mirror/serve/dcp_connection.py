@@ -2,7 +2,7 @@
 
 Knows the transport and which dispatch table a request belongs to; what operations do, they know. Invariants: as a DCP
 connection it goes on reading while the client does not take what was written, or acknowledgements and close requests
-would never be heard; but no more than `ANSWERS_BYTES_MAX` of answers are then held beside a turn of its streams; an
+would never be heard; but no more than `ANSWERS_BYTES_MAX` of answers are then held besides a turn of its streams; an
 answer to nothing, or an acknowledgement of more than was sent, ends this connection and no other.
 """
 

@@ -51,7 +51,7 @@ class StreamFilter:
 
     @property
     def empty(self) -> bool:
-        """True when nothing can ever pass again: the client was told of the end of all that it asked for."""
+        """True when nothing can ever pass again: the end of all that the client asked for was sent."""
         if self.scope_id is not None:
             return self._scope_ended
         return self.collections is not None and self.collections <= self._ended

@@ -235,11 +235,11 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
         if stream.ended:  # it was closed while it waited for its turn
             return
         window = self.window
-        room = PIECE_BYTES
+        free_bytes = PIECE_BYTES
         if window.window_bytes:
-            room = min(room, window.window_bytes - window.outstanding)
+            free_bytes = min(free_bytes, window.window_bytes - window.outstanding)
         rows, snapshots, uncounted = stream.row_count, stream.snapshot_count, stream.uncounted_bytes
-        data = stream.take(room)
+        data = stream.take(free_bytes)
         if data:
             self._send(data, stream.uncounted_bytes - uncounted)
         self._counters.rows += stream.row_count - rows

@@ -1,8 +1,8 @@
 """Who waits for which vbucket to serve something new, in one process.
 
 Knows the store's commits and callbacks; must never know connections or what is done with the news. Invariants: whatever
-is served after `follow` is told, once or more often; without followers nothing is asked; the price of a look does not
-depend on how many wait, nor, as long as nothing happens, on the number of vbuckets.
+is served after `follow` is reported, once or more often; without followers nothing is asked; the cost of a look does
+not depend on how many wait, nor, as long as nothing happens, on the number of vbuckets.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Watch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def follow(self, vbid: int, news: News) -> None:
-        """Tell of a vbucket from now on."""
+        """Report a vbucket from now on."""
         self._followers.setdefault(vbid, []).append(news)
         self._wanted.set()
 
     def leave(self, vbid: int, news: News) -> None:
-        """Tell no more; for each `follow` one."""
+        """Report it no more; one call for each `follow`."""
         followers = self._followers[vbid]
         followers.remove(news)
         if not followers:
@@ -61,7 +61,7 @@ class Watch:
             self._wanted.clear()
 
     def look(self) -> int:
-        """Tell what is new; returns how many vbuckets serve something else than at the last look."""
+        """Report what is new; returns how many vbuckets serve something else than at the last look."""
         view = self._view()
         if view is not self._viewed:  # a group was recreated: all of it is news
             self._viewed, self._commits = view, Commits()

@@ -2,7 +2,7 @@
 
 Knows which path leads to which function, and turns whatever goes wrong into a problem; never a document or a socket.
 Invariants: every request is counted once, with its route's name and never its path; an unexpected error is logged here
-with its traceback and told to the reader as nothing but "internal".
+with its traceback and sent to the reader as nothing but "internal".
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ async def scan_documents(request: Request) -> Response:
     text = parameters.text("page")
     if text is not None:
         if extra := [name for name in first if parameters.all(name)]:
-            raise Problem("bad-request", f"{extra[0]} beside page", hint="a page's token holds what was asked at first")
+            raise Problem("bad-request", f"{extra[0]} with page", hint="a page's token holds what was asked at first")
         page = Page.parse(text, view.identity.vbucket_count)
         service.judge(reader, collection, ())  # a name; what the token says is judged when it is read
         known = collection_id(view.manifest_of(page.pin), collection) if isinstance(collection, str) else collection

@@ -311,7 +311,7 @@ def _paths() -> dict[str, Schema]:
                  _query("limit", {"type": "integer", "minimum": 1, "maximum": http_requests.PAGE_LIMIT_MAX,
                                   "default": http_requests.PAGE_LIMIT_DEFAULT}, "Documents in a page at most."),
                  _query("page", {"type": "string", "maxLength": 4096},
-                        "`next` of the page before; beside it only `limit`.")],
+                        "`next` of the page before; besides it only `limit`.")],
             ),
         },
         "/v1/collections/{collection}/multi-get": {

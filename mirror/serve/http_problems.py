@@ -63,7 +63,7 @@ class Problem(Exception):
     def __init__(
         self, name: str, detail: str, *, hint: str = "", headers: Mapping[str, str] | None = None, **more: Any
     ) -> None:
-        """`name` is one of TITLES; `more` are members of the object beside the usual ones."""
+        """`name` is one of TITLES; `more` are members of the object besides the usual ones."""
         super().__init__(detail)
         self.name = name
         self.status, self.title = TITLES[name]
@@ -101,7 +101,7 @@ _OF_STORAGE: dict[type[StorageError], str] = {
 
 
 def of_storage(error: StorageError) -> Problem:
-    """What a reader is told of an error of the store."""
+    """The problem sent for an error of the store."""
     name = _OF_STORAGE.get(type(error), "unavailable")
     more: dict[str, Any] = {} if error.vbid is None else {"vbid": int(error.vbid)}
     if name == "not-published":
@@ -110,12 +110,12 @@ def of_storage(error: StorageError) -> Problem:
 
 
 def internal() -> Problem:
-    """What a reader is told of a fault of the program; the log says the rest."""
+    """The problem sent for a defect of the program; the log has the details."""
     return Problem("internal", "this is a fault of the program; its log says more")
 
 
 def of_http(error: HTTPException) -> Problem:
-    """What a reader is told where no route answers."""
+    """The problem sent where no route matches."""
     if error.status_code == 405:
         allowed = dict(error.headers or {})
         hint = "a mirror is only read; write to its source"

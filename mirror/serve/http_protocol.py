@@ -124,7 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = self._framing_bytes = 0
         self._unparsed = b""
         self._wrong: str | None = None
-        """Why nothing more is read: it is told once what was asked before is answered."""
+        """Why nothing more is read: it is sent once the requests before are answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take it, or turn it away."""

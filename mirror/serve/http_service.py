@@ -56,7 +56,7 @@ P = ParamSpec("P")
 
 
 class Watch:
-    """Tells streams that something was published: one look at the store for all of them."""
+    """Notifies streams that something was published: one look at the store for all of them."""
 
     def __init__(self, mirror: Mirror, clock: Clock) -> None:
         """Nobody waits."""

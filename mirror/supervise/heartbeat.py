@@ -1,6 +1,6 @@
 """When a child last proved that it is alive, and when its silence is too long.
 
-Knows moments in milliseconds as its owner tells them; never a clock, never a process. A beat comes from the child's
+Knows moments in milliseconds as its owner gives them; never a clock, never a process. A beat comes from the child's
 own event loop, so a child that is stopped, or stuck in a loop, is silent. Starting is given more time than running,
 since opening stores and importing are not beats. Invariant: the deadline only moves forward.
 """

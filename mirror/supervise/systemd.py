@@ -1,4 +1,4 @@
-"""What the service tells systemd: READY, STATUS, WATCHDOG, RELOADING, STOPPING.
+"""What the service reports to systemd: READY, STATUS, WATCHDOG, RELOADING, STOPPING.
 
 Knows the notify protocol through the sdnotify library and nothing of the service itself. Without NOTIFY_SOCKET every
 call does nothing, so callers never ask. Invariant: a failing notification never harms the service.

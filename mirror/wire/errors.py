@@ -6,7 +6,7 @@
 
 Knows the names of opcodes; must never know a connection or a buffer. Invariant: every error says what is wrong in
 `detail` and, where they are known, at which opcode and vbucket. Decoding bytes of a peer raises RemoteProtocolError
-and nothing else; any other exception out of this room is a defect of it.
+and nothing else; any other exception out of this package is a defect of it.
 """
 
 from __future__ import annotations

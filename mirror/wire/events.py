@@ -381,7 +381,7 @@ class FailoverLogResponse(Response):
 
 @dataclass(frozen=True, slots=True)
 class CollectionCreated:
-    """A collection begins: new, or, if it was known, flushed. `flush_uid` is 0 where the form does not tell."""
+    """A collection begins: new, or, if it was known, flushed. `flush_uid` is 0 where the form does not have it."""
 
     manifest_uid: int
     scope_id: int
