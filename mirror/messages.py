@@ -259,13 +259,19 @@ class ProcessReport(TypedDict, total=False):
     nodes: list[dict[str, Any]]
     counters: dict[str, int]
     """They only rise."""
-    map: dict[str, int] | None
+    map: dict[str, int | None]
+    """`rev_epoch`, `rev` and the number of `nodes` of the map that is followed."""
     error: str | None
     selection: str
     warnings: list[str]
     readers: list[dict[str, Any]]
     failed_groups: list[GroupFailure]
     request_seconds: dict[str, Any]
+    connections: int
+    """Of an HTTP server, as are the next three."""
+    streams: int
+    turned_away: int
+    unsent_bytes: int
 
 
 # the wire

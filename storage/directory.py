@@ -19,7 +19,7 @@ import msgpack
 from storage import keys, records
 from storage.environment import DATA_FILE, WRITER_LOCK_FILE, Environment, storage_error
 from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, ReadOnly, StorageError, WrongBucket
-from storage.model import BranchReason, Identity
+from storage.model import BranchReason, FailoverLog, Identity
 
 FORMAT = 2
 FILE = "mirror.json"
@@ -83,7 +83,7 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
                 first = records.encode_branch(row)
                 txn.put(keys.BRANCH_KEY.pack(vbid, 1), first, db=branch)
                 txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*records.Pub(1, 0, 0, 0, 0)), db=pub)
-                empty = records.encode_state(records.StateRow(1, 0, 0, 0, None, (), 0, 0, None))
+                empty = records.encode_state(records.StateRow(1, 0, 0, 0, None, FailoverLog(), 0, 0, None))
                 txn.put(keys.VBID_KEY.pack(vbid), empty, db=state)
             meta = environment.db(keys.DB_META)
             txn.put(b"identity", identity_bytes(identity, group), db=meta)

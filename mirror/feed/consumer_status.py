@@ -66,7 +66,7 @@ class ConsumerStatus:
                 "stalls": sum(row["stalls"] for row in rows),
                 "retries": sum(vbucket.retries for vbucket in consumer.vbuckets.values()),
             },
-            "map": None
+            "map": {"rev_epoch": None, "rev": None, "nodes": None}
             if followed is None
             else {"rev_epoch": followed.rev_epoch, "rev": followed.rev, "nodes": len(followed.nodes)},
             "error": consumer.map_follower.error,

@@ -237,12 +237,12 @@ class SourceReader:
             until,
             memory_bytes=self._memory_bytes,
             parallel=self._parallel,
-            on_room=self._on_room,
+            on_half_empty=self._on_half_empty,
         )
         self._core.begin(reading)
         return reading
 
-    def _on_room(self) -> None:
+    def _on_half_empty(self) -> None:
         loop = self._loop
         if loop is not None:
             loop.call_soon_threadsafe(self._core.release_acks)

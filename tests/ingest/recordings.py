@@ -110,7 +110,7 @@ class Replay:
             rig.tell(ev.ConnectionLost())
             rig.tell(ev.Start(collections=self.collections))
         if machine.phase is Phase.ASKING_LOG:
-            rig.tell(ev.FailoverLogReceived(self.failover_logs.pop(0) if self.failover_logs else []))
+            rig.tell(ev.FailoverLogReceived(self.failover_logs.pop(0) if self.failover_logs else FailoverLog()))
         asked = rig.last(ins.RequestStream).offset
         refused = frame.status not in (Status.SUCCESS, Status.ROLLBACK)
         if machine.phase is not Phase.REQUESTING or (asked.start_seqno != request.start_seqno and not refused):

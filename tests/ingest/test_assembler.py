@@ -38,7 +38,7 @@ from mirror.wire.events import (
 )
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import encode_system_event
-from storage.model import Manifest, ManifestUid, Seqno, SnapshotRange, Vbid
+from storage.model import FailoverLog, Manifest, ManifestUid, Seqno, SnapshotRange, Vbid
 from tests.ingest.source_model import row
 from tests.ingest.toy_store import ToyStore
 
@@ -93,7 +93,7 @@ def assembler_at(
     collections: bool = True,
 ) -> Assembler:
     assembler = Assembler(Vbid(0))
-    assembler.load(ToyStore().holding(boundary, (), staged, open_snapshot).state())
+    assembler.load(ToyStore().holding(boundary, FailoverLog(), staged, open_snapshot).state())
     assembler.begin_stream(inside_snapshot=assembler.resumable, collections_granted=collections)
     return assembler
 
@@ -545,5 +545,5 @@ def test_what_a_stored_state_holds(
     boundary: int, staged: int, open_snapshot: tuple[int, int] | None, holds_part: bool, resumable: bool
 ) -> None:
     assembler = Assembler(Vbid(0))
-    assembler.load(ToyStore().holding(boundary, (), staged, open_snapshot).state())
+    assembler.load(ToyStore().holding(boundary, FailoverLog(), staged, open_snapshot).state())
     assert (assembler.holds_part, assembler.resumable) == (holds_part, resumable)

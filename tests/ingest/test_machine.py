@@ -62,7 +62,7 @@ def rig_at(*boundaries: int, failover_log: FailoverLog = LOG, **more: Any) -> Ri
 def streaming_at(*boundaries: int, **more: Any) -> Rig:
     """The same, with its stream accepted."""
     rig = rig_at(*boundaries, **more)
-    rig.tell(ev.StreamAccepted(rig.opaque_counter, list(rig.machine.failover_log) or LOG))
+    rig.tell(ev.StreamAccepted(rig.opaque_counter, rig.machine.failover_log or LOG))
     return rig
 
 
@@ -105,7 +105,7 @@ def asked(rig: Rig) -> tuple[int, int, int, int]:
 
 
 def test_a_fresh_vbucket_asks_from_zero_of_no_history() -> None:
-    rig = rig_at(failover_log=[])
+    rig = rig_at(failover_log=log())
     assert asked(rig) == (0, 0, 0, 0)
     request = rig.last(ins.RequestStream)
     assert request.end_seqno == 2**64 - 1
@@ -550,7 +550,7 @@ def test_without_common_history_a_refill_begins_at_once() -> None:
 def test_a_refill_is_swapped_in_by_its_publish() -> None:
     rig = rig_at(100)
     rollback(rig, 0)
-    rig.tell(ev.FailoverLogReceived([]))
+    rig.tell(ev.FailoverLogReceived(log()))
     rig.tell(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
     assert status_of(rig) is ins.Status.REFILLING
     marker(rig, 0, 30, DISK)
@@ -565,7 +565,7 @@ def test_a_refill_is_swapped_in_by_its_publish() -> None:
 def test_a_refill_that_broke_goes_on_after_a_restart() -> None:
     rig = rig_at(100)
     rollback(rig, 0)
-    rig.tell(ev.FailoverLogReceived([]))
+    rig.tell(ev.FailoverLogReceived(log()))
     rig.tell(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
     marker(rig, 0, 30, DISK)
     rows(rig, 10)
@@ -583,7 +583,7 @@ def test_a_refill_from_an_empty_source_is_complete_at_zero(how: str) -> None:
     """No snapshot will ever say so, and the old copy would be shown for ever."""
     rig = rig_at(100)
     rollback(rig, 0)
-    rig.tell(ev.FailoverLogReceived([]))
+    rig.tell(ev.FailoverLogReceived(log()))
     rig.tell(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
     done = rig.tell(ev.HighSeqno(0)) if how == "poll" else marker(rig, 0, 0)
     assert kinds(done) == [ins.PublishSnapshot]
@@ -594,7 +594,7 @@ def test_a_refill_from_an_empty_source_is_complete_at_zero(how: str) -> None:
 
 def test_that_a_fresh_vbucket_is_empty_at_its_source_is_told_once() -> None:
     """Else a reader could not tell what is absent from what has yet to come."""
-    rig = streaming_at(failover_log=[])
+    rig = streaming_at(failover_log=log())
     assert kinds(rig.tell(ev.HighSeqno(0))) == [ins.PublishSnapshot]
     assert kinds(rig.tell(ev.HighSeqno(0))) == []
     assert rig.store.served.seqno == 0
@@ -645,7 +645,7 @@ def test_common_history_found_inside_a_snapshot_drops_the_open_snapshot_first() 
 
 
 def test_a_rollback_of_a_request_from_zero_is_asked_again_later() -> None:
-    rig = rig_at(failover_log=[])
+    rig = rig_at(failover_log=log())
     assert kinds(rollback(rig, 0)) == [ins.RetryAfter]
     assert "nothing is held" in rig.machine.text
 
@@ -673,7 +673,7 @@ def test_where_a_rollback_leaves_no_entry_of_the_log_the_common_vbuuid_is_asked_
     rollback(rig, 0)
     done = rig.tell(ev.FailoverLogReceived(log((0xC, 95), (0xB, 70))))
     assert [each for each in done if isinstance(each, ins.SaveFailoverLog)] == [
-        ins.SaveFailoverLog(Vbid(0), "rolled back", tuple(log((0xB, 80))))
+        ins.SaveFailoverLog(Vbid(0), "rolled back", log((0xB, 80)))
     ]
     assert asked(rig) == (80, 80, 80, 0xB)
 
@@ -682,7 +682,7 @@ def test_a_refill_that_finds_no_room_keeps_the_old_copy_and_tries_again_later() 
     rig = rig_at(100)
     machine = rig.machine
     rollback(rig, 0)
-    done = machine.handle(ev.FailoverLogReceived([]))
+    done = machine.handle(ev.FailoverLogReceived(log()))
     assert kinds(done) == [ins.BeginRefill]
     done = machine.handle(ev.RefillRefused("5 GiB are needed, 1 GiB is free"))
     assert kinds(done) == [ins.RetryAfter]
@@ -965,7 +965,7 @@ def test_a_connection_lost_while_the_store_is_at_work_waits_for_both(answer: str
         )
     else:
         rollback(rig, 0)
-        done = machine.handle(ev.FailoverLogReceived([]))
+        done = machine.handle(ev.FailoverLogReceived(log()))
     assert machine.phase in STORE_PHASES
     assert machine.handle(ev.ConnectionLost("the cable")) == []
     assert machine.phase in STORE_PHASES

@@ -93,7 +93,7 @@ def test_the_producer_rule_case_by_case(
 
 
 def test_a_producer_without_a_failover_log_knows_no_history() -> None:
-    assert producer_answer(8, 8, 8, 0xA, (), 30, 0) == Rollback(0)
+    assert producer_answer(8, 8, 8, 0xA, log(), 30, 0) == Rollback(0)
 
 
 # --- consumer ---

@@ -44,6 +44,7 @@ from mirror.wire.events import (
     StreamEvent,
     SystemEvent,
 )
+from storage.model import FailoverLog
 from tests.ingest.source_model import Source, row
 from tests.ingest.toy_store import Rig, ToyStore
 
@@ -165,7 +166,7 @@ class Mirrored(RuleBasedStateMachine):
         if isinstance(answer, Accept):
             self.messages = self.source.stream(asked, opaque)
             self.streamed = True
-            self.tell(ev.StreamAccepted(opaque, list(self.source.failover_log)))
+            self.tell(ev.StreamAccepted(opaque, self.source.failover_log))
             self.check_history()
         elif isinstance(answer, OutOfRange):
             raise AssertionError(f"out of range: {asked}")
@@ -189,7 +190,7 @@ class Mirrored(RuleBasedStateMachine):
         if refused:
             self.tell(ev.FailoverLogRefused(int(Status.ETMPFAIL)))
         else:
-            self.tell(ev.FailoverLogReceived(list(self.source.failover_log)))
+            self.tell(ev.FailoverLogReceived(self.source.failover_log))
 
     @precondition(lambda self: self.rig.machine.phase is Phase.STREAMING)
     @rule(count=st.integers(1, 8))
@@ -274,7 +275,7 @@ class Mirrored(RuleBasedStateMachine):
             SnapshotMarker(0, 0, first, 1, opaque=opaque),
             SeqnoAdvanced(0, first, opaque=opaque),
             StreamEnd(0, 2, opaque=opaque),
-            ev.StreamAccepted(opaque, []),
+            ev.StreamAccepted(opaque, FailoverLog()),
             ev.StreamRollback(opaque, 0),
             ev.StreamRefused(opaque, 4),
             ev.RowsRun(opaque, [row(first, b"a", b"never")], 1),

@@ -292,7 +292,7 @@ class Client:
 
     @property
     def boundary(self) -> Boundary:
-        return self.boundaries[-1] if self.boundaries else Boundary(0, {}, ())
+        return self.boundaries[-1] if self.boundaries else Boundary(0, {}, FailoverLog())
 
     def connect(self) -> None:
         """Ask for a stream until one is accepted; a vbucket that is being filled has none."""

@@ -12,6 +12,7 @@ from mirror.server.session import Reply, failover_statistics
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Magic, Opcode, Status
+from storage.model import FailoverLog
 
 
 class Port:
@@ -78,7 +79,7 @@ def test_a_map_is_not_sent_twice_to_a_client_that_negotiated_it() -> None:
 
 
 def test_failover_logs_are_counted_and_listed() -> None:
-    assert failover_statistics(3, [(9, 5), (7, 0)]) == {
+    assert failover_statistics(3, FailoverLog.of([(9, 5), (7, 0)])) == {
         "vb_3:num_entries": "2",
         "vb_3:0:id": "9",
         "vb_3:0:seq": "5",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from storage.model import Branch, Document, FailoverEntry, FailoverLog, Kind, Manifest, Seqno, Vbid, Vbuuid
@@ -24,7 +22,7 @@ def test_deletions_and_expirations_are_tombstones(kind: Kind, deleted: bool) -> 
 
 def test_nouns_do_not_change() -> None:
     entry = FailoverEntry(Vbuuid(1), Seqno(2))
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         entry.seqno = Seqno(3)  # type: ignore[misc]
 
 

@@ -25,10 +25,10 @@ def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
     assert [kind_of(slot) for slot in (0, 999, 1000, 1999, 2000, 3000, 4000)] == [
         None, None, "kv", "kv", "http", "dcp", None,
     ]  # fmt: skip
-    started = listeners.start_fields(1001)
-    assert (started["kind"], started["revision"], len(started["listeners"])) == ("kv", 7, 2)
+    started = listeners.start_message(1001, {})
+    assert (started.kind, started.revision, len(started.listeners)) == ("kv", 7, 2)
     (inherited,) = listeners.inherited(1000)
-    assert started["listeners"][1] == [f"unix:{tmp_path}/kv.sock", inherited]
+    assert started.listeners[1] == [f"unix:{tmp_path}/kv.sock", inherited]
     assert listeners.inherited(0) == listeners.inherited(2000) == []
     urls = listeners.urls()
     assert urls["kv"][0].startswith("couchbase://127.0.0.1:")
@@ -90,7 +90,7 @@ def test_a_map_that_changed_has_a_later_revision() -> None:
     listeners = Listeners(Settings(kv="0"), 100)
     assert listeners.renew(100) == 101
     assert listeners.renew(150) == 150
-    assert listeners.start_fields(1000)["revision"] == 150
+    assert listeners.start_message(1000, {}).revision == 150
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_an_address_may_gain_tls_or_another_host_at_its_port(tmp_path: Path, mon
     monkeypatch.setattr("mirror.supervise.listeners.users_of", lambda _settings: None)
     listeners = Listeners(Settings(kv="0"), 1)
     listeners.reserve()
-    (held,) = listeners.start_fields(1000)["listeners"]
+    (held,) = listeners.start_message(1000, {}).listeners
     port = held[0].rpartition(":")[2]
     with socket.socket() as serving:
         serving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -172,9 +172,9 @@ def test_an_address_may_gain_tls_or_another_host_at_its_port(tmp_path: Path, mon
             kv=f"tls://127.0.0.1:{port}", listen_tls_cert_file=tmp_path / "cert", users_file=tmp_path / "users"
         )
         listeners.change(settings)
-        assert listeners.start_fields(1000)["listeners"] == [[f"tls://127.0.0.1:{port}", None]]
+        assert listeners.start_message(1000, {}).listeners == [[f"tls://127.0.0.1:{port}", None]]
         listeners.change(replace(settings, kv=f"tls://0.0.0.0:{port}"))
-        assert listeners.start_fields(1000)["listeners"] == [[f"tls://0.0.0.0:{port}", None]]
+        assert listeners.start_message(1000, {}).listeners == [[f"tls://0.0.0.0:{port}", None]]
     listeners.release()
 
 
