@@ -103,7 +103,7 @@ MUTATIONS = (
         _OF_MACHINE,
     ),
     Mutation(_MACHINE, "if log and log != self.failover_log:", "if False:", _OF_MACHINE),
-    Mutation(_MODEL, "if entry.seqno <= seqno)", "if True)", f"{_OF_MODEL} {_OF_LEAVING}"),
+    Mutation(_MODEL, "for entry in self if entry.seqno <= seqno]", "for entry in self]", f"{_OF_MODEL} {_OF_LEAVING}"),
     Mutation(_MODEL, "kept = [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno))]", "pass", _OF_MODEL),
     Mutation(
         _ROLLBACK,
@@ -124,8 +124,8 @@ MUTATIONS = (
     Mutation(_PERSISTENCE, "if not ready or ready[-1][0] < at_least:", "if not ready:", _OF_GATE),
     Mutation(
         _PERSISTENCE,
-        "if actor.vbid in found and self._copies.copies_of(actor.vbid) == copies[actor.vbid]:",
-        "if actor.vbid in found:",
+        "if vbucket.vbid in found and self._copies.copies_of(vbucket.vbid) == copies[vbucket.vbid]:",
+        "if vbucket.vbid in found:",
         _OF_GATE,
     ),
     Mutation(
@@ -197,7 +197,7 @@ MUTATIONS = (
     Mutation(_LEAVING, "to_seqno = min(to_seqno, state.staging_published_seqno)", "pass", _OF_GATE),
     Mutation(
         "storage/commit.py",
-        "log = state.failover_log if staged or published or publish or vbucket.known_empty else ()",
+        "log = state.failover_log if staged or published or publish or vbucket.known_empty else FailoverLog()",
         "log = state.failover_log",
         "tests/storage/test_commit.py",
     ),
