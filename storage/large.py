@@ -22,6 +22,8 @@ from storage.vbucket_reader import VbucketReader
 PIECE_BYTES = 256 * 1024
 HEAD_BYTES_MAX = 24 + 31 + 255
 """Header, extras and key of a mutation."""
+SNAPPY_RATIO_MAX = 32
+"""No value decompresses to more than so many times its length: 64 bytes come of three at most."""
 _META_LENGTH = slice(52, 54)
 """Bytes of extended metadata, which old servers put behind the value."""
 
@@ -74,19 +76,25 @@ def large_document(reader: VbucketReader, row_key: bytes, bytes_max: int) -> Lar
     txn = reader.environment.begin(buffers=True)
     try:
         stored = txn.get(row_key, db=reader.rows)
-        if stored is None:
-            return None
-        head, size = bytes(stored[:HEAD_BYTES_MAX]), len(stored)
-        value_at, value_end = _value_of(head, size, reader)
-        claim = bytes(stored[value_at : value_at + 5]) if head[5] & records.DATATYPE_SNAPPY else b""
-        del stored
+        return None if stored is None else large_row(reader, row_key, stored, bytes_max)
     finally:
         reader.environment.end(txn)
+
+
+def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_max: int) -> LargeDocument | None:
+    """The same of a row that was read, of which a few bytes are looked at. Raises CorruptedError."""
+    size = len(stored)
+    if size <= bytes_max // SNAPPY_RATIO_MAX:
+        return None
+    head = bytes(stored[:HEAD_BYTES_MAX])
+    if size <= bytes_max and not head[5] & records.DATATYPE_SNAPPY:
+        return None
+    value_at, value_end = _value_of(head, size, reader)
     stored_bytes = value_end - value_at
     value_bytes = stored_bytes
-    if claim:
+    if head[5] & records.DATATYPE_SNAPPY:
         with contextlib.suppress(CorruptedError):  # it is one document's error, and comes when that is read
-            value_bytes = records.decompressed_bytes(claim)
+            value_bytes = records.decompressed_bytes(bytes(stored[value_at : value_at + 5]))
     if max(stored_bytes, value_bytes) <= bytes_max:
         return None
     branch = Branch(int.from_bytes(row_key[:4], "big"))

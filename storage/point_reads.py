@@ -20,8 +20,8 @@ from storage import chain, keys, records, seal
 from storage.collection_names import CollectionName, collection_id_of
 from storage.errors import AnswerTooLarge
 from storage.groups import Groups
-from storage.large import LargeDocument, large_document
-from storage.model import Document, Manifest
+from storage.large import LargeDocument, large_document, large_row
+from storage.model import Branch, Document, Manifest
 from storage.records import MUTATION, ROW_KEY
 from storage.tokens import AsOf
 from storage.transaction import Transaction
@@ -41,6 +41,8 @@ class Found(NamedTuple):
     stale: bool
     """True while the vbucket is being resynced next to what is served."""
     manifest: Manifest
+    large: LargeDocument | None = None
+    """In place of `document`, where that is too large to be read in one step."""
 
 
 class _Options(NamedTuple):
@@ -252,36 +254,72 @@ class PointReads:
         """Return whether `get` would return a document."""
         return self.get(key, collection, raw=True) is not None
 
-    def find(self, wire_key: bytes, *, deletions: bool = False, now: float | None = None) -> Found:
+    def find(
+        self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, large_bytes: int | None = None
+    ) -> Found:
         """One document (raw) by collection id and key as they stand on the wire, and what else an answer to it needs,
-        all read in one transaction. `deletions`: a tombstone counts as a document.
+        all read in one transaction. `deletions`: a tombstone counts as a document. `large_bytes`: a value of more,
+        stored or decompressed, is not read.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:
             collection_id, key = keys.split_key(wire_key)
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
+        document = large = unread = None
         txn = Transaction(reader.environment, reader.begin_read())
         try:
             branch, seqno, _, m_branch, m_seqno, flags = _unpack_pub(txn.raw.get(reader.vbid_key, b"", reader.pub))
             manifest = reader.manifest(txn, (m_branch, m_seqno))
             collection = manifest.collections.get(collection_id)
             stale = bool(flags & keys.PUB_STALE)
-            document = None
             if collection is not None and (dup := _newest(reader, txn, wire_key, branch, seqno)) is not None:
                 _, dup_seqno, kind = _unpack_dup(dup)
                 if (kind == MUTATION or deletions) and dup_seqno > collection.begin_seqno:
-                    document = reader.document(txn, dup, True)
-                    if (
-                        kind == MUTATION
-                        and document.expiry
-                        and document.expiry <= (time.time() if now is None else now)
-                    ):
-                        document = None
-            return Found(document, collection is not None, seqno, stale, manifest)
+                    if kind == MUTATION and large_bytes is not None:
+                        unread = dup
+                    else:
+                        document = reader.document(txn, dup, True)
         except (struct.error, lmdb.Error) as error:
             raise reader.damaged(error) from error
         finally:
             reader.environment.end(txn.raw)
+        if unread is not None and large_bytes is not None:
+            found = _document_or_large(reader, unread, large_bytes)
+            if found is None:
+                return self.find(wire_key, deletions=deletions, now=now)
+            document, large = found
+        described = document if large is None else large.document
+        if described is not None and described.expiry and not described.deleted:
+            now = time.time() if now is None else now
+            if described.expiry <= now:
+                document = large = None
+        return Found(document, collection is not None, seqno, stale, manifest, large)
+
+
+def _document_or_large(
+    reader: VbucketReader, reference: bytes, large_bytes: int
+) -> tuple[Document | None, LargeDocument | None] | None:
+    """The document of the row that a reference names, as it is stored; one of more than `large_bytes` unread. None
+    where the row was purged. Rows do not change: this is in a transaction of its own, which returns views, while others
+    copy a row to say how long it is.
+    """
+    row_key = reference[ROW_KEY]
+    txn = reader.begin_read(buffers=True)
+    try:
+        view = txn.get(row_key, None, reader.rows)
+        if view is None:
+            return None
+        large = large_row(reader, row_key, view, large_bytes)
+        if large is not None:
+            return None, large
+        stored = bytes(view)
+    except (struct.error, lmdb.Error) as error:
+        raise reader.damaged(error) from error
+    finally:
+        reader.environment.end(txn)
+    if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
+        seal.frame_of(stored, row_key, reader.vbid, reader.environment.path)
+    return records.decode_row(reader.vbid, Branch(records.branch_of(reference)), stored[seal.FRAME], raw=True), None
 
 
 def _newest(

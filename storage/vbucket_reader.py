@@ -84,17 +84,19 @@ class VbucketReader:
         self.running: list[None] = environment.running
         self._memory: _Memory | None = None
 
-    def begin_read(self) -> Any:
-        """An lmdb.Transaction to read in, begun at the least cost; the caller ends it by `Environment.end`."""
+    def begin_read(self, *, buffers: bool = False) -> Any:
+        """An lmdb.Transaction to read in, begun at the least cost; the caller ends it by `Environment.end`. `buffers`:
+        it returns views of the map, which are wrong after its end.
+        """
         running = self.running
         running.append(None)
         try:
             if not self.environment.remapping:
-                return self.begin()
+                return self.begin(buffers=buffers)
         except lmdb.Error:
             pass  # `Environment.begin` knows what to do about it
         running.pop()
-        return self.environment.begin()
+        return self.environment.begin(buffers=buffers)
 
     # -- chains and manifests -------------------------------------------------------------------------------------
 

@@ -64,6 +64,16 @@ class Content:
         xattrs, body = values.split(value, datatype)
         return Content(xattrs, body, about)
 
+    @staticmethod
+    def of_large(value: bytearray, datatype: int, about: About) -> Content:
+        """The same of a value that is not compressed. The body is not copied: it becomes what is left of `value`."""
+        xattrs: values.Xattrs = {}
+        if datatype & values.XATTR:
+            end = 4 + int.from_bytes(value[:4])
+            xattrs, _ = values.split(bytes(value[:end]), datatype)
+            del value[:end]
+        return Content(xattrs, value, about)
+
     def lookup(self, opcode: int, path: str, flags: int) -> bytes:
         """What one path of a lookup gives. Raises PathError."""
         steps = self.lookup_steps(opcode, path, flags)

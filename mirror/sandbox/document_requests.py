@@ -60,13 +60,13 @@ def frame_options(session: SandboxSession, frame: Frame) -> tuple[int, bool]:
     return level, preserve
 
 
-def _got(session: SandboxSession, frame: Frame, vbucket: Vbucket, item: Item, cas: int | None = None) -> Reply:
+def _got(session: SandboxSession, frame: Frame, vbucket: Vbucket, item: Item, cas: int | None = None) -> Reply | Later:
     if cas is None:
         cas = session.bucket.documents.visible_cas(vbucket, item)
     return got(session, frame, FoundItem(item, cas, vbucket.vbuuid))
 
 
-def _get_and_touch(session: SandboxSession, frame: Frame) -> Reply:
+def _get_and_touch(session: SandboxSession, frame: Frame) -> Reply | Later:
     vbucket = session.active_vbucket(frame.vbucket)
     key = wire_key(session, frame)
     item = session.bucket.documents.touch(vbucket, key, codec_kv.decode_expiry(frame.extras))
@@ -80,7 +80,7 @@ def _touch(session: SandboxSession, frame: Frame) -> Reply:
     return Reply(cas=item.cas)
 
 
-def _get_locked(session: SandboxSession, frame: Frame) -> Reply:
+def _get_locked(session: SandboxSession, frame: Frame) -> Reply | Later:
     vbucket = session.active_vbucket(frame.vbucket)
     seconds = codec_kv.decode_expiry(frame.extras) if frame.extras else 0
     item, cas = session.bucket.documents.lock(vbucket, wire_key(session, frame), seconds)

@@ -19,7 +19,7 @@ import asyncio
 import json
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -423,7 +423,7 @@ class _Session(Session):
             FailoverLog.of(decode_failover_log(self.source.failover_log(vbid))), high_seqno, high_seqno
         )
 
-    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
+    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
         """None were recorded."""
         raise Refused(Status.KEY_ENOENT)
 

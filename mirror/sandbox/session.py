@@ -7,7 +7,7 @@ vbuckets that are active or replicas here. This module does not know sockets.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -241,10 +241,11 @@ class SandboxSession(DocumentSession):
             vbucket.failover_log, vbucket.high_seqno, self.bucket.persisted_seqno(vbid, self.port.node_number)
         )
 
-    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
+    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
         """A group of statistics of one vbucket or of those that are here."""
         if not group:
-            return self._general_statistics()
+            yield self._general_statistics()
+            return
         describe = _STATISTICS.get(group)
         if describe is None:
             raise Refused(Status.KEY_ENOENT)
@@ -255,7 +256,7 @@ class SandboxSession(DocumentSession):
                 found |= describe(self, each, state)
             elif vbid is not None:
                 raise Refused(Status.NOT_MY_VBUCKET)
-        return found
+        yield found
 
     def _general_statistics(self) -> dict[str, str]:
         return {

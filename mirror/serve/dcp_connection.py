@@ -146,10 +146,7 @@ class DcpConnection(KvConnection):
         if self.producer is None:
             super().pause_writing()
             return
-        self._writable.clear()
-        self.paused_s = self._host.now_s
-        self.unsent_seen = self.unsent_bytes
-        self._host.paused(self)
+        self._takes_nothing()
 
     def resume_writing(self) -> None:
         """The client takes again."""
@@ -161,8 +158,7 @@ class DcpConnection(KvConnection):
     def write(self, data: bytes) -> None:
         """Send now, or as soon as the client takes it."""
         if not (self._ended or self.transport.is_closing()):
-            self._host.counters.bytes_sent += len(data)
-            self.transport.write(data)
+            self._write(data)
 
     async def writable(self) -> None:
         """Return when the client takes what was written."""
@@ -171,7 +167,7 @@ class DcpConnection(KvConnection):
     # -- work
 
     def _flush(self, out: list[bytes]) -> None:
-        if not self._writable.is_set() and self.producer is not None:
+        if not self._takes.is_set() and self.producer is not None:
             self._answer_bytes += sum(map(len, out))
             if self._answer_bytes > ANSWERS_BYTES_MAX:
                 self._paused = True

@@ -70,7 +70,7 @@ class DcpServer(KvServer):
     def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
         """The session of a client."""
         options = self._login_options(connection.address, connection.slot.peer)
-        return DcpSession(connection, self.bucket, self._users, self._map, self._logins, **options)
+        return DcpSession(connection, self.bucket, self._users, self._map, self._logins, self.large, **options)
 
     def named(self, connection: DcpConnection, name: str) -> None:
         """The connection took a name; another one that has it is hung up on."""

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from mirror.serve.large import UnreadableValue
 from mirror.serve.objects import dumps
 from storage.errors import (
     AnswerTooLarge,
@@ -97,6 +98,7 @@ _OF_STORAGE: dict[type[StorageError], str] = {
     NotAMirror: "not-published",
     NotHeld: "not-held",
     CorruptedError: "damaged",
+    UnreadableValue: "damaged",
 }
 
 

@@ -23,8 +23,9 @@ from mirror.errors import ConfigError
 from mirror.messages import ProcessCommand, ProcessReport
 from mirror.serve.admission import Acceptor, Admission
 from mirror.serve.auth import Users, users_of
+from mirror.serve.budget import Budget
 from mirror.serve.http_api import make_app
-from mirror.serve.http_protocol import BoundedProtocol, Budget, Gate, protocol_config
+from mirror.serve.http_protocol import BoundedProtocol, Gate, protocol_config
 from mirror.serve.http_service import Service, Watch
 from mirror.serve.http_status import Report, Status
 from mirror.serve.http_view import Mirror

@@ -26,12 +26,12 @@ from starlette.types import Receive, Scope, Send
 from mirror.clock import Clock
 from mirror.serve.admission import Slot
 from mirror.serve.auth import Reader, Users
+from mirror.serve.budget import Budget
 from mirror.serve.http_problems import Problem
-from mirror.serve.http_protocol import Budget
 from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters
 from mirror.serve.http_status import Status
 from mirror.serve.http_view import Mirror
-from mirror.serve.large import LargeReads
+from mirror.serve.large import LargeReads, body_of, held_bytes, in_pieces
 from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
 from mirror.serve.tls import certified_reader
@@ -100,6 +100,12 @@ class Watch:
             await self._clock.sleep(WATCH_INTERVAL_S)
 
 
+def take(budget: Budget, byte_count: int) -> None:
+    """Take so much of a budget. Raises Problem when that is too much just now."""
+    if not budget.try_take(byte_count):
+        raise Problem("too-busy", "slow readers hold all the memory that answers may take")
+
+
 class Budgeted(Response):
     """An answer whose bytes count until its reader took them."""
 
@@ -109,7 +115,7 @@ class Budgeted(Response):
         self._turns = service.turns
         self._budget = service.budget
         self._taken = len(body) if len(body) > BUDGETED_BYTES else 0
-        self._budget.take(self._taken)
+        take(self._budget, self._taken)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it in pieces, so that a reader who takes nothing is noticed, and give its bytes back."""
@@ -137,19 +143,21 @@ class LargeAnswer(Response):
         """`headers` are those of a document with a datatype. Raises Problem when too much is on its way already."""
         super().__init__(None, 200)
         self._service, self._found, self._raw, self._headers_of = service, found, raw, headers
-        self._taken = service.large.held_bytes(found, raw=raw)
-        service.budget.take(self._taken)
+        self._taken = held_bytes(found, decompress=not raw)
+        take(service.budget, self._taken)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read it, and send it in pieces. Raises StorageError before anything was sent."""
         service = self._service
         try:
-            pieces, datatype = await service.large.value(self._found, raw=self._raw)
-            size = sum(map(len, pieces))
-            self.init_headers(self._headers_of(datatype) | {"content-length": str(size)})
+            value, datatype = await service.large.read(self._found, decompress=not self._raw)
+            body = memoryview(value)
+            if not self._raw:
+                body, datatype = body_of(value, datatype)
+            self.init_headers(self._headers_of(datatype) | {"content-length": str(len(body))})
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if scope["method"] != "HEAD":
-                for piece in pieces:
+                for piece in in_pieces(body):
                     await service.turns.turn()
                     await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

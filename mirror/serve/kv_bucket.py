@@ -16,10 +16,12 @@ from functools import partial
 from mirror.clock import Clock
 from mirror.log import get_logger
 from mirror.serve.auth import Reader
+from mirror.serve.large import LARGE_BYTES
 from mirror.server.errors import Refused, unknown_collection
 from mirror.wire.constants import Status
 from storage import directory, keys, stream
 from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
+from storage.large import LargeDocument
 from storage.model import Document, Kind, Manifest, VbucketState
 from storage.stream import Standing
 from storage.view import Pin, Published, View, open_view
@@ -67,24 +69,26 @@ class KvBucket:
 
     # -- documents
 
-    def find(self, wire_key: bytes, vbid: int | None, reader: Reader, *, deletions: bool = False) -> Document | None:
+    def find(
+        self, wire_key: bytes, vbid: int | None, reader: Reader, *, deletions: bool = False
+    ) -> Document | LargeDocument | None:
         """A document by its wire key, or None. `vbid` is where the client looks for it. Raises Refused."""
         try:
-            found = self.view.find(wire_key, deletions=deletions)
+            found = self.view.find(wire_key, deletions=deletions, large_bytes=LARGE_BYTES)
         except NotHeld as error:
             raise Refused(Status.NOT_MY_VBUCKET) from error
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
         if not found.collection_exists or not reader.reads_all:
             _check_collection(_collection_of(wire_key), found.manifest, reader)
         if found.stale and not self._stale_allowed:
             raise Refused(Status.ETMPFAIL, "the vbucket is being resynced")
-        document = found.document
+        document = found.document if found.large is None else found.large.document
         if document is None:
             if not found.published_seqno and not self.ready(self.view.vbid_of(_key_of(wire_key))):
                 raise Refused(Status.ETMPFAIL, "nothing of the vbucket is published yet")
             return None
-        return document if vbid is None or vbid == document.vbid else None
+        return found.large or document if vbid is None or vbid == document.vbid else None
 
     def ready(self, vbid: int) -> bool:
         """False while a vbucket holds nothing complete: its first stream was not accepted, or is still coming in."""
@@ -98,7 +102,7 @@ class KvBucket:
         try:
             manifest = self.view.manifest(vbid)
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
         _check_collection(collection_id, manifest, reader)
 
     def check_newest_collection(self, collection_id: int, reader: Reader) -> None:
@@ -110,7 +114,7 @@ class KvBucket:
         try:
             return self.view.pin(vbid)
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
     def page(
         self, pin: Pin, collection_id: int, start: bytes, end: bytes | None, items_max: int, bytes_max: int | None
@@ -123,14 +127,14 @@ class KvBucket:
         except ViewInvalidated as error:
             raise Refused(Status.RANGE_SCAN_CANCELLED, str(error)) from error
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
     def check_fresh(self, vbid: int) -> None:
         """Raise Refused when a scan of a vbucket must end because it is being resynced."""
         try:
             stale = not self._stale_allowed and self.view.stale(vbid)
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
         if stale:
             raise Refused(Status.RANGE_SCAN_CANCELLED, "the vbucket is being resynced")
 
@@ -143,7 +147,7 @@ class KvBucket:
                     document = self.view.find(wire_key, deletions=True).document
                     return document is not None and document.seqno == seqno
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
         return False
 
     def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
@@ -158,7 +162,7 @@ class KvBucket:
         except UnknownCollection:
             return None
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
     # -- vbuckets
 
@@ -167,7 +171,7 @@ class KvBucket:
         try:
             return list(zip(self.view.vbids, self.view.published(), strict=True))
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
     def state(self, vbid: int) -> VbucketState:
         """The stored state of a vbucket. Raises Refused."""
@@ -176,7 +180,7 @@ class KvBucket:
         try:
             return self.view.state(vbid)
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
     def served_state(self, vbid: int) -> VbucketState:
         """The state of a vbucket that clients may rely on: something of its source's history is served."""
@@ -198,7 +202,7 @@ class KvBucket:
         try:
             found = stream.standing(self.view, vbid)
         except StorageError as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
         if not found.whole:
             raise Refused(Status.NOT_MY_VBUCKET, bare=True)
         return found
@@ -212,7 +216,7 @@ class KvBucket:
             try:
                 newest = max((self.view.manifest(vbid) for vbid in self.view.vbids), key=lambda m: m.uid)
             except StorageError as error:
-                raise self._failed(error) from error
+                raise self.failed(error) from error
             self._manifest = (now, newest)
         return self._manifest[1]
 
@@ -236,7 +240,8 @@ class KvBucket:
 
     # -- the store below
 
-    def _failed(self, error: StorageError) -> Refused:
+    def failed(self, error: StorageError) -> Refused:
+        """The refusal of a request for which the store cannot be read."""
         log.error("a read failed", error=str(error))
         self.reopen_if_replaced()
         return Refused(Status.ETMPFAIL, "the store cannot be read")

@@ -114,12 +114,21 @@ class KvConnection(asyncio.Protocol):
         self._skip = 0
         """Bytes of a refused request that are still to come."""
         self._paused = False
+        self._takes = asyncio.Event()
+        """The client takes what is written."""
+        self._takes.set()
         self._writable = asyncio.Event()
-        """Not paused, for those who wait for it."""
+        """The client takes what is written, and no answer is being written in pieces."""
         self._writable.set()
+        self._is_sending = False
+        """An answer is being written in pieces."""
+        self._deferred: list[bytes] = []
+        """What is written behind it."""
+        self._kept_bytes = 0
+        """Of it, what is not written yet."""
         self._waiting = False
         """The rest of the pipeline waits for its next turn."""
-        self._held = False
+        self._held: asyncio.Task[None] | None = None
         """The pipeline waits for the answer to its first request."""
         self._is_busy = False
         """The client used up its last turn."""
@@ -168,17 +177,23 @@ class KvConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client does not take what it asked for."""
         self._paused = True
+        self.transport.pause_reading()
+        self._takes_nothing()
+
+    def _takes_nothing(self) -> None:
+        self._takes.clear()
         self._writable.clear()
         self.paused_s = self._host.now_s
         self.unsent_seen = self.unsent_bytes
-        self.transport.pause_reading()
         self._host.paused(self)
 
     def resume_writing(self) -> None:
         """The client takes again."""
         self._paused = False
-        self._writable.set()
         self.paused_s = None
+        self._takes.set()
+        if not self._is_sending:
+            self._writable.set()
         if not (self._ended or self._waiting or self._held):
             self._work()
             self._read_on()
@@ -188,7 +203,7 @@ class KvConnection(asyncio.Protocol):
     @property
     def unsent_bytes(self) -> int:
         """Answers that the client has not taken."""
-        return self.transport.get_write_buffer_size()
+        return self.transport.get_write_buffer_size() + self._kept_bytes
 
     @property
     def ended(self) -> bool:
@@ -272,8 +287,15 @@ class KvConnection(asyncio.Protocol):
         if out:
             sent = out[0] if len(out) == 1 else b"".join(out)
             out.clear()
-            self._host.counters.bytes_sent += len(sent)
-            self.transport.write(sent)
+            self._write(sent)
+
+    def _write(self, data: bytes) -> None:
+        """Send now, or behind the answer that is being written in pieces."""
+        if self._is_sending:
+            self._deferred.append(data)
+        else:
+            self._host.counters.bytes_sent += len(data)
+            self.transport.write(data)
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
         """Answer requests from `pos` on; returns where it stopped, and sets what it waits for."""
@@ -376,39 +398,70 @@ class KvConnection(asyncio.Protocol):
     def _begin(self, frame: Frame, later: Later, began: float) -> bytes:
         """The answer, if the first step has it; else it comes by itself."""
         reply = self._guarded(frame, later.step)
-        if reply is not None:
+        if reply is not None and not reply.pieces and not reply.more:
+            later.done()
             return self._count(frame, reply, began)
-        self._held = later.barrier or not self.session.unordered
-        task = self._loop.create_task(self._go_on(frame, later, began))
+        task = self._loop.create_task(self._go_on(frame, later, began, reply))
+        if later.barrier or not self.session.unordered or reply is not None:
+            self._held = task
         self._later.add(task)
         task.add_done_callback(self._later_done)
         return b""
 
-    async def _go_on(self, frame: Frame, later: Later, began: float) -> None:
-        reply = None
-        while reply is None:
-            if later.wait is not None:
-                await later.wait()
-            elif later.pause_s:
-                await asyncio.sleep(later.pause_s)
-            else:
+    async def _go_on(self, frame: Frame, later: Later, began: float, reply: Reply | None) -> None:
+        try:
+            while reply is None or reply.more:
+                if reply is not None and not self._ended:
+                    self._flush([self._encode(frame, reply, began)])
+                if later.wait is not None:
+                    await later.wait()
+                elif later.pause_s:
+                    await asyncio.sleep(later.pause_s)
+                else:
+                    await self._host.turns.turn()
+                await self._writable.wait()
+                reply = self._guarded(frame, later.step)
+            if not self._ended:
+                self._flush([self._count(frame, reply, began)])
+                if reply.pieces:
+                    await self._send(reply)
+                if self.session.logged_in:
+                    self.slot.establish()
+                if self._goodbye:
+                    self.hang_up()
+        finally:
+            later.done()
+
+    async def _send(self, reply: Reply) -> None:
+        """Write the pieces of an answer, each when the client takes it; what else is written meanwhile comes behind."""
+        self._is_sending = True
+        self._writable.clear()
+        self._kept_bytes = reply.pieces_bytes
+        try:
+            for piece in reply.pieces:
                 await self._host.turns.turn()
-            await self._writable.wait()
-            reply = self._guarded(frame, later.step)
-        if not self._ended:
-            self._flush([self._count(frame, reply, began)])
-            if self.session.logged_in:
-                self.slot.establish()
-            if self._goodbye:
-                self.hang_up()
+                await self._takes.wait()
+                if self.transport.is_closing():
+                    return
+                self._kept_bytes -= len(piece)
+                self._host.counters.bytes_sent += len(piece)
+                self.transport.write(piece)
+        finally:
+            self._is_sending = False
+            self._kept_bytes = 0
+            deferred, self._deferred = self._deferred, []
+            if self._takes.is_set():
+                self._writable.set()
+        for data in deferred:
+            self._write(data)
 
     def _later_done(self, task: asyncio.Task[None]) -> None:
         self._later.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("an answer failed", error=repr(error))
             self.abort()
-        if self._held:
-            self._held = False
+        if self._held is task:
+            self._held = None
             self._next_turn()
 
     def _encode(self, frame: Frame, reply: Reply, began: float) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from mirror.serve.kv_session import KvSession
+from mirror.serve.large import LARGE_BYTES
 from mirror.serve.latency import Latencies
 from mirror.wire import codec_kv
 from mirror.wire.constants import HEADER_SIZE, Datatype, Magic, Opcode
@@ -48,7 +49,7 @@ def fast_get(session: KvSession, counters: Counters, data: bytes, pos: int, size
         return b""
     began = perf_counter()
     try:
-        found = session.bucket.view.find(key)
+        found = session.bucket.view.find(key, large_bytes=LARGE_BYTES)
     except StorageError:
         return b""
     document = found.document

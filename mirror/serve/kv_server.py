@@ -22,6 +22,7 @@ from mirror.serve.auth import Users, current
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_connection import KvConnection
 from mirror.serve.kv_fast import Counters
+from mirror.serve.kv_large import LargeAnswers
 from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_session import KvSession, LoginOptions
 from mirror.serve.listener import Address, Limits
@@ -29,6 +30,8 @@ from mirror.serve.logins import Logins
 from mirror.serve.turns import Turns
 
 SWEEP_S = 1.0
+CROWDED_SEND_TIMEOUT_S = 3.0
+"""A client that takes nothing of its answers is hung up on after this, where others wait for the memory of those."""
 REPLACED_CHECK_S = 5.0
 """How often it is looked whether a group was recreated."""
 
@@ -67,6 +70,7 @@ class KvServer:
         self._clock = clock
         self._limits = limits or Limits()
         self.admission = Admission(self._limits)
+        self.large = LargeAnswers(self.turns, self._limits.unsent_bytes_max)
         self._logins = Logins(users, clock)
         self._acceptors: list[Acceptor] = []
         self._sweeper: asyncio.Task[None] | None = None
@@ -136,7 +140,7 @@ class KvServer:
     def new_session(self, address: Address, peer: str) -> KvSession:
         """The session of a client of a listener."""
         options = self._login_options(address, peer)
-        return KvSession(self._bucket, self._users, self._map, self._logins, **options)
+        return KvSession(self._bucket, self._users, self._map, self._logins, self.large, **options)
 
     def _login_options(self, address: Address, peer: str) -> LoginOptions:
         return {
@@ -175,6 +179,9 @@ class KvServer:
 
     def sweep(self) -> None:
         """Hang up on the idle, on those who take nothing, and on those who may not be here any more."""
+        send_timeout_s = self._limits.send_timeout_s
+        if self.large.budget.waiting_count:
+            send_timeout_s = min(send_timeout_s, CROWDED_SEND_TIMEOUT_S)
         for connection in list(self.connections):
             if not connection.ended:
                 self._check_rights(connection)
@@ -185,7 +192,7 @@ class KvServer:
             unsent = connection.unsent_bytes
             if unsent < connection.unsent_seen:
                 connection.paused_s, connection.unsent_seen = self.now_s, unsent
-            elif self.now_s - connection.paused_s > self._limits.send_timeout_s:
+            elif self.now_s - connection.paused_s > send_timeout_s:
                 self._drop(connection, "takes nothing of its answers")
 
     def _check_rights(self, connection: KvConnection) -> None:

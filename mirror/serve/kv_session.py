@@ -10,20 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypedDict, TypeVar
 
+from mirror.document import values
 from mirror.document.lookup import About, Content
 from mirror.serve.admission import LOCAL
 from mirror.serve.auth import Reader, Users
 from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_large import LargeAnswers, UnreadDocument
 from mirror.serve.kv_map import ClusterMap
 from mirror.serve.kv_scan_request import Scan
+from mirror.serve.large import body_of, in_pieces
 from mirror.serve.logins import Attempt, Logins
-from mirror.server.document_requests import ACCESS_DELETED, REPLICA_READ, DocumentSession, FoundDocument
+from mirror.server.document_requests import (
+    ACCESS_DELETED,
+    REPLICA_READ,
+    DocumentSession,
+    FoundDocument,
+    LookupSteps,
+)
 from mirror.server.errors import Refused
 from mirror.server.session import Handler, Later, Reply, Revision, VbucketHistory, failover_statistics
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Feature, Status, VbucketState
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
+from storage.large import LargeDocument
 from storage.model import Document
 from storage.model import VbucketState as StoredState
 
@@ -39,6 +49,9 @@ FAILED_LOGINS_MAX = 3
 
 VBUCKETS_PER_STEP = 64
 """Vbuckets read for a collection's seqnos before other clients have their turn."""
+
+DESCRIBED_PER_STEP = 8
+"""The same for statistics, of which each vbucket has several."""
 
 GRANTED = frozenset(
     int(feature)
@@ -92,6 +105,7 @@ class KvSession(DocumentSession):
         users: Users,
         cluster_map: ClusterMap,
         logins: Logins,
+        large: LargeAnswers,
         *,
         plain_allowed: bool,
         reader: Reader | None = None,
@@ -112,6 +126,7 @@ class KvSession(DocumentSession):
         self.scans: dict[bytes, Scan] = {}
         """Range scans that are open, by their id."""
         self._logins = logins
+        self._large = large
         self._peer = peer
 
     # -- login
@@ -212,22 +227,25 @@ class KvSession(DocumentSession):
         published = int(state.published_seqno)
         return VbucketHistory(state.failover_log, published, published)
 
-    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
-        """A group of statistics of one vbucket or all."""
+    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
+        """A group of statistics of one vbucket or all, a few vbuckets at a time."""
         bucket = self.bucket
         if not group:
-            return {"version": VERSION.decode(), "ep_bucket_type": "persistent", "bucket": bucket.name}
+            yield {"version": VERSION.decode(), "ep_bucket_type": "persistent", "bucket": bucket.name}
+            return
         describe = _STATISTICS.get(group)
         if describe is None:
             raise Refused(Status.KEY_ENOENT)
-        found: dict[str, str] = {}
-        for each in bucket.view.vbids if vbid is None else [vbid]:
-            found |= describe(each, bucket.state(each))
-        return found
+        vbids = bucket.view.vbids if vbid is None else [vbid]
+        for at in range(0, len(vbids), DESCRIBED_PER_STEP):
+            found: dict[str, str] = {}
+            for each in vbids[at : at + DESCRIBED_PER_STEP]:
+                found |= describe(each, bucket.state(each))
+            yield found
 
     # -- documents
 
-    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document:
+    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document | UnreadDocument:
         """The document, in the vbucket that the client names, if it selected a bucket."""
         vbid = None
         if self.bucket_selected:
@@ -237,13 +255,45 @@ class KvSession(DocumentSession):
         document = self.bucket.find(wire_key, vbid, self.known_reader, deletions=deletions)
         if document is None:
             raise Refused(Status.KEY_ENOENT)
-        return document
+        return UnreadDocument(document) if isinstance(document, LargeDocument) else document
 
     def content_of(self, document: FoundDocument) -> Content:
         """A document, taken apart."""
         assert isinstance(document, Document)
+        return Content.of(document.value, document.datatype, self._about(document))
+
+    def whole(self, document: FoundDocument, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
+        """The answer that `reply_with` makes of a document; of a large one in pieces."""
+        if not isinstance(document, UnreadDocument):
+            return super().whole(document, reply_with)
+
+        def steps(value: bytearray, datatype: int) -> LookupSteps:
+            body = memoryview(value)
+            if datatype & values.XATTR:
+                body, datatype = body_of(value, datatype)
+            reply = reply_with(b"", datatype if self.json else datatype & ~values.JSON)
+            reply.pieces = list(in_pieces(body))
+            yield reply
+
+        decompress = bool(document.datatype & values.XATTR) or not self.snappy
+        return self._large.answer(document.large, steps, decompress=decompress, failed=self.bucket.failed)
+
+    def lookup(
+        self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int
+    ) -> Reply | Later:
+        """The answer that `steps` end with."""
+        if not isinstance(document, UnreadDocument):
+            return super().lookup(document, steps, path_count)
+        about = self._about(document.large.document)
+
+        def of_value(value: bytearray, datatype: int) -> LookupSteps:
+            return steps(Content.of_large(value, datatype, about))
+
+        return self._large.answer(document.large, of_value, decompress=True, failed=self.bucket.failed)
+
+    def _about(self, document: Document) -> About:
         log = self.bucket.state(document.vbid).failover_log
-        about = About(
+        return About(
             document.cas,
             document.seqno,
             document.rev_seqno,
@@ -253,7 +303,6 @@ class KvSession(DocumentSession):
             document.deleted,
             log.newest_vbuuid,
         )
-        return Content.of(document.value, document.datatype, about)
 
     # -- DCP, which the KV port does not speak
 

@@ -8,17 +8,19 @@ because others ask for theirs than it takes to read those.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from mirror.serve.turns import Turns
 from storage.errors import CorruptedError
 from storage.large import PIECE_BYTES, LargeDocument
 from storage.records import DATATYPE_SNAPPY, DATATYPE_XATTR, decompress_large
 
-Pieces = Sequence[bytes | memoryview]
-
 LARGE_BYTES = 256 * 1024
 """A value of more is read in pieces."""
+
+
+class UnreadableValue(CorruptedError, ValueError):
+    """A value that is what was stored, and cannot be taken apart."""
 
 
 class LargeReads:
@@ -29,52 +31,43 @@ class LargeReads:
         self._turns = turns
         self._one = asyncio.Lock()
 
-    @staticmethod
-    def held_bytes(found: LargeDocument, *, raw: bool) -> int:
-        """What reading a value takes in memory."""
-        if raw or not found.document.datatype & DATATYPE_SNAPPY:
-            return found.stored_bytes
-        return found.stored_bytes + found.value_bytes
-
-    async def value(self, found: LargeDocument, *, raw: bool) -> tuple[Pieces, int]:
-        """The body in pieces, and its datatype; `raw`: the value as it is stored. Raises StorageError."""
+    async def read(self, found: LargeDocument, *, decompress: bool) -> tuple[bytearray, int]:
+        """The value with its xattrs, and its datatype. Raises StorageError; UnreadableValue where it cannot be
+        decompressed.
+        """
         datatype = found.document.datatype
         async with self._one:
-            pieces: Pieces = await self._stored(found)
-            if not raw and datatype & DATATYPE_SNAPPY:
-                pieces = await self._decompressed(pieces, found.stored_bytes)
-                datatype &= ~DATATYPE_SNAPPY
-        if not raw and datatype & DATATYPE_XATTR:
-            pieces = _without_xattrs(pieces)
-            datatype &= ~DATATYPE_XATTR
-        return pieces, datatype
-
-    async def _stored(self, found: LargeDocument) -> list[bytes]:
-        pieces = []
-        await self._turns.turn()
-        for piece in found.pieces():
-            pieces.append(piece)
+            value, at = bytearray(found.stored_bytes), 0
             await self._turns.turn()
-        return pieces
+            for piece in found.pieces():
+                value[at : at + len(piece)] = piece
+                at += len(piece)
+                await self._turns.turn()
+            if decompress and datatype & DATATYPE_SNAPPY:
+                try:
+                    return await asyncio.to_thread(decompress_large, value), datatype & ~DATATYPE_SNAPPY
+                except CorruptedError as error:
+                    raise UnreadableValue(error.message) from error
+        return value, datatype
 
-    async def _decompressed(self, pieces: Pieces, stored_bytes: int) -> Pieces:
-        stored, at = bytearray(stored_bytes), 0
-        for piece in pieces:
-            stored[at : at + len(piece)] = piece
-            at += len(piece)
-            await self._turns.turn()
-        value = memoryview(await asyncio.to_thread(decompress_large, stored))
-        return [value[start : start + PIECE_BYTES] for start in range(0, len(value), PIECE_BYTES)]
+
+def held_bytes(found: LargeDocument, *, decompress: bool) -> int:
+    """What reading a value takes in memory."""
+    if decompress and found.document.datatype & DATATYPE_SNAPPY:
+        return found.stored_bytes + found.value_bytes
+    return found.stored_bytes
 
 
-def _without_xattrs(pieces: Pieces) -> Pieces:
-    """The body behind the xattr section. Raises CorruptedError."""
-    left = 4 + int.from_bytes(pieces[0][:4], "big")
-    if len(pieces[0]) < 4 or left > sum(map(len, pieces)):
-        raise CorruptedError("the xattr section of a value is longer than the value")
-    body: list[bytes | memoryview] = []
-    for piece in pieces:
-        if len(piece) > left:
-            body.append(piece[left:])
-        left = max(0, left - len(piece))
-    return body
+def body_of(value: bytearray, datatype: int) -> tuple[memoryview, int]:
+    """A value that is not compressed without its xattrs, and its datatype. Raises UnreadableValue."""
+    if not datatype & DATATYPE_XATTR:
+        return memoryview(value), datatype
+    body_at = 4 + int.from_bytes(value[:4], "big")
+    if not 4 <= body_at <= len(value):
+        raise UnreadableValue("the xattr section of a value is longer than the value")
+    return memoryview(value)[body_at:], datatype & ~DATATYPE_XATTR
+
+
+def in_pieces(value: memoryview) -> Iterator[memoryview]:
+    """Parts of a value that are sent one after the other."""
+    return (value[start : start + PIECE_BYTES] for start in range(0, len(value), PIECE_BYTES))

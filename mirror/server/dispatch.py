@@ -42,8 +42,16 @@ def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], fra
 def answer_at_once(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | None:
     """As `answer`, for servers whose clients do not mind each other: what takes time is computed to its end."""
     found = answer(session, operations, frame)
+    before: tuple[Reply, ...] = ()
     while isinstance(found, Later):
-        found = guarded(session, found.step) or found
+        reply = guarded(session, found.step)
+        if reply is not None and reply.more:
+            before += reply.before
+        else:
+            found = reply or found
+    if found is not None:
+        found.before = before + found.before
+        found.joined()
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from mirror.document import values
@@ -17,9 +18,8 @@ from mirror.document.jsonpath import PathError
 from mirror.document.lookup import LOOKUPS, XATTR_PATH, Content
 from mirror.server.errors import Refused
 from mirror.server.privileges import META_READ, READ
-from mirror.server.session import Answer, Handler, Later, Operation, Reply, Session
+from mirror.server.session import Answer, Buffer, Handler, Later, Operation, Reply, Session
 from mirror.wire import codec_kv, leb128
-from mirror.wire.codec_kv import LookupResult
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 
@@ -32,11 +32,18 @@ LARGE_BYTES = 64 * 1024
 """Bytes that a lookup walks through, if each of its paths is at the end of the document: above this, other clients have
 their turn meanwhile."""
 
+PIECE_BYTES = 256 * 1024
+"""Of an answer with large values, written at a time."""
+
 ACCESS_DELETED = 0x04
 REPLICA_READ = 0x20
 
 _META_WITH_DATATYPE = b"\x02"
 _U32 = struct.Struct(">I")
+
+
+LookupSteps = Iterator[Reply | None]
+"""None after each step of bounded work, at last the answer."""
 
 
 class FoundDocument(Protocol):
@@ -85,6 +92,21 @@ class DocumentSession(Session):
     def content_of(self, document: FoundDocument) -> Content:
         """A document that `find_document` returned, for lookups in it."""
 
+    def whole(self, document: FoundDocument, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
+        """The answer that `reply_with` makes of a document's body and datatype, as this client can take them."""
+        return reply_with(*outgoing(self, document.value, document.datatype))
+
+    def lookup(
+        self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int
+    ) -> Reply | Later:
+        """The answer that `steps` end with. A server with large documents gives others their turn between them."""
+        computed = steps(self.content_of(document))
+        if len(document.value) * path_count > LARGE_BYTES:
+            return Later(computed.__next__)
+        *_, reply = computed
+        assert reply is not None, "the last step is the answer"
+        return reply.joined()
+
 
 def wire_key(session: Session, frame: Frame) -> bytes:
     """The request's key with a collection id, which clients without collections leave out. Raises Refused."""
@@ -107,14 +129,17 @@ def _find(session: DocumentSession, frame: Frame, *, deletions: bool = False) ->
     return session.find_document(frame, wire_key(session, frame), deletions=deletions)
 
 
-def got(session: DocumentSession, frame: Frame, document: FoundDocument) -> Reply:
+def got(session: DocumentSession, frame: Frame, document: FoundDocument) -> Reply | Later:
     """The answer to a GET or one of its variants."""
-    value, datatype = outgoing(session, document.value, document.datatype)
     key = frame.key if frame.opcode in (Opcode.GETK, Opcode.GETKQ) else b""
-    return Reply(extras=_U32.pack(document.flags), key=key, value=value, datatype=datatype, cas=document.cas)
+
+    def reply_with(value: bytes, datatype: int) -> Reply:
+        return Reply(extras=_U32.pack(document.flags), key=key, value=value, datatype=datatype, cas=document.cas)
+
+    return session.whole(document, reply_with)
 
 
-def _get(session: DocumentSession, frame: Frame) -> Reply:
+def _get(session: DocumentSession, frame: Frame) -> Reply | Later:
     return got(session, frame, _find(session, frame))
 
 
@@ -125,17 +150,22 @@ def _get_meta(session: DocumentSession, frame: Frame) -> Reply:
     return Reply(extras=codec_kv.encode_meta(meta), cas=document.cas)
 
 
-def _lookup_one(session: DocumentSession, frame: Frame) -> Reply:
+def _lookup_one(session: DocumentSession, frame: Frame) -> Reply | Later:
     path, rest, path_flags, _, flags = codec_kv.decode_subdoc(frame)
     if rest:
         raise Refused(Status.EINVAL, "a lookup has a path and no value")
     document = _find_for_lookup(session, frame, flags)
-    try:
-        value = session.content_of(document).lookup(frame.opcode, path_text(path), path_flags)
-    except PathError as error:
-        return Reply(error.status, cas=document.cas)
-    status = Status.SUBDOC_SUCCESS_DELETED if document.deleted else Status.SUCCESS
-    return Reply(status, value=value, cas=document.cas)
+
+    def steps(content: Content) -> LookupSteps:
+        try:
+            value = yield from content.lookup_steps(frame.opcode, path_text(path), path_flags)
+        except PathError as error:
+            yield Reply(error.status, cas=document.cas)
+            return
+        status = Status.SUBDOC_SUCCESS_DELETED if document.deleted else Status.SUCCESS
+        yield _with_values(Reply(status, cas=document.cas), [value])
+
+    return session.lookup(document, steps, 1)
 
 
 def _lookup_many(session: DocumentSession, frame: Frame) -> Reply | Later:
@@ -144,31 +174,34 @@ def _lookup_many(session: DocumentSession, frame: Frame) -> Reply | Later:
     if any(spec.opcode not in LOOKUPS for spec in specs):
         raise Refused(Status.SUBDOC_INVALID_COMBO)
     document = _find_for_lookup(session, frame, frame.extras[-1] if frame.extras else 0)
-    steps = _lookup_steps(session.content_of(document), specs, document)
-    if len(document.value) * len(specs) > LARGE_BYTES:
-        return Later(steps.__next__)
-    *_, reply = steps
-    assert reply is not None, "the last step is the answer"
-    return reply
+    return session.lookup(document, partial(_lookup_steps, specs, document), len(specs))
 
 
-def _lookup_steps(
-    content: Content, specs: Sequence[codec_kv.LookupSpec], document: FoundDocument
-) -> Iterator[Reply | None]:
-    """None after each path, at last the answer."""
-    results = []
+def _lookup_steps(specs: Sequence[codec_kv.LookupSpec], document: FoundDocument, content: Content) -> LookupSteps:
+    failed = False
+    answer: list[Buffer] = []
     for spec in specs:
         try:
             value = yield from content.lookup_steps(spec.opcode, path_text(spec.path), spec.flags)
-            results.append(LookupResult(Status.SUCCESS, bytes(value)))
+            answer += (codec_kv.encode_lookup_head(Status.SUCCESS, len(value)), value)
         except PathError as error:
-            results.append(LookupResult(error.status))
+            failed = True
+            answer.append(codec_kv.encode_lookup_head(error.status, 0))
         yield None
-    failed = any(result.status != Status.SUCCESS for result in results)
     status = Status.SUBDOC_MULTI_PATH_FAILURE if failed else Status.SUCCESS
     if document.deleted:
         status = Status.SUBDOC_MULTI_PATH_FAILURE_DELETED if failed else Status.SUBDOC_SUCCESS_DELETED
-    yield Reply(status, value=codec_kv.encode_lookup_results(results), cas=document.cas)
+    yield _with_values(Reply(status, cas=document.cas), answer)
+
+
+def _with_values(reply: Reply, values: Sequence[Buffer]) -> Reply:
+    """An answer with these values; with large ones in pieces, which are not copied."""
+    if sum(map(len, values)) <= LARGE_BYTES:
+        reply.value = b"".join(values)
+    else:
+        views = [memoryview(each) for each in values]
+        reply.pieces = [each[at : at + PIECE_BYTES] for each in views for at in range(0, len(each), PIECE_BYTES)]
+    return reply
 
 
 def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> FoundDocument:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -27,6 +27,7 @@ from storage.model import FailoverLog
 JSON = int(Datatype.JSON)
 
 T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
 T_co = TypeVar("T_co", covariant=True)
 
 Revision = tuple[int, int]
@@ -48,8 +49,23 @@ class Reply:
     cas: int = 0
     before: tuple[Reply, ...] = ()
     """Answers to the same request that go before this one."""
+    more: bool = False
+    """There is nothing but `before` yet: more answers to the same request follow. Only of a `Later`."""
     hang_up: bool = False
     """Close the connection when everything was sent."""
+    pieces: Sequence[Buffer] = ()
+    """More of the value, behind `value`: sent one after the other, each when the client takes it. Only of a `Later`."""
+
+    @property
+    def pieces_bytes(self) -> int:
+        """How many bytes the pieces are together."""
+        return sum(map(len, self.pieces))
+
+    def joined(self) -> Reply:
+        """The same answer without pieces."""
+        if self.pieces:
+            self.value, self.pieces = b"".join((self.value, *self.pieces)), ()
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +80,8 @@ class Later:
     """Returns when the next step has something to do; instead of a pause."""
     barrier: bool = False
     """Later requests of the client wait for this answer, whatever it negotiated."""
+    done: Callable[[], None] = lambda: None
+    """Called once, when the answer was written to its end, or will not be."""
 
 
 class LoginAttempt(Protocol[T_co]):
@@ -205,7 +223,9 @@ class Session(ABC):
         return None
 
     def encode(self, request: Frame, reply: Reply, duration_us: float) -> bytes:
-        """The bytes of an answer and of those before it; `duration_us` is what the request took."""
+        """The bytes of an answer, without its pieces, and of those before it; `duration_us` is what it took."""
+        if reply.more:
+            return b"".join([self.encode(request, each, duration_us) for each in reply.before])
         framing = b""
         if self.tracing and request.opcode != _HELLO:
             framing = codec_kv.encode_server_duration(duration_us)
@@ -219,7 +239,8 @@ class Session(ABC):
                 extras=reply.extras,
                 key=reply.key,
                 value=reply.value,
-            )
+            ),
+            reply.pieces_bytes if reply.pieces else 0,
         )
         if not reply.before:
             return answer
@@ -321,8 +342,8 @@ class Session(ABC):
         """The failover log and seqnos of a vbucket that is served here. Raises Refused."""
 
     @abstractmethod
-    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
-        """A group of statistics, of one vbucket or all. Raises Refused."""
+    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
+        """A group of statistics, of one vbucket or all, in parts that are bounded work each. Raises Refused."""
 
     # -- policy: DCP
 

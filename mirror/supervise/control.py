@@ -2,8 +2,8 @@
 
 Knows sockets, paths and lines; never what a command does: that is one function given by the supervisor. The socket is
 made with mode 0600 and lives in the data directory, so who may read the data may ask; `mirror.client` is the other end.
-Invariants: every line gets exactly one line back, an error included; a client that sends garbage, too much or nothing
-harms itself alone.
+Invariants: every line gets exactly one line back, an error included; a client that sends garbage, too much or nothing,
+or takes nothing of its answers, harms itself alone: one answer is kept for it, and it is hung up on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ REQUEST_LENGTH_MAX = 1024 * 1024
 CLIENTS_MAX = 64
 """Operators, scripts and a status page; more at once is a mistake somewhere."""
 ANSWER_TIMEOUT_S = 30.0
+SEND_TIMEOUT_S = 30.0
+"""For a client to take an answer."""
+REQUEST_TIMEOUT_S = 60.0
+"""For a request to be whole, from the connection or the answer before it: who keeps a place must use it."""
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -76,9 +80,12 @@ class ControlServer:
             return
         self._clients.add(task)
         try:
-            while line := await reader.readline():
+            while line := await self._line(reader):
                 writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
-                await writer.drain()
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await writer.drain()
+        except TimeoutError:
+            writer.transport.abort()
         except ValueError:
             writer.write(b'{"ok": false, "error": "the request is too long"}\n')
         except (ConnectionError, asyncio.CancelledError):
@@ -86,6 +93,11 @@ class ControlServer:
         finally:
             self._clients.discard(task)
             writer.close()
+
+    @staticmethod
+    async def _line(reader: asyncio.StreamReader) -> bytes:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            return await reader.readline()
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:

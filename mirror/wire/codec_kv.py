@@ -67,6 +67,7 @@ __all__ = [
     "encode_expiry",
     "encode_features",
     "encode_flags",
+    "encode_lookup_head",
     "encode_lookup_results",
     "encode_lookup_specs",
     "encode_meta",
@@ -627,7 +628,12 @@ def decode_lookup_specs(value: bytes) -> list[LookupSpec]:
 
 def encode_lookup_results(results: Iterable[LookupResult]) -> bytes:
     """Value of the answer to SUBDOC_MULTI_LOOKUP."""
-    return b"".join(_LOOKUP_RESULT.pack(result.status, len(result.value)) + result.value for result in results)
+    return b"".join(encode_lookup_head(result.status, len(result.value)) + result.value for result in results)
+
+
+def encode_lookup_head(status: int, value_bytes: int) -> bytes:
+    """What stands before the value of one path in that answer."""
+    return _LOOKUP_RESULT.pack(status, value_bytes)
 
 
 def decode_lookup_results(value: bytes) -> list[LookupResult]:

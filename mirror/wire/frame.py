@@ -160,8 +160,10 @@ def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) ->
     return frame, end
 
 
-def encode(frame: Frame) -> bytes:
-    """The bytes of a frame. What cannot be said in a header is a LocalProtocolError."""
+def encode(frame: Frame, following_bytes: int = 0) -> bytes:
+    """The bytes of a frame, but for so many of its value, which follow. What cannot be said in a header is a
+    LocalProtocolError.
+    """
     framing_length, extras_length, key_length = len(frame.framing), len(frame.extras), len(frame.key)
     kind = _KIND.get(frame.magic)
     if kind is None:
@@ -175,7 +177,7 @@ def encode(frame: Frame) -> bytes:
         raise LocalProtocolError(f"magic 0x{frame.magic:02x} cannot carry framing extras", op=frame.opcode)
     else:
         key_field = key_length
-    body_length = framing_length + extras_length + key_length + len(frame.value)
+    body_length = framing_length + extras_length + key_length + len(frame.value) + following_bytes
     try:
         header = HEADER.pack(
             frame.magic,

@@ -185,6 +185,15 @@ def large_documents_over_http(site: Site) -> None:
     at_once(16, read)
 
 
+def large_documents_over_kv(site: Site) -> None:
+    def read() -> None:
+        client = Kv(site.kv)
+        while True:
+            client.ask(fr.request(Opcode.GET, key=b"large"))
+
+    at_once(8, read)
+
+
 ATTACKS = (
     Attack("kv", checksums_of_a_large_document),
     Attack("kv", checksums_of_many_requests),
@@ -200,6 +209,7 @@ ATTACKS = (
     Attack("http", parameters_without_number),
     Attack("http", streams_that_nobody_reads),
     Attack("http", large_documents_over_http),
+    Attack("kv", large_documents_over_kv),
 )
 
 

@@ -32,6 +32,7 @@ _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_o
 _OF_GATE, _OF_STORE_SINK = "tests/feed/test_persistence.py", "tests/feed/test_store_sink.py"
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
+_OF_KV_LARGE = "tests/serve/test_kv_large.py -k 'behind or bounded'"
 _OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
 _OF_STREAMS = "tests/serve/test_dcp_requests.py -k no_more_streams"
@@ -296,6 +297,8 @@ MUTATIONS = (
     Mutation("mirror/serve/http_protocol.py", "self._framing_bytes += len(data)", "pass", _OF_FRAMING),
     Mutation("storage/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
     Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
+    Mutation("mirror/serve/kv_connection.py", "self._deferred.append(data)", "self.transport.write(data)", _OF_KV_LARGE),
+    Mutation("mirror/serve/kv_large.py", "await asyncio.wait({self._granted})", "pass", _OF_KV_LARGE),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
     Mutation(_DELTA, "if before and size <= total:", "if before:", _OF_DELTA),
     Mutation(_DELTA, "part.add_action(new_rows=False)", "part.add_action()", _OF_DELTA),

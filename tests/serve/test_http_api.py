@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.serve.auth import entry_of
-from mirror.serve.http_protocol import Budget
+from mirror.serve.budget import Budget
 from mirror.serve.http_requests import Page
 from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, Source, events, judged, running, service_report

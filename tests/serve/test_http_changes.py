@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mirror.serve.http_protocol import Budget
+from mirror.serve.budget import Budget
 from storage.errors import CorruptedError
 from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, events
@@ -306,7 +306,7 @@ def test_events_of_a_rollback_wait_for_budget_as_others_do(site: Site) -> None:
     since = str(site.server.service.view.token(2))
     site.source.rollback(2, 1)
     budget = site.server.service.budget = Budget(2 * size)
-    budget.take(2 * size)
+    assert budget.try_take(2 * size)
     with listening(site, since=since, vbid=2) as listener:
         eventually_now(lambda: budget.waiting_count == 1)
 

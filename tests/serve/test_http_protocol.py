@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from mirror.serve import http_requests
-from mirror.serve.http_problems import Problem
 from mirror.serve.http_protocol import (
     FRAMING_BYTES_MAX,
     HEAD_BYTES_MAX,
     HEADERS_MAX,
     SLICE_BYTES,
     BoundedProtocol,
-    Budget,
 )
 from mirror.serve.listener import Limits
 from tests.serve.http_site import Site
@@ -259,31 +257,6 @@ def test_who_wants_another_protocol_is_answered_in_this_one_and_asked_to_come_ag
         answer = read_all(line)
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert b"connection: close" in answer
-
-
-def test_the_budget_lets_a_first_answer_through_however_large() -> None:
-    budget = Budget(10)
-    budget.take(100)
-    with pytest.raises(Problem):
-        budget.take(1)
-    budget.give_back(100)
-    budget.take(10)
-    assert budget.out_bytes == 10
-
-
-async def test_what_is_requested_of_the_budget_is_granted_in_order_and_given_back() -> None:
-    budget = Budget(10)
-    budget.take(8)
-    first, second, third = (budget.request(size) for size in (6, 2, 4))
-    assert not any(each.done() for each in (first, second, third)), "none overtakes the first"
-    budget.withdraw(6, first)
-    assert (second.done(), third.done()) == (True, False)
-    assert budget.out_bytes == 10
-    budget.give_back(8)
-    assert (third.done(), budget.out_bytes) == (True, 6)
-    budget.withdraw(4, third)
-    budget.give_back(2)
-    assert (budget.out_bytes, budget.waiting_count) == (0, 0)
 
 
 def test_an_answer_says_when_it_was_given(site: Site) -> None:

@@ -18,7 +18,7 @@ from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 from storage import directory, keys
 from storage.errors import CorruptedError
-from storage.model import Collection, Manifest, ManifestUid, Seqno
+from storage.model import Collection, Document, Manifest, ManifestUid, Seqno
 from tests.serve.kv_rig import DEFAULT, Store
 
 READER = Reader("r")
@@ -74,7 +74,7 @@ def test_a_damaged_document_is_served_only_where_reads_are_not_verified(
     assert refused.value.status == Status.ETMPFAIL
     careless = KvBucket(store.path, clock, stale_allowed=False, verify_reads=False)
     found = careless.find(b"\0a", vbid, READER)
-    assert found is not None
+    assert isinstance(found, Document)
     assert found.value == b"0"
     careless.close()
 
@@ -93,7 +93,7 @@ def test_a_group_that_was_made_anew_is_opened_again(bucket: KvBucket, store: Sto
     shutil.copytree(directory.group_path(other.path, 0), path)
     assert bucket.reopen_if_replaced()
     found = bucket.find(b"\0a", None, READER)
-    assert found is not None
+    assert isinstance(found, Document)
     assert found.value == b"2"
 
 
@@ -114,7 +114,7 @@ def test_collection_ids_of_every_length(bucket: KvBucket, store: Store) -> None:
     store.put(b"a", b"wide", 9, cid=0xFFFF_FFFF)
     limited = Reader("r", ("s.wide",))
     found = bucket.find(b"\xff\xff\xff\xff\x0fa", None, limited)
-    assert found is not None
+    assert isinstance(found, Document)
     assert found.value == b"wide"
     with pytest.raises(Refused) as caught:
         bucket.find(b"\0a", None, limited)

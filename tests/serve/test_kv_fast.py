@@ -13,10 +13,12 @@ from mirror.document import values
 from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_fast import Counters, fast_get
+from mirror.serve.kv_large import LargeAnswers
 from mirror.serve.kv_map import ClusterMap, own_node
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
 from mirror.serve.logins import Logins
+from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests
 from mirror.server.session import Reply
 from mirror.wire import frame as fr
@@ -97,7 +99,8 @@ def test_the_short_way_says_what_the_long_one_says_or_nothing(
     logins = Logins(users(), SystemClock())
     for count in range(len(FEATURES) + 1):
         for granted in combinations(FEATURES, count):
-            session = KvSession(bucket, users(), cluster_map, logins, plain_allowed=True, reader=reader)
+            large = LargeAnswers(Turns(), 1)
+            session = KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=reader)
             session.grant(frozenset(map(int, granted)))
             session.bucket_selected = selected
             counters = Counters()

@@ -11,10 +11,12 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_large import LargeAnswers
 from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
 from mirror.serve.logins import Logins
+from mirror.serve.turns import Turns
 from mirror.server.errors import Refused
 from mirror.wire import codec_kv
 from mirror.wire.constants import Feature, Status
@@ -26,7 +28,8 @@ def session(tmp_path: Path) -> Iterator[KvSession]:
     store = Store(tmp_path)
     bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
     cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
-    yield KvSession(bucket, users(), cluster_map, Logins(users(), SystemClock()), plain_allowed=True)
+    logins, large = Logins(users(), SystemClock()), LargeAnswers(Turns(), 1)
+    yield KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True)
     bucket.close()
     store.close()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import cramjam
 import pytest
 
-from mirror.serve.http_protocol import Budget
+from mirror.serve.budget import Budget
 from mirror.serve.large import LARGE_BYTES, LargeReads
 from mirror.serve.turns import Turns
 from storage.large import LargeDocument
@@ -77,7 +77,7 @@ def test_one_that_cannot_be_taken_apart_is_an_error_and_holds_nothing(
 def test_there_is_budget_for_it_before_it_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.source.put("large", BODY)
     budget = site.server.service.budget = Budget(len(BODY))
-    budget.take(1)
+    assert budget.try_take(1)
     monkeypatch.setattr(LargeDocument, "pieces", lambda _: pytest.fail("it was read"))
     assert site.get(site.document("large"), 503).json()["type"] == "urn:dcp-mirror:too-busy"
     assert budget.out_bytes == 1
@@ -104,11 +104,11 @@ async def test_one_value_is_read_at_a_time_and_one_piece_in_each_turn_of_the_loo
         large = view.large(key, bytes_max=LARGE_BYTES)
         assert large is not None
         reads = LargeReads(Turns())
-        tasks = [asyncio.create_task(reads.value(large, raw=False)) for _ in range(4)]
+        tasks = [asyncio.create_task(reads.read(large, decompress=True)) for _ in range(4)]
         while not all(each.done() for each in tasks):
             turn += 1
             await asyncio.sleep(0)
         for task in tasks:
             found, datatype = task.result()
-            assert (b"".join(found), datatype) == (BODY, 1)
+            assert (bytes(found), datatype) == (BODY, 1)
     assert len(set(pieces)) == len(pieces) == 4 * 3

@@ -15,10 +15,12 @@ from mirror.sandbox.users import User
 from mirror.serve import dcp_connection, kv_connection
 from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_large import LargeAnswers
 from mirror.serve.kv_map import ClusterMap, own_node
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
 from mirror.serve.logins import Logins
+from mirror.serve.turns import Turns
 from mirror.server import dispatch
 from mirror.server.session import Reply
 from mirror.wire import codec_kv
@@ -48,7 +50,8 @@ def mirror_session(tmp_path: Path) -> Iterator[KvSession]:
     bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
     cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
     logins = Logins(users(), SystemClock())
-    yield KvSession(bucket, users(), cluster_map, logins, plain_allowed=True, reader=Reader("all"))
+    large = LargeAnswers(Turns(), 1)
+    yield KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=Reader("all"))
     bucket.close()
     store.close()
 

@@ -112,3 +112,47 @@ async def test_more_clients_than_allowed_are_turned_away(tmp_path: Path, monkeyp
 async def test_a_place_without_room_for_a_socket_is_named(tmp_path: Path) -> None:
     with pytest.raises(SupervisionError, match="missing"):
         await ControlServer(tmp_path / "missing", echo).start()
+
+
+async def test_a_client_that_takes_nothing_is_hung_up_on_with_one_answer_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 of them once kept the operator out for ever."""
+    monkeypatch.setattr(control, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(control, "CLIENTS_MAX", 1)
+    answered: list[bool] = []
+    asked = asyncio.Event()
+
+    async def talk(_: dict[str, Any]) -> dict[str, Any]:
+        answered.append(True)
+        asked.set()
+        return {"long": "x" * 1024 * 1024}
+
+    server = ControlServer(tmp_path, talk)
+    await server.start()
+    with socket_address(tmp_path) as address:
+        _, writer = await asyncio.open_unix_connection(address, limit=1024)
+    writer.write(b'{"op": "one"}\n' * 20)
+    async with asyncio.timeout(20):
+        await asked.wait()
+        await asyncio.wait(set(server._clients))
+    assert answered == [True]
+    assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
+    writer.close()
+    await server.stop()
+
+
+@pytest.mark.parametrize("said", [b"", b'{"op": ', b'{"op": "one"}\n'])
+async def test_a_client_that_asks_nothing_does_not_keep_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
+    server = ControlServer(tmp_path, echo)
+    await server.start()
+    with socket_address(tmp_path) as address:
+        reader, writer = await asyncio.open_unix_connection(address)
+    writer.write(said)
+    async with asyncio.timeout(20):
+        await reader.read()
+    writer.close()
+    await server.stop()

@@ -1,0 +1,57 @@
+"""A bound on the memory that answers of one process take, from before they are made until their readers took them.
+
+Knows numbers of bytes and who waits for some; never an answer. Invariants: more than the bound is never out, but for
+one answer that is larger by itself; those that wait are granted in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Budget:
+    """Bytes of answers that wait for their readers, over all connections."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """Nothing is out."""
+        self._bytes_max = bytes_max
+        self.out_bytes = 0
+        self._requests: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def try_take(self, byte_count: int) -> bool:
+        """Have so much on its way, unless that is too much just now; a first one always goes."""
+        if self.out_bytes and self.out_bytes + byte_count > self._bytes_max:
+            return False
+        self.out_bytes += byte_count
+        return True
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that are not granted yet."""
+        return len(self._requests)
+
+    def request(self, byte_count: int) -> asyncio.Future[None]:
+        """A future that is done when so much was taken, after those that were requested before."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._requests.append((byte_count, granted))
+        self._grant()
+        return granted
+
+    def withdraw(self, byte_count: int, granted: asyncio.Future[None]) -> None:
+        """Let go of a request: what it took is given back."""
+        if granted.done():
+            self.give_back(byte_count)
+        else:
+            self._requests.remove((byte_count, granted))
+            self._grant()
+
+    def give_back(self, byte_count: int) -> None:
+        """It was taken, or will not be."""
+        self.out_bytes -= byte_count
+        assert self.out_bytes >= 0, "given back more than was taken"
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._requests and self.try_take(self._requests[0][0]):
+            self._requests.popleft()[1].set_result(None)

@@ -1,0 +1,139 @@
+"""Answers made of a large document: it is found at once, read when there is memory for it, and answered in pieces.
+
+Knows documents whose value was not read, and who waits for memory; never frames or connections. Invariants: what is
+held for answers of all clients together is within the budget, from before a value is read until its answer was written;
+a value that cannot be read or taken apart is an error of its request alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mirror.serve.budget import Budget
+from mirror.serve.large import LargeReads, held_bytes
+from mirror.serve.turns import Turns
+from mirror.server.session import Later, Reply
+from storage.errors import StorageError
+from storage.large import LargeDocument
+
+Steps = Iterator[Reply | None]
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadDocument:
+    """A large document (`document_requests.FoundDocument`) whose value was not read."""
+
+    large: LargeDocument
+    value: bytes = b""
+
+    @property
+    def datatype(self) -> int:
+        """Datatype bits of the value, as it is stored."""
+        return self.large.document.datatype
+
+    @property
+    def flags(self) -> int:
+        """The client's flags."""
+        return self.large.document.flags
+
+    @property
+    def cas(self) -> int:
+        """The CAS that clients see."""
+        return self.large.document.cas
+
+    @property
+    def expiry(self) -> int:
+        """When it expires, in seconds of Unix time; 0: never."""
+        return self.large.document.expiry
+
+    @property
+    def rev_seqno(self) -> int:
+        """How many times it was changed."""
+        return self.large.document.rev_seqno
+
+    @property
+    def deleted(self) -> bool:
+        """No: values of tombstones are not large."""
+        return False
+
+
+class LargeAnswers:
+    """The large documents that clients of one process are answered with."""
+
+    def __init__(self, turns: Turns, bytes_max: int) -> None:
+        """Nothing is held."""
+        self.budget = Budget(bytes_max)
+        self._turns = turns
+        self._reads = LargeReads(turns)
+
+    def answer(
+        self,
+        found: LargeDocument,
+        steps: Callable[[bytearray, int], Steps],
+        *,
+        decompress: bool,
+        failed: Callable[[StorageError], Exception],
+    ) -> Later:
+        """The answer that `steps` end with, made of the value and its datatype; `failed` is what to raise where the
+        store cannot be read.
+        """
+        answer = _LargeAnswer(self, found, steps, decompress, failed)
+        return Later(answer.step, wait=answer.wait, barrier=True, done=answer.done)
+
+    async def read(self, found: LargeDocument, *, decompress: bool) -> tuple[bytearray, int]:
+        """The value and its datatype. Raises StorageError."""
+        return await self._reads.read(found, decompress=decompress)
+
+    async def turn(self) -> None:
+        """Return when the caller's turn has come."""
+        await self._turns.turn()
+
+
+class _LargeAnswer:
+    def __init__(
+        self,
+        answers: LargeAnswers,
+        found: LargeDocument,
+        make_steps: Callable[[bytearray, int], Steps],
+        decompress: bool,
+        failed: Callable[[StorageError], Exception],
+    ) -> None:
+        self._answers = answers
+        self._found = found
+        self._make_steps = make_steps
+        self._decompress = decompress
+        self._failed = failed
+        self._size = held_bytes(found, decompress=decompress)
+        self._granted: asyncio.Future[None] | None = None
+        self._steps: Steps | None = None
+        self._error: Exception | None = None
+
+    async def wait(self) -> None:
+        """Read the value; after that, wait for the next turn."""
+        if self._steps is not None:
+            await self._answers.turn()
+            return
+        self._granted = self._answers.budget.request(self._size)
+        await asyncio.wait({self._granted})
+        try:
+            value, datatype = await self._answers.read(self._found, decompress=self._decompress)
+            self._steps = self._make_steps(value, datatype)
+        except ValueError as error:  # of the value, also where it is a StorageError
+            self._error = error
+        except StorageError as error:
+            self._error = self._failed(error)
+
+    def step(self) -> Reply | None:
+        """The answer, or None: not yet."""
+        if self._error is not None:
+            raise self._error
+        return None if self._steps is None else next(self._steps)
+
+    def done(self) -> None:
+        """Let go of the value."""
+        self._steps = None
+        if self._granted is not None:
+            self._answers.budget.withdraw(self._size, self._granted)
+            self._granted = None

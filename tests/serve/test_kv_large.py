@@ -1,0 +1,281 @@
+"""Large documents over KV: the same answers as for small ones, read and sent in pieces, with others in between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import cramjam
+import pytest
+
+from mirror.serve.kv_connection import KvConnection
+from mirror.serve.kv_server import CROWDED_SEND_TIMEOUT_S
+from mirror.serve.large import LARGE_BYTES
+from mirror.serve.listener import Limits
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.codec_kv import LookupSpec
+from mirror.wire.constants import Feature, Opcode, Status
+from mirror.wire.frame import Frame
+from storage.large import LargeDocument
+from tests.serve.dcp_rig import until
+from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, serving
+
+BODY = b'{"a":"' + random.Random(7).randbytes(LARGE_BYTES).hex().encode() + b'","z":[1,2]}'
+XATTRS = b"\0\0\0\x09\0\0\0\x05_x\x001\0"
+LIE = b"\xff\xff\xff\x7f"
+XATTR_PATH = 4
+
+
+def compressed(value: bytes) -> bytes:
+    return bytes(cramjam.snappy.compress_raw(value))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(tmp_path)
+    made.logs()
+    made.put(b"small", b"{}", 1, datatype=1)
+    return made
+
+
+@pytest.fixture
+async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
+    async with serving(store.path) as served:
+        yield served
+    store.close()
+
+
+def get(key: bytes, opaque: int = 0) -> Frame:
+    return fr.request(Opcode.GET, key=key, opaque=opaque)
+
+
+def lookup(key: bytes, *paths: tuple[int, bytes, int], opaque: int = 0) -> Frame:
+    specs = [LookupSpec(int(opcode), path, flags) for opcode, path, flags in paths]
+    value = codec_kv.encode_lookup_specs(specs)
+    return fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=value, opaque=opaque)
+
+
+VALUES = {
+    "json": (BODY, 1, BODY),
+    "plain": (BODY, 0, BODY),
+    "compressed": (compressed(BODY), 3, BODY),
+    "well compressed": (compressed(bytes(9 * LARGE_BYTES)), 2, bytes(9 * LARGE_BYTES)),
+    "xattrs": (XATTRS + BODY, 5, BODY),
+    "both": (compressed(XATTRS + BODY), 7, BODY),
+}
+
+
+@pytest.mark.parametrize("opcode", [Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_REPLICA])
+@pytest.mark.parametrize(("value", "datatype", "body"), VALUES.values(), ids=VALUES)
+async def test_a_large_document_is_answered_as_a_small_one(
+    endpoint: Endpoint, store: Store, opcode: Opcode, value: bytes, datatype: int, body: bytes
+) -> None:
+    store.put(b"large", value, 2, datatype=datatype, flags=7, cas=99)
+    for features in ((), (Feature.JSON,), (Feature.SNAPPY, Feature.JSON)):
+        client = await endpoint.connect()
+        if features:
+            await client.hello(*features)
+        answer = await client.get(b"large", opcode=opcode)
+        stored = Feature.SNAPPY in features and datatype & 6 == 2
+        assert answer.value == (value if stored else body)
+        assert answer.datatype == (datatype & 1 if features else 0) | (datatype & 2 if stored else 0)
+        assert (answer.status, answer.cas, answer.extras) == (0, 99, (7).to_bytes(4, "big"))
+        assert answer.key == (b"large" if opcode in (Opcode.GETK, Opcode.GETKQ) else b"")
+    assert endpoint.server.large.budget.out_bytes == 0
+
+
+@pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in ("json", "compressed", "both")])
+async def test_paths_and_metadata_of_a_large_document_are_those_of_a_small_one(
+    endpoint: Endpoint, store: Store, value: bytes, datatype: int, body: bytes
+) -> None:
+    store.put(b"large", value, 2, datatype=datatype, flags=7, rev=5)
+    client = await endpoint.connect()
+    paths = [
+        (Opcode.SUBDOC_GET, b"_x", XATTR_PATH),
+        (Opcode.SUBDOC_GET, b"$document.value_bytes", XATTR_PATH),
+        (Opcode.GET, b"", 0),
+        (Opcode.SUBDOC_GET, b"z[-1]", 0),
+        (Opcode.SUBDOC_EXISTS, b"b", 0),
+        (Opcode.SUBDOC_GET_COUNT, b"z", 0),
+        (Opcode.GET, b"", 0),
+    ]
+    answer = await client.ask(lookup(b"large", *paths))
+    found = codec_kv.decode_lookup_results(answer.value)
+    has_x = bool(datatype & 4)
+    assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
+    assert [each.value for each in found] == [b"1" * has_x, b"%d" % len(body), body, b"2", b"", b"2", body]
+    missing = int(Status.SUBDOC_PATH_ENOENT)
+    assert [each.status for each in found] == [0 if has_x else missing, 0, 0, 0, missing, 0, 0]
+    for path, wanted in ((b"z", b"[1,2]"), (b"a", body[5 : body.index(b',"z"')])):
+        one = fr.request(Opcode.SUBDOC_GET, key=b"large", extras=len(path).to_bytes(2, "big") + b"\0", value=path)
+        assert (await client.ask(one)).value == wanted
+    meta = codec_kv.decode_meta((await client.ask(codec_kv.get_meta(0, b"large"))).extras)
+    assert (meta.deleted, meta.flags, meta.rev_seqno) == (False, 7, 5)
+    assert endpoint.server.large.budget.out_bytes == 0
+
+
+async def test_metadata_is_answered_without_reading_the_value(
+    endpoint: Endpoint, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(b"large", BODY, 2)
+    monkeypatch.setattr(LargeDocument, "pieces", lambda _: pytest.fail("it was read"))
+    client = await endpoint.connect()
+    assert (await client.ask(codec_kv.get_meta(0, b"large"))).status == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype"),
+    [(LIE + BODY, 5), (compressed(LIE + BODY), 7), (compressed(BODY)[:-9], 3)],
+    ids=["xattrs", "compressed xattrs", "cut"],
+)
+async def test_one_that_cannot_be_taken_apart_is_an_error_of_its_request(
+    endpoint: Endpoint, store: Store, value: bytes, datatype: int
+) -> None:
+    store.put(b"large", value, 2, datatype=datatype)
+    client = await endpoint.connect()
+    for request in (get(b"large"), lookup(b"large", (Opcode.SUBDOC_GET, b"z", 0))):
+        assert (await client.ask(request)).status == Status.EINTERNAL
+    assert (await client.get(b"small")).value == b"{}"
+    assert endpoint.server.large.budget.out_bytes == 0
+
+
+async def test_a_damaged_row_is_a_temporary_failure_of_its_request(
+    endpoint: Endpoint, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is of a small document."""
+    store.put(b"large", BODY, 2)
+    monkeypatch.setattr("storage.large.seal.RESIDUE", 1)
+    client = await endpoint.connect()
+    assert (await client.get(b"large")).status == Status.ETMPFAIL
+    assert endpoint.server.large.budget.out_bytes == 0
+
+
+async def test_a_document_is_sent_in_pieces_and_others_have_their_turn_between_two(
+    endpoint: Endpoint, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step of 20 MiB once took others 39 times as long as at rest."""
+    store.put(b"large", BODY, 2)
+    iteration, worked = 0, list[int]()
+
+    class Counted:
+        """A transport that notes when it is written to, and how much."""
+
+        def __init__(self, transport: asyncio.Transport) -> None:
+            self._transport = transport
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._transport, name)
+
+        def write(self, data: bytes) -> None:
+            assert len(data) <= LARGE_BYTES
+            worked.append(iteration)
+            self._transport.write(data)
+
+    plain = LargeDocument.pieces
+
+    def pieces(self: LargeDocument) -> object:
+        for piece in plain(self):
+            worked.append(iteration)
+            yield piece
+
+    monkeypatch.setattr(LargeDocument, "pieces", pieces)
+    clients = [await endpoint.connect() for _ in range(4)]
+    for client in clients:
+        assert (await client.get(b"small")).value == b"{}"
+    for connection in endpoint.server.connections:
+        connection.transport = Counted(connection.transport)  # type: ignore[assignment]
+    answers = [asyncio.create_task(client.ask(get(b"large"))) for client in clients]
+    while not all(each.done() for each in answers):
+        iteration += 1
+        await asyncio.sleep(0)
+    assert all(each.result().value == BODY for each in answers)
+    pieces_of_one = -(-len(BODY) // LARGE_BYTES)
+    heads = len(clients)
+    assert len(worked) == heads + len(clients) * 2 * pieces_of_one
+    assert len(set(worked)) >= len(worked) - heads, "no two pieces in one turn of the loop"
+
+
+async def test_what_else_is_written_meanwhile_comes_behind(endpoint: Endpoint, store: Store) -> None:
+    """Requests of a pipeline, also of a client that takes answers in any order, and a message of the server."""
+    store.put(b"large", BODY, 2)
+    client = await endpoint.connect()
+    await client.hello(Feature.UNORDERED_EXECUTION)
+    (connection,) = endpoint.server.connections
+    await client.send(get(b"large", 1), lookup(b"large", (Opcode.GET, b"", 0), opaque=2), get(b"small", 3))
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            if connection._is_sending:
+                break
+            await asyncio.sleep(0)
+    connection.push(codec_kv.noop(opaque=77))
+    opaques = []
+    for _ in range(4):
+        answer = await client.receive()
+        assert answer is not None
+        opaques.append(answer.opaque)
+        assert len(answer.value) == {1: len(BODY), 2: len(BODY) + 6, 3: 2, 77: 0}[answer.opaque]
+    assert opaques == [1, 77, 2, 3]
+
+
+async def slow_reader(endpoint: Endpoint, key: bytes = b"large") -> tuple[Client, KvConnection]:
+    """A client that asks for a document and takes nothing."""
+    before = set(endpoint.server.connections)
+    client = await endpoint.connect(limit=1024)
+    await client.send(get(key), get(key), get(key))
+    await until(lambda: any(each.paused_s is not None for each in endpoint.server.connections - before))
+    (connection,) = endpoint.server.connections - before
+    return client, connection
+
+
+async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_for_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that are not written yet count as well. Where others wait for the memory, they have seconds only."""
+    body = bytes(40 * LARGE_BYTES)
+    store.put(b"large", body, 2)
+    async with serving(store.path, limits=Limits(unsent_bytes_max=2 * len(body))) as endpoint:
+        server = endpoint.server
+        assert server._sweeper is not None
+        server._sweeper.cancel()
+        slow = [await slow_reader(endpoint) for _ in range(2)]
+        assert server.large.budget.out_bytes == 2 * len(body)
+        assert all(connection.unsent_bytes > 4 * LARGE_BYTES for _, connection in slow)
+        other = await endpoint.connect()
+        answer = asyncio.create_task(other.ask(get(b"large")))
+        await until(lambda: server.large.budget.waiting_count == 1)
+        assert (await (await endpoint.connect()).get(b"small")).value == b"{}", "small ones need none of it"
+        begun_s = server.now_s
+        server.now_s = begun_s + CROWDED_SEND_TIMEOUT_S - 1
+        server.sweep()
+        assert server.dropped_count == 0
+        while not answer.done():  # what the kernel took in the meantime is progress, and begins the time again
+            server.now_s += CROWDED_SEND_TIMEOUT_S + 1
+            server.sweep()
+            await asyncio.sleep(0.01)
+        assert answer.result().value == body
+        assert server.dropped_count
+        for _, connection in slow:
+            connection.abort()
+        await until(lambda: server.large.budget.out_bytes == 0)
+        assert server.now_s < begun_s + Limits().idle_timeout_s
+    store.close()
+
+
+async def test_a_client_that_leaves_lets_go_of_what_it_held_or_waited_for(store: Store) -> None:
+    body = bytes(40 * LARGE_BYTES)
+    store.put(b"large", body, 2)
+    async with serving(store.path, limits=Limits(unsent_bytes_max=len(body))) as endpoint:
+        budget = endpoint.server.large.budget
+        client, connection = await slow_reader(endpoint)
+        waiting = await endpoint.connect()
+        await waiting.send(get(b"large"))
+        await until(lambda: budget.waiting_count == 1)
+        await waiting.close()
+        await until(lambda: budget.waiting_count == 0)
+        connection.abort()
+        await until(lambda: budget.out_bytes == 0)
+        assert client
+    store.close()
