@@ -216,7 +216,11 @@ class KvConnection(asyncio.Protocol):
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Send what is written, then close."""
+        """Send what is written, to the end of an answer that is written in pieces, then close."""
+        if self._is_sending and not self.transport.is_closing():
+            self._goodbye = True
+            self.transport.pause_reading()
+            return
         self._ended = True
         self.transport.close()
 
@@ -390,7 +394,7 @@ class KvConnection(asyncio.Protocol):
             counters.misses += 1
         elif status != Status.AUTH_CONTINUE:
             counters.refused += 1
-        self._goodbye = reply.hang_up
+        self._goodbye = self._goodbye or reply.hang_up
         return self._encode(frame, reply, began)
 
     # -- what takes time

@@ -297,7 +297,9 @@ MUTATIONS = (
     Mutation("mirror/serve/http_protocol.py", "self._framing_bytes += len(data)", "pass", _OF_FRAMING),
     Mutation("storage/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
     Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
-    Mutation("mirror/serve/kv_connection.py", "self._deferred.append(data)", "self.transport.write(data)", _OF_KV_LARGE),
+    Mutation(
+        "mirror/serve/kv_connection.py", "self._deferred.append(data)", "self.transport.write(data)", _OF_KV_LARGE
+    ),
     Mutation("mirror/serve/kv_large.py", "await asyncio.wait({self._granted})", "pass", _OF_KV_LARGE),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
     Mutation(_DELTA, "if before and size <= total:", "if before:", _OF_DELTA),
