@@ -329,7 +329,8 @@ def _decoded(hint: Any, value: Any, place: str) -> Any:
         return _decoded(arguments[0], value, place)
     if origin is list and isinstance(value, list) and hasattr(arguments[0], "op"):
         return [_decode_as(arguments[0], each) for each in value]
-    if not isinstance(value, origin or (int | float if hint is float else hint)):
+    is_truth = isinstance(value, bool) and hint is not bool  # to Python, `true` is 1
+    if is_truth or not isinstance(value, origin or (int | float if hint is float else hint)):
         raise ConfigError(f"{place} is {value!r}", hint=f"give {_name_of(hint)}")
     return value
 

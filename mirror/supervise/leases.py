@@ -137,7 +137,7 @@ def _positions(value: list[list[int]], vbucket_count: int) -> list[Position]:
     if 0 < len(value) <= vbucket_count:
         with contextlib.suppress(ValueError, TypeError):
             found = [(vbid, branch, seqno) for vbid, branch, seqno in value]
-            numbers = all(isinstance(number, int) and 0 <= number < 2**64 for each in found for number in each)
+            numbers = all(type(number) is int and 0 <= number < 2**64 for each in found for number in each)
             if numbers and len({each[0] for each in found}) == len(found) and max(found)[0] < vbucket_count:
                 return found
     raise ConfigError(

@@ -83,6 +83,9 @@ def test_keys_that_are_not_known_are_ignored_and_defaults_apply() -> None:
     ("message", "words"),
     [
         ({"op": "rollback", "vbid": "x", "to": 1}, "rollback: vbid is 'x' (give a whole number)"),
+        ({"op": "rollback", "vbid": True, "to": 1}, "rollback: vbid is True (give a whole number)"),
+        ({"op": "refill", "vbid": True}, "refill: vbid is True (give a whole number)"),
+        ({"op": "lease", "id": "a", "name": "job", "seconds": True, "positions": []}, "True (give a number)"),
         ({"op": "rollback", "vbid": 1}, "rollback: to is missing (give a whole number)"),
         ({"op": "lease", "id": 5, "name": "job", "seconds": 1, "positions": []}, "lease: id is 5 (give a text)"),
         ({"op": "lease", "id": "a", "name": "job", "seconds": "long", "positions": []}, "'long' (give a number)"),

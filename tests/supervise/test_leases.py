@@ -74,6 +74,7 @@ def test_other_positions_under_a_known_id_are_no_renewal(tmp_path: Path) -> None
         ({"positions": [[0, 1, 1], [0, 1, 2]]}, "without positions"),
         ({"positions": [[0, 1]]}, "without positions"),
         ({"positions": [[0, -1, 1]]}, "without positions"),
+        ({"positions": [[True, 1, 1]]}, "without positions"),
         ({"positions": [0, 1, 1]}, "without positions"),
     ],
 )
