@@ -37,6 +37,8 @@ _OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
 _OF_STREAMS = "tests/serve/test_dcp_requests.py -k no_more_streams"
 _OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
+_MAPS, _OF_MAPS = "mirror/supervise/maps.py", "tests/supervise/test_maps.py"
+_ENVIRONMENT, _OF_ENVIRONMENT = "storage/environment.py", "tests/storage/test_environment.py"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_documents.py"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
@@ -257,6 +259,82 @@ MUTATIONS = (
         "not 0 < settled[1] <= cuts.get(settled[0], -1)",
         "settled == _NOT_SETTLED",
         "tests/storage/test_prepares.py",
+    ),
+    # --- what was found by breaking it: maps, files, readers, clocks, disks
+    Mutation(
+        _MAPS,
+        "if self._maps.judge(found) is MapVerdict.OLDER and self._maps.floor is not None:",
+        "if False:",
+        _OF_MAPS,
+    ),
+    Mutation(_MAPS, "None if accept_older else map_record.load(data, bucket_uuid)", "None", _OF_MAPS),
+    Mutation(
+        _VBUCKET,
+        "self._high_seqno is not None and self._high_seqno[0].ready",
+        "self._high_seqno is not None",
+        "tests/feed/test_consumer_status.py",
+    ),
+    Mutation(
+        _OWNER,
+        'return txn.get(keys.DB_META, b"place") != directory.place(self.path)',
+        "return False",
+        "tests/storage/test_branches.py",
+    ),
+    Mutation(
+        _ENVIRONMENT,
+        "self.replaced = _identity_of(self.path) != self._file",
+        "pass",
+        "tests/storage/test_groups.py -k its_path",
+    ),
+    Mutation(
+        _OWNER,
+        "READER_CHECK_INTERVAL_MS\n            self.environment.env.reader_check()",
+        "READER_CHECK_INTERVAL_MS",
+        f"{_OF_ENVIRONMENT} -k killed",
+    ),
+    Mutation(
+        _PURGE,
+        "if branches.forget_manifests_before(txn, vbid, links, keys.ROW.unpack(key)):",
+        "if False:",
+        "tests/storage/test_manifests.py -k pile_up",
+    ),
+    Mutation(
+        _PURGE,
+        "tip.row_bytes - at.row_bytes",
+        "sum(len(frame) for _, frame in _forward(txn, vbid, links, int(at.seqno)))",
+        f"{_OF_PURGE} -k costs_the_same",
+    ),
+    Mutation(_PURGE, "if wire_key != current and looked >= looks:", "if False:", f"{_OF_PURGE} -k flushed"),
+    Mutation(_PURGE, "if len(links) <= merge.LINKS_MAX + 1:", "if True:", _OF_MERGE),
+    Mutation(
+        "storage/history_clock.py",
+        "min(max(0, downtime_ms), downtime_max_ms)",
+        "max(0, downtime_ms)",
+        "tests/storage/test_history_clock.py",
+    ),
+    Mutation(
+        "storage/writer.py",
+        "        except Exception as error:",
+        "        except OSError as error:",
+        "tests/feed/test_group_commits.py -k stops_that_group",
+    ),
+    Mutation(
+        "mirror/supervise/quarantine.py",
+        "if group is None or -status not in SIGNALS or group in self.groups:",
+        "if group is None or group in self.groups:",
+        "tests/supervise/test_quarantine.py -k say_nothing",
+    ),
+    Mutation(
+        "mirror/feed/group_commits.py",
+        "self._retry_later(group, self._settings.storage_retry_interval_s * factor)",
+        "pass",
+        "tests/feed/test_group_commits.py -k opened_at_once",
+    ),
+    Mutation(
+        _ENVIRONMENT,
+        "                self._settle_meta_pages()",
+        "                pass",
+        "tests/crash/test_power_cut.py",
     ),
     # --- what readers of changes and of their own writes hear
     Mutation("storage/changes.py", "if gap or (after < purged and token.seqno > 0):", "if gap:", _OF_PURGE),
