@@ -1,16 +1,16 @@
 """Reading documents by key: one, many, or one by the key that stands on the wire.
 
 Knows the key tree and the row tree of a vbucket through its reader. The common case (newest version, default
-collection, served branch) is written out in `get` and `get_many`: a call more for each document would cost as much as
-finding its row. Invariant: an answer is read in one LMDB transaction.
+collection, served branch) is `newest_row_key`. Invariants: an answer is read in one LMDB transaction; what is
+remembered of a vbucket is used in a transaction of the same commit only.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import lmdb
@@ -18,6 +18,7 @@ from google_crc32c import value as crc32c
 
 from storage import chain, keys, records, seal
 from storage.collection_names import CollectionName, collection_id_of
+from storage.environment import Environment
 from storage.errors import AnswerTooLarge
 from storage.groups import Groups
 from storage.large import LargeDocument, large_document, large_row
@@ -25,10 +26,12 @@ from storage.model import Branch, Document, Manifest
 from storage.records import MUTATION, ROW_KEY
 from storage.tokens import AsOf
 from storage.transaction import Transaction
-from storage.vbucket_reader import VbucketReader
+from storage.vbucket_reader import VbucketReader, Visible
 
 _unpack_pub = keys.PUB.unpack
 _unpack_dup = keys.DUP.unpack
+decode_row = records.decode_row
+SEAL_BYTES = seal.SIZE
 
 
 class Found(NamedTuple):
@@ -53,6 +56,58 @@ class _Options(NamedTuple):
     now: float | None
     raw: bool
     lenient: bool = False
+
+
+class Run:
+    """Point reads, one after the other, in one transaction of each environment: it begins with the first read there,
+    and all end with the run.
+    """
+
+    __slots__ = ("_begun",)
+
+    def __init__(self) -> None:
+        """Nothing is read yet."""
+        self._begun: dict[Environment, tuple[Any, int]] = {}
+
+    def __enter__(self) -> Run:
+        """Return the run itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the transactions."""
+        self.end()
+
+    def begun(self, reader: VbucketReader) -> tuple[Any, Visible]:
+        """The transaction (an lmdb.Transaction) to read a vbucket in, and what is visible in it."""
+        known = self._begun.get(reader.environment)
+        if known is None:
+            txn = reader.environment.begin()
+            known = self._begun[reader.environment] = txn, txn.id()
+        visible = reader.visible
+        return known[0], visible if visible[0] == known[1] else reader.look(known[0])
+
+    def end(self) -> None:
+        """End the transactions; another read begins another."""
+        while self._begun:
+            environment, (txn, _) = self._begun.popitem()
+            environment.end(txn)
+
+
+def newest_row_key(reader: VbucketReader, txn: Any, visible: Visible, wire_key: bytes) -> bytes | None:
+    """The key of the row of a document of the default collection; empty: there is no such document; None: the newest
+    version of the key does not say all, and the general way has it. `get` has this written out.
+    """
+    _, branch, seqno, begin_seqno, _, _ = visible
+    if begin_seqno < 0:
+        return None
+    cursor = txn.cursor(reader.keys)
+    if not cursor.set_key(wire_key) or not cursor.last_dup():
+        return b""
+    dup: bytes = cursor.value()
+    dup_branch, dup_seqno, kind = _unpack_dup(dup)
+    if dup_branch != branch or not begin_seqno < dup_seqno <= seqno:
+        return None
+    return dup[ROW_KEY] if kind == MUTATION else b""
 
 
 class PointReads:
@@ -88,26 +143,28 @@ class PointReads:
         """
         if isinstance(key, str):
             key = key.encode()
-        vbid = ((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count
-        reader = self.reader(vbid)
+        reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
         txn = reader.begin_read()
         try:
             if as_of is None and collection is None:
-                branch, seqno, _, manifest_branch, _, flags = _unpack_pub(txn.get(reader.vbid_key, b"", reader.pub))
-                if not manifest_branch and flags < keys.PUB_UNAVAILABLE:
+                visible = reader.visible
+                if visible[0] != txn.id():
+                    visible = reader.look(txn)
+                _, branch, seqno, begin_seqno, _, _ = visible
+                if begin_seqno >= 0:  # from here on as in `newest_row_key`
                     cursor = txn.cursor(reader.keys)
-                    if not cursor.set_key(b"\x00" + key) or not cursor.last_dup():
+                    if not cursor.set_key(b"\0" + key) or not cursor.last_dup():
                         return None
                     dup = cursor.value()
                     dup_branch, dup_seqno, kind = _unpack_dup(dup)
-                    if dup_branch == branch and dup_seqno <= seqno:
+                    if dup_branch == branch and begin_seqno < dup_seqno <= seqno:
                         if kind != MUTATION:
                             return None
                         row_key = dup[ROW_KEY]
                         stored = txn.get(row_key, b"", reader.rows)
                         if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
-                            seal.frame_of(stored, row_key, vbid, reader.environment.path)
-                        document = records.decode_row(vbid, branch, stored[seal.FRAME], raw=raw)  # type: ignore[arg-type]
+                            raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+                        document = decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             return None
                         return document
@@ -131,68 +188,47 @@ class PointReads:
     ) -> dict[bytes, Document]:
         """Return those of the documents that exist, by key. Arguments and errors are those of `get`.
 
-        Documents of one group of vbuckets are read in one transaction, in the order of their keys. A value that cannot
-        be decompressed, or would be larger than 32 MiB, is returned as it is stored: its `datatype` then has bit 2 or
-        4. Raises AnswerTooLarge as soon as the values together are more than `bytes_max`.
+        Documents of one group of vbuckets are read in one transaction. A value that cannot be decompressed, or would be
+        larger than 32 MiB, is returned as it is stored: its `datatype` then has bit 2 or 4. Raises AnswerTooLarge as
+        soon as the values together are more than `bytes_max`.
         """
-        by_group: dict[int, dict[int, list[bytes]]] = {}
-        for key in document_keys:
-            if isinstance(key, str):
-                key = key.encode()
-            vbid = ((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count
-            by_group.setdefault(vbid % self._group_count, {}).setdefault(vbid, []).append(key)
         options = _Options(collection, as_of, now, raw, lenient=True)
+        is_plain = as_of is None and collection is None
+        vbucket_count, reader_of = self._vbucket_count, self.reader
         found: dict[bytes, Document] = {}
         byte_count = 0
-        for by_vbid in by_group.values():
-            with self.reader(next(iter(by_vbid))).environment.read() as txn:
-                for vbid, requested in by_vbid.items():
-                    documents = self._get_some(self.reader(vbid), txn, sorted(requested), options)
-                    if bytes_max is None:
-                        found.update(documents)
-                        continue
-                    for key, document in documents:
-                        found[key] = document
-                        byte_count += len(document.value)
-                        if byte_count > bytes_max:
-                            raise AnswerTooLarge(
-                                f"the documents asked for are more than {bytes_max} bytes", hint="ask for fewer at once"
-                            )
-        return found
-
-    def _get_some(
-        self, reader: VbucketReader, txn: Transaction, requested: list[bytes], options: _Options
-    ) -> Iterator[tuple[bytes, Document]]:
-        """Documents of one vbucket, in the order of the keys."""
-        vbid, row_tree, now, raw = reader.vbid, reader.rows, options.now, options.raw
-        get, verify, cursor = txn.raw.get, reader.verify_reads, None
-        try:
-            if options.as_of is None and options.collection is None:
-                branch, seqno, _, manifest_branch, _, flags = _unpack_pub(get(reader.vbid_key, b"", reader.pub))
-                if not manifest_branch and flags < keys.PUB_UNAVAILABLE:
-                    cursor = txn.raw.cursor(reader.keys)
-            for key in requested:
-                if cursor is not None:
-                    if not cursor.set_key(b"\x00" + key) or not cursor.last_dup():
-                        continue
-                    dup = cursor.value()
-                    dup_branch, dup_seqno, kind = _unpack_dup(dup)
-                    if dup_branch == branch and dup_seqno <= seqno:
-                        if kind != MUTATION:
+        with Run() as run:
+            for key in document_keys:
+                if isinstance(key, str):
+                    key = key.encode()
+                reader = reader_of(((crc32(key) >> 16) & 0x7FFF) % vbucket_count)
+                document: Document | None
+                try:
+                    txn, visible = run.begun(reader)
+                    row_key = newest_row_key(reader, txn, visible, b"\0" + key) if is_plain else None
+                    if row_key:
+                        stored = txn.get(row_key, b"", reader.rows)
+                        if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
+                            raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+                        document = decode_row(reader.vbid, visible[1], stored, raw, True, SEAL_BYTES)
+                        if document.expiry and document.expiry <= (time.time() if now is None else now):
                             continue
-                        row_key = dup[ROW_KEY]
-                        stored = get(row_key, b"", row_tree)
-                        if verify and crc32c(stored) != seal.RESIDUE:
-                            seal.frame_of(stored, row_key, vbid, reader.environment.path)
-                        document = records.decode_row(vbid, branch, stored[seal.FRAME], raw=raw, lenient=True)
-                        if not document.expiry or document.expiry > (time.time() if now is None else now):
-                            yield key, document
+                    elif row_key is None:
+                        document = self._get(reader, Transaction(reader.environment, txn), key, options)
+                        if document is None:
+                            continue
+                    else:
                         continue
-                other = self._get(reader, txn, key, options)
-                if other is not None:
-                    yield key, other
-        except (struct.error, lmdb.Error) as error:
-            raise reader.damaged(error) from error
+                except (struct.error, lmdb.Error) as error:
+                    raise reader.damaged(error) from error
+                found[key] = document
+                if bytes_max is not None:
+                    byte_count += len(document.value)
+                    if byte_count > bytes_max:
+                        raise AnswerTooLarge(
+                            f"the documents asked for are more than {bytes_max} bytes", hint="ask for fewer at once"
+                        )
+        return found
 
     def _get(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Document | None:
         """A document in the general case."""
@@ -268,8 +304,10 @@ class PointReads:
         document = large = unread = None
         txn = Transaction(reader.environment, reader.begin_read())
         try:
-            branch, seqno, _, m_branch, m_seqno, flags = _unpack_pub(txn.raw.get(reader.vbid_key, b"", reader.pub))
-            manifest = reader.manifest(txn, (m_branch, m_seqno))
+            visible = reader.visible
+            if visible[0] != txn.raw.id():
+                visible = reader.look(txn.raw)
+            _, branch, seqno, _, flags, manifest = visible
             collection = manifest.collections.get(collection_id)
             stale = bool(flags & keys.PUB_STALE)
             if collection is not None and (dup := _newest(reader, txn, wire_key, branch, seqno)) is not None:

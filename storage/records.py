@@ -111,18 +111,22 @@ def _split_key(wire_key: bytes, vbid: Vbid) -> tuple[int, bytes]:
         raise CorruptedError(str(error), vbid=vbid, hint="run `dcp-mirror check`") from error
 
 
-def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False, lenient: bool = False) -> Document:
+def decode_row(
+    vbid: Vbid, branch: Branch, frame: bytes, raw: bool = False, lenient: bool = False, tail_bytes: int = 0
+) -> Document:
     """A stored row as a Document; `raw` leaves the value compressed and with its xattrs. With `lenient` a value that
-    cannot be taken apart stays as it is stored as well, and `datatype` says so.
+    cannot be taken apart stays as it is stored as well, and `datatype` says so. `tail_bytes` at the end of `frame` are
+    not of the message.
 
     Raises CorruptedError when the bytes contradict the format.
     """
-    if len(frame) >= _MUTATION.size and frame[1] == MUTATION and frame[4] == _MUTATION_EXTRAS:
+    end = len(frame) - tail_bytes
+    if end >= _MUTATION.size and frame[1] == MUTATION and frame[4] == _MUTATION_EXTRAS:
         key_length, datatype, body_length, cas, seqno, rev_seqno, flags, expiry, nmeta = _READ_MUTATION(frame)
         value_start = 55 + key_length
-        if 24 + body_length != len(frame) or value_start + nmeta > len(frame):
+        if 24 + body_length != end or value_start + nmeta > end:
             raise CorruptedError("a row's lengths do not add up", vbid=vbid, hint="run `dcp-mirror check`")
-        value = frame[value_start : len(frame) - nmeta] if nmeta else frame[value_start:]
+        value = frame[value_start : end - nmeta]
         collection_id = frame[55]
         key = frame[56:value_start]
         if collection_id >= 0x80:
@@ -135,7 +139,7 @@ def decode_row(vbid: Vbid, branch: Branch, frame: bytes, *, raw: bool = False, l
             Document,
             (vbid, collection_id, key, seqno, rev_seqno, cas, flags, expiry, datatype, value, _MUTATION_KIND, branch),
         )
-    return _decode_other(vbid, branch, frame, raw, lenient)
+    return _decode_other(vbid, branch, frame[:end], raw, lenient)
 
 
 def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool, lenient: bool) -> Document:

@@ -16,7 +16,7 @@ from google_crc32c import value as crc32c
 from storage import branches, chain, keys, records, seal
 from storage.environment import Environment, storage_error
 from storage.errors import CorruptedError, NoSuchBoundary, StorageError, Unavailable, ViewInvalidated
-from storage.model import SEQNO_MAX, Boundary, Branch, Document, Manifest, Vbid
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Manifest, Vbid
 from storage.tokens import AsOf, Time
 from storage.transaction import Transaction
 
@@ -24,6 +24,13 @@ CHAINS_MAX = 8
 """Chains of a vbucket that are remembered: the one that is served, and those of a few positions."""
 MANIFESTS_MAX = 2
 """Manifests of a vbucket that are remembered; each holds every collection."""
+
+Visible = tuple[int, Branch, int, int, int, Manifest]
+"""What a vbucket serves in one commit of its environment, as point reads need it: the commit's number, served branch,
+published seqno, begin of the default collection, flags of `pub`, manifest. The begin is -1 where the default collection
+is not simply there to be read: it was dropped, or readers wait for a resync.
+"""
+_INITIAL = Manifest.initial()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class VbucketReader:
         "vbid",
         "vbid_key",
         "verify_reads",
+        "visible",
     )
 
     def __init__(self, environment: Environment, vbid: int, *, stale_reads: bool, verify_reads: bool) -> None:
@@ -83,6 +91,8 @@ class VbucketReader:
         """LMDB's own begin, without `Environment.begin` around it: for point reads."""
         self.running: list[None] = environment.running
         self._memory: _Memory | None = None
+        self.visible: Visible = (-1, Branch(0), 0, -1, 0, _INITIAL)
+        """Of the commit that was looked at last. In a transaction of the same commit it is true; `look` replaces it."""
 
     def begin_read(self, *, buffers: bool = False) -> Any:
         """An lmdb.Transaction to read in, begun at the least cost; the caller ends it by `Environment.end`. `buffers`:
@@ -98,6 +108,19 @@ class VbucketReader:
         running.pop()
         return self.environment.begin(buffers=buffers)
 
+    def look(self, txn: Any) -> Visible:
+        """`visible` in a transaction (an lmdb.Transaction)."""
+        branch, seqno, _, m_branch, m_seqno, flags = keys.PUB.unpack(txn.get(self.vbid_key, b"", self.pub))
+        manifest = _INITIAL
+        if m_branch:
+            manifest = self.manifest(Transaction(self.environment, txn), (m_branch, m_seqno))
+        begin_seqno = -1
+        default = manifest.collections.get(DEFAULT_COLLECTION)
+        if default is not None and flags < keys.PUB_UNAVAILABLE:
+            begin_seqno = default.begin_seqno
+        self.visible = visible = (txn.id(), branch, seqno, begin_seqno, flags, manifest)
+        return visible
+
     # -- chains and manifests -------------------------------------------------------------------------------------
 
     def _remembered(self, txn: Transaction) -> _Memory:
@@ -107,10 +130,6 @@ class VbucketReader:
         if memory is None or memory.chain_id != chain_id:
             memory = self._memory = _Memory(chain_id)
         return memory
-
-    def forget(self) -> None:
-        """Forget what is remembered."""
-        self._memory = None
 
     def whole_chain(self, txn: Transaction, branch: int) -> chain.Chain:
         """The chain of a branch, not cut at its tip. It changes with the chain id alone, so it is read once."""
@@ -217,7 +236,7 @@ class VbucketReader:
         if self.verify_reads and crc32c(stored) != seal.RESIDUE:  # not by `frame_of`: a scan does this for each row
             seal.frame_of(stored, row_key, self.vbid, self.environment.path)
         branch = Branch(records.branch_of(reference))
-        return records.decode_row(self.vbid, branch, stored[seal.FRAME], raw=raw, lenient=lenient)
+        return records.decode_row(self.vbid, branch, stored, raw, lenient, seal.SIZE)
 
     def frame(self, row_key: bytes, stored: bytes) -> bytes:
         """The message of a stored row, verified. Raises CorruptedError."""

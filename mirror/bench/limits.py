@@ -359,6 +359,16 @@ def get_view(path: str, sample: Sequence[bytes]) -> Timing:
         return Timing(len(sample), time.perf_counter() - start)
 
 
+def get_many_view(path: str, sample: Sequence[bytes], batch: int = 100) -> Timing:
+    """The same reads by `get_many`, `batch` documents a call."""
+    with open_view(path) as view:
+        view.get_many(sample[:100])
+        start = time.perf_counter()
+        for first in range(0, len(sample), batch):
+            view.get_many(sample[first : first + batch])
+        return Timing(len(sample), time.perf_counter() - start)
+
+
 def own_keys(vbucket_count: int, count: int) -> dict[int, list[Row]]:
     """`count` mutations spread over the vbuckets their keys hash to."""
     rows: dict[int, list[Row]] = {vbid: [] for vbid in range(vbucket_count)}

@@ -31,10 +31,11 @@ def test_get_prints_a_ratio_for_each_round_and_the_median(tmp_path: Path) -> Non
     result = bench("get", "--documents", "2000", "--reads", "2000", "--rounds", "2", "--folder", str(tmp_path))
     assert result.code == 0, result.err
     lines = result.out.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert all("reads_per_s" in line and "ratio" in line for line in lines[:2])
     assert lines[2].startswith("get: ")
     assert "of the limit (median of 2" in lines[2]
+    assert lines[3].startswith("get_many of 100: ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -373,6 +373,12 @@ MUTATIONS = (
         "mirror/serve/dcp_producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
     ),
     Mutation("mirror/serve/http_protocol.py", "self._framing_bytes += len(data)", "pass", _OF_FRAMING),
+    Mutation(
+        "storage/point_reads.py",
+        "visible if visible[0] == known[1] else reader.look(known[0])",
+        "visible if visible[0] >= 0 else reader.look(known[0])",
+        "tests/storage/test_vbucket_reader.py -k once_a_commit",
+    ),
     Mutation("storage/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
     Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
     Mutation(

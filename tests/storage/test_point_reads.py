@@ -102,14 +102,14 @@ def test_many_documents_are_those_that_get_returns_one_by_one_read_in_one_transa
     assert set(one_by_one) == {A, B, D, *others[:-1]}
     assert one_by_one[A].value == b"published"
     reads = 0
-    known = Environment.read
+    known = Environment.begin
 
     def counted(environment: Environment) -> Any:
         nonlocal reads
         reads += 1
         return known(environment)
 
-    monkeypatch.setattr(Environment, "read", counted)
+    monkeypatch.setattr(Environment, "begin", counted)
     assert view.get_many(names, now=60) == one_by_one
     assert reads == 1
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from storage import keys
 from storage.errors import NoSuchBoundary
+from storage.vbucket_reader import VbucketReader, Visible
 from storage.view import Time, View
 from storage.writer import GroupWriter
 from tests.storage.one_vbucket import A, commit, put
@@ -30,3 +34,37 @@ def test_as_of_takes_the_newest_boundary_not_after_a_seqno_or_a_time(
         with pytest.raises(NoSuchBoundary, match="history begins at seqno 10"):
             view.get(A, as_of=too_early)
     assert [b.seqno for b in view.boundaries(0)] == [30, 20, 10]
+
+
+def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_another(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    look = VbucketReader.look
+
+    def counted(reader: VbucketReader, txn: Any) -> Visible:
+        nonlocal looks
+        looks += 1
+        return look(reader, txn)
+
+    monkeypatch.setattr(VbucketReader, "look", counted)
+
+    ways = [
+        lambda: view.get(A),
+        lambda: view.get_many([A])[A],
+        lambda: view.find(keys.encode_collection_id(0) + A).document,
+    ]
+
+    def read(first: int) -> set[bytes | None]:
+        """What each way to read by key finds, twice, beginning with one of them."""
+        found = [way() for way in (ways[first:] + ways[:first]) * 2]
+        return {each and each.value for each in found}
+
+    for seqno in range(1, 7):
+        put(writer, A, seqno, b"%d" % seqno)
+        commit(writer, seqno)
+        assert read(seqno % 3) == {b"%d" % seqno}
+        assert looks == seqno
+    writer.rollback(0, 1)
+    assert read(1) == {b"1"}
+    assert looks == 7
