@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from storage import keys
 from storage.errors import NoSuchBoundary
+from storage.model import Document
 from storage.vbucket_reader import VbucketReader, Visible
 from storage.view import Time, View
 from storage.writer import GroupWriter
@@ -49,7 +51,7 @@ def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_anot
 
     monkeypatch.setattr(VbucketReader, "look", counted)
 
-    ways = [
+    ways: list[Callable[[], Document | None]] = [
         lambda: view.get(A),
         lambda: view.get_many([A])[A],
         lambda: view.find(keys.encode_collection_id(0) + A).document,
