@@ -31,6 +31,7 @@ published seqno, begin of the default collection, flags of `pub`, manifest. The 
 is not simply there to be read: it was dropped, or readers wait for a resync.
 """
 _INITIAL = Manifest.initial()
+_UNKNOWN: Visible = (-1, Branch(0), 0, -1, 0, _INITIAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class VbucketReader:
         """LMDB's own begin, without `Environment.begin` around it: for point reads."""
         self.running: list[None] = environment.running
         self._memory: _Memory | None = None
-        self.visible: Visible = (-1, Branch(0), 0, -1, 0, _INITIAL)
+        self.visible = _UNKNOWN
         """Of the commit that was looked at last. In a transaction of the same commit it is true; `look` replaces it."""
 
     def begin_read(self, *, buffers: bool = False) -> Any:
@@ -130,6 +131,11 @@ class VbucketReader:
         if memory is None or memory.chain_id != chain_id:
             memory = self._memory = _Memory(chain_id)
         return memory
+
+    def forget(self) -> None:
+        """Forget what is remembered."""
+        self._memory = None
+        self.visible = _UNKNOWN
 
     def whole_chain(self, txn: Transaction, branch: int) -> chain.Chain:
         """The chain of a branch, not cut at its tip. It changes with the chain id alone, so it is read once."""
