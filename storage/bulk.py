@@ -62,8 +62,14 @@ class Chunk(NamedTuple):
     """Rows of documents of one collection."""
 
     collection_id: int
-    frames: list[bytes]
+    stored: list[bytes]
+    """Each a message with its checksum behind it (`seal.SIZE` bytes), which was verified where the view verifies."""
     byte_count: int
+
+    @property
+    def frames(self) -> list[bytes]:
+        """The messages alone. A copy of each: who joins rows anyway leaves the checksums out there."""
+        return [each[seal.FRAME] for each in self.stored]
 
 
 def documents(
@@ -226,10 +232,10 @@ class _Read:
                     yield self._chunk(collection_id, frames, byte_count)
 
     def _chunk(self, collection_id: int, stored: list[bytes], byte_count: int) -> Chunk:
-        """The messages of stored rows, verified."""
+        """Stored rows, verified."""
         if self._reader.verify_reads:
             seal.check_all(stored, self._vbid, self._environment.path)
-        return Chunk(collection_id, [each[: -seal.SIZE] for each in stored], byte_count - seal.SIZE * len(stored))
+        return Chunk(collection_id, stored, byte_count)
 
     @contextmanager
     def _transaction(self) -> Iterator[Transaction]:

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Schema, TableFeatures, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError
-from deltalake.schema import PrimitiveType
+from deltalake.schema import ArrayType, MapType, PrimitiveType, StructType
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from mirror.errors import ConfigError, MirrorError
@@ -207,11 +207,11 @@ def _has_local_times(schema: Schema) -> bool:
 
 def check_columns(folder: Folder, table: DeltaTable, schema: pa.Schema) -> None:
     """Raise ConfigError where a table with `schema` would lack columns that readers know, or have them otherwise. New
-    columns may come.
+    columns may come, and new fields of a struct.
     """
     new = {field.name: field.type for field in Schema.from_arrow(schema).fields}
     for field in table.schema().fields:
-        if new.get(field.name) != field.type:
+        if field.name not in new or not _has_all_of(new[field.name], field.type):
             now = f"be {_type_name(new[field.name])}" if field.name in new else "be gone"
             raise ConfigError(
                 f"{folder}: column {field.name} is {_type_name(field.type)} in the table and would {now}",
@@ -219,8 +219,26 @@ def check_columns(folder: Folder, table: DeltaTable, schema: pa.Schema) -> None:
             )
 
 
+def _has_all_of(new: Any, old: Any) -> bool:
+    """True where who reads a column of type `old` finds the same in one of type `new`."""
+    if isinstance(old, StructType) and isinstance(new, StructType):
+        fields = {each.name: each.type for each in new.fields}
+        return all(each.name in fields and _has_all_of(fields[each.name], each.type) for each in old.fields)
+    if isinstance(old, ArrayType) and isinstance(new, ArrayType):
+        return _has_all_of(new.element_type, old.element_type)
+    if isinstance(old, MapType) and isinstance(new, MapType):
+        return bool(new.key_type == old.key_type) and _has_all_of(new.value_type, old.value_type)
+    return bool(new == old)
+
+
 def _type_name(kind: Any) -> str:
-    return str(kind.type) if isinstance(kind, PrimitiveType) else str(kind.type) + "<...>"
+    if isinstance(kind, StructType):
+        return f"struct<{', '.join(f'{each.name}: {_type_name(each.type)}' for each in kind.fields)}>"
+    if isinstance(kind, ArrayType):
+        return f"array<{_type_name(kind.element_type)}>"
+    if isinstance(kind, MapType):
+        return f"map<{_type_name(kind.key_type)}, {_type_name(kind.value_type)}>"
+    return str(kind.type if isinstance(kind, PrimitiveType) else kind)
 
 
 def conflict_or(folder: Folder, table: DeltaTable | None, error: Exception) -> MirrorError:

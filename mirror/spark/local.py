@@ -23,7 +23,7 @@ from mirror.lease import Lease
 from mirror.spark.bodies import AS_DECLARED, Bodies, Parsed, Reading
 from mirror.spark.options import Options
 from mirror.spark.rows import BATCH_BYTES, Documents
-from storage import bulk, keys
+from storage import bulk, keys, seal
 from storage.bulk import KeyRange
 from storage.errors import UnknownCollection, ViewInvalidated
 from storage.view import Pin, Time, View, open_view
@@ -157,7 +157,7 @@ def hold(job: Job) -> Lease:
 def read(job: Job, vbids: Sequence[int], shape: Shape, counts: Counts | None = None) -> Iterator[Any]:
     """The record batches of a task; what was read is added to `counts`."""
     mine = set(vbids)
-    maker = Maker(shape, counts)
+    maker = Maker(shape, counts, seal.SIZE)
     lease = hold(job)
     try:
         with opened(job.path) as view:
@@ -181,19 +181,20 @@ def _of_vbucket(view: View, pin: Pin, job: Job, maker: Maker) -> Iterator[Any]:
     ids = None if job.collections is None else [each for each, name in names.items() if name in job.collections]
     for chunk in bulk.documents(view, pin, ids, job.keys):
         prefix_length = len(keys.encode_collection_id(chunk.collection_id))
-        yield from maker.add(pin, names[chunk.collection_id], prefix_length, chunk.frames, chunk.byte_count)
+        yield from maker.add(pin, names[chunk.collection_id], prefix_length, chunk.stored, chunk.byte_count)
 
 
 class Maker:
     """Makes record batches of the rows of many vbuckets: few large ones, also where vbuckets are small."""
 
-    def __init__(self, shape: Shape, counts: Counts | None = None) -> None:
-        """Nothing is held yet."""
+    def __init__(self, shape: Shape, counts: Counts | None = None, checksum_size: int = 0) -> None:
+        """Nothing is held yet. Rows have a checksum of this size behind them."""
         self._shape = shape
+        self._checksum_size = checksum_size
         self._counts = counts or Counts()
         fields = [field for field, of_body in zip(shape.schema, shape.from_body, strict=True) if of_body]
         self._bodies = Bodies(pa.schema(fields), shape.reading) if fields else None
-        self._rows = Documents()
+        self._rows = Documents(checksum_size)
         self._now_ms = 0
 
     def add(self, pin: Pin, collection: str, prefix_length: int, frames: list[bytes], byte_count: int) -> Iterator[Any]:
@@ -209,7 +210,7 @@ class Maker:
 
     def rest(self) -> Iterator[Any]:
         """What is held."""
-        rows, self._rows = self._rows, Documents()
+        rows, self._rows = self._rows, Documents(self._checksum_size)
         if len(rows):
             rows.close()
             yield self._batch(rows)

@@ -42,11 +42,13 @@ _TYPES = {"H": pa.uint16(), "I": pa.uint32(), "Q": pa.uint64()}
 class Documents:
     """Mutations of one batch as they were read: what its columns are made of.
 
-    Laid end to end they are one Arrow array of three parts to a row: what is before the key, the key, the value.
+    Laid end to end they are one Arrow array of three parts to a row: what is before the key, the key, the value. A row
+    may have a checksum behind its value: that is before the key of the next one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checksum_size: int = 0) -> None:
         """Empty. `keys`, `values` (binary) and `datatypes` are there once it was closed."""
+        self._checksum_size = checksum_size
         self.keys: Any = None
         self.values: Any = None
         self.datatypes = b""
@@ -78,7 +80,8 @@ class Documents:
         count = len(self._frames)
         text = pa.py_buffer(b"".join(self._frames))
         lengths = _numbers(array("i", map(len, self._frames)), pa.int32())
-        starts = array("i", (0,)) + _array(pc.cumulative_sum_checked(lengths))
+        ends = pc.cumulative_sum_checked(lengths)
+        starts = array("i", (0,)) + _array(ends)
         frames = _binary(starts, text)
         self._heads = pc.binary_slice(frames, 0, HEAD)
         if not self._common(lengths):
@@ -87,7 +90,7 @@ class Documents:
         key_starts = pc.add(_numbers(starts, pa.int32())[:count], _HEAD)
         value_starts = pc.add(key_starts, self._arrow(_KEY_LENGTH).cast(pa.int32()))
         offsets = array("i", bytes(starts.itemsize * (3 * count + 1)))
-        offsets[0::3] = starts
+        offsets[0::3] = array("i", (0,)) + _array(pc.subtract(ends, pa.scalar(self._checksum_size, pa.int32())))
         offsets[1::3] = _array(pc.add(key_starts, self._repeated(2, pa.int32())))
         offsets[2::3] = _array(value_starts)
         parts = _binary(offsets, text)
@@ -110,11 +113,11 @@ class Documents:
             or heads[0::HEAD] != b"\x80" * count
             or heads[1::HEAD] != b"\x57" * count
             or heads[4::HEAD] != b"\x1f" * count
-            or any(heads[52::HEAD] + heads[53::HEAD])
+            or heads[52::HEAD] + heads[53::HEAD] != bytes(2 * count)
         ):
             return False
         self.datatypes = heads[5::HEAD]
-        lengths, key_lengths = lengths.cast(pa.int64()), self._long(_KEY_LENGTH)
+        lengths, key_lengths = pc.subtract(lengths.cast(pa.int64()), self._checksum_size), self._long(_KEY_LENGTH)
         right = (
             pc.equal(pc.add(self._long(_BODY_LENGTH), _HEADER), lengths),
             pc.less_equal(pc.add(key_lengths, _HEAD), lengths),
@@ -126,8 +129,9 @@ class Documents:
         """One row is not in the common form: it has metadata of old behind its value, or is damaged."""
         vbids = (vbid for vbid, *_, count in self._origins for _ in range(count))
         for index, (vbid, frame) in enumerate(zip(vbids, self._frames, strict=True)):
-            row = records.decode_row(Vbid(vbid), Branch(0), frame, raw=True)
-            self._frames[index] = records.encode_mutation(
+            message = frame[: len(frame) - self._checksum_size]
+            row = records.decode_row(Vbid(vbid), Branch(0), message, raw=True)
+            message = records.encode_mutation(
                 row.key,
                 row.value,
                 row.seqno,
@@ -138,6 +142,7 @@ class Documents:
                 expiry=row.expiry,
                 datatype=row.datatype,
             )
+            self._frames[index] = message + bytes(self._checksum_size)
 
     def _number(self, which: Number) -> array[int]:
         start, size, code = which
@@ -164,7 +169,7 @@ class Documents:
     def alive(self, now_ms: int) -> Any:
         """Which rows have not expired at `now_ms`; None: none has."""
         expiries = self._number(_EXPIRY)
-        if not any(expiries):
+        if not expiries.tobytes().strip(b"\0"):
             return None
         return pa.array([not each or each * 1000 > now_ms for each in expiries])
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
-from pyspark.testing import assertDataFrameEqual
 from typer.testing import CliRunner
 
 import cli
@@ -45,7 +44,9 @@ def test_both_ways_of_reading_orders_give_the_same_rows(spark: SparkSession, tmp
     body = b'{"number":%d,"customer":{"name":"Ada"},"items":[{"sku":"a","count":2}],"total":%d.5,"note":"x"}'
     spark_bench.store(str(tmp_path / "few"), [(b"k%d" % each, body % (each, each)) for each in range(100)], 8)
     jobs = spark_bench.Jobs(spark, tmp_path, str(tmp_path / "few"), str(tmp_path / "few"))
-    assertDataFrameEqual(jobs._typed(), jobs._by_spark(jobs._read_parquet()))
+    found = jobs._typed().collect()
+    assert len(found) == 100
+    assert sorted(found) == sorted(jobs._by_spark(jobs._documents(str(tmp_path / "few"), "key,value")).collect())
 
 
 @pytest.mark.ci

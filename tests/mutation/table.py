@@ -392,6 +392,7 @@ MUTATIONS = (
     Mutation(
         "mirror/spark/lake.py", "            table.mark(self._marks())", "            pass", "tests/spark/test_lake.py"
     ),
+    Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
     Mutation(_DOCUMENTS, "self._bodies_read += live.true_count", "pass", _OF_DOCUMENTS),
     Mutation(_DOCUMENTS, "overwrite=True, marks=marks)", "overwrite=True)", _OF_DOCUMENTS),
 )

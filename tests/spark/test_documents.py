@@ -104,6 +104,25 @@ def test_a_column_that_is_added_later_has_its_value_in_every_row(tmp_path: Path)
         assert lake.documents.version() == version
 
 
+def test_a_field_that_is_added_within_a_struct_has_its_value_in_every_row(tmp_path: Path) -> None:
+    """It was refused as another type of its column, as if a field had gone."""
+    items = [{"sku": "x", "count": 2}]
+    before, after = (
+        "customer struct<name: string>, items array<struct<sku: string>>",
+        ("customer struct<city: string, name: string>, items array<struct<sku: string, count: int>>"),
+    )
+    with lake_in(tmp_path, typed(before)) as lake:
+        apply(lake, batch(0), [[put("a", 1, customer={"name": "Ada", "city": "Bonn"}, items=items), put("b", 2)]])
+    with lake_in(tmp_path, typed(after)) as lake:
+        ada = {"city": "Bonn", "name": "Ada"}
+        assert rows(lake, "customer", "items") == {"a": (ada, items), "b": (None, None)}
+        apply(lake, batch(1), [[put("b", 3, customer={"city": "Ulm"}, items=items)]])
+        assert rows(lake, "customer", "items")["b"] == ({"city": "Ulm", "name": None}, items)
+    said = r"column customer is struct<city: string, name: string> in the table and would be struct<name: string>"
+    with pytest.raises(ConfigError, match=f"{said}.*--overwrite-schema"):
+        lake_in(tmp_path, typed(before))
+
+
 def test_a_death_before_the_columns_are_committed_leaves_the_table_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

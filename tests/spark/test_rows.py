@@ -35,14 +35,14 @@ MUTATION = st.fixed_dictionaries(
 )
 
 
-def taken(frames: list[tuple[int, bytes]]) -> Documents:
-    """Rows, each of a collection and vbucket of its own."""
-    found = Documents()
+def taken(frames: list[tuple[int, bytes]], checksum: bytes = b"") -> Documents:
+    """Rows, each of a collection and vbucket of its own, with `checksum` behind it."""
+    found = Documents(len(checksum))
     for vbid, frame in frames:
         start = 24 + frame[4]
         wire_key = frame[start : start + (frame[2] << 8 | frame[3])]
         length = next(at for at, byte in enumerate(wire_key, 1) if byte < 0x80)
-        found.add(vbid, f"s.c{length}", length, [frame], len(frame))
+        found.add(vbid, f"s.c{length}", length, [frame + checksum], len(frame))
     found.close()
     return found
 
@@ -77,10 +77,10 @@ def expected(vbid: int, frame: bytes) -> dict[str, object]:
     }
 
 
-@given(st.lists(st.tuples(st.integers(0, 1023), MUTATION), min_size=1, max_size=20))
-def test_every_column_of_every_row(given_rows: list[tuple[int, dict[str, object]]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 1023), MUTATION), min_size=1, max_size=20), st.sampled_from([b"", b"4321"]))
+def test_every_column_of_every_row(given_rows: list[tuple[int, dict[str, object]]], checksum: bytes) -> None:
     frames = [(vbid, records.encode_mutation(**fields)) for vbid, fields in given_rows]  # type: ignore[arg-type]
-    assert batch(taken(frames)) == [expected(vbid, frame) for vbid, frame in frames]
+    assert batch(taken(frames, checksum)) == [expected(vbid, frame) for vbid, frame in frames]
 
 
 def test_compressed_values_and_xattrs_are_taken_off() -> None:
@@ -101,7 +101,9 @@ def test_metadata_of_old_behind_a_value_is_not_part_of_it() -> None:
     frame = bytearray(records.encode_mutation(b"a", b"value+meta", 1))
     frame[52:54] = (5).to_bytes(2, "big")
     plain = records.encode_mutation(b"b", b"value", 2)
-    assert [row["value"] for row in batch(taken([(0, bytes(frame)), (0, plain)]))] == [b"value", b"value"]
+    for checksum in (b"", b"4321"):
+        found = batch(taken([(0, bytes(frame)), (0, plain)], checksum))
+        assert [row["value"] for row in found] == [b"value", b"value"]
 
 
 @pytest.mark.parametrize("damage", [lambda f: f[:-1], lambda f: f[:40], lambda f: f[:1] + b"\x42" + f[2:]])

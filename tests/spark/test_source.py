@@ -13,6 +13,7 @@ import cramjam
 import lmdb
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import BinaryType, DataType, IntegerType, StringType, StructType
 
 from mirror.sandbox import SandboxCluster, SandboxThread, WorkloadOptions
 from mirror.sandbox.workload import Workload
@@ -53,6 +54,7 @@ def message_of(action: Callable[[], object]) -> str:
     return lines[0].partition("MirrorSourceError: ")[2]
 
 
+@pytest.mark.ci
 def test_documents_of_a_mirror_under_load_are_the_sources_own_past_at_one_seqno_a_vbucket(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -103,10 +105,12 @@ def is_a_past_of(source: SandboxThread, vbid: int, rows: dict[bytes, tuple[int, 
 
 def test_columns_partitions_and_a_schema_of_ones_own(spark: SparkSession, small: SmallMirror) -> None:
     path = str(small.path)
-    whole = read(spark, path=path, partitions="3")
-    assert whole.columns == DOCUMENTS.names
-    assert whole.rdd.getNumPartitions() == 3
-    assert {row.key: (row.seqno, bytes(row.value)) for row in whole.collect()} == scanned(small.path)
+    frame = read(spark, path=path, partitions="3")
+    assert frame.columns == DOCUMENTS.names
+    whole = frame.selectExpr("*", "from_json(cast(value as string), 'id long, total double') as body").rdd
+    assert whole.getNumPartitions() == 3
+    found = whole.collect()
+    assert {row.key: (row.seqno, bytes(row.value)) for row in found} == scanned(small.path)
     few = read(spark, path=path, columns="value,key", vbuckets="0-3")
     assert few.columns == ["value", "key"]
     reader = spark.read.format("mirror").schema("id long, _key string, total double, items array<struct<sku:string>>")
@@ -114,8 +118,7 @@ def test_columns_partitions_and_a_schema_of_ones_own(spark: SparkSession, small:
     assert typed["order::000007"].id == 7
     assert typed["order::000007"].total == 2.59
     assert [item.sku for item in typed["order::000007"]["items"]] == ["s7-0", "s7-1", "s7-2"]
-    parsed = whole.selectExpr("key", "from_json(cast(value as string), 'id long, total double') as body")
-    assert {(row.key, row.body.id, row.body.total) for row in parsed.collect()} == {
+    assert {(row.key, row.body.id, row.body.total) for row in found} == {
         (key, row.id, row.total) for key, row in typed.items()
     }
 
@@ -125,13 +128,12 @@ def test_hostile_compressed_values_are_named_and_fail_no_job(spark: SparkSession
     bomb = bytes(cramjam.snappy.compress_raw(bytes(VALUE_LENGTH_MAX + 1)))
     hostile = {"hostile::claims": b"\xff\xff\xff\xff\x0f", "hostile::inflates": bomb}
     small.put(dict(hostile), datatype=3)
-    rows = read(spark, path=str(small.path), columns="key,value,datatype").collect()
-    assert {row.key: bytes(row.value) for row in rows if row.datatype != 1} == hostile
-    assert len(rows) == 102
     reader = spark.read.format("mirror").option("mode", "permissive").option("columnNameOfCorruptRecord", "_corrupt")
-    typed = reader.schema("_key string, id long, _corrupt string").load(str(small.path)).collect()
-    assert {row._key: row._corrupt is not None for row in typed} == {row.key: row.key in hostile for row in rows}
-    assert all((row.id is None) is (row._key in hostile) for row in typed)
+    schema = "_key string, _value binary, _datatype int, id long, _corrupt string"
+    rows = reader.schema(schema).load(str(small.path)).collect()
+    assert {row._key: bytes(row._value) for row in rows if row._datatype != 1} == hostile
+    assert len(rows) == 102
+    assert all((row.id is None) is (row._corrupt is not None) is (row._key in hostile) for row in rows)
 
 
 def test_documents_over_a_connection(spark: SparkSession) -> None:
@@ -157,14 +159,16 @@ FILTERS = {
 
 def test_filters_are_answered_by_the_source_as_spark_would(spark: SparkSession, small: SmallMirror) -> None:
     path = str(small.path)
-    whole = spark.createDataFrame(read(spark, path=path).toArrow())
+    whole = read(spark, path=path)
+    matches = [f"coalesce({condition}, false) as `{number}`" for number, condition in enumerate(FILTERS)]
+    expected = whole.selectExpr("key", "vbid", *matches).collect()
     frames = {
         condition: read(spark, path=path, partitions="2", pushdown="true").where(condition) for condition in FILTERS
     }
-    for condition, pushed in frames.items():
-        expected = whole.where(condition).select("key", "vbid").collect()
-        assert sorted(pushed.select("key", "vbid").collect()) == sorted(expected), condition
-        assert pushed.rdd.getNumPartitions() == FILTERS[condition], condition
+    for number, (condition, pushed) in enumerate(frames.items()):
+        rows = pushed.select("key", "vbid").rdd  # planned once for both
+        assert sorted(rows.collect()) == sorted(row[:2] for row in expected if row[str(number)]), condition
+        assert rows.getNumPartitions() == FILTERS[condition], condition
     condition = "key >= 'order::000090' and key < 'order::000095'"
     small.put({"order::000090x": order(1)})  # and what was pushed down once is asked for again
     assert frames[condition].count() == 6
@@ -185,26 +189,47 @@ def test_without_the_sessions_setting_pushdown_is_refused_by_spark_and_off_by_de
 
 
 def test_mistakes_are_refused_at_once_and_in_one_line(spark: SparkSession, small: SmallMirror, tmp_path: Path) -> None:
+    """When the source is made, when a job is planned, and in a task."""
     path = str(small.path)
     assert "no such directory" in message_of(lambda: read(spark, path=str(tmp_path / "nowhere")))
-    assert "no options were given" in message_of(lambda: read(spark))
-    assert "unknown option 'tabel'" in message_of(lambda: read(spark, path=path, tabel="changes"))
-    assert "must not be an option" in message_of(lambda: read(spark, connection="couchbase://h/b", password="x"))
-    assert "no collection 'shop.orders'" in message_of(lambda: read(spark, path=path, collection="shop.orders").count())
     nobody = "couchbase://demo@127.0.0.1:1/demo"
     assert "cannot be reached" in message_of(lambda: read(spark, connection=nobody).count())
-    typed = spark.read.format("mirror").schema("id binary").load(path)
-    assert "JSON has no binary values" in message_of(typed.count)
-    marked = spark.read.format("mirror").schema("_seqno string").load(path)
-    assert "column _seqno is of type int64, not string" in message_of(marked.count)
-    both = spark.read.format("mirror").schema("id int").option("columns", "key").load(path)
-    assert "name the columns in the schema" in message_of(both.count)
-    unfit = spark.read.format("mirror").schema("id int, customer int").load(path)
-    assert "does not fit the schema" in message_of(unfit.collect)
     required = spark.read.format("mirror").schema("id int not null").load(path)
     assert "column id: NOT NULL cannot be promised" in message_of(required.count)
-    own = spark.read.format("mirror").schema("id int").option("table", "changes").load(path)
-    assert "columns of its own" in message_of(own.count)
+    unfit = spark.read.format("mirror").schema("id int, customer int").load(path)
+    assert "does not fit the schema" in message_of(unfit.collect)
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "said"),
+    [
+        (None, {"path": None}, "no options were given"),
+        (None, {"tabel": "changes"}, "unknown option 'tabel'"),
+        (None, {"path": None, "connection": "couchbase://h/b", "password": "x"}, "must not be an option"),
+        (None, {"collection": "shop.orders"}, "no collection 'shop.orders'"),
+        (BinaryType(), {}, "column id: JSON has no binary values"),
+        (IntegerType(), {"columns": "key"}, "name the columns in the schema"),
+        (IntegerType(), {"table": "changes"}, "columns of its own"),
+    ],
+)
+def test_what_a_mistake_is_called(
+    schema: DataType | None, options: dict[str, str | None], said: str, small: SmallMirror
+) -> None:
+    given = {name: text for name, text in ({"path": str(small.path)} | options).items() if text is not None}
+    with pytest.raises(MirrorSourceError, match=said):
+        planned(given, schema)
+
+
+def test_a_column_of_the_documents_own_has_its_type(small: SmallMirror) -> None:
+    with pytest.raises(MirrorSourceError, match="column _seqno is of type int64, not string"):
+        planned({"path": str(small.path)}, StringType(), "_seqno")
+
+
+def planned(options: dict[str, str], kind: DataType | None, name: str = "id") -> object:
+    """What Spark has planned in a process of its own: all columns, or one of a user's schema."""
+    source = MirrorSource(options)
+    reader = source.reader(source.schema() if kind is None else StructType().add(name, kind))
+    return reader.partitions()
 
 
 def test_documents_of_many_types_in_the_sessions_time_zone(spark: SparkSession, small: SmallMirror) -> None:
@@ -272,13 +297,16 @@ def test_tables_in_sql(spark: SparkSession, small: SmallMirror) -> None:
         "plain": f"USING mirror OPTIONS (path '{path}', partitions '2')",
         "located": f"USING mirror LOCATION '{path}' COMMENT 'orders'",
         "columned": "(_key string, id long) USING mirror",
+        "columned_plain": f"(_key string, id long) USING mirror OPTIONS (path '{path}')",
+        "columned_located": f"(_key string, id long) USING mirror LOCATION '{path}'",
         "events": f"USING mirror OPTIONS (path '{path}', table 'changes')",
     }
     here = f"WITH (path = '{path}')"
     try:
         for name, rest in made.items():
             spark.sql(f"CREATE TABLE {name} {rest}")
-        assert "FROM table WITH (path = '...')" in message_of(lambda: spark.table("plain").count())
+        for name in made:
+            assert "FROM table WITH (path = '...')" in message_of(spark.table(name).count), name
         spark.sql(
             f"CREATE OR REPLACE TEMPORARY VIEW both AS SELECT key FROM plain {here} JOIN located {here} USING (key)"
         )
@@ -293,10 +321,8 @@ def test_tables_in_sql(spark: SparkSession, small: SmallMirror) -> None:
         for name in made:
             spark.sql(f"DROP TABLE IF EXISTS {name}")
     assert (path / "mirror.json").exists()
-    for name in ("temporary", "typed"):
-        columns = "(_key string, id long)" if name == "typed" else ""
-        spark.sql(f"CREATE TEMPORARY VIEW {name} {columns} USING mirror OPTIONS (path '{path}')")
-        assert spark.table(name).count() == 105
-        spark.catalog.dropTempView(name)
+    spark.sql(f"CREATE TEMPORARY VIEW typed (_key string, id long) USING mirror OPTIONS (path '{path}')")
+    assert spark.table("typed").where("id < 105").count() == 105
+    spark.catalog.dropTempView("typed")
     several = spark.read.format("mirror")
     assert "several paths were given" in message_of(lambda: several.load([str(path), str(path)]).count())
