@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import options, output
-from cli.exits import Ended, complain
+from cli.exits import CommandEnded, complain
 from cli.pipeline import need, spark_session
 from mirror.bench import dcp as dcp_bench
 from mirror.bench import http as http_bench
@@ -68,7 +68,7 @@ def ingest(
     check_sync(sync)
     if order not in (*ORDERS, "both"):
         complain(f"--order {order!r}: must be turn, stream or both")
-        raise Ended(ExitCode.USAGE)
+        raise CommandEnded(ExitCode.USAGE)
     orders = ORDERS if order == "both" else (order,)
     found = []
     with _folder(folder) as path:
@@ -130,7 +130,7 @@ def check_sync(sync: str) -> None:
     """Refuse another word."""
     if sync not in ("safe", "full", "unsafe"):
         complain(f"--sync {sync!r}: must be safe, full or unsafe")
-        raise Ended(ExitCode.USAGE)
+        raise CommandEnded(ExitCode.USAGE)
 
 
 @app.command()
@@ -355,7 +355,7 @@ def _numbers(option: str, text: str, most: int) -> list[int]:
     numbers = [int(each) for each in text.split(",") if each.strip().isdecimal() and 0 < int(each) <= most]
     if len(numbers) != text.count(",") + 1:
         complain(f"{option} {text!r}: must be numbers from 1 to {most}, separated by commas")
-        raise Ended(ExitCode.USAGE)
+        raise CommandEnded(ExitCode.USAGE)
     return numbers
 
 
@@ -424,7 +424,7 @@ def _folder(folder: Path | None) -> Iterator[str]:
     """A folder for one bench, which ends in a line where one of its processes fails."""
     if folder is not None and not folder.is_dir():
         complain(f"--folder {folder}: no such directory")
-        raise Ended(ExitCode.USAGE)
+        raise CommandEnded(ExitCode.USAGE)
     with tempfile.TemporaryDirectory(prefix="dcp-mirror-bench-", dir=folder) as path:
         try:
             yield path
@@ -432,7 +432,7 @@ def _folder(folder: Path | None) -> Iterator[str]:
             raise
         except (RuntimeError, OSError) as error:
             complain(str(error))
-            raise Ended(ExitCode.FAILED) from None
+            raise CommandEnded(ExitCode.FAILED) from None
 
 
 def _say_round(figures: dict[str, Any], as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output, render
-from cli.exits import Ended
+from cli.exits import CommandEnded
 from mirror.errors import ExitCode
 from storage import check as storage_check
 
@@ -44,4 +44,4 @@ def check(
         looked = f"{report.vbuckets} vbuckets, {report.rows:,} rows, {report.boundaries:,} boundaries"
         typer.echo(f"{path}: {f'{len(found)} problems' if found else 'sound'} ({looked})")
     if found:
-        raise Ended(ExitCode.DATA)
+        raise CommandEnded(ExitCode.DATA)

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output, render
-from cli.exits import Ended
+from cli.exits import CommandEnded
 from cli.stage import Stage
-from cli.status import Counter
+from cli.status import DocumentCounter
 from mirror.errors import ConfigError, ExitCode, SupervisionError
 from storage import check as storage_check
 from storage import directory
@@ -187,7 +187,7 @@ class Story:
         node: int = self._stage.ask_source("vbucket", vbid=vbid)["node"]
         return node
 
-    def reckon(self, counter: Counter) -> bool:
+    def reckon(self, counter: DocumentCounter) -> bool:
         """Silence the source, let the mirror arrive, compare; then end the service and check what it left."""
         self._stage.ask_source("rate", rate=0)
         until_s = time.monotonic() + STEP_TIMEOUT_S
@@ -234,7 +234,7 @@ def demo(
         stage = Stage(place, folder, nodes=2, vbuckets=64, documents=documents, rate=rate, workers=workers)
         stack.enter_context(stage)
         story = Story(stage, seconds or DEFAULT_LENGTH_S)
-        counter = Counter(place)
+        counter = DocumentCounter(place)
         with render.Screen(to_stderr=as_json, plain_interval_s=PLAIN_INTERVAL_S) as screen:
             with contextlib.suppress(KeyboardInterrupt):
                 perform(stage, story, counter, screen, seconds)
@@ -242,10 +242,10 @@ def demo(
             screen.finish(render.demo_end(story.lines), story.lines)
         finish(story, ok, data, as_json=as_json)
     if not ok:
-        raise Ended(ExitCode.FAILED)
+        raise CommandEnded(ExitCode.FAILED)
 
 
-def perform(stage: Stage, story: Story, counter: Counter, screen: render.Screen, seconds: float | None) -> None:
+def perform(stage: Stage, story: Story, counter: DocumentCounter, screen: render.Screen, seconds: float | None) -> None:
     """Look, go on with the story, draw; until the time is over and all steps are done."""
     rates: deque[float] = deque(maxlen=render.SPARKS_MAX)
     said = 0

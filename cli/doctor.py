@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output
-from cli.exits import Ended
+from cli.exits import CommandEnded
 from mirror import client
-from mirror.inspection.doctor import Doctor, Finding, Verdict
+from mirror.inspection.doctor import Doctor, Finding, StepVerdict
 from mirror.messages import Ping
 from mirror.supervise import logs
 
-COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
+COLOURS = {StepVerdict.OK: "green", StepVerdict.WARN: "yellow", StepVerdict.FAIL: "red"}
 
 
 def doctor(
@@ -44,7 +44,7 @@ def doctor(
     if not as_json:
         work.on_finding = say
     findings = asyncio.run(work.examine())
-    failed = [finding for finding in findings if finding.verdict is Verdict.FAIL]
+    failed = [finding for finding in findings if finding.verdict is StepVerdict.FAIL]
     if as_json:
         output.print_json(
             {
@@ -56,7 +56,7 @@ def doctor(
             }
         )
     if failed:
-        raise Ended(int(failed[0].exit_code))
+        raise CommandEnded(int(failed[0].exit_code))
 
 
 def finding_object(finding: Finding) -> dict[str, Any]:
@@ -72,5 +72,7 @@ def finding_object(finding: Finding) -> dict[str, Any]:
 def say(finding: Finding) -> None:
     """A finding for people."""
     remedy = f" ({finding.remedy})" if finding.remedy else ""
-    verdict = typer.style(f"{finding.verdict:<4}", fg=COLOURS[finding.verdict], bold=finding.verdict is not Verdict.OK)
+    verdict = typer.style(
+        f"{finding.verdict:<4}", fg=COLOURS[finding.verdict], bold=finding.verdict is not StepVerdict.OK
+    )
     typer.echo(f"{verdict}  {finding.step:<11} {finding.text}{remedy}")

@@ -29,7 +29,7 @@ class Absent(Exception):
     """The document asked for is not there: exit 5."""
 
 
-class Ended(Exception):
+class CommandEnded(Exception):
     """The command's own verdict, already printed: its exit code, no line."""
 
     def __init__(self, code: int) -> None:
@@ -47,7 +47,7 @@ def code_of(error: BaseException) -> tuple[int, str]:
     """Exit code and line for whatever ended a command; an empty line says nothing."""
     from mirror.wire.errors import ProtocolError  # the protocol's tables, which most commands never need
 
-    if isinstance(error, Ended):
+    if isinstance(error, CommandEnded):
         return error.code, ""
     if isinstance(error, Absent):
         return ExitCode.ABSENT, str(error)

@@ -24,12 +24,12 @@ import typer
 
 from cli import options
 from cli.doctor import say
-from cli.exits import Ended
+from cli.exits import CommandEnded
 from mirror.config import PasswordSource, Settings
 from mirror.config_reader import describe, validated
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import parse
-from mirror.inspection.doctor import Doctor, Verdict
+from mirror.inspection.doctor import Doctor, StepVerdict
 from mirror.supervise import logs
 
 UNIT = "dcp-mirror@.service"
@@ -116,13 +116,13 @@ def password_for(settings: Settings, bucket: str) -> str | None:
 
 
 def try_source(settings: Settings, source: str) -> None:
-    """Let `doctor` look at the source. Raises Ended with the exit code of the first failure."""
+    """Let `doctor` look at the source. Raises CommandEnded with the exit code of the first failure."""
     work = Doctor(settings, source, None, service=False)
     work.on_finding = say
-    failed = [finding for finding in asyncio.run(work.examine()) if finding.verdict is Verdict.FAIL]
+    failed = [finding for finding in asyncio.run(work.examine()) if finding.verdict is StepVerdict.FAIL]
     if failed:
         typer.echo("nothing was written: fix what failed, or give --no-check", err=True)
-        raise Ended(int(failed[0].exit_code))
+        raise CommandEnded(int(failed[0].exit_code))
 
 
 def settings_text(given: Mapping[str, Any]) -> str:

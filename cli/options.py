@@ -13,7 +13,7 @@ import typer
 
 from mirror import client
 from mirror.config import Settings
-from mirror.config_reader import NAMES, Loaded, load, validated
+from mirror.config_reader import NAMES, LoadedSettings, load, validated
 from mirror.errors import ConfigError
 from mirror.messages import GetSource
 
@@ -83,14 +83,16 @@ def flags_from(pairs: list[str] | None) -> dict[str, Any]:
     return flags
 
 
-def settings_from(flags: dict[str, Any], *, config: Path | None = None, pairs: list[str] | None = None) -> Loaded:
+def settings_from(
+    flags: dict[str, Any], *, config: Path | None = None, pairs: list[str] | None = None
+) -> LoadedSettings:
     """All settings in force. Raises ConfigError."""
     return load(
         flags_from(pairs) | {name: value for name, value in flags.items() if value is not None}, config_file=config
     )
 
 
-def with_source(loaded: Loaded) -> Settings:
+def with_source(loaded: LoadedSettings) -> Settings:
     """The settings; where they name no source, the running service of the data directory says how to reach its own.
 
     Raises ConfigError where neither does.

@@ -522,9 +522,9 @@ def compare(
         for line in compared_lines(done):
             typer.echo(line)
     if done.different:
-        raise exits.Ended(ExitCode.DATA)
+        raise exits.CommandEnded(ExitCode.DATA)
     if done.unfinished:
-        raise exits.Ended(ExitCode.FAILED)
+        raise exits.CommandEnded(ExitCode.FAILED)
 
 
 @app.command()

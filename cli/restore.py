@@ -18,10 +18,10 @@ from cli import options, output, render
 from cli.backup import PLAIN_INTERVAL_S, STDOUT, in_words, summary_object
 from mirror.clock import SystemClock
 from storage import archive, backup
-from storage.backup import Part
+from storage.backup import BackupPart
 
 
-def parts_of(source: str) -> Iterator[Part]:
+def parts_of(source: str) -> Iterator[BackupPart]:
     """The parts of a backup: a folder, a tar, or a tar on stdin. Raises CorruptedError, OSError."""
     if source == STDOUT:
         yield from archive.tar_parts(sys.stdin.buffer)

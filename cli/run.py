@@ -17,9 +17,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from cli import options, output, render
-from cli.exits import Ended
+from cli.exits import CommandEnded
 from mirror.clock import SystemClock
-from mirror.config_reader import Loaded
+from mirror.config_reader import LoadedSettings
 from mirror.errors import ExitCode
 from mirror.feed.connection_string import parse
 from mirror.supervise import logs
@@ -119,7 +119,7 @@ def run(
     """
 
     def ended_early(*_: object) -> NoReturn:
-        raise Ended(ExitCode.INTERRUPTED if until_caught_up else ExitCode.DONE)
+        raise CommandEnded(ExitCode.INTERRUPTED if until_caught_up else ExitCode.DONE)
 
     signal.signal(signal.SIGTERM, ended_early)  # until the supervisor takes it
     flags = {
@@ -129,7 +129,7 @@ def run(
         "tls_client_key_file": tls_client_key_file, "network": network,
     }  # fmt: skip
 
-    def read() -> Loaded:
+    def read() -> LoadedSettings:
         loaded = options.settings_from(flags, config=config, pairs=pairs)
         logs.set_up(loaded.settings.log_level, json=loaded.settings.log_json)
         return loaded
@@ -176,7 +176,7 @@ def run(
         elif code == 0:
             typer.echo(f"caught up: {render.progress_line(last, elapsed_s)} in {render.duration(elapsed_s)}", err=True)
     if code:
-        raise Ended(int(code))
+        raise CommandEnded(int(code))
 
 
 def caught_up_object(data: Path | None, status: dict[str, Any], code: int, elapsed_s: float) -> dict[str, Any]:

@@ -24,7 +24,7 @@ COUNT_SEQNOS_MAX = 2_000_000
 """Documents are counted by walking the keys; of a larger mirror only when asked to (--count), for it takes seconds."""
 
 
-class Counter:
+class DocumentCounter:
     """Counts live documents, of each vbucket again only when it has moved."""
 
     def __init__(self, data: Path, *, always: bool = False) -> None:
@@ -83,7 +83,7 @@ def status(
     """Show how the mirror stands: states, positions, lag, workers. Works with the service up or down."""
     path = options.data_directory(data, config)
     document = current_status(path)
-    Counter(path, always=count).fill(document)
+    DocumentCounter(path, always=count).fill(document)
     if as_json:
         output.print_json(document)
     else:
@@ -101,7 +101,7 @@ def top(
 ) -> None:
     """Show the status live until q or Ctrl-C."""
     directory_path = options.data_directory(data, config)
-    counter = Counter(directory_path)
+    counter = DocumentCounter(directory_path)
     looks = 0
     with contextlib.suppress(KeyboardInterrupt), render.Screen(plain_interval_s=0) as screen, Keyboard() as keyboard:
         while True:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output, render
-from cli.exits import Ended
+from cli.exits import CommandEnded
 from mirror import client
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ConfigError, ExitCode
@@ -118,7 +118,7 @@ def verify(
     else:
         say(facts, results, limit)
     if not facts["ok"]:
-        raise Ended(ExitCode.DATA if any(result.wrong for result in results) else ExitCode.FAILED)
+        raise CommandEnded(ExitCode.DATA if any(result.wrong for result in results) else ExitCode.FAILED)
 
 
 def selected(path: Path, url: str, settings: Settings) -> list[str] | None:

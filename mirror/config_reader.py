@@ -180,7 +180,7 @@ _TYPE_NAMES: dict[Any, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSettings:
     """Settings and, per setting, where its value came from: `flag`, `environment`, `file PATH` or `default`."""
 
     settings: Settings
@@ -195,7 +195,7 @@ class Loaded:
         return rows
 
 
-def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = None) -> Loaded:
+def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = None) -> LoadedSettings:
     """Read the settings. Flags that are None count as not given. Raises ConfigError."""
     layers: list[tuple[str, dict[str, Any]]] = [
         ("flag", {name: value for name, value in (flags or {}).items() if value is not None}),
@@ -228,7 +228,7 @@ def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = N
             hint="a source sends both halves of sync writes for a whole bucket alone: give up one of the two",
             setting="track_prepares",
         )
-    return Loaded(settings, provenance)
+    return LoadedSettings(settings, provenance)
 
 
 def _from_environment() -> dict[str, Any]:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO
 
-from storage.backup import MANIFEST, MANIFEST_BYTES_MAX, PART_BYTES, Part
+from storage.backup import MANIFEST, MANIFEST_BYTES_MAX, PART_BYTES, BackupPart
 from storage.directory import sync_directory
 from storage.errors import CorruptedError, StorageError
 
@@ -32,7 +32,7 @@ class FolderSink:
             hint = "an unfinished backup has no backup.json; give an empty or new directory"
             raise StorageError(f"is not empty: it holds {names[0]}", path=path, hint=hint)
 
-    def put(self, part: Part) -> None:
+    def put(self, part: BackupPart) -> None:
         """Write a file; it is on the disk when this returns."""
         target = os.path.join(self._path, part.name)
         os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
@@ -55,7 +55,7 @@ class TarSink:
         self._time_s = time_s
         self._tar = tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed by `close`
 
-    def put(self, part: Part) -> None:
+    def put(self, part: BackupPart) -> None:
         """Write a member."""
         member = tarfile.TarInfo(part.name)
         member.size, member.mtime, member.mode = len(part.data), self._time_s, 0o600
@@ -66,7 +66,7 @@ class TarSink:
         self._tar.close()
 
 
-def folder_parts(path: str) -> Iterator[Part]:
+def folder_parts(path: str) -> Iterator[BackupPart]:
     """The parts in a folder; the manifest last. Raises CorruptedError, OSError."""
     if not os.path.exists(os.path.join(path, MANIFEST)):
         raise CorruptedError(f"is no complete backup: it has no {MANIFEST}", path=path, hint=_NOT_COMPLETE)
@@ -78,7 +78,7 @@ def folder_parts(path: str) -> Iterator[Part]:
             yield _part(name, file, os.fstat(file.fileno()).st_size)
 
 
-def tar_parts(file: IO[bytes]) -> Iterator[Part]:
+def tar_parts(file: IO[bytes]) -> Iterator[BackupPart]:
     """The parts in a tar, plain or compressed by gzip, bzip2 or xz. Raises CorruptedError."""
     try:
         with tarfile.open(fileobj=file, mode="r|*") as tar:
@@ -95,7 +95,7 @@ def tar_parts(file: IO[bytes]) -> Iterator[Part]:
         raise CorruptedError(f"the backup is damaged or cut short: {error}", hint=_NOT_COMPLETE) from error
 
 
-def _part(name: str, file: IO[bytes], size: int) -> Part:
+def _part(name: str, file: IO[bytes], size: int) -> BackupPart:
     if size > (MANIFEST_BYTES_MAX if name == MANIFEST else PART_BYTES):
         raise CorruptedError(f"{name[:80]!r} is no part of a backup: too large", hint="give what `backup` wrote")
-    return Part(name, file.read())
+    return BackupPart(name, file.read())

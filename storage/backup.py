@@ -45,17 +45,17 @@ Progress = Callable[[int, int], None]
 """Called with groups done and bytes so far."""
 
 
-class Part(NamedTuple):
+class BackupPart(NamedTuple):
     """A file of a backup."""
 
     name: str
     data: bytes
 
 
-class Sink(Protocol):
+class BackupSink(Protocol):
     """Where the parts of a backup go."""
 
-    def put(self, part: Part) -> None:
+    def put(self, part: BackupPart) -> None:
         """Keep a part. Raises OSError."""
 
 
@@ -83,7 +83,7 @@ def part_name(group: int, number: int) -> str:
 
 
 def create(
-    path: str, sink: Sink, *, time_ms: int, as_of_ms: int | None = None, progress: Progress = lambda *_: None
+    path: str, sink: BackupSink, *, time_ms: int, as_of_ms: int | None = None, progress: Progress = lambda *_: None
 ) -> Summary:
     """Copy the mirror at `path` into `sink`, whether its service runs or not.
 
@@ -98,7 +98,7 @@ def create(
         for group in range(identity.group_count):
             for number, data in enumerate(_group_parts(view, group, as_of_ms, published, rollbacks)):
                 name = part_name(group, number)
-                sink.put(Part(name, data))
+                sink.put(BackupPart(name, data))
                 files.append({"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
                 progress(group, sum_bytes(files))
             progress(group + 1, sum_bytes(files))
@@ -115,7 +115,7 @@ def create(
         "rollbacks": {str(vbid): seqno for vbid, seqno in rollbacks.items()},
         "files": files,
     }
-    sink.put(Part(MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1).encode()))
+    sink.put(BackupPart(MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1).encode()))
     return Summary(identity, time_ms, as_of_ms, published, len(files), sum_bytes(files))
 
 
@@ -194,7 +194,7 @@ def check_target(target: str) -> None:
 
 
 def restore(
-    parts: Iterable[Part],
+    parts: Iterable[BackupPart],
     target: str,
     *,
     clock_ms: Callable[[], int],
@@ -235,7 +235,7 @@ def restore(
 
 
 def _prepare(
-    parts: Iterable[Part], work: str, clock_ms: Callable[[], int], progress: Progress, *, check_rows: bool
+    parts: Iterable[BackupPart], work: str, clock_ms: Callable[[], int], progress: Progress, *, check_rows: bool
 ) -> Summary:
     """Write the parts into `work`, compare them with the manifest, and make the folder a mirror."""
     found: dict[str, tuple[int, str]] = {}
@@ -283,7 +283,7 @@ class _Files:
         """The group that is written."""
         return self._expected[0]
 
-    def append(self, part: Part) -> None:
+    def append(self, part: BackupPart) -> None:
         match = _PART.fullmatch(part.name)
         if match is None:
             raise CorruptedError(f"{part.name[:80]!r} is no part of a backup", hint="give what `backup` wrote")

@@ -42,7 +42,7 @@ class Moment(NamedTuple):
     """`history_clock`, for what depends on age."""
 
 
-class Counters(NamedTuple):
+class BoundaryCounters(NamedTuple):
     """What the boundaries of a chain count, so that nobody has to walk it."""
 
     ordinal: int
@@ -72,7 +72,7 @@ ManifestKey = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedVbucket:
     """A vbucket as its environment describes it."""
 
     state: VbucketState
@@ -82,11 +82,11 @@ class Loaded:
     """Of the manifests of the staging branch above what is published, rising."""
     manifest_depth: int
     """How many rows the manifest of the state is made of."""
-    counters: Counters
+    counters: BoundaryCounters
     """Of the newest published boundary of the staging branch."""
 
 
-def load(txn: Transaction, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | None = None) -> Loaded:
+def load(txn: Transaction, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | None = None) -> LoadedVbucket:
     """Read the state of a vbucket; CorruptedError names what contradicts what. `known`: manifests that the caller
     remembers.
     """
@@ -139,13 +139,13 @@ def load(txn: Transaction, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | N
         last_rollback_ms=row.last_rollback_ms,
         stream_filter=row.stream_filter,
     )
-    counters = Counters(0, 0)
+    counters = BoundaryCounters(0, 0)
     if staging_published:
         links = chain.load(txn, vbid, staging, staging_published)
         boundary = chain.newest_boundary(txn, vbid, links, staging_published)
         if boundary is not None:
-            counters = Counters(boundary.ordinal, boundary.row_bytes)
-    return Loaded(state, row.indexed_seqno, manifest_key, above, depth, counters)
+            counters = BoundaryCounters(boundary.ordinal, boundary.row_bytes)
+    return LoadedVbucket(state, row.indexed_seqno, manifest_key, above, depth, counters)
 
 
 def purge_row(txn: Transaction, vbid: int) -> PurgeRow:
@@ -344,8 +344,8 @@ def put_published(
     snap_start_seqno: int,
     manifest_key: ManifestKey,
     now: Moment,
-    counters: Counters,
-) -> Counters:
+    counters: BoundaryCounters,
+) -> BoundaryCounters:
     """Make `branch` up to `seqno` what readers see, and keep that boundary.
 
     The branch of a refill, an OSO snapshot or a deferred rollback gets its time now, by which the purger knows that
@@ -369,7 +369,7 @@ def put_published(
         counters = counters._replace(ordinal=counters.ordinal - 1)  # it takes the place of the one that is there
     put_boundary(txn, state, branch, seqno, snap_start_seqno, now, counters)
     chain.put_span(txn, state.vbid, branch, seqno, state.staging_published_seqno)
-    return Counters(counters.ordinal + 1, counters.row_bytes)
+    return BoundaryCounters(counters.ordinal + 1, counters.row_bytes)
 
 
 def put_boundary(
@@ -379,7 +379,7 @@ def put_boundary(
     seqno: int,
     start: int,
     now: Moment,
-    counters: Counters,
+    counters: BoundaryCounters,
 ) -> None:
     """The boundary row of a published snapshot end."""
     vbuuid = state.failover_log.vbuuid_at(seqno)

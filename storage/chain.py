@@ -21,7 +21,7 @@ from storage.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """One branch of a chain: rows with base_seqno < seqno <= cut are visible."""
 
     branch: int
@@ -38,7 +38,7 @@ class Link:
         return records.history_id_at(self.history_ids, seqno)
 
 
-Chain = tuple[Link, ...]
+Chain = tuple[ChainLink, ...]
 
 SPAN_SEQNOS = 100
 """A snapshot with more seqnos than this is leapt over when boundaries are looked for."""
@@ -46,7 +46,7 @@ SPAN_SEQNOS = 100
 
 def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
     """The chain of `branch` cut at `cut`, newest first."""
-    links: list[Link] = []
+    links: list[ChainLink] = []
     current: int | None = branch
     while current is not None:
         data = txn.get(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, current))
@@ -58,7 +58,9 @@ def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
             raise CorruptedError(f"branch {current}: {error.message}", path=txn.path, vbid=vbid) from error
         if row.parent is not None and row.parent >= current:
             raise CorruptedError(f"branch {current} has parent {row.parent}", path=txn.path, vbid=vbid)
-        links.append(Link(current, row.base_seqno, cut, row.kept_seqno, row.first_branch or current, row.history_ids))
+        links.append(
+            ChainLink(current, row.base_seqno, cut, row.kept_seqno, row.first_branch or current, row.history_ids)
+        )
         cut = min(cut, row.base_seqno)
         current = row.parent
     return tuple(links)
@@ -83,8 +85,8 @@ def recut(chain: Chain, cut: int) -> Chain:
     return tuple(link if link.cut <= cut else _cut_at(link, cut) for link in chain)
 
 
-def _cut_at(link: Link, cut: int) -> Link:
-    return Link(link.branch, link.base_seqno, cut, link.kept_seqno, link.first_branch, link.history_ids)
+def _cut_at(link: ChainLink, cut: int) -> ChainLink:
+    return ChainLink(link.branch, link.base_seqno, cut, link.kept_seqno, link.first_branch, link.history_ids)
 
 
 def same(one: Chain, other: Chain) -> bool:
@@ -133,14 +135,14 @@ def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
     return None
 
 
-def _link_of(chain: Sequence[Link], branch: int, start: int) -> int:
+def _link_of(chain: Sequence[ChainLink], branch: int, start: int) -> int:
     """The index of the first link, from `start` on, whose branch is `branch` or older; len(chain) without one."""
     if start < len(chain) and chain[start].branch <= branch:
         return start
     return bisect_left(chain, -branch, start, key=lambda link: -link.branch)
 
 
-def boundary_of(key: bytes, value: bytes, vbid: int, link: Link | None = None) -> Boundary:
+def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = None) -> Boundary:
     """A boundary row as a Boundary; without the link of its branch, of no known history."""
     branch, seqno = keys.ROW.unpack_from(key)
     if len(value) != keys.BOUNDARY.size:
@@ -230,7 +232,7 @@ def boundaries_after(txn: Transaction, vbid: Vbid, chain: Chain, after_seqno: in
                         break
 
 
-def _before_span(spans: Any, vbid: int, link: Link) -> int:
+def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
     """The cut of a link; inside of a long snapshot the boundary before that instead."""
     key = keys.SPAN_KEY.pack(vbid, link.branch, link.cut)
     if spans.set_range(key) and spans.key()[:6] == key[:6] and spans.key() != key:

@@ -26,7 +26,7 @@ GAP_ROWS = 5_000_000
 
 
 @dataclass(slots=True)
-class Report:
+class CheckReport:
     """What a check found."""
 
     problems: list[str] = field(default_factory=list)
@@ -49,13 +49,13 @@ class Report:
 Progress = Callable[[int, int], None]
 
 
-def check(path: str, *, deep: bool = False, progress: Progress | None = None) -> Report:
+def check(path: str, *, deep: bool = False, progress: Progress | None = None) -> CheckReport:
     """Walk the mirror at `path`. `deep` also walks LMDB's own pages (py-lmdb's verifier; some 100 MB/s).
 
     Raises NotAMirror, ReadOnly, FormatTooNew; damage is reported, not raised. `progress(done, of)` counts vbuckets.
     """
     identity = directory.load(path)
-    report = Report()
+    report = CheckReport()
     for group in range(identity.group_count):
         folder = directory.group_path(path, group)
         try:
@@ -66,7 +66,7 @@ def check(path: str, *, deep: bool = False, progress: Progress | None = None) ->
 
 
 def _check_group(
-    folder: str, group: int, identity: Identity, report: Report, deep: bool, progress: Progress | None
+    folder: str, group: int, identity: Identity, report: CheckReport, deep: bool, progress: Progress | None
 ) -> None:
     vbids = directory.group_vbids(identity, group)
     if deep and not _check_pages(folder, group, report):
@@ -85,7 +85,7 @@ def _check_group(
         for vbid in vbids:
             try:
                 with environment.read() as txn:
-                    _Walk(txn, Vbid(vbid), report).run()
+                    _VbucketCheck(txn, Vbid(vbid), report).run()
             except (StorageError, struct.error, ValueError, IndexError) as error:
                 report.add(f"vbucket {vbid}", str(error))
             report.vbuckets += 1
@@ -95,7 +95,7 @@ def _check_group(
         SHARED.release(environment)
 
 
-def _check_pages(folder: str, group: int, report: Report) -> bool:
+def _check_pages(folder: str, group: int, report: CheckReport) -> bool:
     """py-lmdb's own verifier, on the file. True when it found nothing."""
     from lmdb import verify
 
@@ -108,7 +108,7 @@ def _check_pages(folder: str, group: int, report: Report) -> bool:
     return not problems
 
 
-def _check_strays(txn: Transaction, vbids: set[int], group: int, report: Report) -> None:
+def _check_strays(txn: Transaction, vbids: set[int], group: int, report: CheckReport) -> None:
     """Rows of shared trees that speak of vbuckets of other groups."""
     for name in keys.SHARED_DBS:
         if name == keys.DB_META or not txn.environment.has(name):
@@ -119,10 +119,10 @@ def _check_strays(txn: Transaction, vbids: set[int], group: int, report: Report)
                 report.add(f"group {group}", f"tree {name.decode()} has a row of vbucket {vbid}")
 
 
-class _Walk:
+class _VbucketCheck:
     """The walk over one vbucket, in one transaction."""
 
-    def __init__(self, txn: Transaction, vbid: Vbid, report: Report) -> None:
+    def __init__(self, txn: Transaction, vbid: Vbid, report: CheckReport) -> None:
         self.txn = txn
         self.vbid = vbid
         self.report = report

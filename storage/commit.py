@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     published: bool
     staged_seqno: int
     time_ms: int
-    counters: branches.Counters
+    counters: branches.BoundaryCounters
     manifest_count: int
     has_rows_above: bool
     """Earlier commits had written rows above the end that was published."""
@@ -50,7 +50,7 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
     publish = _can_publish(vbucket)
     if publish:
         row_bytes = _put_key_rows(txn, vbucket, rows)
-        counters = branches.Counters(counters.ordinal, counters.row_bytes + row_bytes)
+        counters = branches.BoundaryCounters(counters.ordinal, counters.row_bytes + row_bytes)
     manifest_count = 0
     for seqno, change in vbucket.manifest_changes:
         if flush_open or seqno <= (vbucket.complete_seqno or 0):

@@ -32,7 +32,7 @@ Position = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class HeldLease:
     """Positions held until `until_ms` of the history clock."""
 
     positions: Mapping[int, Position]
@@ -44,11 +44,11 @@ class Leases:
 
     def __init__(self) -> None:
         """None yet."""
-        self._held: dict[str, Lease] = {}
+        self._held: dict[str, HeldLease] = {}
 
     def put(self, name: str, positions: Mapping[int, Position], until_ms: int) -> None:
         """Hold what was found to be kept (`check_kept`); an older lease of that name is replaced."""
-        self._held[name] = Lease(positions, until_ms)
+        self._held[name] = HeldLease(positions, until_ms)
 
     def renew(self, name: str, positions: Mapping[int, Position], until_ms: int, now_ms: int) -> bool:
         """Hold on. False: no such lease holds these (any more); what one that ended held may be gone since."""
@@ -56,7 +56,7 @@ class Leases:
         lease = self._held.get(name)
         if lease is None or lease.positions != positions:
             return False
-        self._held[name] = Lease(positions, until_ms)
+        self._held[name] = HeldLease(positions, until_ms)
         return True
 
     def release(self, name: str) -> None:
@@ -89,7 +89,7 @@ class Leases:
         boundary = chain.newest_boundary(txn, vbid, served, min(limits))
         return boundary.seqno if boundary is not None else 0
 
-    def held_rows(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[chain.Link]:
+    def held_rows(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[chain.ChainLink]:
         """Branches and cuts whose rows somebody holds."""
         for branch, seqno in self.of(vbid, now_ms):
             yield from chain.load(txn, vbid, branch, seqno)

@@ -73,7 +73,7 @@ class PendingVbucket:
         "unordered",
     )
 
-    def __init__(self, loaded: branches.Loaded, prepares: Prepares, byte_count: PendingBytes, path: str) -> None:
+    def __init__(self, loaded: branches.LoadedVbucket, prepares: Prepares, byte_count: PendingBytes, path: str) -> None:
         """Nothing is pending yet. `byte_count` is the group's."""
         state = loaded.state
         self._bytes = byte_count

@@ -75,7 +75,7 @@ def deal(sorted_slice: list[bytes], marks: list[bytes], batches: list[list[list[
             batches[number].append(sorted_slice[start:end])
 
 
-class Phase(Enum):
+class RemovalPhase(Enum):
     """What the next step does."""
 
     READ = auto()
@@ -95,7 +95,7 @@ class Removal:
         self._begin_run(dead.first_key)
 
     def _begin_run(self, position: bytes | None) -> None:
-        self._phase = Phase.READ
+        self._phase = RemovalPhase.READ
         self._position = position
         self._slices: list[list[bytes]] = []
         self._marks: list[bytes] = []
@@ -107,22 +107,22 @@ class Removal:
 
     def step(self, txn: Transaction, limit: int) -> int:
         """Do a bounded part in `txn`; returns how many rows were removed."""
-        if self._phase is Phase.READ:
+        if self._phase is RemovalPhase.READ:
             self._slice = self._read(txn, limit * READ_SHARE)
             return 0
-        if self._phase is Phase.KEYS:
+        if self._phase is RemovalPhase.KEYS:
             self._remove_keys(txn, limit)
             return 0
         return self._remove_rows(txn, limit * ROW_SHARE)
 
     def settle(self) -> bool:
         """The step was committed. False when the range is empty."""
-        if self._phase is Phase.READ:
+        if self._phase is RemovalPhase.READ:
             return self._settle_read()
-        if self._phase is Phase.KEYS:
+        if self._phase is RemovalPhase.KEYS:
             self._batch = self._batch[self._count :]
             if not self._batch and not self._batches:
-                self._phase = Phase.ROWS
+                self._phase = RemovalPhase.ROWS
             return True
         self._left -= self._count
         if self._left > 0 and self._count:
@@ -140,7 +140,7 @@ class Removal:
         if self._position is None or self._left >= RUN_ROWS:
             self._marks = marks_of(self._slices, BATCH_ROWS)
             self._batches = [[] for _ in range(len(self._marks) + 1)]
-            self._phase = Phase.KEYS
+            self._phase = RemovalPhase.KEYS
         return self._left > 0 or self._position is not None
 
     def _read(self, txn: Transaction, limit: int) -> Slice:

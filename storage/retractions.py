@@ -68,7 +68,7 @@ def undone(
     `bytes_max` bytes.
     """
     rows_max = scan.CHUNK_ROWS if bytes_max is None else max(1, min(scan.CHUNK_ROWS, bytes_max // UNDONE_BYTES))
-    return _Walk(reader, served, lost, common_seqno, replacing, rows_max).run()
+    return _RetractionWalk(reader, served, lost, common_seqno, replacing, rows_max).run()
 
 
 def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
@@ -83,7 +83,7 @@ def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
         return reader.document(txn, undone.reference, raw, lenient=True)
 
 
-class _Walk:
+class _RetractionWalk:
     """One walk over lost rows."""
 
     def __init__(
@@ -123,7 +123,7 @@ class _Walk:
                 left = left._replace(start=following)
                 yield from (Undone("restoration", wire_key, dup) for wire_key, dup in found)
 
-    def _of_link(self, link: chain.Link) -> Iterator[Undone]:
+    def _of_link(self, link: chain.ChainLink) -> Iterator[Undone]:
         """Of the rows of one branch."""
         vbid = self.reader.vbid
         position = max(link.base_seqno, self.common_seqno)

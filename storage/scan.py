@@ -27,7 +27,7 @@ CHUNK_BYTES = 8 * 1024 * 1024
 """Row bytes that a scan holds at once; one document may be larger, so at least one is always read."""
 
 
-class Selection(NamedTuple):
+class KeySelection(NamedTuple):
     """Which documents of a vbucket a caller wants. `start` <= key < `end`, and each key begins with `prefix`."""
 
     prefix: bytes = b""
@@ -63,7 +63,7 @@ class WireRange(NamedTuple):
 
 def documents(
     reader: VbucketReader,
-    selection: Selection,
+    selection: KeySelection,
     collection: CollectionName | None,
     as_of: AsOf,
     now: float | None,
@@ -104,7 +104,7 @@ def page(
     groups: Groups,
     at: Pin,
     collection: CollectionName | None,
-    selection: Selection,
+    selection: KeySelection,
     limit: int,
     bytes_max: int | None,
 ) -> tuple[list[Document], bytes]:

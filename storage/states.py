@@ -17,7 +17,7 @@ from storage.tokens import Pin, Token
 from storage.vbucket_reader import Served, VbucketReader
 
 
-class Published(NamedTuple):
+class ServedPosition(NamedTuple):
     """What one vbucket serves now."""
 
     branch: Branch
@@ -48,7 +48,7 @@ def state(reader: VbucketReader) -> VbucketState:
         return branches.load(txn, reader.vbid, reader.remembered_manifests(txn)).state
 
 
-def published(groups: Groups) -> list[Published]:
+def published(groups: Groups) -> list[ServedPosition]:
     """What every vbucket of the mirror serves now, in rising vbid."""
     found = {}
     for first in groups.vbids[: groups.count]:  # one of each group
@@ -59,7 +59,7 @@ def published(groups: Groups) -> list[Published]:
                 pub = txn.pub_of(vbid, data)
                 history_id = groups.reader(vbid).whole_chain(txn, pub.branch)[0].history_id(pub.seqno)
                 branch, seqno, floor = Branch(pub.branch), Seqno(pub.seqno), Seqno(pub.floor_seqno)
-                found[vbid] = Published(branch, seqno, floor, pub.is_stale, history_id)
+                found[vbid] = ServedPosition(branch, seqno, floor, pub.is_stale, history_id)
     return [found[vbid] for vbid in groups.vbids]
 
 

@@ -44,7 +44,7 @@ class Left(Exception):
         self.rolled_back = rolled_back
 
 
-class Standing(NamedTuple):
+class ServedState(NamedTuple):
     """What one vbucket serves, of one moment."""
 
     branch: int
@@ -71,7 +71,7 @@ class Standing(NamedTuple):
         return chain.sees(self.links, branch, seqno)
 
 
-def standing(view: View, vbid: int) -> Standing:
+def standing(view: View, vbid: int) -> ServedState:
     """What a vbucket serves now. Raises StorageError."""
     reader = view.reader(vbid)
     with reader.environment.read() as txn:
@@ -82,7 +82,7 @@ def standing(view: View, vbid: int) -> Standing:
         local_purge_seqno = branches.purge_row(txn, vbid).local_purge_seqno
     log, is_empty = state.failover_log, not state.staged_seqno and state.open_snapshot is None
     whole = state.staging_branch == pub.branch and bool(log) and (pub.seqno > 0 or is_empty)
-    return Standing(
+    return ServedState(
         pub.branch,
         pub.seqno,
         links,
@@ -95,7 +95,7 @@ def standing(view: View, vbid: int) -> Standing:
     )
 
 
-def shared_seqno(view: View, vbid: int, pinned: Standing, seqno: int) -> int:
+def shared_seqno(view: View, vbid: int, pinned: ServedState, seqno: int) -> int:
     """Where a follower stood last that holds more than `seqno` of a history which is the served one's up to there.
 
     What it was sent after the boundary that the mirror itself went back to came in snapshots that left out versions
@@ -142,7 +142,7 @@ class Commits:
 def rows(
     view: View,
     vbid: int,
-    pinned: Standing,
+    pinned: ServedState,
     after_seqno: int,
     *,
     bytes_max: int,
@@ -184,7 +184,7 @@ def begins_of(manifest: Manifest) -> dict[int, int]:
 def last_document_seqno(
     view: View,
     vbid: int,
-    pinned: Standing,
+    pinned: ServedState,
     after_seqno: int,
     begins: Mapping[int, int],
     *,
@@ -211,7 +211,7 @@ def last_document_seqno(
     return after_seqno
 
 
-def _last_prepare(reader: VbucketReader, pinned: Standing, after_seqno: int, begins: Mapping[int, int]) -> int:
+def _last_prepare(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
     """Seqno of the last prepare or abort that `rows` gives; `after_seqno` without one. Raises Left."""
     last, at = after_seqno, after_seqno
     while at < pinned.seqno:
@@ -222,7 +222,7 @@ def _last_prepare(reader: VbucketReader, pinned: Standing, after_seqno: int, beg
     return last
 
 
-def _check(reader: VbucketReader, txn: Transaction, pinned: Standing, tombstones_from: int | None) -> None:
+def _check(reader: VbucketReader, txn: Transaction, pinned: ServedState, tombstones_from: int | None) -> None:
     """Raise Left unless all that `pinned` sees is still served and kept."""
     branch, seqno, floor, *_ = txn.pub(reader.vbid)
     try:
@@ -266,7 +266,7 @@ def _look(
 
 
 def _look_at_prepares(
-    txn: Transaction, vbid: int, pinned: Standing, between: tuple[int, int], rows_max: int, bytes_max: int
+    txn: Transaction, vbid: int, pinned: ServedState, between: tuple[int, int], rows_max: int, bytes_max: int
 ) -> tuple[list[Row], int]:
     """The prepares of a range that are open at its snapshot's end, and its aborts; and how far that is.
 

@@ -26,7 +26,7 @@ from storage.history import History
 from storage.keys import vbid_of
 from storage.model import SEQNO_MAX, Boundary, Document, Identity, Manifest, Seqno, Vbid, VbucketState
 from storage.point_reads import Found, PointReads
-from storage.states import Past, Published
+from storage.states import Past, ServedPosition
 from storage.tokens import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
 __all__ = [
@@ -38,8 +38,8 @@ __all__ = [
     "Past",
     "Pieces",
     "Pin",
-    "Published",
     "Rollback",
+    "ServedPosition",
     "Time",
     "Token",
     "View",
@@ -151,7 +151,7 @@ class View(PointReads):
         """
         prefix, start = (text.encode() if isinstance(text, str) else text for text in (prefix, start))
         stop = end.encode() if isinstance(end, str) else end
-        selection = scans.Selection(prefix, start, stop, deletions, raw)
+        selection = scans.KeySelection(prefix, start, stop, deletions, raw)
         left = limit if limit is not None else -1
         for each in self.vbids if vbid is None else (vbid,):
             if left == 0:
@@ -185,7 +185,7 @@ class View(PointReads):
         their values are no more than `bytes_max`, but for a first one that is larger by itself.
         Raises ViewInvalidated when a rollback, a refill or the purger passed the pin.
         """
-        selection = scans.Selection(prefix, start, end, deletions, raw)
+        selection = scans.KeySelection(prefix, start, end, deletions, raw)
         return scans.page(self.groups, pin, collection, selection, limit, bytes_max)
 
     def scan_seqno(
@@ -213,7 +213,7 @@ class View(PointReads):
         """The stored states of all vbuckets, in rising vbid."""
         return [self.state(vbid) for vbid in self.vbids]
 
-    def published(self) -> list[Published]:
+    def published(self) -> list[ServedPosition]:
         """Return what every vbucket of `vbids` serves now, in that order: the cheapest way to see that one moved."""
         return states.published(self.groups)
 

@@ -86,7 +86,7 @@ class Histories(Protocol):
         """All rollbacks that are kept, oldest first."""
 
 
-class Standing(Enum):
+class WriteStatus(Enum):
     """How a write stands."""
 
     PUBLISHED = "published"
@@ -94,27 +94,27 @@ class Standing(Enum):
     LOST = "lost"
 
 
-def standing(view: Histories, token: MutationToken) -> Standing:
+def standing(view: Histories, token: MutationToken) -> WriteStatus:
     """How the write stands now. Raises StorageError for a vbucket that does not exist."""
     state = view.state(token.vbid)
     found = standing_in(state, token)
     if found is None:
-        return Standing.LOST if _was_rolled_back(view, state, token) else Standing.WAITING
+        return WriteStatus.LOST if _was_rolled_back(view, state, token) else WriteStatus.WAITING
     return found
 
 
-def standing_in(state: VbucketState, token: MutationToken) -> Standing | None:
+def standing_in(state: VbucketState, token: MutationToken) -> WriteStatus | None:
     """How the write stands by one state of its vbucket; None: its history is not in the failover log."""
     refilling = state.staging_branch != state.branch
-    here = Standing.PUBLISHED if state.published_seqno >= token.seqno and not refilling else Standing.WAITING
+    here = WriteStatus.PUBLISHED if state.published_seqno >= token.seqno and not refilling else WriteStatus.WAITING
     if not token.vbuuid:
         return here
     if state.rollback_deferred:  # the log is of the history that is staged: whether it has the write is not known yet
-        return Standing.WAITING
+        return WriteStatus.WAITING
     end_seqno = state.failover_log.end_of(token.vbuuid, SEQNO_MAX)
     if end_seqno is None:
         return None
-    return here if token.seqno <= end_seqno else Standing.LOST
+    return here if token.seqno <= end_seqno else WriteStatus.LOST
 
 
 def _was_rolled_back(view: Histories, state: VbucketState, token: MutationToken) -> bool:
@@ -139,8 +139,8 @@ def wait_for(
     """
     deadline = monotonic() + timeout_s
     delay = POLL_MIN_S
-    while (now := standing(view, token)) is not Standing.PUBLISHED:
-        if now is Standing.LOST:
+    while (now := standing(view, token)) is not WriteStatus.PUBLISHED:
+        if now is WriteStatus.LOST:
             raise lost(token)
         left = deadline - monotonic()
         if left <= 0:

@@ -51,7 +51,7 @@ class Volume:
     """Of these, what does not count for flow control: answers."""
 
 
-class _Client:
+class _DrainClient:
     """One connection: a context in which it is open for DCP."""
 
     def __init__(self, server: Server, name: str) -> None:
@@ -61,7 +61,7 @@ class _Client:
         self._high_seqnos: dict[int, int] = {}
         self.socket: socket.socket
 
-    def __enter__(self) -> _Client:
+    def __enter__(self) -> _DrainClient:
         self.socket = socket.create_connection((self._server.host, self._server.port), timeout=PATIENCE_S)
         try:
             self._open()
@@ -132,14 +132,14 @@ def _check(answer: Frame) -> None:
 
 def measured(server: Server) -> Volume:
     """What one client receives. Raises RuntimeError where the server refuses, OSError where it cannot be reached."""
-    with _Client(server, "bench-measure") as client:
+    with _DrainClient(server, "bench-measure") as client:
         return client.measure()
 
 
 def discard(server: Server, volume: Volume, clients: int = 1) -> Timing:
     """Let so many clients receive it at once, all in this thread; `documents` is of all their documents."""
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
-        opened = [stack.enter_context(_Client(server, f"bench-{number}")) for number in range(clients)]
+        opened = [stack.enter_context(_DrainClient(server, f"bench-{number}")) for number in range(clients)]
         for client in opened:
             selector.register(client.socket, selectors.EVENT_READ, client)
         buffer = bytearray(READ_BYTES)

@@ -118,7 +118,7 @@ def serving(data: str | None) -> Iterator[int]:
             process.join()
 
 
-class _Client(asyncio.Protocol):
+class _HttpClient(asyncio.Protocol):
     """One connection: a request, its answer, the next request."""
 
     def __init__(self, requests: Iterator[bytes], latencies_s: list[float], done: asyncio.Future[None]) -> None:
@@ -182,7 +182,7 @@ async def _ask(port: int, requests: Sequence[bytes], connections: int) -> Answer
         end: asyncio.Future[None] = loop.create_future()
         done.append(end)
         transport, _ = await loop.create_connection(
-            lambda end=end: _Client(waiting, latencies_s, end),  # type: ignore[misc]
+            lambda end=end: _HttpClient(waiting, latencies_s, end),  # type: ignore[misc]
             "127.0.0.1",
             port,
         )

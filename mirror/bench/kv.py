@@ -25,7 +25,7 @@ from mirror.bench.ingest import SANDBOX_PASSWORD
 from mirror.clock import SystemClock
 from mirror.serve.auth import SourceUser
 from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.kv_map import ServedMap, own_node
 from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.wire.constants import Opcode
@@ -148,7 +148,7 @@ def _serve(path: str, make: type[KvServer], out: Connection) -> None:
         held = reserve(Address(), "kv")
         users = SourceUser("demo", lambda: SANDBOX_PASSWORD)
         server = make(
-            bucket, users, ClusterMap(bucket.identity, [own_node([held.address])], 1), SystemClock(),
+            bucket, users, ServedMap(bucket.identity, [own_node([held.address])], 1), SystemClock(),
         )  # fmt: skip
         await server.start([(held.address, listening_socket(held.address))])
         out.send(held.address.port)

@@ -44,7 +44,7 @@ _END_OF = {_ARRAY: ord("]"), _OBJECT: ord("}")}
 def find(data: Buffer, parts: Sequence[Part]) -> Steps[tuple[int, int]]:
     """Start and end of the value at a path. Raises PathError."""
     try:
-        return (yield from _Walk(data).find(parts))
+        return (yield from _JsonWalk(data).find(parts))
     except IndexError:
         raise _not_json() from None
 
@@ -52,7 +52,7 @@ def find(data: Buffer, parts: Sequence[Part]) -> Steps[tuple[int, int]]:
 def count(data: Buffer, parts: Sequence[Part]) -> Steps[int]:
     """How many members the container at a path has. Raises PathError."""
     try:
-        walk = _Walk(data)
+        walk = _JsonWalk(data)
         start, _ = yield from walk.find(parts)
         if data[start] not in _END_OF:
             raise PathError(Status.SUBDOC_PATH_MISMATCH)
@@ -65,7 +65,7 @@ def _not_json() -> PathError:
     return PathError(Status.SUBDOC_DOC_NOT_JSON)
 
 
-class _Walk:
+class _JsonWalk:
     """Raises IndexError where the text ends too early."""
 
     def __init__(self, data: Buffer) -> None:

@@ -32,14 +32,14 @@ from mirror.errors import (
     PrivilegeMissing,
     SourceTimeout,
 )
-from mirror.feed.connection_string import Address, ConnectionString
+from mirror.feed.connection_string import ConnectionString, NodeAddress
 from mirror.feed.tls import Tls, hung_up, only_tls, speaks_tls
 from mirror.feed.transport import READ_BYTES_MAX, Link, Opaques, Tap, open_link
 from mirror.ingest.selection import MalformedManifest, SourceManifest
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, Node, network_of, parse_cluster_map
 from mirror.wire.codec_dcp import decode_all_vb_seqnos, encode_all_vb_seqnos_request
 from mirror.wire.codec_kv import get_cluster_config
-from mirror.wire.constants import Feature, Opcode, Status, VbucketState, status_name
+from mirror.wire.constants import Feature, Opcode, Status, VbucketRole, status_name
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import SaslError, ScramClient, choose_mechanism, plain_encode
@@ -97,10 +97,10 @@ class Access:
             settings = replace(settings, network=source.network)
         return Access(source, PasswordSource.of(settings), settings)
 
-    def address_of(self, node: Node) -> Address | None:
+    def address_of(self, node: Node) -> NodeAddress | None:
         """Where a node of the cluster map listens for connections of our kind; None: nowhere."""
         port = node.tls_port if self.source.tls else node.kv_port
-        return None if port is None else Address(node.host, port)
+        return None if port is None else NodeAddress(node.host, port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Handshake:
 
 
 async def enter(
-    access: Access, address: Address, clock: Clock, *, name: str = "", opaques: Opaques | None = None
+    access: Access, address: NodeAddress, clock: Clock, *, name: str = "", opaques: Opaques | None = None
 ) -> tuple[Link, Handshake]:
     """Connect to a node, log in and select the bucket. Raises ClusterError or ConfigError; then nothing stays open."""
     settings = access.settings
@@ -174,7 +174,7 @@ async def _ask_for_map(link: Link, extras: bytes, timeout_s: float) -> bytes:
     return answer.value
 
 
-def read_map(config: bytes, address: Address, settings: Settings, *, network: str | None = None) -> ClusterMap:
+def read_map(config: bytes, address: NodeAddress, settings: Settings, *, network: str | None = None) -> ClusterMap:
     """Parse a cluster map that the node at `address` sent. Raises HandshakeFailed.
 
     `network` is that of the first map, so that a source is not reached by other addresses from one map to the next.
@@ -224,7 +224,7 @@ async def fetch_high_seqnos(
     asked = [
         link.request(
             Opcode.GET_ALL_VB_SEQNOS,
-            extras=encode_all_vb_seqnos_request(VbucketState.ACTIVE, collection_id),
+            extras=encode_all_vb_seqnos_request(VbucketRole.ACTIVE, collection_id),
             timeout_s=settings.request_timeout_s,
         )
         for collection_id in wanted

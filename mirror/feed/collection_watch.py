@@ -32,7 +32,7 @@ PAUSE_MIN_S = 0.2
 """Between two looks at the manifest, for all callers."""
 
 
-class Mirroring(Protocol):
+class CollectionOwner(Protocol):
     """Whose collections these are."""
 
     def ready_sessions(self) -> Sequence[NodeSession]:
@@ -52,7 +52,7 @@ class Mirroring(Protocol):
 class CollectionWatch:
     """Follows the source's manifest for one selection."""
 
-    def __init__(self, selection: Selection, mirroring: Mirroring, settings: Settings, clock: Clock) -> None:
+    def __init__(self, selection: Selection, mirroring: CollectionOwner, settings: Settings, clock: Clock) -> None:
         """Nothing is known yet; a whole bucket needs nothing to begin."""
         self.selection = selection
         self.resolved = Resolved(-1, None, () if selection.whole else ("?",))

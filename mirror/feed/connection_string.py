@@ -31,7 +31,7 @@ Network = Literal["auto", "default", "external"]
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class NodeAddress:
     """A host (name, IPv4 or IPv6 without brackets) and its KV port."""
 
     host: str
@@ -48,7 +48,7 @@ class ConnectionString:
 
     tls: bool
     user: str | None
-    addresses: tuple[Address, ...]
+    addresses: tuple[NodeAddress, ...]
     bucket: str
     explicit_port: bool = False
     """True where a port was given: then names are hosts, never DNS SRV records."""
@@ -129,7 +129,7 @@ def _has_port(text: str) -> bool:
     return text.rpartition("]")[2].startswith(":") if text.startswith("[") else text.count(":") == 1
 
 
-def _address(text: str, default_port: int) -> Address:
+def _address(text: str, default_port: int) -> NodeAddress:
     if text.startswith("["):
         host, closed, port_text = text[1:].partition("]")
         if not closed or (port_text and not port_text.startswith(":")):
@@ -147,8 +147,8 @@ def _address(text: str, default_port: int) -> Address:
             raise _wrong(
                 f"{port_text[:20]!r} cannot be a port", "a port is the KV port, usually 11210 (11207 with TLS)"
             )
-        return Address(host, int(port_text))
-    return Address(host, default_port)
+        return NodeAddress(host, int(port_text))
+    return NodeAddress(host, default_port)
 
 
 def _check_ip6(host: str) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.errors import MirrorError
 from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.nodes import NodeKeeper
 from mirror.feed.session import MapWatch, NodeSession, SessionOwner
 from mirror.feed.transport import Opaques
@@ -46,7 +46,7 @@ class Connections:
         on_defect: Callable[[BaseException], None],
     ) -> None:
         """`name` is the DCP name. `on_defect` is called where a defect ends a keeper: its node would stay away."""
-        self.keepers: dict[Address, NodeKeeper] = {}
+        self.keepers: dict[NodeAddress, NodeKeeper] = {}
         self.opaques = Opaques()
         self.acks_held = False
         """True while the source is kept waiting."""
@@ -62,7 +62,7 @@ class Connections:
 
     # -- which nodes ----------------------------------------------------------------------------------------------
 
-    def keep(self, address: Address) -> NodeKeeper:
+    def keep(self, address: NodeAddress) -> NodeKeeper:
         """Returns the keeper of a node, begun if there was none."""
         keeper = self.keepers.get(address)
         if keeper is None:
@@ -72,7 +72,7 @@ class Connections:
             keeper.start()
         return keeper
 
-    def retain(self, needed: Collection[Address | None]) -> None:
+    def retain(self, needed: Collection[NodeAddress | None]) -> None:
         """Close the sessions of all other nodes."""
         for address in [address for address in self.keepers if address not in needed]:
             task = asyncio.get_running_loop().create_task(self.keepers.pop(address).stop())
@@ -84,7 +84,7 @@ class Connections:
         await asyncio.gather(*(keeper.stop() for keeper in self.keepers.values()), *self._stopping)
         self.keepers.clear()
 
-    def _make_session(self, address: Address) -> NodeSession:
+    def _make_session(self, address: NodeAddress) -> NodeSession:
         session = NodeSession(self._access, address, self._owner, self._clock, name=self._name, opaques=self.opaques)
         session.map_watch = self._map_watch
         session.with_prepares = self.with_prepares
@@ -94,7 +94,7 @@ class Connections:
 
     # -- which of them can be asked -------------------------------------------------------------------------------
 
-    def session_at(self, address: Address | None) -> NodeSession | None:
+    def session_at(self, address: NodeAddress | None) -> NodeSession | None:
         """The open session of a node, if there is one."""
         keeper = None if address is None else self.keepers.get(address)
         return keeper.session if keeper is not None and keeper.ready else None

@@ -26,7 +26,7 @@ from mirror.config import Settings
 from mirror.errors import BucketChanged, ClusterError, MirrorError, NotSupported
 from mirror.feed.bootstrap import Access
 from mirror.feed.collection_watch import CollectionWatch
-from mirror.feed.connection_string import Address, ConnectionString
+from mirror.feed.connection_string import ConnectionString, NodeAddress
 from mirror.feed.connections import Connections
 from mirror.feed.consumer_commands import ConsumerCommands
 from mirror.feed.consumer_status import ConsumerStatus
@@ -40,7 +40,7 @@ from mirror.feed.vbucket_host import MachineEvent
 from mirror.feed.watch import SourceWatch
 from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row
-from mirror.ingest.instructions import Status
+from mirror.ingest.instructions import VbucketStatus
 from mirror.ingest.selection import Resolved, Selection, check_streams
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.log import get_logger
@@ -100,7 +100,7 @@ class Consumer:
                 gate = PersistenceGate() if settings.publish == "persisted" else None
                 self.vbuckets[vbid] = group.vbuckets[vbid] = MirroredVbucket(vbid, group.writer, self, gate)
                 self._group_of[vbid] = group
-        self._node_of: dict[int, Address | None] = dict.fromkeys(self.vbuckets)
+        self._node_of: dict[int, NodeAddress | None] = dict.fromkeys(self.vbuckets)
         self._persistence = (
             PersistencePoller(self._access, self.map_follower, self.clock) if settings.publish == "persisted" else None
         )
@@ -218,7 +218,7 @@ class Consumer:
                 self._move(vbid, address)
         self.connections.retain(set(self._node_of.values()))
 
-    def _move(self, vbid: int, address: Address | None) -> None:
+    def _move(self, vbid: int, address: NodeAddress | None) -> None:
         vbucket = self.vbuckets[vbid]
         self._node_of[vbid] = address
         vbucket.forget_high_seqno()
@@ -227,7 +227,7 @@ class Consumer:
             node = self.cluster_map.node_of(vbid) if self.cluster_map is not None else None
             if node is not None:
                 how = "with TLS" if self._source.tls else "without TLS"
-                vbucket.report(Status.WAITING, f"its node {node.host} offers the data service nowhere {how}")
+                vbucket.report(VbucketStatus.WAITING, f"its node {node.host} offers the data service nowhere {how}")
             return
         self.guarded(vbid, partial(vbucket.detach, events.Stop(f"moved to {address}")))
         keeper = self.connections.keep(address)
@@ -240,7 +240,7 @@ class Consumer:
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
-    def session_at(self, address: Address) -> NodeSession | None:
+    def session_at(self, address: NodeAddress) -> NodeSession | None:
         """The open session of a node, if there is one."""
         return self.connections.session_at(address)
 
@@ -263,7 +263,7 @@ class Consumer:
         for vbid in self._vbids_at(keeper.address):
             vbucket = self.vbuckets[vbid]
             if vbucket.session is None:
-                vbucket.report(Status.WAITING, str(error))
+                vbucket.report(VbucketStatus.WAITING, str(error))
         if self._was_ready:
             return
         errors = [other.error for other in self.connections.keepers.values()]
@@ -276,14 +276,14 @@ class Consumer:
         if self._collections.streams:
             self.guarded(vbid, partial(vbucket.attach, session))
         else:
-            vbucket.report(Status.WAITING, self._collections.text)
+            vbucket.report(VbucketStatus.WAITING, self._collections.text)
 
     def _attach_if_ready(self, vbucket: MirroredVbucket) -> None:
         session = self.connections.session_at(self._node_of[vbucket.vbid])
         if session is not None:
             self._attach(vbucket.vbid, session)
 
-    def _vbids_at(self, address: Address) -> list[int]:
+    def _vbids_at(self, address: NodeAddress) -> list[int]:
         return [vbid for vbid, at in self._node_of.items() if at == address]
 
     # -- what streams bring ---------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class Consumer:
     # -- how far the source is ------------------------------------------------------------------------------------
 
     @property
-    def keepers(self) -> Mapping[Address, NodeKeeper]:
+    def keepers(self) -> Mapping[NodeAddress, NodeKeeper]:
         """The nodes."""
         return self.connections.keepers
 
@@ -352,7 +352,7 @@ class Consumer:
         """The collections whose high seqnos count; None: the bucket's."""
         return self._collections.polled_collections
 
-    def vbuckets_at(self, address: Address) -> list[MirroredVbucket]:
+    def vbuckets_at(self, address: NodeAddress) -> list[MirroredVbucket]:
         """The vbuckets whose node that is."""
         return [self.vbuckets[vbid] for vbid in self._vbids_at(address)]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConfigError, ConnectFailed, NotSupported, TlsFailed
 from mirror.feed.bootstrap import Access, enter, fetch_map
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.srv import first_addresses
 from mirror.ingest.topology import ClusterMap, newest_of
 from mirror.log import get_logger
@@ -34,7 +34,7 @@ class Survey:
     """What the nodes that could be reached say."""
 
     newest: ClusterMap
-    answers: dict[Address, ClusterMap]
+    answers: dict[NodeAddress, ClusterMap]
     """Each node's own map."""
 
 
@@ -42,7 +42,7 @@ async def discover(
     access: Access,
     clock: Clock,
     *,
-    addresses: Iterable[Address] | None = None,
+    addresses: Iterable[NodeAddress] | None = None,
     network: str | None = None,
     bucket_uuid: str | None = None,
 ) -> ClusterMap:
@@ -55,7 +55,7 @@ async def survey(
     access: Access,
     clock: Clock,
     *,
-    addresses: Iterable[Address] | None = None,
+    addresses: Iterable[NodeAddress] | None = None,
     network: str | None = None,
     bucket_uuid: str | None = None,
 ) -> Survey:
@@ -68,9 +68,9 @@ async def survey(
     if addresses is None:
         addresses = await first_addresses(access.source, access.settings.dns_server)
     hosts = list(dict.fromkeys(addresses))
-    answers: dict[Address, ClusterMap] = {}
+    answers: dict[NodeAddress, ClusterMap] = {}
     last: ClusterError = ConnectFailed(f"no address in {access.source}")
-    asked: set[Address] = set()
+    asked: set[NodeAddress] = set()
     for address in hosts:
         asked.add(address)
         try:
@@ -89,7 +89,7 @@ async def survey(
     return Survey(newest, answers)
 
 
-async def ask_for_map(access: Access, address: Address, clock: Clock, network: str | None) -> ClusterMap:
+async def ask_for_map(access: Access, address: NodeAddress, clock: Clock, network: str | None) -> ClusterMap:
     """Log in at one node and return its cluster map. Raises ClusterError or ConfigError."""
     link, _ = await enter(access, address, clock)
     try:
@@ -99,13 +99,17 @@ async def ask_for_map(access: Access, address: Address, clock: Clock, network: s
 
 
 async def _ask_the_others(
-    access: Access, clock: Clock, hosts: list[Address], asked: set[Address], answers: dict[Address, ClusterMap]
+    access: Access,
+    clock: Clock,
+    hosts: list[NodeAddress],
+    asked: set[NodeAddress],
+    answers: dict[NodeAddress, ClusterMap],
 ) -> None:
     """Add the maps of `hosts`, and of all nodes that any map names, as far as they come within `SURVEY_S`."""
     network = next(iter(answers.values())).network
-    waiting: dict[asyncio.Task[ClusterMap], Address] = {}
+    waiting: dict[asyncio.Task[ClusterMap], NodeAddress] = {}
 
-    def ask(addresses: Iterable[Address | None]) -> None:
+    def ask(addresses: Iterable[NodeAddress | None]) -> None:
         for address in addresses:
             if address is not None and address not in asked:
                 asked.add(address)
@@ -133,7 +137,7 @@ async def _ask_the_others(
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def check_ports(found: ClusterMap, access: Access, address: Address) -> None:
+def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None:
     """Refuse a map of which no node can be reached in the way that is asked for. Raises NotSupported."""
     tls = access.source.tls
     if not found.network_offered:

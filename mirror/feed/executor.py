@@ -68,7 +68,7 @@ class Executing(Protocol):
         """Hand in RetryDue later."""
         ...
 
-    def report(self, status: ins.Status, text: str) -> None:
+    def report(self, status: ins.VbucketStatus, text: str) -> None:
         """Note what the vbucket does."""
         ...
 
@@ -105,7 +105,7 @@ def _execute_one(vbucket: Executing, sink: Sink, instruction: ins.Instruction) -
             return sink.commit_prepare(instruction)
         case ins.AbortPrepare():
             return sink.abort_prepare(instruction)
-        case ins.Report():
+        case ins.ReportStatus():
             vbucket.report(instruction.status, instruction.text)
         case ins.SaveFailoverLog():
             sink.save_failover_log(instruction)

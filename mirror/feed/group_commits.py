@@ -21,7 +21,7 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.feed.pace import CommitPace
 from mirror.feed.vbucket import MirroredVbucket
-from mirror.ingest.instructions import Status
+from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger
 from storage.errors import Full, Locked, SeqnoOrder, StorageError
 from storage.writer import GroupWriter
@@ -200,7 +200,7 @@ class GroupCommits:
         guilty: MirroredVbucket | None = None
         for vbucket in group.vbuckets.values():
             vbucket.drop_machine()
-            vbucket.report(Status.WAITING, f"the store failed: {error}")
+            vbucket.report(VbucketStatus.WAITING, f"the store failed: {error}")
             vbucket.last_error = str(error)
             if isinstance(error, SeqnoOrder) and error.vbid == vbucket.vbid:
                 guilty = vbucket
@@ -218,7 +218,7 @@ class GroupCommits:
     def _give_up(self, group: Group) -> None:
         """The group is damaged, locked or taken over, which no waiting changes. The others go on."""
         for vbucket in group.vbuckets.values():
-            vbucket.report(Status.REFUSED, f"the store failed: {group.error}")
+            vbucket.report(VbucketStatus.REFUSED, f"the store failed: {group.error}")
         group.writer.give_up()
 
     def _retry_later(self, group: Group, delay_s: float) -> None:

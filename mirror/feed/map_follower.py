@@ -17,7 +17,7 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.errors import ClusterError, MirrorError, OlderMap
 from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.discovery import discover
 from mirror.feed.map_poll import MapPoller
 from mirror.feed.nodes import pause_s
@@ -35,7 +35,7 @@ SHARED_MAP_S = 5.0
 class MapUser(Protocol):
     """What moves its streams to where a map says."""
 
-    def session_at(self, address: Address) -> NodeSession | None:
+    def session_at(self, address: NodeAddress) -> NodeSession | None:
         """The open session of a node, if there is one."""
         ...
 
@@ -92,12 +92,12 @@ class MapFollower:
         """Why no node gives a map; None where one does, or where none was asked yet."""
         return self._search_error or self._poller.error
 
-    def address_of(self, vbid: int) -> Address | None:
+    def address_of(self, vbid: int) -> NodeAddress | None:
         """Where the vbucket is; None where the map says nothing, or its node cannot be reached in the way required."""
         node = None if self.current is None else self.current.node_of(vbid)
         return None if node is None else self._access.address_of(node)
 
-    def copies_of(self, vbid: int) -> list[Address]:
+    def copies_of(self, vbid: int) -> list[NodeAddress]:
         """Where the copies of the vbucket are, the active one first; empty unless all can be reached."""
         nodes = self.current.copies_of(vbid) if self.current is not None else []
         found = [self._access.address_of(node) for node in nodes]
@@ -178,11 +178,11 @@ class MapFollower:
 
     # -- what the poller and the sessions call --------------------------------------------------------------------
 
-    def session_at(self, address: Address) -> NodeSession | None:
+    def session_at(self, address: NodeAddress) -> NodeSession | None:
         """The open session of a node, if there is one."""
         return self._user.session_at(address)
 
-    def on_map(self, address: Address, found: ClusterMap) -> None:
+    def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
         """A node sent its map."""
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:

@@ -20,7 +20,7 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed
 from mirror.feed.bootstrap import Access, Handshake, enter, fetch_newer_config, read_map
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.nodes import pause_s
 from mirror.feed.session import NodeSession
 from mirror.feed.srv import first_addresses
@@ -46,11 +46,11 @@ MAP_TIMEOUT_S = 2.0
 class MapOwner(Protocol):
     """What follows the maps."""
 
-    def session_at(self, address: Address) -> NodeSession | None:
+    def session_at(self, address: NodeAddress) -> NodeSession | None:
         """The open session of a node, if there is one."""
         ...
 
-    def on_map(self, address: Address, found: ClusterMap) -> None:
+    def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
         """A node sent a map, which may be older than the one that is followed, or of another bucket."""
         ...
 
@@ -58,7 +58,7 @@ class MapOwner(Protocol):
 class _Node:
     """One node that is asked."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: NodeAddress) -> None:
         self.address = address
         self.task: asyncio.Task[None] | None = None
         self.link: Link | None = None
@@ -96,8 +96,8 @@ class MapPoller:
         self._access = access
         self._clock = clock
         self._on_defect = on_defect
-        self._nodes: dict[Address, _Node] = {}
-        self._hosts: tuple[Address, ...] = ()
+        self._nodes: dict[NodeAddress, _Node] = {}
+        self._hosts: tuple[NodeAddress, ...] = ()
         self._wanted = asyncio.Event()
 
     @property
@@ -110,7 +110,7 @@ class MapPoller:
         """Ask now instead of at the end of the interval."""
         self._wanted.set()
 
-    def on_notice(self, address: Address, frame: Frame) -> None:
+    def on_notice(self, address: NodeAddress, frame: Frame) -> None:
         """A node announces a map, or sends it along (SDK RFC 75)."""
         if frame.opcode != ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION:
             return
@@ -126,7 +126,7 @@ class MapPoller:
         elif self._maps.current is None or (epoch, rev) > self._maps.current.revision:
             self.wake()
 
-    def on_sent(self, config: bytes, address: Address) -> bool:
+    def on_sent(self, config: bytes, address: NodeAddress) -> bool:
         """Hand on a map that came unasked; false where it is not newer than the one that is followed."""
         try:
             found = self._read(config, address)
@@ -139,7 +139,7 @@ class MapPoller:
         asyncio.get_running_loop().call_soon(self._owner.on_map, address, found)
         return True
 
-    def _read(self, config: bytes, address: Address) -> ClusterMap:
+    def _read(self, config: bytes, address: NodeAddress) -> ClusterMap:
         network = None if self._maps.current is None else self._maps.current.network
         return read_map(config, address, self._access.settings, network=network)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import MirrorError
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.session import NodeSession
 from mirror.log import get_logger
 from mirror.wire.errors import ProtocolError
@@ -46,8 +46,8 @@ class NodeKeeper:
 
     def __init__(
         self,
-        address: Address,
-        make: Callable[[Address], NodeSession],
+        address: NodeAddress,
+        make: Callable[[NodeAddress], NodeSession],
         owner: NodeOwner,
         settings: Settings,
         clock: Clock,

@@ -25,7 +25,7 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, NotSupported
 from mirror.feed.bootstrap import Access, enter
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.nodes import pause_s
 from mirror.feed.transport import Link
 from mirror.log import get_logger
@@ -102,7 +102,7 @@ class Waiting(Protocol):
 class Copies(Protocol):
     """Where the copies of vbuckets are."""
 
-    def copies_of(self, vbid: int) -> Sequence[Address]:
+    def copies_of(self, vbid: int) -> Sequence[NodeAddress]:
         """The active node first; empty when nobody can say."""
         ...
 
@@ -129,9 +129,9 @@ class PersistencePoller:
         self._copies = copies
         self._clock = clock
         self._settings: Settings = access.settings
-        self._links: dict[Address, Link] = {}
-        self._failures: dict[Address, int] = {}
-        self._not_before: dict[Address, float] = {}
+        self._links: dict[NodeAddress, Link] = {}
+        self._failures: dict[NodeAddress, int] = {}
+        self._not_before: dict[NodeAddress, float] = {}
 
     async def run(self, waiting: Iterable[Waiting]) -> None:
         """Ask until cancelled. Raises NotSupported where the source cannot say."""
@@ -154,7 +154,7 @@ class PersistencePoller:
 
     async def ask(self, asked: Mapping[int, int]) -> dict[int, int]:
         """For each vbid and vbuuid what every copy has persisted; without those of which a copy did not answer."""
-        by_node: dict[Address, list[int]] = {}
+        by_node: dict[NodeAddress, list[int]] = {}
         for vbid in asked:
             for address in self._copies.copies_of(vbid):
                 by_node.setdefault(address, []).append(vbid)
@@ -169,7 +169,7 @@ class PersistencePoller:
                     missing.add(vbid)
         return {vbid: seqno for vbid, seqno in found.items() if vbid not in missing}
 
-    async def _ask_node(self, address: Address, vbids: Sequence[int], asked: Mapping[int, int]) -> dict[int, int]:
+    async def _ask_node(self, address: NodeAddress, vbids: Sequence[int], asked: Mapping[int, int]) -> dict[int, int]:
         """What one node says; empty when it cannot be reached."""
         try:
             link = await self._link(address)
@@ -188,7 +188,7 @@ class PersistencePoller:
                 found[vbid] = seqno
         return found
 
-    async def _link(self, address: Address) -> Link | None:
+    async def _link(self, address: NodeAddress) -> Link | None:
         link = self._links.get(address)
         if link is not None and not link.closed:
             return link
@@ -198,7 +198,7 @@ class PersistencePoller:
         self._links[address] = link
         return link
 
-    def _failed(self, address: Address, error: ClusterError) -> None:
+    def _failed(self, address: NodeAddress, error: ClusterError) -> None:
         failures = self._failures[address] = self._failures.get(address, 0) + 1
         pause = pause_s(failures - 1, self._settings, self._clock.jitter())
         self._not_before[address] = self._clock.monotonic() + pause
@@ -225,7 +225,7 @@ class PersistencePoller:
                 await done
         return dict(frames)
 
-    def _read(self, address: Address, vbid: int, vbuuid: int, frame: Frame) -> int | None:
+    def _read(self, address: NodeAddress, vbid: int, vbuuid: int, frame: Frame) -> int | None:
         """What an answer says; None: nothing."""
         if frame.status == Status.SUCCESS:
             try:

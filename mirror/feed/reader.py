@@ -29,14 +29,14 @@ from mirror.config import PasswordSource, Settings
 from mirror.config_reader import load
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError
 from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import Address, parse
+from mirror.feed.connection_string import NodeAddress, parse
 from mirror.feed.connections import Connections
 from mirror.feed.discovery import discover
 from mirror.feed.map_follower import MapFollower
 from mirror.feed.nodes import NodeKeeper
-from mirror.feed.reading import Reading, ReadVbucket
+from mirror.feed.reading import BoundedRead, ReadVbucket
 from mirror.feed.session import NodeSession, StreamAnswer
-from mirror.feed.snapshot import Ended, Item, Position, RolledBack, Snapshot
+from mirror.feed.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
 from mirror.feed.source_queries import SourceQueries
 from mirror.feed.spool import SpoolFile
 from mirror.feed.transport import Tap
@@ -47,7 +47,7 @@ from mirror.wire import events as ev
 from storage.map_record import MapRecord
 from storage.model import FailoverLog
 
-__all__ = ["Ended", "Position", "RolledBack", "Snapshot", "SourceReader"]
+__all__ = ["Position", "ReadEnded", "Snapshot", "SourceReader", "SourceRolledBack"]
 
 MEMORY_BYTES = 64 * 1024 * 1024
 MEMORY_BYTES_MIN = 4096
@@ -192,13 +192,13 @@ class SourceReader:
 
     def read(
         self, positions: Mapping[int, Position], until: Mapping[int, int] | None = None
-    ) -> Generator[Snapshot | RolledBack | Ended, None, None]:
+    ) -> Generator[Snapshot | SourceRolledBack | ReadEnded, None, None]:
         """What changed since the positions, in whole snapshots; those of different vbuckets come as they are complete.
 
         With `until`, a vbucket is read until a snapshot ends at or beyond its seqno, or until the source has sent all
-        that there is of the collections up to it, and ends with Ended; it may go beyond. Without, reading goes on
-        until the iterator is closed. A vbucket whose position the source no longer holds gives RolledBack and nothing
-        more: the caller decides. Raises MirrorError, after everything that was complete.
+        that there is of the collections up to it, and ends with ReadEnded; it may go beyond. Without, reading
+        goes on until the iterator is closed. A vbucket whose position the source no longer holds gives
+        SourceRolledBack and nothing more: the caller decides. Raises MirrorError, after everything that was complete.
         """
         for vbid, position in positions.items():
             if not 0 <= vbid < self.vbucket_count or position.seqno < 0 or position.vbuuid < 0:
@@ -229,8 +229,8 @@ class SourceReader:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._core.stop)
 
-    async def _begin(self, positions: dict[int, Position], until: dict[int, int] | None) -> Reading:
-        reading = Reading(
+    async def _begin(self, positions: dict[int, Position], until: dict[int, int] | None) -> BoundedRead:
+        reading = BoundedRead(
             self._core,
             self._file,
             positions,
@@ -272,7 +272,7 @@ class _Core:
         self._selected = collections
         self._timeout_s = timeout_s
         self._followed = followed
-        self._reading: Reading | None = None
+        self._reading: BoundedRead | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.maps = MapFollower(access, clock, NewestMap(), self, self._task_ended)
         self.connections = Connections(
@@ -342,7 +342,7 @@ class _Core:
 
     # -- the read that is under way -------------------------------------------------------------------------------
 
-    def begin(self, reading: Reading) -> None:
+    def begin(self, reading: BoundedRead) -> None:
         """A read begins."""
         assert self._reading is None, "one read at a time"
         if self.queries.refusal is not None:
@@ -350,7 +350,7 @@ class _Core:
         self._reading = reading
         reading.begin()
 
-    async def end(self, reading: Reading) -> None:
+    async def end(self, reading: BoundedRead) -> None:
         """The read is over."""
         if self._reading is reading:
             self._reading = None
@@ -386,7 +386,7 @@ class _Core:
         """A vbucket's node refused it: get a new cluster map, or read the one that came with that."""
         self.maps.refresh_map(config, vbid)
 
-    def session_at(self, address: Address) -> NodeSession | None:
+    def session_at(self, address: NodeAddress) -> NodeSession | None:
         """The open session of a node, if there is one."""
         return self.connections.session_at(address)
 

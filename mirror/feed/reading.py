@@ -3,7 +3,7 @@
 Knows which vbuckets are streamed at a time, what bounds the memory, and when a vbucket's read is over; must never know
 how connections are made, nor the threads on the other side of the queue. Invariants:
 - what was handed out is never taken back: where the source says that it lost some of it, or that it cannot say what was
-  deleted since, the vbucket's read ends with RolledBack;
+  deleted since, the vbucket's read ends with SourceRolledBack;
 - what of a snapshot came before a broken connection is kept only if the source agrees to continue exactly there;
 - memory holds no more than `memory_bytes` of rows and one message for each connection: open snapshots beyond half of it
   go to disk, and complete ones that nobody takes make the source wait.
@@ -20,13 +20,13 @@ from typing import Any, Protocol
 from mirror.clock import Clock
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
 from mirror.feed.session import NodeSession, StreamAnswer
-from mirror.feed.snapshot import Ended, Item, Position, RolledBack, Snapshot
+from mirror.feed.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
 from mirror.feed.spool import Spool, SpoolFile
 from mirror.feed.spool_sink import SpoolSink
 from mirror.feed.vbucket_host import MachineEvent, VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import Row
-from mirror.ingest.instructions import Status
+from mirror.ingest.instructions import VbucketStatus
 from mirror.wire import events as ev
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.constants import StreamEndReason
@@ -137,7 +137,7 @@ class ReadVbucket(VbucketHost):
 
     sink: SpoolSink
 
-    def __init__(self, reading: Reading, vbid: int, position: Position, until: int | None) -> None:
+    def __init__(self, reading: BoundedRead, vbid: int, position: Position, until: int | None) -> None:
         """Started; `attach` gives it a session."""
         super().__init__(vbid, SpoolSink(vbid, position, reading, self._lost), reading.clock)
         self.until = until
@@ -211,26 +211,26 @@ class ReadVbucket(VbucketHost):
     def refresh_collections(self) -> None:
         """Nothing to do: the reader was given them once, and the stream is asked for again after a pause."""
 
-    def report(self, status: Status, text: str) -> None:
+    def report(self, status: VbucketStatus, text: str) -> None:
         """A refusal ends the whole read, the end of the stream that of the vbucket."""
         self.text = text
-        if status is Status.REFUSED:
+        if status is VbucketStatus.REFUSED:
             self._reading.fail(ClusterError(f"vb {self.vbid}: {text}", hint="", retryable=False))
-        elif status is Status.FINISHED:
+        elif status is VbucketStatus.FINISHED:
             self._end("complete")
 
     def _lost(self, seqno: int) -> None:
-        self._finish(RolledBack(self.vbid, seqno))
+        self._finish(SourceRolledBack(self.vbid, seqno))
 
     def _end(self, text: str) -> None:
-        self._finish(Ended(self.vbid, self.sink.position, text))
+        self._finish(ReadEnded(self.vbid, self.sink.position, text))
 
     def _finish(self, item: Item) -> None:
         self.close()
         self._reading.vbucket_done(self, item)
 
 
-class Reading:
+class BoundedRead:
     """A read of some vbuckets, from where each stands to where it is to go."""
 
     def __init__(

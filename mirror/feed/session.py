@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from mirror.clock import Clock
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTimeout
 from mirror.feed.bootstrap import Access, Handshake, enter, fetch_map, privilege_missing
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.transport import Link, OnAnswer, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
@@ -113,7 +113,7 @@ class NodeSession:
     """A DCP connection to one node. `open`, then `request_stream`; the owner is notified of the rest."""
 
     def __init__(
-        self, access: Access, address: Address, owner: SessionOwner, clock: Clock, *, name: str, opaques: Opaques
+        self, access: Access, address: NodeAddress, owner: SessionOwner, clock: Clock, *, name: str, opaques: Opaques
     ) -> None:
         """`name` is the DCP name: reusing that of a live connection ends the other one."""
         self.address = address

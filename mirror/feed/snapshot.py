@@ -113,7 +113,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class RolledBack:
+class SourceRolledBack:
     """The source holds only what lies at or below `seqno` of what was read before: the rest is lost, or (at 0) it can
     no longer say what changed since. Nothing more comes of the vbucket in this read.
     """
@@ -123,7 +123,7 @@ class RolledBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ReadEnded:
     """All that was asked for of the vbucket was handed out, up to `position`."""
 
     vbid: int
@@ -131,4 +131,4 @@ class Ended:
     text: str = "complete"
 
 
-Item = Snapshot | RolledBack | Ended
+Item = Snapshot | SourceRolledBack | ReadEnded

@@ -8,7 +8,7 @@ whatever goes wrong with DNS, the name itself is taken as a host, as SDKs do, si
 from __future__ import annotations
 
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import Address, ConnectionString
+from mirror.feed.connection_string import ConnectionString, NodeAddress
 from mirror.log import get_logger
 
 log = get_logger("feed")
@@ -18,7 +18,7 @@ LOOK_UP_TIMEOUT_S = 2.0
 DNS_PORT = 53
 
 
-async def first_addresses(source: ConnectionString, dns_server: str | None = None) -> tuple[Address, ...]:
+async def first_addresses(source: ConnectionString, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
     """Where to begin: the hosts of the string, or those that its one name stands for."""
     name = source.srv_name
     if name is None:
@@ -29,7 +29,7 @@ async def first_addresses(source: ConnectionString, dns_server: str | None = Non
     return found or source.addresses
 
 
-async def look_up(record: str, dns_server: str | None = None) -> tuple[Address, ...]:
+async def look_up(record: str, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
     """The targets of an SRV record, the most wanted first; empty where there is none, or no answer."""
     import dns.asyncresolver  # here: a twentieth of a second that only such names need
     import dns.exception
@@ -47,7 +47,7 @@ async def look_up(record: str, dns_server: str | None = None) -> tuple[Address, 
         return ()
     records = [row for row in answer if isinstance(row, dns.rdtypes.IN.SRV.SRV)]
     records.sort(key=lambda row: (row.priority, -row.weight))
-    return tuple(Address(row.target.to_text(omit_final_dot=True), row.port) for row in records)
+    return tuple(NodeAddress(row.target.to_text(omit_final_dot=True), row.port) for row in records)
 
 
 def server_of(text: str) -> tuple[str, int]:

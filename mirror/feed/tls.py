@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mirror.config import Settings
 from mirror.errors import ConfigError, TlsFailed
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.wire.constants import HEADER_SIZE, Magic, Opcode
 from mirror.wire.frame import encode, request
 
@@ -184,7 +184,7 @@ def only_tls(where: str) -> TlsFailed:
 # -- finding out what a port speaks ---------------------------------------------------------------------------------
 
 
-async def speaks_plain_kv(address: Address) -> bool:
+async def speaks_plain_kv(address: NodeAddress) -> bool:
     """Whether the port answers a key-value request without TLS. Sends nothing that is secret."""
 
     async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -194,7 +194,7 @@ async def speaks_plain_kv(address: Address) -> bool:
     return await _probe(address, ask)
 
 
-async def speaks_tls(address: Address) -> bool:
+async def speaks_tls(address: NodeAddress) -> bool:
     """Whether the port answers the start of a TLS handshake. Verifies nothing, and sends nothing."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -214,7 +214,7 @@ async def speaks_tls(address: Address) -> bool:
 
 
 async def _probe(
-    address: Address, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]]
+    address: NodeAddress, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]]
 ) -> bool:
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):

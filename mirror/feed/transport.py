@@ -18,7 +18,7 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
-from mirror.feed.connection_string import Address, is_name
+from mirror.feed.connection_string import NodeAddress, is_name
 from mirror.feed.tls import Tls, hung_up, not_tls, speaks_plain_kv
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Magic, opcode_name
 from mirror.wire.errors import RemoteProtocolError
@@ -91,7 +91,9 @@ class Opaques:
 class Link(asyncio.BufferedProtocol):
     """One connection. Made by `open_link`."""
 
-    def __init__(self, address: Address, clock: Clock, opaques: Opaques | None = None, tls: Tls | None = None) -> None:
+    def __init__(
+        self, address: NodeAddress, clock: Clock, opaques: Opaques | None = None, tls: Tls | None = None
+    ) -> None:
         """A link that waits for its transport."""
         self.address = address
         self._tls = tls
@@ -299,7 +301,7 @@ class Link(asyncio.BufferedProtocol):
 
 
 async def open_link(
-    address: Address,
+    address: NodeAddress,
     *,
     tls: Tls | None,
     timeout_s: float,

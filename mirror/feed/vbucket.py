@@ -17,14 +17,16 @@ from mirror.feed.store_sink import StoreSink
 from mirror.feed.vbucket_host import MachineEvent, VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import Row
-from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, Status
+from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, VbucketStatus
 from mirror.ingest.machine import Phase
 from mirror.ingest.selection import Resolved, StreamFilter
 from storage.history import History
 from storage.model import Vbid
 from storage.writer import GroupWriter, RollbackResult
 
-ERROR_STATES = frozenset((Status.REFUSED, Status.ROLLING_BACK, Status.REFILLING, Status.WAITING))
+ERROR_STATES = frozenset(
+    (VbucketStatus.REFUSED, VbucketStatus.ROLLING_BACK, VbucketStatus.REFILLING, VbucketStatus.WAITING)
+)
 """The text of these states is kept as the last error."""
 
 POLLS_MIN = 2
@@ -77,7 +79,7 @@ class MirroredVbucket(VbucketHost):
         super().__init__(vbid, StoreSink(vbid, writer, self, gate), services.clock)
         self.writer = writer
         self.gate = gate
-        self.status: str = Status.WAITING
+        self.status: str = VbucketStatus.WAITING
         self.text = "not connected yet"
         self.documents = 0
         self.bytes = 0
@@ -185,7 +187,7 @@ class MirroredVbucket(VbucketHost):
         self.documents += len(rows)
         self.bytes += byte_count
         self.progressed()
-        if self.session is not None and self.machine.status is not Status.STREAMING:
+        if self.session is not None and self.machine.status is not VbucketStatus.STREAMING:
             self.session.backfill_at = self.last_progress
         self._last_data = self.last_progress
         if self._held_seqno and int.from_bytes(rows[0][0][4:12]) <= self._held_seqno:
@@ -251,7 +253,7 @@ class MirroredVbucket(VbucketHost):
         self.retries += 1
         super().retry_after(reason, attempt)
 
-    def report(self, status: Status, text: str) -> None:
+    def report(self, status: VbucketStatus, text: str) -> None:
         """Show what the vbucket does."""
         self.status, self.text = str(status), text
         if status in ERROR_STATES:

@@ -21,7 +21,7 @@ from mirror.feed.sink import Sink
 from mirror.ingest import events
 from mirror.ingest.backoff import delay_s
 from mirror.ingest.events import Row
-from mirror.ingest.instructions import Instruction, RequestStream, RetryReason, Status
+from mirror.ingest.instructions import Instruction, RequestStream, RetryReason, VbucketStatus
 from mirror.ingest.machine import Phase, VbucketMachine
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import decode_failover_log
@@ -71,7 +71,7 @@ class VbucketHost(ABC):
         """Ask which collections there are now."""
 
     @abstractmethod
-    def report(self, status: Status, text: str) -> None:
+    def report(self, status: VbucketStatus, text: str) -> None:
         """Note what the vbucket does."""
 
     @property

@@ -19,7 +19,7 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, SourceTimeout
 from mirror.feed.bootstrap import fetch_high_seqnos
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.nodes import NodeKeeper
 from mirror.feed.vbucket import MirroredVbucket
 from mirror.ingest import events
@@ -37,7 +37,7 @@ class Watched(Protocol):
     """Whose streams these are."""
 
     @property
-    def keepers(self) -> Mapping[Address, NodeKeeper]:
+    def keepers(self) -> Mapping[NodeAddress, NodeKeeper]:
         """The nodes."""
         ...
 
@@ -46,7 +46,7 @@ class Watched(Protocol):
         """The collections whose high seqnos count; None: the bucket's."""
         ...
 
-    def vbuckets_at(self, address: Address) -> Iterable[MirroredVbucket]:
+    def vbuckets_at(self, address: NodeAddress) -> Iterable[MirroredVbucket]:
         """The vbuckets whose node that is."""
         ...
 
@@ -70,7 +70,7 @@ class SourceWatch:
         self._settings = settings
         self._clock = clock
         self._on_defect = on_defect
-        self._polls: dict[Address, asyncio.Task[None]] = {}
+        self._polls: dict[NodeAddress, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Poll and judge."""
@@ -90,7 +90,7 @@ class SourceWatch:
                 task.cancel()
             await asyncio.gather(*polls, return_exceptions=True)
 
-    def _ended(self, address: Address, task: asyncio.Task[None]) -> None:
+    def _ended(self, address: NodeAddress, task: asyncio.Task[None]) -> None:
         self._polls.pop(address, None)
         self._on_defect(task)
 

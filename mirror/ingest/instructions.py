@@ -23,7 +23,7 @@ from mirror.ingest.offset import StreamOffset
 from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid
 
 
-class Status(StrEnum):
+class VbucketStatus(StrEnum):
     """What a vbucket is doing, in one word for people."""
 
     WAITING = "waiting"
@@ -241,10 +241,10 @@ class RetryAfter(InstructionFields):
 
 
 @dataclass(slots=True)
-class Report(InstructionFields):
+class ReportStatus(InstructionFields):
     """What the vbucket does now, why, and what fixes it."""
 
-    status: Status
+    status: VbucketStatus
     text: str
 
 
@@ -270,6 +270,6 @@ Instruction = (
     | BeginRefill
     | BeginOso
     | RetryAfter
-    | Report
+    | ReportStatus
 )
 """Every instruction there is: an executor that leaves one out does not pass the type checker (`assert_never`)."""

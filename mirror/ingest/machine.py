@@ -46,14 +46,14 @@ from mirror.ingest.instructions import (
     Reconnect,
     RefreshCollections,
     RefreshMap,
-    Report,
+    ReportStatus,
     RequestStream,
     RetryAfter,
     RetryReason,
     RollbackTo,
     SaveFailoverLog,
     SaveFilter,
-    Status,
+    VbucketStatus,
 )
 from mirror.ingest.offset import StreamOffset, resume_offset
 from mirror.ingest.reactions import Action, Reaction, on_refusal, on_stream_end
@@ -87,9 +87,9 @@ MARKER_ACKS_MAX = 1024
 
 
 _STREAMING_TEXTS = {
-    Status.REFILLING: "fetching the vbucket again next to the old copy",
-    Status.BACKFILLING: "the source reads a snapshot from its disk",
-    Status.STREAMING: "following the source",
+    VbucketStatus.REFILLING: "fetching the vbucket again next to the old copy",
+    VbucketStatus.BACKFILLING: "the source reads a snapshot from its disk",
+    VbucketStatus.STREAMING: "following the source",
 }
 
 
@@ -151,7 +151,7 @@ class VbucketMachine:
         self.vbid = vbid
         self.phase = Phase.IDLE
         self.opaque: int | None = None
-        self.status = Status.WAITING
+        self.status = VbucketStatus.WAITING
         self.text = "not started"
         self.failover_log = FailoverLog()
         self.durable_seqno = state.staging_published_seqno
@@ -272,7 +272,7 @@ class VbucketMachine:
 
     def _idle(self, out: list[Instruction]) -> None:
         self.phase = Phase.IDLE
-        self._report(Status.NO_ACTIVE_NODE if self._no_node else Status.WAITING, self._idle_text, out)
+        self._report(VbucketStatus.NO_ACTIVE_NODE if self._no_node else VbucketStatus.WAITING, self._idle_text, out)
 
     def _retry_due(self, _event: ev.RetryDue, out: list[Instruction]) -> None:
         self._begin("retry", out)
@@ -338,7 +338,7 @@ class VbucketMachine:
                 purge_seqno = self._source_purge_seqno
         self._offset = offset
         self.phase = Phase.REQUESTING
-        self._report(Status.REQUESTING, f"asking for what follows {offset.start_seqno}", out)
+        self._report(VbucketStatus.REQUESTING, f"asking for what follows {offset.start_seqno}", out)
         out.append(RequestStream(self.vbid, cause, offset, end_seqno, STREAM_FLAGS, purge_seqno))
 
     def _requested(self, event: ev.StreamRequested, _out: list[Instruction]) -> None:
@@ -382,7 +382,9 @@ class VbucketMachine:
     def _go_back(self, seqno: int, why: str, out: list[Instruction]) -> None:
         boundary_seqno = self._assembler.boundary_seqno
         if self._offset.inside_snapshot and seqno >= boundary_seqno:
-            self._report(Status.ROLLING_BACK, f"{why}: dropping the open snapshot, back to {boundary_seqno}", out)
+            self._report(
+                VbucketStatus.ROLLING_BACK, f"{why}: dropping the open snapshot, back to {boundary_seqno}", out
+            )
             self._abandon("rollback inside a snapshot", None, out)
         elif boundary_seqno == 0:
             text = f"{why} although nothing is held here; asking again. If it repeats, look at the source's log"
@@ -391,7 +393,7 @@ class VbucketMachine:
             self._before_zero(why, out)
         else:
             self._next_vbuuid = None
-            self._report(Status.ROLLING_BACK, f"{why}: going back to the newest kept boundary", out)
+            self._report(VbucketStatus.ROLLING_BACK, f"{why}: going back to the newest kept boundary", out)
             self._roll_back(Seqno(seqno), why, out)
 
     def _roll_back(self, seqno: Seqno, cause: str, out: list[Instruction]) -> None:
@@ -405,7 +407,9 @@ class VbucketMachine:
             self._refill(why, out)
         elif self._connected:
             self.phase = Phase.ASKING_LOG
-            self._report(Status.ROLLING_BACK, f"{why}: looking for common history in the source's failover log", out)
+            self._report(
+                VbucketStatus.ROLLING_BACK, f"{why}: looking for common history in the source's failover log", out
+            )
             out.append(GetFailoverLog(self.vbid, why))
         else:
             self._idle(out)
@@ -424,7 +428,7 @@ class VbucketMachine:
         # The log is cut only when nothing newer is held any more: a crash in between would leave what is still held to
         # a history that it is not of, and the source would take it for its own.
         if common.seqno < boundary_seqno:
-            self._report(Status.ROLLING_BACK, f"{cause}: going back to the newest kept boundary", out)
+            self._report(VbucketStatus.ROLLING_BACK, f"{cause}: going back to the newest kept boundary", out)
             self._roll_back(common.seqno, cause, out)
         elif self._assembler.holds_part:
             self._abandon(cause, None, out)
@@ -445,7 +449,7 @@ class VbucketMachine:
             self._begin(why, out)
             return
         self.phase = Phase.OPENING_REFILL
-        self._report(Status.REFILLING, f"{why}: fetching the vbucket again next to the old copy", out)
+        self._report(VbucketStatus.REFILLING, f"{why}: fetching the vbucket again next to the old copy", out)
         out.append(BeginRefill(self.vbid, why))
 
     # --- the store's answers ---
@@ -481,7 +485,7 @@ class VbucketMachine:
             self._idle(out)
             return
         self._new_handshake()
-        self._report(Status.REFUSED, event.text, out)
+        self._report(VbucketStatus.REFUSED, event.text, out)
         self._wait(RetryReason.REFUSED_FOR_NOW, "refill refused", out)
 
     def _published(self, event: ev.Published, out: list[Instruction]) -> None:
@@ -502,7 +506,7 @@ class VbucketMachine:
         if self._assembler.boundary_seqno:
             self._refill(text, out)
         else:
-            self._report(Status.WAITING, text, out)
+            self._report(VbucketStatus.WAITING, text, out)
             self._abandon("prepare missing", RetryReason.VIOLATION, out)
 
     def _key_refused(self, event: ev.KeyRefused, out: list[Instruction]) -> None:
@@ -585,7 +589,7 @@ class VbucketMachine:
             "again. If it repeats, report it with this line"
         )
         self._close_stream("violation", out)
-        self._report(Status.WAITING, self.failing_text, out)
+        self._report(VbucketStatus.WAITING, self.failing_text, out)
         if self._assembler.holds_part:
             self._abandon("violation", RetryReason.VIOLATION, out)
         else:
@@ -614,7 +618,7 @@ class VbucketMachine:
             self._retry(reaction, cause, out)
 
     def _retry(self, reaction: Reaction, cause: str, out: list[Instruction]) -> None:
-        self._report(Status.WAITING, reaction.text, out)
+        self._report(VbucketStatus.WAITING, reaction.text, out)
         if self._assembler.oso:
             self._abandon(cause, reaction.reason, out)
         else:
@@ -628,11 +632,11 @@ class VbucketMachine:
     def _refuse(self, text: str, out: list[Instruction]) -> None:
         self._forget_stream()
         self.phase = Phase.REFUSED
-        self._report(Status.REFUSED, text, out)
+        self._report(VbucketStatus.REFUSED, text, out)
 
     def _finish(self, out: list[Instruction]) -> None:
         self.phase = Phase.FINISHED
-        self._report(Status.FINISHED, f"complete up to {self._assembler.boundary_seqno}", out)
+        self._report(VbucketStatus.FINISHED, f"complete up to {self._assembler.boundary_seqno}", out)
 
     def _abandon(self, cause: str, reason: RetryReason | None, out: list[Instruction]) -> None:
         self._retry_reason = reason
@@ -671,19 +675,19 @@ class VbucketMachine:
 
     def _report_streaming(self, out: list[Instruction]) -> None:
         status = (
-            Status.REFILLING
+            VbucketStatus.REFILLING
             if self.refilling
-            else Status.BACKFILLING
+            else VbucketStatus.BACKFILLING
             if self._assembler.from_disk
-            else Status.STREAMING
+            else VbucketStatus.STREAMING
         )
         if status is not self.status:
             self._report(status, _STREAMING_TEXTS[status], out)
 
-    def _report(self, status: Status, text: str, out: list[Instruction]) -> None:
+    def _report(self, status: VbucketStatus, text: str, out: list[Instruction]) -> None:
         if (status, text) != (self.status, self.text):
             self.status, self.text = status, text
-            out.append(Report(self.vbid, "state", status, text))
+            out.append(ReportStatus(self.vbid, "state", status, text))
 
     def validate(self) -> None:
         """Check what must hold between any two events."""

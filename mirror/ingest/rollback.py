@@ -23,7 +23,7 @@ class Accept:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollback:
+class RollbackAnswer:
     """The consumer holds what the producer does not: it must go back to `seqno` or below and ask again."""
 
     seqno: int
@@ -34,7 +34,7 @@ class OutOfRange:
     """The request contradicts itself (ERANGE): not snap_start <= start <= snap_end, or start > end."""
 
 
-ProducerAnswer = Accept | Rollback | OutOfRange
+ProducerAnswer = Accept | RollbackAnswer | OutOfRange
 
 
 def producer_answer(
@@ -64,10 +64,10 @@ def producer_answer(
         return Accept()
     purge_matters = not ignore_purged_tombstones and not holds_whole_filter and client_purge_seqno != purge_seqno
     if start_seqno != 0 and start_seqno < purge_seqno and purge_matters:  # case 2: deletions were lost in between
-        return Rollback(0)
+        return RollbackAnswer(0)
     upper_seqno = failover_log.end_of(vbuuid, high_seqno)
     if upper_seqno is None:  # case 3: a history nobody here has heard of
-        return Rollback(0)
+        return RollbackAnswer(0)
     # Case 4. At the edge of a snapshot only that edge counts: nothing of the snapshot, or all of it, is held.
     if start_seqno == snap_start_seqno:
         snap_end_seqno = start_seqno
@@ -75,7 +75,7 @@ def producer_answer(
         return Accept()
     if start_seqno == snap_end_seqno:
         snap_start_seqno = start_seqno
-    return Rollback(min(upper_seqno, snap_start_seqno))
+    return RollbackAnswer(min(upper_seqno, snap_start_seqno))
 
 
 # --- consumer ---

@@ -35,7 +35,7 @@ from mirror.errors import (
     TlsFailed,
 )
 from mirror.feed.bootstrap import FEATURES, Access, enter, fetch_manifest
-from mirror.feed.connection_string import Address, parse
+from mirror.feed.connection_string import NodeAddress, parse
 from mirror.feed.discovery import Survey, survey
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.srv import look_up
@@ -62,7 +62,7 @@ DISK_FACTOR = 1.4
 """Size of a mirror by size of what comes over the wire."""
 
 
-class Verdict(StrEnum):
+class StepVerdict(StrEnum):
     """How a step went."""
 
     OK = "ok"
@@ -75,7 +75,7 @@ class Finding:
     """One step."""
 
     step: str
-    verdict: Verdict
+    verdict: StepVerdict
     text: str
     remedy: str = ""
     exit_code: ExitCode = ExitCode.FAILED
@@ -149,14 +149,16 @@ class Doctor:
             if view is not None:
                 view.close()
 
-    def _say(self, step: str, verdict: Verdict, text: str, remedy: str = "", error: Exception | None = None) -> None:
+    def _say(
+        self, step: str, verdict: StepVerdict, text: str, remedy: str = "", error: Exception | None = None
+    ) -> None:
         code = error.exit_code if isinstance(error, MirrorError) else ExitCode.FAILED
         finding = Finding(step, verdict, text, remedy, code)
         self.findings.append(finding)
         self.on_finding(finding)
 
     def _fail(self, step: str, error: MirrorError) -> None:
-        self._say(step, Verdict.FAIL, error.what, error.hint, error)
+        self._say(step, StepVerdict.FAIL, error.what, error.hint, error)
 
     # -- the way there --------------------------------------------------------------------------------------------
 
@@ -168,10 +170,10 @@ class Doctor:
             record = f"_couchbase{'s' if source.tls else ''}._tcp.{source.srv_name}"
             found = await look_up(record, self._settings.dns_server)
             if found:
-                self._say("dns srv", Verdict.OK, f"{record}: {', '.join(map(str, found))}")
+                self._say("dns srv", StepVerdict.OK, f"{record}: {', '.join(map(str, found))}")
                 addresses = found
             else:
-                self._say("dns srv", Verdict.OK, f"no records {record}: the name is taken as a host")
+                self._say("dns srv", StepVerdict.OK, f"no records {record}: the name is taken as a host")
         reached, failures = 0, []
         for address in addresses:
             error = await self._try(address)
@@ -182,17 +184,17 @@ class Doctor:
         for address, error in failures:
             self._say(
                 "connect",
-                Verdict.WARN if reached else Verdict.FAIL,
+                StepVerdict.WARN if reached else StepVerdict.FAIL,
                 f"{address}: {error}",
                 "take the host out of the connection string, or have it answer"
                 if reached
                 else "check host, port, DNS, and that the data service runs there and a firewall lets it through",
             )
         if reached:
-            self._say("connect", Verdict.OK, f"{reached} of {len(addresses)} addresses take connections")
+            self._say("connect", StepVerdict.OK, f"{reached} of {len(addresses)} addresses take connections")
         return reached > 0
 
-    async def _try(self, address: Address) -> str | None:
+    async def _try(self, address: NodeAddress) -> str | None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -226,7 +228,7 @@ class Doctor:
             self._fail("login", error)
             return None
         except BucketMissing as error:
-            self._say("login", Verdict.OK, f"user {source.user or '(certificate)'}")
+            self._say("login", StepVerdict.OK, f"user {source.user or '(certificate)'}")
             self._fail("bucket", error)
             return None
         except MirrorError as error:
@@ -234,14 +236,14 @@ class Doctor:
             return None
         try:
             self._judge_tls(link)
-            self._say("login", Verdict.OK, f"user {source.user or 'of the client certificate'}")
-            self._say("bucket", Verdict.OK, f"{source.bucket}, uuid {found.bucket_uuid or 'unknown'}")
+            self._say("login", StepVerdict.OK, f"user {source.user or 'of the client certificate'}")
+            self._say("bucket", StepVerdict.OK, f"{source.bucket}, uuid {found.bucket_uuid or 'unknown'}")
             missing = [feature for feature in FEATURES if feature not in handshake.features]
             wanted = {Feature.COLLECTIONS, Feature.SNAPPY, Feature.XATTR} & set(missing)
             names = ", ".join(feature.name.lower() for feature in missing)
             self._say(
                 "features",
-                Verdict.OK,
+                StepVerdict.OK,
                 f"{len(FEATURES) - len(missing)} of {len(FEATURES)} are granted"
                 + (f", not {names}" if names else "")
                 + (": the server is older than 7.0" if Feature.COLLECTIONS in wanted else ""),
@@ -255,7 +257,7 @@ class Doctor:
             local = link.address.host in ("localhost", "127.0.0.1", "::1")
             self._say(
                 "tls",
-                Verdict.OK if local else Verdict.WARN,
+                StepVerdict.OK if local else StepVerdict.WARN,
                 "not encrypted" + (", on this machine alone" if local else ": everybody on the way can read documents"),
                 "" if local else "write couchbases:// and give the cluster's CA as tls_ca_file",
             )
@@ -267,11 +269,11 @@ class Doctor:
         days = None if ends_s is None else (ends_s - self._clock.wall_ms() / 1000) / 86_400
         if days is not None and days < CERTIFICATE_DAYS:
             self._say(
-                "tls", Verdict.WARN, f"{version}; the node's certificate ends in {days:.0f} days", "have it renewed"
+                "tls", StepVerdict.WARN, f"{version}; the node's certificate ends in {days:.0f} days", "have it renewed"
             )
         else:
             self._say(
-                "tls", Verdict.OK, f"{version}, verified" + (f", for {days:.0f} days" if days is not None else "")
+                "tls", StepVerdict.OK, f"{version}, verified" + (f", for {days:.0f} days" if days is not None else "")
             )
 
     # -- what is there --------------------------------------------------------------------------------------------
@@ -280,23 +282,23 @@ class Doctor:
         without = [vbid for vbid in range(found.vbucket_count) if found.node_of(vbid) is None]
         text = f"{found.vbucket_count} vbuckets on {len(found.nodes)} nodes"
         if found.vbucket_count == 0:
-            self._say("map", Verdict.FAIL, "the bucket has no vbuckets", "memcached buckets cannot be mirrored")
+            self._say("map", StepVerdict.FAIL, "the bucket has no vbuckets", "memcached buckets cannot be mirrored")
         elif without:
             self._say(
                 "map",
-                Verdict.WARN,
+                StepVerdict.WARN,
                 f"{text}; {len(without)} have no active node, the first is {without[0]}",
                 "fail the missing node over, or bring it back: the mirror waits for them",
             )
         else:
-            self._say("map", Verdict.OK, text)
+            self._say("map", StepVerdict.OK, text)
         if view is None:
             return
         identity = view.identity
         if identity.bucket_uuid and found.bucket_uuid and identity.bucket_uuid != found.bucket_uuid:
             self._say(
                 "identity",
-                Verdict.FAIL,
+                StepVerdict.FAIL,
                 f"the data directory mirrors uuid {identity.bucket_uuid}: the bucket is another one, or was recreated",
                 "take another data directory, or have this one set aside by `run --replace-bucket`",
                 _OfData(""),
@@ -304,13 +306,13 @@ class Doctor:
         elif identity.vbucket_count != found.vbucket_count:
             self._say(
                 "identity",
-                Verdict.FAIL,
+                StepVerdict.FAIL,
                 f"the data directory has {identity.vbucket_count} vbuckets",
                 "take another data directory",
                 _OfData(""),
             )
         else:
-            self._say("identity", Verdict.OK, "the data directory mirrors this bucket")
+            self._say("identity", StepVerdict.OK, "the data directory mirrors this bucket")
 
     def _judge_revisions(self, found: Survey, view: View | None) -> None:
         """Which nodes have an older map, and whether the newest is as new as what the mirror followed before."""
@@ -323,7 +325,7 @@ class Doctor:
         if older:
             self._say(
                 "map",
-                Verdict.WARN,
+                StepVerdict.WARN,
                 f"an older map than revision {newest.rev} of epoch {newest.rev_epoch} is at {', '.join(older)}",
                 "where that lasts, the node was failed over or is cut off: take it out of the connection string; the "
                 "mirror does not follow it",
@@ -334,7 +336,7 @@ class Doctor:
         try:
             record = map_record.load(str(self._data), view.identity.bucket_uuid)
         except StorageError as error:
-            self._say("map", Verdict.FAIL, str(error), error.hint, _OfData(""))
+            self._say("map", StepVerdict.FAIL, str(error), error.hint, _OfData(""))
             return
         maps.floor = None if record is None else record.revision
         if maps.floor is not None and maps.judge(newest) is MapVerdict.OLDER:
@@ -359,7 +361,9 @@ class Doctor:
         for failure in failed:
             self._fail("privileges" if isinstance(failure, PrivilegeMissing) else "nodes", failure)
         if self._sessions:
-            self._say("nodes", Verdict.OK, f"DCP opens at {len(self._sessions)} of {len(self._sessions) + len(failed)}")
+            self._say(
+                "nodes", StepVerdict.OK, f"DCP opens at {len(self._sessions)} of {len(self._sessions) + len(failed)}"
+            )
 
     def _judge_controls(self) -> None:
         session = self._sessions[0]
@@ -367,20 +371,20 @@ class Doctor:
         refused = [name for name, yes in session.controls.items() if not yes]
         self._say(
             "controls",
-            Verdict.OK,
+            StepVerdict.OK,
             f"{len(taken)} taken" + (f"; this server does not know {', '.join(refused)}" if refused else ""),
         )
         if not session.sends_purge_seqno:
             self._say(
                 "resume",
-                Verdict.OK,
+                StepVerdict.OK,
                 "before 8.0 a first fill of a vbucket with purged deletions that breaks off begins again",
             )
         every = session.noop_interval_s
         taken_as_asked = session.controls.get("set_noop_interval", False)
         self._say(
             "noop",
-            Verdict.OK if taken_as_asked else Verdict.WARN,
+            StepVerdict.OK if taken_as_asked else StepVerdict.WARN,
             f"every {every:g} s: a silent connection is noticed after {2 * every:g} s",
             "" if taken_as_asked else "set noop_interval_s to whole seconds, 20 or more: this server takes no other",
         )
@@ -398,12 +402,12 @@ class Doctor:
         if manifest.hides_system and found.system_collections:
             self._say(
                 "collections",
-                Verdict.WARN,
+                StepVerdict.WARN,
                 f"{text}; the server's own scope _system is hidden from this user, and will not be mirrored",
                 "grant the privilege SystemCollectionLookup (role Data DCP Reader) if it is wanted",
             )
         else:
-            self._say("collections", Verdict.OK, text)
+            self._say("collections", StepVerdict.OK, text)
 
     # -- would it go on? ------------------------------------------------------------------------------------------
 
@@ -426,14 +430,14 @@ class Doctor:
             privilege = status == Status.EACCESS
             self._say(
                 "privileges" if privilege else "streams",
-                Verdict.FAIL if privilege else Verdict.WARN,
+                StepVerdict.FAIL if privilege else StepVerdict.WARN,
                 f"{count} of {len(answers)} stream requests are refused: "
                 + (reaction.text if reaction is not None else "the connection broke"),
                 "grant the user the role Data DCP Reader on the bucket" if privilege else "the mirror asks again",
                 PrivilegeMissing("") if privilege else None,
             )
         if answers and not refused:
-            self._say("privileges", Verdict.OK, "the user may open DCP connections and streams")
+            self._say("privileges", StepVerdict.OK, "the user may open DCP connections and streams")
         if states:
             self._judge_positions(states, answers, view)
 
@@ -443,7 +447,7 @@ class Doctor:
         try:
             return {int(state.vbid): state for state in view.states()}
         except StorageError as error:
-            self._say("data", Verdict.FAIL, str(error), "run `dcp-mirror check`", _OfData(""))
+            self._say("data", StepVerdict.FAIL, str(error), "run `dcp-mirror check`", _OfData(""))
             return {}
 
     async def _ask(
@@ -481,18 +485,18 @@ class Doctor:
         fresh = sum(1 for state in states.values() if not state.published_seqno)
         on = len(answers) - len(undone) - len(refilled)
         text = f"{on - fresh} vbuckets go on where they are" + (f", {fresh} begin" if fresh else "")
-        self._say("positions", Verdict.OK, text)
+        self._say("positions", StepVerdict.OK, text)
         if undone:
             self._say(
                 "positions",
-                Verdict.WARN,
+                StepVerdict.WARN,
                 f"{len(undone)} vbuckets would go back to a kept boundary: the source lost history in a failover",
                 "nothing to do: the service does it in an instant",
             )
         if refilled:
             self._say(
                 "positions",
-                Verdict.WARN,
+                StepVerdict.WARN,
                 f"{len(refilled)} vbuckets would be resynced, the first is {refilled[0]}: the source has purged "
                 "deletions since, or lost more history than is kept here",
                 "keep space for a second copy of them; keep downtimes below the bucket's metadata purge interval, "
@@ -507,7 +511,7 @@ class Doctor:
         days = (self._clock.wall_ms() - max(times)) / 86_400_000
         self._say(
             "downtime",
-            Verdict.OK if days < PURGE_DAYS * 0.7 else Verdict.WARN,
+            StepVerdict.OK if days < PURGE_DAYS * 0.7 else StepVerdict.WARN,
             f"nothing was published for {days:.1f} days; buckets forget deletions after {PURGE_DAYS} days by default",
             ""
             if days < PURGE_DAYS * 0.7
@@ -522,7 +526,7 @@ class Doctor:
         try:
             return open_view(str(self._data), stale_reads=True)
         except StorageError as error:
-            self._say("data", Verdict.FAIL, str(error), error.hint or "run `dcp-mirror check`", _OfData(""))
+            self._say("data", StepVerdict.FAIL, str(error), error.hint or "run `dcp-mirror check`", _OfData(""))
             return None
 
     async def _disk(self, view: View | None) -> None:
@@ -536,19 +540,19 @@ class Doctor:
             enough = free_bytes >= held
             self._say(
                 "disk",
-                Verdict.OK if enough else Verdict.WARN,
+                StepVerdict.OK if enough else StepVerdict.WARN,
                 f"the mirror takes {_size(held)}, {free}",
                 "" if enough else "a refill of everything needs the space of a second copy: free some",
             )
             return
         size = await self._bucket_bytes()
         if size is None:
-            self._say("disk", Verdict.OK, f"{free}; how large the bucket is this user may not ask")
+            self._say("disk", StepVerdict.OK, f"{free}; how large the bucket is this user may not ask")
             return
         need = size * DISK_FACTOR
         self._say(
             "disk",
-            Verdict.OK if free_bytes >= need else Verdict.FAIL,
+            StepVerdict.OK if free_bytes >= need else StepVerdict.FAIL,
             f"the bucket holds {_size(size)}, its mirror takes about {_size(need)}; {free}",
             "" if free_bytes >= need else "take a larger disk",
         )

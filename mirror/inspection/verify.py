@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from mirror import lease
 from mirror.client import ServiceSaidNo
 from mirror.errors import MirrorError
-from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceReader
+from mirror.feed.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.ingest import collections
 from mirror.inspection.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge
 from mirror.wire.codec_dcp import decode
@@ -134,7 +134,7 @@ class Verifier:
                 if isinstance(item, Snapshot):
                     self._take(vbucket, item)
                     continue
-                if isinstance(item, Ended):
+                if isinstance(item, ReadEnded):
                     self._compare(vbucket)
                 else:
                     vbucket.again = True
@@ -265,7 +265,7 @@ class Verifier:
                 vbucket = todo[item.vbid]
                 if isinstance(item, Snapshot):
                     self._take_moved(vbucket, item)
-                elif isinstance(item, Ended):
+                elif isinstance(item, ReadEnded):
                     self._look_again(vbucket)
                 else:
                     vbucket.again, vbucket.moved = True, {}
@@ -316,11 +316,11 @@ class Verifier:
         """Both sides must be of the source's history still: else what was compared is not one bucket."""
         here = {vbid: vbucket.here for vbid, vbucket in looked_at.items() if vbucket.here.seqno and not vbucket.again}
         for item in self._reader.read(here, {vbid: position.seqno for vbid, position in here.items()}):
-            if isinstance(item, RolledBack):
+            if isinstance(item, SourceRolledBack):
                 self._left_behind(looked_at[item.vbid], item.seqno)
         there = {vbid: each.position for vbid, each in looked_at.items() if each.position.seqno and not each.again}
         for item in self._reader.read(there, {vbid: position.seqno for vbid, position in there.items()}):
-            if isinstance(item, RolledBack):
+            if isinstance(item, SourceRolledBack):
                 looked_at[item.vbid].again = True
         for vbid, vbucket in looked_at.items():
             with contextlib.suppress(StorageError):

@@ -15,19 +15,19 @@ from zlib import crc32
 
 from mirror.clock import Clock
 from mirror.document import values
-from mirror.sandbox.clustermap import ClusterMap
+from mirror.sandbox.clustermap import SandboxMap
 from mirror.sandbox.dcp import Sent
-from mirror.sandbox.documents import Documents
+from mirror.sandbox.documents import SandboxDocuments
 from mirror.sandbox.item import EventItem, Item
-from mirror.sandbox.manifest import BucketManifest, Change, ManifestError
+from mirror.sandbox.manifest import BucketManifest, ManifestError, ManifestStep
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES, Profile
 from mirror.sandbox.stream import StreamTuning
 from mirror.sandbox.stream_faults import StreamFaults
-from mirror.sandbox.users import Users
+from mirror.sandbox.users import SandboxUsers
 from mirror.sandbox.vbucket import Vbucket
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE
 from mirror.wire import leb128
-from mirror.wire.constants import VbucketState
+from mirror.wire.constants import VbucketRole
 
 DEFAULT_COLLECTION = "_default._default"
 
@@ -62,12 +62,12 @@ class Bucket:
         self.tuning = StreamTuning()
         self.rng = rng
         self.clock = clock
-        self.users = Users()
+        self.users = SandboxUsers()
         self.manifest = BucketManifest(history_default=keeps_history)
-        self.documents = Documents(clock, self.manifest)
+        self.documents = SandboxDocuments(clock, self.manifest)
         self._checkpoints = (checkpoint_items_max, checkpoints_kept)
         self.vbuckets = [self._new_vbucket(vbid) for vbid in range(vbuckets)]
-        self.map = ClusterMap(
+        self.map = SandboxMap(
             name,
             f"{rng.getrandbits(128):032x}",
             [NOWHERE] * vbuckets,
@@ -75,7 +75,7 @@ class Bucket:
             tells_epoch=profile.map_epochs,
             capabilities=[name for name in CAPABILITIES if profile.has_capability(name)],
         )
-        self.states: dict[int, VbucketState] = {}
+        self.states: dict[int, VbucketRole] = {}
         """States set by hand on the vbucket's own node: dead, replica, pending."""
         self.persistence_holds: dict[tuple[int, int], int] = {}
         """(vbid, node number) -> seqno above which that copy has nothing on its disk, for as long as it stands here."""
@@ -86,13 +86,13 @@ class Bucket:
 
     # --- where things are
 
-    def state_on(self, vbid: int, node_number: int) -> VbucketState:
+    def state_on(self, vbid: int, node_number: int) -> VbucketRole:
         """State of a vbucket on a node; dead where it is not."""
         if not 0 <= vbid < len(self.vbuckets):
-            return VbucketState.DEAD
+            return VbucketRole.DEAD
         if self.map.owners[vbid] == node_number:
-            return self.states.get(vbid, VbucketState.ACTIVE)
-        return VbucketState.REPLICA if node_number in self.map.replicas[vbid] else VbucketState.DEAD
+            return self.states.get(vbid, VbucketRole.ACTIVE)
+        return VbucketRole.REPLICA if node_number in self.map.replicas[vbid] else VbucketRole.DEAD
 
     def persisted_seqno(self, vbid: int, node_number: int) -> int:
         """How far a copy has got to its disk: everything, unless it is held back, and nothing of ephemeral buckets."""
@@ -280,7 +280,7 @@ class Bucket:
             raise ManifestError(f"a server of {self.profile.name} has no collections")
         return self.manifest
 
-    def _apply(self, changes: list[Change]) -> None:
+    def _apply(self, changes: list[ManifestStep]) -> None:
         for vbucket in self.vbuckets:
             self.documents.apply(vbucket, changes)
 
@@ -321,7 +321,7 @@ class Bucket:
     def recreate(self) -> None:
         """Delete the bucket and make an empty one of the same name: nothing of the old one is known any more."""
         self.manifest = BucketManifest(history_default=self.keeps_history)
-        self.documents = Documents(self.clock, self.manifest)
+        self.documents = SandboxDocuments(self.clock, self.manifest)
         self.vbuckets = [self._new_vbucket(vbid) for vbid in range(len(self.vbuckets))]
         self.map.bucket_uuid = f"{self.rng.getrandbits(128):032x}"
         self.states.clear()

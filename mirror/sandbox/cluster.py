@@ -27,7 +27,7 @@ from mirror.sandbox.users import User
 from mirror.sandbox.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
 from mirror.server.cluster_config import NOWHERE
 from mirror.server.privileges import ALL_PRIVILEGES
-from mirror.wire.constants import VbucketState
+from mirror.wire.constants import VbucketRole
 
 EXPIRY_PAGER_SECONDS = 60.0
 
@@ -284,12 +284,12 @@ class SandboxCluster:
             self.bucket.map_changed()
         return moved
 
-    def set_vbucket_state(self, vbid: int, state: VbucketState) -> None:
+    def set_vbucket_state(self, vbid: int, state: VbucketRole) -> None:
         """Change the state of a vbucket on its node by hand; becoming active adds an entry to the failover log."""
-        before = self.bucket.states.get(vbid, VbucketState.ACTIVE)
-        if state == VbucketState.ACTIVE:
+        before = self.bucket.states.get(vbid, VbucketRole.ACTIVE)
+        if state == VbucketRole.ACTIVE:
             self.bucket.states.pop(vbid, None)
-            if before != VbucketState.ACTIVE:
+            if before != VbucketRole.ACTIVE:
                 self.bucket.failover(vbid)
         else:
             self.bucket.states[vbid] = state

@@ -14,7 +14,7 @@ from mirror.server.cluster_config import CAPABILITIES, NOWHERE, ConfigBucket, Co
 
 
 @dataclass(frozen=True, slots=True)
-class NodeAddress:
+class SandboxAddress:
     """A node as the map names it."""
 
     number: int
@@ -24,14 +24,14 @@ class NodeAddress:
 
 
 @dataclass(slots=True)
-class ClusterMap:
+class SandboxMap:
     """Nodes by their number in the cluster, and per vbucket the numbers of its active node and replicas."""
 
     bucket: str
     bucket_uuid: str
     owners: list[int]
     replicas: list[list[int]]
-    nodes: list[NodeAddress] = field(default_factory=list)
+    nodes: list[SandboxAddress] = field(default_factory=list)
     rev: int = 1
     epoch: int = 1
     tells_epoch: bool = True

@@ -33,7 +33,7 @@ def default_path(port: int) -> Path:
     return folder / f"dcp-mirror-sandbox-{port}.sock"
 
 
-class ControlServer:
+class SandboxControl:
     """The listening side."""
 
     def __init__(self, cluster: SandboxCluster, workload: Workload | None, path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from mirror.sandbox import filter as filters
 from mirror.sandbox.encoder import ItemEncoder
-from mirror.sandbox.filter import StreamFilter
+from mirror.sandbox.filter import SandboxFilter
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.profile import Profile
 from mirror.sandbox.stream import DISK, ProducerStream, StreamOptions, StreamTuning
@@ -25,15 +25,14 @@ from mirror.sandbox.stream_faults import RefusalFault, StreamFaults
 from mirror.sandbox.vbucket import Vbucket
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused, rolled_back, unknown_collection
-from mirror.server.producer import BaseProducer, History
-from mirror.server.producer import ProducerPort as BasePort
+from mirror.server.producer import BaseProducer, ProducerPort, StreamHistory
 from mirror.wire.constants import (
     MarkerVersion,
     SnapshotFlag,
     Status,
     StreamEndReason,
     StreamRequestFlag,
-    VbucketState,
+    VbucketRole,
 )
 from mirror.wire.events import StreamRequest
 from storage.model import FailoverLog
@@ -65,10 +64,10 @@ class Sent:
     """Seqnos at which a snapshot that was announced ends: a client may publish at no other."""
 
 
-class ProducerPort(BasePort, Protocol):
+class SandboxProducerPort(ProducerPort, Protocol):
     """What a producer needs of its connection and node."""
 
-    def state_of(self, vbid: int) -> VbucketState:
+    def state_of(self, vbid: int) -> VbucketRole:
         """State of a vbucket on this node."""
 
     def vbucket(self, vbid: int) -> Vbucket:
@@ -111,13 +110,13 @@ class ProducerPort(BasePort, Protocol):
         """What is to go wrong."""
 
 
-class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
+class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
     """The DCP side of one connection, from DCP_OPEN on."""
 
-    _port: ProducerPort
+    _port: SandboxProducerPort
 
     def __init__(
-        self, port: ProducerPort, name: str, controls: Controls, rng: Random, *, live_snapshot_items: int
+        self, port: SandboxProducerPort, name: str, controls: Controls, rng: Random, *, live_snapshot_items: int
     ) -> None:
         """`controls` holds what HELLO and DCP_OPEN negotiated."""
         super().__init__(port, name, controls)
@@ -145,7 +144,7 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
         """DCP_STREAM_REQ: the failover log. Raises Refused."""
-        counters = self._port.sent(request.vbid) if self._port.state_of(request.vbid) != VbucketState.DEAD else Sent()
+        counters = self._port.sent(request.vbid) if self._port.state_of(request.vbid) != VbucketRole.DEAD else Sent()
         try:
             log = super().request_stream(request)
         except Refused as error:
@@ -181,8 +180,8 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
         if fault is not None:
             raise self._refusal(fault)
         state = port.state_of(request.vbid)
-        served = state == VbucketState.ACTIVE or (
-            state == VbucketState.REPLICA and not request.flags & StreamRequestFlag.ACTIVE_VB_ONLY
+        served = state == VbucketRole.ACTIVE or (
+            state == VbucketRole.REPLICA and not request.flags & StreamRequestFlag.ACTIVE_VB_ONLY
         )
         if not served:
             raise Refused(Status.NOT_MY_VBUCKET)
@@ -195,7 +194,7 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
             return replace(request, start_seqno=high, snap_start_seqno=high, snap_end_seqno=high, vbuuid=vbuuid)
         return request
 
-    def _parse_filter(self, request: StreamRequest) -> StreamFilter:
+    def _parse_filter(self, request: StreamRequest) -> SandboxFilter:
         return filters.parse(
             request.value,
             self._port.manifest,
@@ -205,16 +204,18 @@ class DcpProducer(BaseProducer[ProducerStream, StreamFilter]):
             sees_system=self._port.sees_system(),
         )
 
-    def _history(self, request: StreamRequest, stream_filter: StreamFilter) -> History:
+    def _history(self, request: StreamRequest, stream_filter: SandboxFilter) -> StreamHistory:
         vbucket = self._port.vbucket(request.vbid)
-        return History(
+        return StreamHistory(
             vbucket.failover_log,
             vbucket.high_seqno,
             vbucket.purge_seqno,
             stream_filter.holds_all(vbucket.collection_high_seqno, request.start_seqno),
         )
 
-    def _open_stream(self, request: StreamRequest, stream_filter: StreamFilter, history: History) -> ProducerStream:
+    def _open_stream(
+        self, request: StreamRequest, stream_filter: SandboxFilter, history: StreamHistory
+    ) -> ProducerStream:
         controls, port = self.controls, self._port
         options = StreamOptions(
             marker_v2=controls.sync_writes and controls.consumer_name,

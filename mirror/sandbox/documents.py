@@ -25,7 +25,7 @@ from mirror.sandbox.item import (
     prepare_frame,
     system_event_frame,
 )
-from mirror.sandbox.manifest import BucketManifest, Change
+from mirror.sandbox.manifest import BucketManifest, ManifestStep
 from mirror.sandbox.vbucket import Vbucket, system_key
 from mirror.server.errors import Refused
 from mirror.wire import leb128
@@ -61,7 +61,7 @@ class DocumentError(Refused):
         return Status(self.status).name
 
 
-class Documents:
+class SandboxDocuments:
     """The operations on documents of any vbucket."""
 
     def __init__(self, clock: Clock, manifest: BucketManifest) -> None:
@@ -249,7 +249,7 @@ class Documents:
         self.prepare(vbucket, key, value, datatype=values.datatype_of(value), level=level)
         return self._end(vbucket, key, self.abort)
 
-    def apply(self, vbucket: Vbucket, changes: list[Change]) -> None:
+    def apply(self, vbucket: Vbucket, changes: list[ManifestStep]) -> None:
         """Write the system events of a change of the manifest."""
         for change in changes:
             id_ = change.scope_id if change.about_scope else change.collection_id

@@ -17,7 +17,7 @@ from mirror.wire.constants import SystemEventId
 from mirror.wire.stream_filter import KEYS
 
 
-class StreamFilter:
+class SandboxFilter:
     """What passes. `all` passes everything; else `collections` (and `scope_id`, when the filter is a scope)."""
 
     def __init__(
@@ -109,7 +109,7 @@ def parse(
     has_stream_ids: bool,
     known: frozenset[str] = KEYS,
     sees_system: bool = True,
-) -> StreamFilter:
+) -> SandboxFilter:
     """The filter that a stream request asks for. Raises Refused.
 
     `known` are the keys that the server reads. A client that may not see the system's collections is not informed that
@@ -128,7 +128,7 @@ def parse(
     collections = None if found.collections is None else set(found.collections)
     if found.scope_id is not None:
         collections = {each.collection_id for each in manifest.collections.values() if each.scope_id == found.scope_id}
-    return StreamFilter(
+    return SandboxFilter(
         collections=collections,
         scope_id=found.scope_id,
         legacy=not has_collections,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 
-from mirror.sandbox.manifest import Change
+from mirror.sandbox.manifest import ManifestStep
 from mirror.wire import leb128
 from mirror.wire.constants import Magic, Opcode
 
@@ -149,7 +149,7 @@ class EventItem(Item):
 
     __slots__ = ("change",)
 
-    def __init__(self, seqno: int, key: bytes, frame: bytes, change: Change) -> None:
+    def __init__(self, seqno: int, key: bytes, frame: bytes, change: ManifestStep) -> None:
         """The frame has the fixed shape."""
         super().__init__(seqno, key, frame)
         self.change = change

@@ -17,7 +17,7 @@ SLOW_BACKLOG_MAX = 256 * 1024
 HIGH_WATER_BYTES = 1024 * 1024
 
 
-class Link:
+class NetworkLink:
     """One connection's outlet."""
 
     def __init__(self, transport: asyncio.Transport, rng: Random) -> None:

@@ -43,7 +43,7 @@ class CollectionEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ManifestStep:
     """One step of a change of the manifest, as it becomes a system event of every vbucket."""
 
     event: SystemEventId
@@ -141,7 +141,7 @@ class BucketManifest:
                 return entry
         return None
 
-    def create_scope(self, name: str) -> list[Change]:
+    def create_scope(self, name: str) -> list[ManifestStep]:
         """A new scope."""
         if self.scope_id(name) is not None:
             raise ManifestError(f"scope {name} exists")
@@ -150,11 +150,11 @@ class BucketManifest:
         self.scopes[scope_id] = name
         if _is_system(name):
             self.system_scopes.add(scope_id)
-        return [Change(SystemEventId.SCOPE_CREATE, self.uid, scope_id, name=name)]
+        return [ManifestStep(SystemEventId.SCOPE_CREATE, self.uid, scope_id, name=name)]
 
     def create_collection(
         self, scope: str, name: str, *, max_ttl: int | None = None, collection_id: int | None = None
-    ) -> list[Change]:
+    ) -> list[ManifestStep]:
         """A new collection in an existing scope, with the id that is asked for or the next one."""
         scope_id = self.scope_id(scope)
         if scope_id is None:
@@ -171,28 +171,28 @@ class BucketManifest:
             self.system_collections.add(collection_id)
         return [self._told(SystemEventId.COLLECTION_BEGIN, entry)]
 
-    def drop_collection(self, path: str) -> list[Change]:
+    def drop_collection(self, path: str) -> list[ManifestStep]:
         """A collection goes, with all that is in it."""
         entry = self._existing(path)
         del self.collections[entry.collection_id]
         self.uid += 1
         return [self._ended(entry.collection_id, entry.scope_id)]
 
-    def flush_collection(self, path: str) -> list[Change]:
+    def flush_collection(self, path: str) -> list[ManifestStep]:
         """A collection is emptied: it begins again."""
         entry = self._existing(path)
         self.uid += 1
         entry = self.collections[entry.collection_id] = replace(entry, flush_uid=self.uid)
         return [self._told(SystemEventId.COLLECTION_BEGIN, entry)]
 
-    def modify_collection(self, path: str, *, max_ttl: int | None, history: bool) -> list[Change]:
+    def modify_collection(self, path: str, *, max_ttl: int | None, history: bool) -> list[ManifestStep]:
         """A collection gets other settings."""
         entry = self._existing(path)
         self.uid += 1
         entry = self.collections[entry.collection_id] = replace(entry, max_ttl=max_ttl, history=history)
         return [self._told(SystemEventId.COLLECTION_MODIFY, entry)]
 
-    def drop_scope(self, name: str) -> list[Change]:
+    def drop_scope(self, name: str) -> list[ManifestStep]:
         """A scope goes with its collections."""
         scope_id = self.scope_id(name)
         if scope_id is None or scope_id == 0:
@@ -204,9 +204,12 @@ class BucketManifest:
                 changes.append(self._ended(entry.collection_id, entry.scope_id))
         self.uid += 1
         del self.scopes[scope_id]
-        return [*changes, Change(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)]
+        return [
+            *changes,
+            ManifestStep(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes),
+        ]
 
-    def missed(self, known: Sequence[Change], lost: Sequence[Change]) -> list[Change]:
+    def missed(self, known: Sequence[ManifestStep], lost: Sequence[ManifestStep]) -> list[ManifestStep]:
         """The changes to send again to a vbucket that knows some and has lost others: the way from what it
         knows to the manifest as it is, all but the last step with the uid that it knew.
 
@@ -228,7 +231,7 @@ class BucketManifest:
             if not each.about_scope and touched.get(each.collection_id) != begin:
                 touched[each.collection_id] = each.event
         changes = [
-            Change(SystemEventId.SCOPE_CREATE, self.uid, scope_id, name=name)
+            ManifestStep(SystemEventId.SCOPE_CREATE, self.uid, scope_id, name=name)
             for scope_id, name in self.scopes.items()
             if scope_id not in scopes
         ]
@@ -239,14 +242,14 @@ class BucketManifest:
             elif collection_id in collections:
                 changes.append(self._ended(collection_id, collections[collection_id]))
         changes += [
-            Change(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)
+            ManifestStep(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)
             for scope_id in scopes - set(self.scopes)
         ]
         uid = known[-1].uid if known else 0
         return [replace(each, uid=uid) for each in changes[:-1]] + changes[-1:]
 
-    def _told(self, event: SystemEventId, entry: CollectionEntry) -> Change:
-        return Change(
+    def _told(self, event: SystemEventId, entry: CollectionEntry) -> ManifestStep:
+        return ManifestStep(
             event,
             self.uid,
             entry.scope_id,
@@ -257,9 +260,9 @@ class BucketManifest:
             flush_uid=entry.flush_uid,
         )
 
-    def _ended(self, collection_id: int, scope_id: int) -> Change:
+    def _ended(self, collection_id: int, scope_id: int) -> ManifestStep:
         system = collection_id in self.system_collections
-        return Change(SystemEventId.COLLECTION_END, self.uid, scope_id, collection_id, system=system)
+        return ManifestStep(SystemEventId.COLLECTION_END, self.uid, scope_id, collection_id, system=system)
 
     def _existing(self, path: str) -> CollectionEntry:
         entry = self.collection(path)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from mirror.sandbox import document_requests, subdoc_requests
 from mirror.sandbox.bucket import Bucket
-from mirror.sandbox.clustermap import NodeAddress
-from mirror.sandbox.dcp import PIECE_BYTES, DcpProducer, Sent
-from mirror.sandbox.link import Link
+from mirror.sandbox.clustermap import SandboxAddress
+from mirror.sandbox.dcp import PIECE_BYTES, SandboxProducer, Sent
+from mirror.sandbox.link import NetworkLink
 from mirror.sandbox.manifest import BucketManifest
 from mirror.sandbox.profile import Profile
 from mirror.sandbox.session import SandboxSession
@@ -30,7 +30,7 @@ from mirror.server.producer import IDLE_TIMEOUT_S
 from mirror.server.session import Operation
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.constants import Magic, Opcode, StreamEndReason, VbucketState
+from mirror.wire.constants import Magic, Opcode, StreamEndReason, VbucketRole
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 
@@ -62,7 +62,7 @@ class NodeConnection(asyncio.Protocol):
         """Not connected yet."""
         self.node = node
         self.session = SandboxSession(self)
-        self.link: Link
+        self.link: NetworkLink
         self.stop_after_pieces: int | None = None
         """Fault: fall silent inside of a snapshot, once this many more pieces of snapshots were sent."""
         self._transport: asyncio.Transport
@@ -75,7 +75,7 @@ class NodeConnection(asyncio.Protocol):
         """A client connected."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self.link = Link(transport, self.node.bucket.rng)
+        self.link = NetworkLink(transport, self.node.bucket.rng)
         self.node.connections.add(self)
         if self.node.stopped:
             self.link.cut()  # accepted while the node was stopping
@@ -154,10 +154,10 @@ class NodeConnection(asyncio.Protocol):
         return self.node.number
 
     @property
-    def producer(self) -> DcpProducer | None:
+    def producer(self) -> SandboxProducer | None:
         """The producer, once DCP_OPEN was accepted."""
         producer = self.session.producer
-        assert producer is None or isinstance(producer, DcpProducer)
+        assert producer is None or isinstance(producer, SandboxProducer)
         return producer
 
     @property
@@ -185,7 +185,7 @@ class NodeConnection(asyncio.Protocol):
         bucket = self.bucket
         abilities = bucket.profile.abilities(keeps_history=bucket.keeps_history)
         controls = Controls(abilities, self.session.collections, self.session.snappy, flags)
-        producer = DcpProducer(self, name, controls, bucket.rng, live_snapshot_items=self.node.live_snapshot_items)
+        producer = SandboxProducer(self, name, controls, bucket.rng, live_snapshot_items=self.node.live_snapshot_items)
         producer.ack_markers = self.node.ack_markers
         producer.idle_timeout_s = self.node.dcp_idle_timeout_s
         self.session.producer = producer
@@ -193,7 +193,7 @@ class NodeConnection(asyncio.Protocol):
         for rule in self.node.on_dcp_open:
             rule(self)
 
-    def state_of(self, vbid: int) -> VbucketState:
+    def state_of(self, vbid: int) -> VbucketRole:
         """State of a vbucket on this node."""
         return self.bucket.state_on(vbid, self.node.number)
 
@@ -309,9 +309,9 @@ class SandboxNode:
             server.close()
 
     @property
-    def address(self) -> NodeAddress:
+    def address(self) -> SandboxAddress:
         """As the cluster map names it."""
-        return NodeAddress(self.number, self.port, self.tls_port)
+        return SandboxAddress(self.number, self.port, self.tls_port)
 
     def end_streams(self, vbid: int) -> None:
         """A vbucket's state changed: its streams on this node are over."""

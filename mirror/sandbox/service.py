@@ -19,7 +19,7 @@ from pathlib import Path
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.control import ControlServer, default_path
+from mirror.sandbox.control import SandboxControl, default_path
 from mirror.sandbox.profile import DEFAULT_PROFILE
 from mirror.sandbox.tls import NodeTls
 from mirror.sandbox.workload import Workload, WorkloadOptions
@@ -115,7 +115,7 @@ async def _serve(options: ServeOptions) -> None:
     if options.load:
         workload.load(options.load)
     first_port = parse(cluster.connection_string).addresses[0].port
-    control = ControlServer(cluster, workload, options.control or default_path(first_port))
+    control = SandboxControl(cluster, workload, options.control or default_path(first_port))
     await control.start()
     writing = asyncio.create_task(workload.run())
     try:

@@ -22,7 +22,7 @@ from mirror.server.errors import Refused, unknown_collection
 from mirror.server.privileges import SYSTEM_COLLECTIONS
 from mirror.server.session import Handler, Reply, Revision, VbucketHistory, failover_statistics
 from mirror.wire import codec_dcp
-from mirror.wire.constants import Opcode, Status, VbucketState
+from mirror.wire.constants import Opcode, Status, VbucketRole
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
 
@@ -202,13 +202,13 @@ class SandboxSession(DocumentSession):
 
     # -- vbuckets
 
-    def state_of(self, vbid: int) -> VbucketState:
+    def state_of(self, vbid: int) -> VbucketRole:
         """The state of a vbucket on this node."""
         return self.bucket.state_on(vbid, self.port.node_number)
 
     def active_vbucket(self, vbid: int) -> Vbucket:
         """The vbucket, if it is active on this node. Raises Refused."""
-        if self.state_of(vbid) != VbucketState.ACTIVE:
+        if self.state_of(vbid) != VbucketRole.ACTIVE:
             raise Refused(Status.NOT_MY_VBUCKET)
         return self.bucket.vbuckets[vbid]
 
@@ -217,9 +217,9 @@ class SandboxSession(DocumentSession):
         bucket = self.bucket
         if collection_id is not None and collection_id not in bucket.manifest.collections:
             raise unknown_collection(self.manifest_uid)
-        states = {VbucketState.ACTIVE, VbucketState.REPLICA, VbucketState.PENDING}
-        if state != VbucketState.ALIVE:
-            states = {VbucketState(state)}
+        states = {VbucketRole.ACTIVE, VbucketRole.REPLICA, VbucketRole.PENDING}
+        if state != VbucketRole.ALIVE:
+            states = {VbucketRole(state)}
         seqnos = [
             (vbid, self._high_seqno(vbucket, collection_id))
             for vbid, vbucket in enumerate(bucket.vbuckets)
@@ -234,7 +234,7 @@ class SandboxSession(DocumentSession):
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         """The failover log and seqnos of a vbucket that is not dead here."""
-        if self.state_of(vbid) == VbucketState.DEAD:
+        if self.state_of(vbid) == VbucketRole.DEAD:
             raise Refused(Status.NOT_MY_VBUCKET)
         vbucket = self.bucket.vbuckets[vbid]
         return VbucketHistory(
@@ -252,7 +252,7 @@ class SandboxSession(DocumentSession):
         found: dict[str, str] = {}
         for each in range(len(self.bucket.vbuckets)) if vbid is None else [vbid]:
             state = self.state_of(each)
-            if state != VbucketState.DEAD:
+            if state != VbucketRole.DEAD:
                 found |= describe(self, each, state)
             elif vbid is not None:
                 raise Refused(Status.NOT_MY_VBUCKET)
@@ -269,7 +269,7 @@ class SandboxSession(DocumentSession):
 
     def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> FoundItem:
         """The document, if the vbucket is active here, or for GET_REPLICA a replica."""
-        wanted = VbucketState.REPLICA if frame.opcode == Opcode.GET_REPLICA else VbucketState.ACTIVE
+        wanted = VbucketRole.REPLICA if frame.opcode == Opcode.GET_REPLICA else VbucketRole.ACTIVE
         if self.state_of(frame.vbucket) != wanted:
             raise Refused(Status.NOT_MY_VBUCKET)
         vbucket = self.bucket.vbuckets[frame.vbucket]
@@ -304,11 +304,11 @@ class SandboxSession(DocumentSession):
 SandboxHandler = Handler[SandboxSession]
 
 
-def _state_statistics(_session: SandboxSession, vbid: int, state: VbucketState) -> dict[str, str]:
+def _state_statistics(_session: SandboxSession, vbid: int, state: VbucketRole) -> dict[str, str]:
     return {f"vb_{vbid}": state.name.lower()}
 
 
-def _seqno_statistics(session: SandboxSession, vbid: int, _state: VbucketState) -> dict[str, str]:
+def _seqno_statistics(session: SandboxSession, vbid: int, _state: VbucketRole) -> dict[str, str]:
     vbucket = session.bucket.vbuckets[vbid]
     high = str(vbucket.high_seqno)
     names = ("high_seqno", "abs_high_seqno", "last_persisted_seqno")
@@ -319,11 +319,11 @@ def _seqno_statistics(session: SandboxSession, vbid: int, _state: VbucketState) 
     }
 
 
-def _failover_statistics(session: SandboxSession, vbid: int, _state: VbucketState) -> dict[str, str]:
+def _failover_statistics(session: SandboxSession, vbid: int, _state: VbucketRole) -> dict[str, str]:
     return failover_statistics(vbid, session.vbucket_history(vbid).failover_log)
 
 
-_STATISTICS: dict[str, Callable[[SandboxSession, int, VbucketState], dict[str, str]]] = {
+_STATISTICS: dict[str, Callable[[SandboxSession, int, VbucketRole], dict[str, str]]] = {
     "vbucket": _state_statistics,
     "vbucket-seqno": _seqno_statistics,
     "failovers": _failover_statistics,

@@ -15,7 +15,7 @@ from itertools import chain
 from random import Random
 
 from mirror.sandbox.encoder import ItemEncoder
-from mirror.sandbox.filter import StreamFilter
+from mirror.sandbox.filter import SandboxFilter
 from mirror.sandbox.item import ABORT, MUTATION, PREPARE, BetweenItem, Item
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_dcp
@@ -35,7 +35,7 @@ CHECKPOINT = int(SnapshotFlag.CHECKPOINT)
 HISTORY = int(SnapshotFlag.HISTORY | SnapshotFlag.MAY_DUPLICATE_KEYS)
 
 
-class Phase(Enum):
+class StreamPhase(Enum):
     """Where the stream is."""
 
     NEXT = 1
@@ -82,7 +82,7 @@ class ProducerStream:
         self,
         vbucket: Vbucket,
         request: StreamRequest,
-        stream_filter: StreamFilter,
+        stream_filter: SandboxFilter,
         encoder: ItemEncoder,
         options: StreamOptions,
         rng: Random,
@@ -95,7 +95,7 @@ class ProducerStream:
         self.seqno = request.start_seqno
         """Everything up to here was sent, or held back by the filter."""
         self.end_seqno = request.end_seqno
-        self.phase = Phase.NEXT
+        self.phase = StreamPhase.NEXT
         self.frames_sent = 0
         self.bytes_sent = 0
         self.uncounted_bytes = 0
@@ -129,7 +129,7 @@ class ProducerStream:
     @property
     def ended(self) -> bool:
         """True when the stream is over."""
-        return self.phase is Phase.ENDED
+        return self.phase is StreamPhase.ENDED
 
     @property
     def sees_system(self) -> bool:
@@ -139,15 +139,17 @@ class ProducerStream:
     @property
     def has_more(self) -> bool:
         """True when `take` has something to give, perhaps."""
-        if self.phase is Phase.ENDED:
+        if self.phase is StreamPhase.ENDED:
             return False
-        return self.phase is Phase.SNAPSHOT or self.seqno < self.vbucket.high_seqno or self.seqno >= self.end_seqno
+        return (
+            self.phase is StreamPhase.SNAPSHOT or self.seqno < self.vbucket.high_seqno or self.seqno >= self.end_seqno
+        )
 
     def add_message(self, out: bytearray) -> int:
         """Append the next message. Returns the bytes that flow control counts for it; 0 when there is none now."""
         start, uncounted_bytes = len(out), self.uncounted_bytes
-        while len(out) == start and self.phase is not Phase.ENDED:
-            if self.phase is Phase.NEXT:
+        while len(out) == start and self.phase is not StreamPhase.ENDED:
+            if self.phase is StreamPhase.NEXT:
                 if not self._begin(out):
                     break
             elif not self._add_item(out):
@@ -165,9 +167,9 @@ class ProducerStream:
 
     def end(self, reason: StreamEndReason) -> bytes:
         """End the stream, now. Returns the message to send; empty when it was over already."""
-        if self.phase is Phase.ENDED:
+        if self.phase is StreamPhase.ENDED:
             return b""
-        self.phase = Phase.ENDED
+        self.phase = StreamPhase.ENDED
         self.frames_sent += 1
         return self._message(StreamEnd(self.vbucket.vbid, int(reason), opaque=self.opaque))
 
@@ -278,7 +280,7 @@ class ProducerStream:
         self._from_disk = from_disk
         self._last_sent = 0
         self.in_snapshot_until = end
-        self.phase = Phase.SNAPSHOT
+        self.phase = StreamPhase.SNAPSHOT
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
         """What a backfill finds: the newest version of each key as of `last`, whatever is purged while it is sent.
@@ -377,7 +379,7 @@ class ProducerStream:
             self.seqno = max(self.seqno, end)
             self._next_opens_checkpoint = True
         self.in_snapshot_until = 0
-        self.phase = Phase.NEXT
+        self.phase = StreamPhase.NEXT
 
     # --- messages
 

@@ -23,7 +23,7 @@ class User:
 
 
 @dataclass(slots=True)
-class Users:
+class SandboxUsers:
     """All users; changes are seen by the next authentication, privileges by the next operation."""
 
     by_name: dict[str, User] = field(default_factory=dict)

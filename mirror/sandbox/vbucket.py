@@ -38,7 +38,7 @@ FAILOVER_LOG_MAX = 25
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class PastHistory:
     """A line of history that was cut off by a failover: its log and failover log at that moment."""
 
     log: list[Item]
@@ -74,7 +74,7 @@ class Vbucket:
         self.rev_seqno_max_deleted = 0
         self.locks: dict[bytes, tuple[float, int]] = {}
         self.collection_high_seqno: dict[int, int] = {}
-        self.lost: list[History] = []
+        self.lost: list[PastHistory] = []
         self.changed: set[Callable[[], None]] = set()
         """Called after each change, by anyone who streams from here."""
         self.cas_max = 0
@@ -270,7 +270,7 @@ class Vbucket:
         base = max(len(self.log) - lose, 0)
         base = self._group_first.get(base, base + 1) - 1
         if base < len(self.log):
-            self.lost.append(History(self.log, self.failover_log))
+            self.lost.append(PastHistory(self.log, self.failover_log))
             self._cut(base)
         entries = [(self._new_vbuuid(), base), *self.failover_log.pruned(base)]
         self.failover_log = FailoverLog.of(entries[:FAILOVER_LOG_MAX])
@@ -280,7 +280,7 @@ class Vbucket:
 
     def reset(self) -> None:
         """Delete the vbucket and recreate it: empty, with a new history."""
-        self.lost.append(History(self.log, self.failover_log))
+        self.lost.append(PastHistory(self.log, self.failover_log))
         self._cut(0)
         self.failover_log = FailoverLog.of([(self._new_vbuuid(), 0)])
         self.purge_seqno = 0
@@ -401,8 +401,8 @@ class Vbucket:
                 upper = entry.seqno
         raise LookupError(f"vb {self.vbid}: no history {vbuuid} with seqno {seqno}")
 
-    def _histories(self) -> Iterator[History]:
-        yield History(self.log, self.failover_log)
+    def _histories(self) -> Iterator[PastHistory]:
+        yield PastHistory(self.log, self.failover_log)
         yield from reversed(self.lost)
 
 

@@ -16,7 +16,7 @@ from mirror.log import get_logger
 from mirror.serve import kv_connection
 from mirror.serve.admission import Slot
 from mirror.serve.auth import Reader
-from mirror.serve.dcp_producer import Counters, DcpProducer
+from mirror.serve.dcp_producer import DcpCounters, DcpProducer
 from mirror.serve.dcp_watch import Watch
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_connection import Host, KvConnection
@@ -58,7 +58,7 @@ class DcpHost(Host, Protocol):
 
     bucket: KvBucket
     watch: Watch
-    dcp_counters: Counters
+    dcp_counters: DcpCounters
 
     def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
         """The session of a client."""

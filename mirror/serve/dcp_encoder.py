@@ -13,7 +13,7 @@ import struct
 from time import monotonic
 
 from mirror.serve.admission import Periodic
-from mirror.serve.dcp_filter import StreamFilter, is_replaced
+from mirror.serve.dcp_filter import ServedFilter, is_replaced
 from mirror.server.controls import Controls
 from mirror.server.shape import TIME_UNKNOWN, DocumentShape
 from mirror.wire import codec_dcp
@@ -45,7 +45,7 @@ _U16 = struct.Struct(">H")
 class RowEncoder:
     """Messages for one stream."""
 
-    def __init__(self, controls: Controls, stream_filter: StreamFilter) -> None:
+    def __init__(self, controls: Controls, stream_filter: ServedFilter) -> None:
         """The controls must not change any more."""
         self._shape = DocumentShape(controls)
         self._has_collections = controls.collections

@@ -23,7 +23,7 @@ from mirror.wire.events import (
 from storage.model import Manifest
 
 
-class StreamFilter:
+class ServedFilter:
     """What passes."""
 
     def __init__(
@@ -99,7 +99,7 @@ def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> 
 
 def parse(
     value: bytes, manifest: Manifest, reader: Reader, *, has_collections: bool, has_stream_ids: bool
-) -> StreamFilter:
+) -> ServedFilter:
     """The filter that a stream request asks for. Raises Refused."""
     asked = requested_filter(
         value,
@@ -109,7 +109,7 @@ def parse(
         collections=manifest.collections,
         manifest_uid=manifest.uid,
     )
-    found = StreamFilter(
+    found = ServedFilter(
         collections=asked.collections,
         scope_id=asked.scope_id,
         legacy=not has_collections,
@@ -120,7 +120,7 @@ def parse(
     return found
 
 
-def check_reader(found: StreamFilter, manifest: Manifest, reader: Reader) -> None:
+def check_reader(found: ServedFilter, manifest: Manifest, reader: Reader) -> None:
     """Raise Refused for what would show more than the reader may read; what a scope will hold one day included."""
     if reader.reads_all:
         return

@@ -16,26 +16,26 @@ from dataclasses import dataclass, replace
 
 from mirror.serve import dcp_filter
 from mirror.serve.auth import Reader
-from mirror.serve.dcp_filter import StreamFilter
+from mirror.serve.dcp_filter import ServedFilter
 from mirror.serve.dcp_stream import PIECE_BYTES, DcpStream
 from mirror.serve.dcp_watch import News, Watch
 from mirror.serve.kv_bucket import KvBucket
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
-from mirror.server.producer import BaseProducer, History, ProducerPort
+from mirror.server.producer import BaseProducer, ProducerPort, StreamHistory
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
 from storage import stream as store
 from storage.errors import StorageError
 from storage.model import SEQNO_MAX, FailoverLog
-from storage.stream import Standing
+from storage.stream import ServedState
 
 STREAMS_MAX = 16_384
 """Of one connection: with stream ids it could have 65,536 of each vbucket, which take 6 KiB each."""
 PROCESS_STREAMS_MAX = 32_768
 
 
-class Counters:
+class DcpCounters:
     """What one process has sent over DCP."""
 
     __slots__ = ("closed_streams", "opened_streams", "refused_streams", "rollbacks", "rows", "sent_bytes", "snapshots")
@@ -52,13 +52,13 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedHistory(History):
+class PublishedHistory(StreamHistory):
     """Where a vbucket is, with what its stream begins from."""
 
-    standing: Standing | None = None
+    standing: ServedState | None = None
 
 
-def published_history(standing: Standing) -> PublishedHistory:
+def published_history(standing: ServedState) -> PublishedHistory:
     """What stream requests are judged by: the source's failover log, cut at what is published here."""
     log = FailoverLog.of((vbuuid, min(seqno, standing.seqno)) for vbuuid, seqno in standing.failover_log)
     return PublishedHistory(
@@ -66,11 +66,11 @@ def published_history(standing: Standing) -> PublishedHistory:
     )
 
 
-class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
+class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
     """The DCP side of one connection, from DCP_OPEN on."""
 
     def __init__(
-        self, port: ProducerPort, name: str, controls: Controls, bucket: KvBucket, watch: Watch, counters: Counters
+        self, port: ProducerPort, name: str, controls: Controls, bucket: KvBucket, watch: Watch, counters: DcpCounters
     ) -> None:
         """`controls` holds what HELLO and DCP_OPEN negotiated."""
         super().__init__(port, name, controls)
@@ -148,7 +148,7 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
             raise Refused(Status.NOT_SUPPORTED, "a mirror cannot hand a vbucket over")
         return request
 
-    def _parse_filter(self, request: StreamRequest) -> StreamFilter:
+    def _parse_filter(self, request: StreamRequest) -> ServedFilter:
         assert self.reader is not None, "a DCP client has logged in"
         own = self._bucket.standing(request.vbid).manifest  # perhaps newer than what is remembered of the bucket
         return dcp_filter.parse(
@@ -159,10 +159,10 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
             has_stream_ids=self.controls.stream_ids,
         )
 
-    def _history(self, request: StreamRequest, stream_filter: StreamFilter) -> PublishedHistory:
+    def _history(self, request: StreamRequest, stream_filter: ServedFilter) -> PublishedHistory:
         return published_history(self._bucket.standing(request.vbid))
 
-    def _rollback_seqno(self, request: StreamRequest, history: History, seqno: int) -> int:
+    def _rollback_seqno(self, request: StreamRequest, history: StreamHistory, seqno: int) -> int:
         """Below what the rule answers where the client holds what the source lost (docs/protocol.md 4.2)."""
         held_seqno = request.snap_end_seqno if request.start_seqno > request.snap_start_seqno else request.start_seqno
         log = history.answered_log or FailoverLog()
@@ -176,7 +176,7 @@ class DcpProducer(BaseProducer[DcpStream, StreamFilter]):
         except StorageError as error:
             raise Refused(Status.ETMPFAIL, f"the store cannot be read: {error}") from error
 
-    def _open_stream(self, request: StreamRequest, stream_filter: StreamFilter, history: History) -> DcpStream:
+    def _open_stream(self, request: StreamRequest, stream_filter: ServedFilter, history: StreamHistory) -> DcpStream:
         assert isinstance(history, PublishedHistory)
         assert history.standing is not None
         return DcpStream(request, history.standing, stream_filter, replace(self.controls), lambda: self._bucket.view)

@@ -17,11 +17,11 @@ from mirror.clock import Clock
 from mirror.log import get_logger
 from mirror.serve.auth import Users
 from mirror.serve.dcp_connection import DcpConnection, DcpSession
-from mirror.serve.dcp_producer import Counters
+from mirror.serve.dcp_producer import DcpCounters
 from mirror.serve.dcp_watch import Watch
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_connection import KvConnection
-from mirror.serve.kv_map import ClusterMap
+from mirror.serve.kv_map import ServedMap
 from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address
 
@@ -33,12 +33,12 @@ class DcpServer(KvServer):
 
     connection_type = DcpConnection
 
-    def __init__(self, bucket: KvBucket, users: Users, cluster_map: ClusterMap, clock: Clock, **limits: Any) -> None:
+    def __init__(self, bucket: KvBucket, users: Users, cluster_map: ServedMap, clock: Clock, **limits: Any) -> None:
         """Not listening yet; `limits` are those of the KV endpoint."""
         super().__init__(bucket, users, cluster_map, clock, **limits)
         self.bucket = bucket
         self.watch = Watch(lambda: bucket.view)
-        self.dcp_counters = Counters()
+        self.dcp_counters = DcpCounters()
         self._names: dict[str, DcpConnection] = {}
 
     async def start(self, sockets: Sequence[tuple[Address, socket.socket]], tls: ssl.SSLContext | None = None) -> None:

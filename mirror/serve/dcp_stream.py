@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from mirror.log import get_logger
 from mirror.serve.dcp_encoder import MUTATION, PREPARE, RowEncoder
-from mirror.serve.dcp_filter import StreamFilter
+from mirror.serve.dcp_filter import ServedFilter
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
@@ -25,7 +25,7 @@ from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamR
 from mirror.wire.frame import with_stream_id
 from storage import stream as store
 from storage.errors import StorageError
-from storage.stream import Left, Standing
+from storage.stream import Left, ServedState
 from storage.view import View
 
 DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
@@ -49,8 +49,8 @@ class DcpStream:
     def __init__(
         self,
         request: StreamRequest,
-        standing: Standing,
-        stream_filter: StreamFilter,
+        standing: ServedState,
+        stream_filter: ServedFilter,
         controls: Controls,
         view: Callable[[], View],
     ) -> None:
@@ -88,7 +88,7 @@ class DcpStream:
         self._holds_nothing = request.start_seqno == 0
         """The client has no document but those of this stream's first snapshot."""
         self._level = False
-        self._pinned: Standing | None = None
+        self._pinned: ServedState | None = None
         self._begins: Mapping[int, int] | None = None
         self._marker_end_seqno = 0
         self._last_sent_seqno = 0
@@ -146,7 +146,7 @@ class DcpStream:
             self._branch, self._shared_seqno = now.branch, 0
             self._open(out, now)
 
-    def _open(self, out: bytearray, now: Standing) -> None:
+    def _open(self, out: bytearray, now: ServedState) -> None:
         position = self.position_seqno
         begins = self.filter.begins(now.manifest)
         end_seqno = now.seqno

@@ -32,7 +32,7 @@ from mirror.serve.http_service import BUDGETED_BYTES, WAIT_PARAMETERS, Service
 from mirror.serve.objects import change_json, dumps
 from storage.errors import Closed, StorageError, ViewInvalidated
 from storage.model import Vbid
-from storage.view import Change, Pieces, Published, Token
+from storage.view import Change, Pieces, ServedPosition, Token
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 256 * 1024
@@ -86,7 +86,7 @@ async def get_changes(request: Request) -> Response:
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
     if request.method == "HEAD":
         return Response(None, 200, headers, "text/event-stream")
-    return EventStream(Stream(service, vbids, position, keep, reader).run(follow=follow), headers, service, owner)
+    return EventStream(ChangeStream(service, vbids, position, keep, reader).run(follow=follow), headers, service, owner)
 
 
 class EventStream(Response):
@@ -140,7 +140,7 @@ async def _wait_gone(receive: Receive) -> None:
         pass
 
 
-def _token(vbid: int, published: Published) -> Token:
+def _token(vbid: int, published: ServedPosition) -> Token:
     return Token(Vbid(vbid), published.branch, published.seqno, published.history_id)
 
 
@@ -178,7 +178,7 @@ def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
 
 
 @dataclass(slots=True)
-class Batch:
+class EventBatch:
     """Some events of one vbucket, as text. No document is kept."""
 
     events: list[bytes] = field(default_factory=list)
@@ -206,7 +206,7 @@ class Batch:
         return size
 
 
-class Stream:
+class ChangeStream:
     """One reader's stream."""
 
     def __init__(
@@ -219,7 +219,7 @@ class Stream:
         self._vbids = vbids
         self._position = dict(position)
         self._keep = keep
-        self._seen: dict[int, Published] = {}
+        self._seen: dict[int, ServedPosition] = {}
 
     async def run(self, *, follow: bool) -> AsyncGenerator[bytes, None]:
         """Generate the text of the stream."""
@@ -364,10 +364,10 @@ class Stream:
             if not used:
                 service.budget.withdraw(byte_count, granted)
 
-    def _batch(self, changes: Iterator[Change], bytes_max: int) -> Batch:
+    def _batch(self, changes: Iterator[Change], bytes_max: int) -> EventBatch:
         """Take some events; with the last one there may be more than `bytes_max`."""
         single = len(self._vbids) == 1
-        batch = Batch()
+        batch = EventBatch()
         for change in islice(changes, BATCH_EVENTS_MAX):
             event = b""
             if self._keep is None or self._keep(change):
@@ -378,7 +378,7 @@ class Stream:
                 break
         return batch
 
-    def _text_of(self, batch: Batch) -> bytes:
+    def _text_of(self, batch: EventBatch) -> bytes:
         """The text of a batch. The position is that of its last event from now on."""
         if batch.last is None:
             return b""

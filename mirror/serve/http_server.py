@@ -26,8 +26,8 @@ from mirror.serve.auth import Users, users_of
 from mirror.serve.budget import Budget
 from mirror.serve.http_api import make_app
 from mirror.serve.http_protocol import BoundedProtocol, Gate, protocol_config
-from mirror.serve.http_service import Service, Watch
-from mirror.serve.http_status import Report, Status
+from mirror.serve.http_service import PublishWatch, Service
+from mirror.serve.http_status import Report, StatusReporter
 from mirror.serve.http_view import Mirror
 from mirror.serve.listener import Limits
 from mirror.serve.logins import Logins
@@ -74,14 +74,14 @@ class HttpServer:
         streams_max = max(1, limits.connections_max // STREAMS_SHARE)
         self.service = Service(
             mirror=mirror,
-            status=Status(
+            status=StatusReporter(
                 mirror, stored, lambda: requests.document_total, clock, lag_limit_s=settings.ready_lag_limit_s
             ),
             users=users,
             logins=Logins(users, clock),
             requests=requests,
             budget=Budget(limits.unsent_bytes_max),
-            watch=Watch(mirror, clock),
+            watch=PublishWatch(mirror, clock),
             clock=clock,
             stale_reads=settings.refill_reads == "stale",
             streams_max=streams_max,

@@ -29,7 +29,7 @@ from mirror.serve.auth import Reader, Users
 from mirror.serve.budget import Budget
 from mirror.serve.http_problems import Problem
 from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters
-from mirror.serve.http_status import Status
+from mirror.serve.http_status import StatusReporter
 from mirror.serve.http_view import Mirror
 from mirror.serve.large import LargeReads, body_of, held_bytes, in_pieces
 from mirror.serve.logins import Logins
@@ -38,8 +38,8 @@ from mirror.serve.tls import certified_reader
 from mirror.serve.turns import Turns
 from storage.errors import StorageError
 from storage.large import LargeDocument
-from storage.view import AsOf, Pin, Published, View
-from storage.wait import POLL_MIN_S, MutationToken, Standing, next_delay_s, standing
+from storage.view import AsOf, Pin, ServedPosition, View
+from storage.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, standing
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
 CREDENTIALS_LENGTH_MAX = 4096
@@ -55,7 +55,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Watch:
+class PublishWatch:
     """Notifies streams that something was published: one look at the store for all of them."""
 
     def __init__(self, mirror: Mirror, clock: Clock) -> None:
@@ -90,7 +90,7 @@ class Watch:
         moved.set()
 
     async def _look(self) -> None:
-        before: list[Published] | None = None
+        before: list[ServedPosition] | None = None
         while True:
             with contextlib.suppress(StorageError):  # each stream meets it by itself, and says so
                 now = self._mirror.view.published()
@@ -170,12 +170,12 @@ class Service:
     """One HTTP process, as its routes see it."""
 
     mirror: Mirror
-    status: Status
+    status: StatusReporter
     users: Users
     logins: Logins
     requests: Requests
     budget: Budget
-    watch: Watch
+    watch: PublishWatch
     clock: Clock
     stale_reads: bool = False
     streams_max: int = 128
@@ -345,7 +345,7 @@ class Service:
         """Whether all are published. Raises Problem when one is lost."""
         for token in tokens:
             now = standing(self.view, token)
-            if now is Standing.LOST:
+            if now is WriteStatus.LOST:
                 raise Problem(
                     "write-lost",
                     f"the write {token} was undone by a failover of the source",
@@ -353,7 +353,7 @@ class Service:
                     vbid=int(token.vbid),
                     token=str(token),
                 )
-            if now is Standing.WAITING:
+            if now is WriteStatus.WAITING:
                 return False
         return True
 

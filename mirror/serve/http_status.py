@@ -85,7 +85,7 @@ def _together(event: str, found: list[Report]) -> list[Report]:
     return entries
 
 
-class Status:
+class StatusReporter:
     """The report, kept fresh."""
 
     def __init__(

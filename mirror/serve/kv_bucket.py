@@ -23,8 +23,8 @@ from storage import directory, keys, stream
 from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
 from storage.large import LargeDocument
 from storage.model import Document, Kind, Manifest, VbucketState
-from storage.stream import Standing
-from storage.view import Pin, Published, View, open_view
+from storage.stream import ServedState
+from storage.view import Pin, ServedPosition, View, open_view
 
 MANIFEST_FRESH_S = 0.5
 """For so long the newest manifest is believed; looking through all vbuckets for each question would cost too much."""
@@ -166,7 +166,7 @@ class KvBucket:
 
     # -- vbuckets
 
-    def published(self) -> list[tuple[int, Published]]:
+    def published(self) -> list[tuple[int, ServedPosition]]:
         """What each vbucket serves, read once per group. Raises Refused."""
         try:
             return list(zip(self.view.vbids, self.view.published(), strict=True))
@@ -190,7 +190,7 @@ class KvBucket:
             raise Refused(Status.ETMPFAIL, "the vbucket is being filled")
         return state
 
-    def standing(self, vbid: int) -> Standing:
+    def standing(self, vbid: int) -> ServedState:
         """What DCP clients get of a vbucket. Raises Refused.
 
         Before its first snapshot is complete, and while it is read again from 0, a vbucket is not here: clients ask

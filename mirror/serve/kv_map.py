@@ -62,7 +62,7 @@ def named_nodes(text: str) -> list[MapNode]:
     return found
 
 
-class ClusterMap:
+class ServedMap:
     """The map of one bucket, rendered once."""
 
     def __init__(self, identity: Identity, nodes: Sequence[MapNode], rev: int) -> None:

@@ -38,7 +38,7 @@ class Requirements:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ScanBounds:
     """A request for a scan."""
 
     collection_id: int
@@ -56,7 +56,7 @@ class Wanted:
 class Scan:
     """An open scan."""
 
-    wanted: Wanted
+    wanted: ScanBounds
     pin: Pin
     reader: Reader
     ends_s: float
@@ -105,7 +105,7 @@ def _requirements(found: dict[str, Any]) -> Requirements:
     return Requirements(int(text), _number(found, "seqno"), bool(exists), timeout_ms or 0)
 
 
-def parse(value: bytes, *, takes_xattrs: bool) -> Wanted:
+def parse(value: bytes, *, takes_xattrs: bool) -> ScanBounds:
     """What a RANGE_SCAN_CREATE asks for. Raises Refused."""
     try:
         asked = json.loads(value)
@@ -135,7 +135,7 @@ def parse(value: bytes, *, takes_xattrs: bool) -> Wanted:
     elif sampling is not None:
         samples, seed = _number(sampling, "samples"), _field(sampling, "seed", int) or 0
     required = _field(asked, "snapshot_requirements", dict)
-    return Wanted(
+    return ScanBounds(
         int(collection or "0", 16),
         keys_only,
         xattrs,

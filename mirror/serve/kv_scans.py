@@ -14,7 +14,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from mirror.document import values
-from mirror.serve.kv_scan_request import Scan, Wanted, parse
+from mirror.serve.kv_scan_request import Scan, ScanBounds, parse
 from mirror.serve.kv_session import KvSession
 from mirror.server.document_requests import outgoing
 from mirror.server.errors import Refused
@@ -45,7 +45,7 @@ _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
 class _Creating:
     """A scan that is being made: it may have to wait for a seqno, and a sample for the number of documents."""
 
-    def __init__(self, session: KvSession, vbid: int, wanted: Wanted) -> None:
+    def __init__(self, session: KvSession, vbid: int, wanted: ScanBounds) -> None:
         self._session = session
         self._vbid = vbid
         self._wanted = wanted
@@ -192,7 +192,7 @@ def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Rep
     )
 
 
-def _item(session: KvSession, wanted: Wanted, document: Document) -> ScanItem:
+def _item(session: KvSession, wanted: ScanBounds, document: Document) -> ScanItem:
     if wanted.xattrs:
         value, datatype = document.value, document.datatype
         if not session.snappy:

@@ -23,7 +23,7 @@ from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_connection import KvConnection
 from mirror.serve.kv_fast import Counters
 from mirror.serve.kv_large import LargeAnswers
-from mirror.serve.kv_map import ClusterMap
+from mirror.serve.kv_map import ServedMap
 from mirror.serve.kv_session import KvSession, LoginOptions
 from mirror.serve.listener import Address, Limits
 from mirror.serve.logins import Logins
@@ -48,7 +48,7 @@ class KvServer:
         self,
         bucket: KvBucket,
         users: Users,
-        cluster_map: ClusterMap,
+        cluster_map: ServedMap,
         clock: Clock,
         *,
         limits: Limits | None = None,
@@ -120,7 +120,7 @@ class KvServer:
             "kv_sent_bytes": counters.bytes_sent,
         }
 
-    def change_map(self, cluster_map: ClusterMap) -> None:
+    def change_map(self, cluster_map: ServedMap) -> None:
         """Answer with another map from now on, and tell those who want to know (kv_engine docs/BinaryProtocol.md,
         Clustermap Change Notification).
         """

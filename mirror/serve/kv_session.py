@@ -16,7 +16,7 @@ from mirror.serve.admission import LOCAL
 from mirror.serve.auth import Reader, Users
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_large import LargeAnswers, UnreadDocument
-from mirror.serve.kv_map import ClusterMap
+from mirror.serve.kv_map import ServedMap
 from mirror.serve.kv_scan_request import Scan
 from mirror.serve.large import body_of, in_pieces
 from mirror.serve.logins import Attempt, Logins
@@ -30,7 +30,7 @@ from mirror.server.document_requests import (
 from mirror.server.errors import Refused
 from mirror.server.session import Handler, Later, Reply, Revision, VbucketHistory, failover_statistics
 from mirror.wire import codec_dcp
-from mirror.wire.constants import Feature, Status, VbucketState
+from mirror.wire.constants import Feature, Status, VbucketRole
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
 from storage.large import LargeDocument
@@ -103,7 +103,7 @@ class KvSession(DocumentSession):
         self,
         bucket: KvBucket,
         users: Users,
-        cluster_map: ClusterMap,
+        cluster_map: ServedMap,
         logins: Logins,
         large: LargeAnswers,
         *,
@@ -215,7 +215,7 @@ class KvSession(DocumentSession):
 
     def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later:
         """Published seqnos of the vbuckets that serve something complete."""
-        if state not in (VbucketState.ALIVE, VbucketState.ACTIVE):
+        if state not in (VbucketRole.ALIVE, VbucketRole.ACTIVE):
             return Reply()
         if collection_id is not None:
             self.bucket.check_newest_collection(collection_id, self.known_reader)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from mirror.ingest.rollback import OutOfRange, ProducerAnswer, Rollback, producer_answer
+from mirror.ingest.rollback import OutOfRange, ProducerAnswer, RollbackAnswer, producer_answer
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused, rolled_back
 from mirror.wire import codec_dcp
@@ -70,7 +70,7 @@ class Stream(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class StreamHistory:
     """Where a vbucket is, as stream requests are judged by it."""
 
     failover_log: FailoverLog
@@ -82,7 +82,7 @@ class History:
     """The log that a client is answered, where it is not the one that it is judged by."""
 
 
-def judge(request: StreamRequest, history: History, purge_seqno: int | None) -> ProducerAnswer:
+def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | None) -> ProducerAnswer:
     """Apply the producer's rollback rule to a stream request (`ingest.rollback`); `purge_seqno` is the client's."""
     return producer_answer(
         request.start_seqno,
@@ -201,7 +201,7 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         answer = judge(request, history, stream_filter.purge_seqno)
         if isinstance(answer, OutOfRange):
             raise Refused(Status.ERANGE)
-        if isinstance(answer, Rollback):
+        if isinstance(answer, RollbackAnswer):
             raise rolled_back(self._rollback_seqno(request, history, answer.seqno))
         stream = self._open_stream(request, stream_filter, history)
         self.streams[stream.vbid, stream.stream_id] = stream
@@ -259,15 +259,15 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         """The filter that the request's value describes. Raises Refused."""
 
     @abstractmethod
-    def _history(self, request: StreamRequest, stream_filter: FilterT) -> History:
+    def _history(self, request: StreamRequest, stream_filter: FilterT) -> StreamHistory:
         """Where the vbucket is now. Raises Refused."""
 
-    def _rollback_seqno(self, request: StreamRequest, history: History, seqno: int) -> int:
+    def _rollback_seqno(self, request: StreamRequest, history: StreamHistory, seqno: int) -> int:
         """Where a client is sent back to that the rule sends to `seqno`: there, or below."""
         return seqno
 
     @abstractmethod
-    def _open_stream(self, request: StreamRequest, stream_filter: FilterT, history: History) -> StreamT:
+    def _open_stream(self, request: StreamRequest, stream_filter: FilterT, history: StreamHistory) -> StreamT:
         """The stream of a request that was accepted."""
 
     def _opened(self, stream: StreamT) -> None:

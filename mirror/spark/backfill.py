@@ -44,7 +44,7 @@ SILENCE_S = 120.0
 """A task to which the source sends nothing for so long, although it is behind, gives up."""
 
 
-class Task(NamedTuple):
+class BackfillTask(NamedTuple):
     """What one task pulls."""
 
     source: str
@@ -108,7 +108,7 @@ def backfill(
         _begin(folder, identity)
         missing = [group for group in range(identity.group_count) if not handover.is_packed(str(folder), group)]
         wire = to_wire(settings)
-        tasks = [Task(source, wire, identity, group, scratch, str(folder), silence_s) for group in missing]
+        tasks = [BackfillTask(source, wire, identity, group, scratch, str(folder), silence_s) for group in missing]
         pulled = runner.run(backfill_task, tasks, progress)
         for each in pulled:
             path = Path(directory.group_path(str(folder), each.group))
@@ -190,7 +190,7 @@ def _finish(folder: Path, target: Path, identity: Identity) -> None:
         raise LocalFolder(target).error(error) from error
 
 
-def backfill_task(task: Task) -> Pulled:
+def backfill_task(task: BackfillTask) -> Pulled:
     """Pull a group and hand it over; called wherever a Runner runs it."""
     quiet_logs()
     settings = replace(from_wire(task.settings), seqno_poll_interval_s=SEQNO_POLL_S)
@@ -223,7 +223,7 @@ def backfill_task(task: Task) -> Pulled:
         return figures._replace(file_bytes=handover.pack(place, task.group, task.identity, task.folder))
 
 
-async def _pull(task: Task, settings: Settings, writer: GroupWriter) -> Pulled:
+async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> Pulled:
     consumer = Consumer(
         settings, source=parse(task.source), writers=[writer], identity=task.identity, worker=f"backfill-{task.group}"
     )

@@ -55,7 +55,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class ChangesTask:
     """What one task reads."""
 
     ways: tuple[Way, ...]
@@ -221,7 +221,7 @@ class LocalChanges:
 
     # -- batches --------------------------------------------------------------------------------------------------
 
-    def plan(self, start: Offset, end: Offset) -> list[Work]:
+    def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
         """The tasks of the batch between two offsets. Raises LostHistory."""
         ways: dict[int, Way] = {}
         for vbid, to in end.at.items():
@@ -238,7 +238,7 @@ class LocalChanges:
                 continue  # the end is gone, too: what comes after finds that, and begins again
             ways[vbid] = Way(vbid, since, to, bool(lost or to.fresh))
         shares = dealt(list(ways), self._options.partitions, self._view.identity.group_count)
-        return [Work(tuple(ways[vbid] for vbid in share)) for share in shares if share]
+        return [ChangesTask(tuple(ways[vbid] for vbid in share)) for share in shares if share]
 
     def _lost_between(self, vbid: int, since: At, to: At) -> str:
         try:
@@ -276,7 +276,7 @@ def token(view: View, vbid: int, at: At) -> Token:
     return given
 
 
-def read(path: str, work: Work) -> Iterator[tuple[Any, ...]]:
+def read(path: str, work: ChangesTask) -> Iterator[tuple[Any, ...]]:
     """The rows of a task, each vbucket's in their order."""
     with opened(path) as view:
         for way in work.ways:

@@ -29,7 +29,7 @@ from storage.view import open_view
 TASKS_PER_CORE = 4
 
 
-class Task(NamedTuple):
+class CompareTask(NamedTuple):
     """What one task compares."""
 
     data: str
@@ -79,12 +79,12 @@ def compare(
         raise ConfigError(f"{data} does not hold vbucket {missing[0]}", hint=f"it holds {held[0]} to {held[-1]}")
     shares = dealt(list(vbids or held), runner.parallelism * TASKS_PER_CORE, identity.group_count)
     wire = to_wire(settings)
-    tasks = [Task(str(data), source, wire, share, identity.bucket_uuid, wait_s) for share in shares]
+    tasks = [CompareTask(str(data), source, wire, share, identity.bucket_uuid, wait_s) for share in shares]
     found = [each for results in runner.run(compare_task, tasks, progress) for each in results]
     return Compared(sorted(found, key=lambda each: each.vbid), time.monotonic() - start_s)
 
 
-def compare_task(task: Task) -> list[VbucketResult]:
+def compare_task(task: CompareTask) -> list[VbucketResult]:
     """Compare the vbuckets of a task; called wherever a Runner runs it."""
     quiet_logs()
     with (

@@ -54,7 +54,7 @@ TASKS_PER_CORE = 4
 SUCCESS_FILE = "_SUCCESS"
 
 
-class Task(NamedTuple):
+class ExportTask(NamedTuple):
     """What one task writes."""
 
     job: Job
@@ -139,7 +139,8 @@ def export(
         try:
             url = place.folder.url
             tasks = [
-                Task(job, vbids, shape, url, f"part-{place.run}-{number:05d}") for number, vbids in enumerate(shares)
+                ExportTask(job, vbids, shape, url, f"part-{place.run}-{number:05d}")
+                for number, vbids in enumerate(shares)
             ]
             written = runner.run(export_task, tasks, progress)
         finally:
@@ -169,7 +170,7 @@ def export(
     )
 
 
-def export_task(task: Task) -> Written:
+def export_task(task: ExportTask) -> Written:
     """Write the documents of a task's vbuckets; called wherever a Runner runs it."""
     counts = Counts()
     with PartWriter(task.folder, task.prefix, task.shape.schema) as parts:

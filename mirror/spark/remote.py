@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from mirror.errors import ConfigError
-from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
-from mirror.spark.changes import LostHistory, Way, Work
+from mirror.feed.reader import Position, Snapshot, SourceReader, SourceRolledBack
+from mirror.spark.changes import ChangesTask, LostHistory, Way
 from mirror.spark.local import Maker, Shape, Wanted, dealt
 from mirror.spark.offsets import At, Lag, Offset, admit, decode
 from mirror.spark.options import Options
@@ -50,7 +50,7 @@ SPOOL_BYTES = 4 * 1024 * 1024
 """Rows of a vbucket that are held in memory; what is more goes to disk."""
 
 
-class Connections:
+class SourceConnections:
     """The reader that a process keeps: a Python worker is used for many tasks."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ def is_behind(known: MapRecord | None, followed: MapRecord | None) -> bool:
     return known.revision < followed.revision
 
 
-KEPT = Connections()
+KEPT = SourceConnections()
 
 
 def chosen_vbids(reader: SourceReader, options: Options) -> list[int]:
@@ -104,7 +104,7 @@ def chosen_vbids(reader: SourceReader, options: Options) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Job:
+class ReadJob:
     """What all tasks of a job have in common."""
 
     until: Mapping[int, int]
@@ -117,7 +117,7 @@ class Job:
     """The newest cluster map that the driver knows; tasks follow no older one."""
 
 
-def plan(options: Options, wanted: Wanted) -> tuple[Job, list[list[int]]]:
+def plan(options: Options, wanted: Wanted) -> tuple[ReadJob, list[list[int]]]:
     """How far to read each vbucket, and the tasks."""
     assert options.connection is not None
     with SourceReader(options.connection, collections=options.collections, ca=options.ca_file) as reader:
@@ -129,11 +129,11 @@ def plan(options: Options, wanted: Wanted) -> tuple[Job, list[list[int]]]:
         followed = reader.followed
     until = {vbid: high_seqnos[vbid] for vbid in chosen if high_seqnos.get(vbid)}
     key_range = (wanted.start, wanted.prefix, wanted.end)
-    job = Job(until, names, wanted.collections, key_range, int(time.time() * 1000), followed)
+    job = ReadJob(until, names, wanted.collections, key_range, int(time.time() * 1000), followed)
     return job, dealt(list(until), options.partitions, 1)
 
 
-def read_documents(options: Options, job: Job, vbids: Sequence[int], shape: Shape) -> Iterator[Any]:
+def read_documents(options: Options, job: ReadJob, vbids: Sequence[int], shape: Shape) -> Iterator[Any]:
     """The record batches of a task."""
     maker = Maker(shape)
     reader = KEPT.reader(options, job.followed)
@@ -141,7 +141,7 @@ def read_documents(options: Options, job: Job, vbids: Sequence[int], shape: Shap
     try:
         for item in reader.read(dict.fromkeys(vbids, Position()), {vbid: job.until[vbid] for vbid in vbids}):
             vbid = item.vbid
-            if isinstance(item, RolledBack):
+            if isinstance(item, SourceRolledBack):
                 raise LostHistory(f"vbucket {vbid}: the source does not send it from the beginning", hint="try again")
             if isinstance(item, Snapshot):
                 if vbid not in under_way:
@@ -160,7 +160,7 @@ def read_documents(options: Options, job: Job, vbids: Sequence[int], shape: Shap
             newest.close()
 
 
-def _made(maker: Maker, vbid: int, frames: list[bytes], job: Job, names: Mapping[int, str]) -> Iterator[Any]:
+def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Mapping[int, str]) -> Iterator[Any]:
     """Hand rows to the maker, those of a collection together."""
     start, prefix, end = job.keys
     by_collection: dict[int, list[bytes]] = {}
@@ -364,7 +364,7 @@ class RemoteChanges:
         if asked not in self._probed and not self._probed_vbid(vbid):
             position = Position(at.vbuuid, at.seqno)
             for item in self._reader.read({vbid: position}, {vbid: at.seqno}):
-                if isinstance(item, RolledBack):
+                if isinstance(item, SourceRolledBack):
                     return f"the source can no longer tell what was deleted since seqno {at.seqno}"
         self._probed.add(asked)
         return ""
@@ -373,7 +373,7 @@ class RemoteChanges:
         """Once a query runs it is never far behind: what the source forgets is looked at when it begins."""
         return any(each[0] == vbid for each in self._probed)
 
-    def plan(self, start: Offset, end: Offset) -> list[Work]:
+    def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
         """The tasks of the batch between two offsets. Raises LostHistory."""
         ways: dict[int, Way] = {}
         for vbid, to in end.at.items():
@@ -394,7 +394,9 @@ class RemoteChanges:
         shares = dealt(list(ways), self._options.partitions, 1)
         known = frozenset(start.names)
         followed = self._reader.followed
-        return [Work(tuple(ways[vbid] for vbid in share), end.names, known, followed) for share in shares if share]
+        return [
+            ChangesTask(tuple(ways[vbid] for vbid in share), end.names, known, followed) for share in shares if share
+        ]
 
 
 def _begins(since: At, to: At) -> int:
@@ -417,7 +419,7 @@ def not_on(at: At, log: FailoverLog) -> str:
     return f"the source does not know the history {at.vbuuid:#x} of the checkpoint's position {at.seqno}"
 
 
-def read_changes(options: Options, work: Work) -> Iterator[tuple[Any, ...]]:
+def read_changes(options: Options, work: ChangesTask) -> Iterator[tuple[Any, ...]]:
     """The rows of a task."""
     reader = KEPT.reader(options, work.followed)
     ways = {way.vbid: way for way in work.ways}
@@ -428,7 +430,7 @@ def read_changes(options: Options, work: Work) -> Iterator[tuple[Any, ...]]:
     try:
         for item in reader.read(positions, {vbid: way.end.seqno for vbid, way in ways.items()}):
             way = ways[item.vbid]
-            if isinstance(item, RolledBack):
+            if isinstance(item, SourceRolledBack):
                 raise LostHistory(
                     f"vbucket {item.vbid}: the source went back to seqno {item.seqno} while it was read",
                     hint=AGAIN,
@@ -447,7 +449,7 @@ def read_changes(options: Options, work: Work) -> Iterator[tuple[Any, ...]]:
         raise
 
 
-def _rows(snapshot: Snapshot, way: Way, work: Work) -> Iterator[tuple[Any, ...]]:
+def _rows(snapshot: Snapshot, way: Way, work: ChangesTask) -> Iterator[tuple[Any, ...]]:
     vbid, branch, ends = way.vbid, way.end.branch, snapshot.end_seqno
     for frame in snapshot.frames():
         if frame[1] == Kind.SYSTEM_EVENT:
@@ -472,6 +474,6 @@ def _rows(snapshot: Snapshot, way: Way, work: Work) -> Iterator[tuple[Any, ...]]
             yield change_row(document, name, document.kind.name.lower(), snapshot.vbuuid, ends, at, branch)
 
 
-def name_in(work: Work, collection_id: int) -> str:
+def name_in(work: ChangesTask, collection_id: int) -> str:
     """Without a name: a collection that came and went between two batches."""
     return work.names.get(collection_id) or f"?.0x{collection_id:x}"

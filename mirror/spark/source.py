@@ -151,7 +151,7 @@ def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:
 class Share(InputPartition):
     """What one task reads. The reader itself is pickled before anything is planned."""
 
-    job: local.Job | remote.Job
+    job: local.Job | remote.ReadJob
     vbids: list[int]
 
 

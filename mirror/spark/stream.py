@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(repr=False)
-class Task(InputPartition):
+class StreamTask(InputPartition):
     """What one task reads."""
 
-    work: changes.Work
+    work: changes.ChangesTask
 
 
 def driver_of(options: Options) -> LocalChanges | RemoteChanges:
@@ -45,7 +45,7 @@ def driver_of(options: Options) -> LocalChanges | RemoteChanges:
 
 def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
     """The batches of a task."""
-    assert isinstance(task, Task)
+    assert isinstance(task, StreamTask)
     with clearly():
         wanted = options.collections
         if options.path is not None:
@@ -71,7 +71,9 @@ class ChangesReader(Carried, DataSourceReader):
         """From the beginning to what is published."""
         driver = driver_of(self._options)
         try:
-            return [Task(work) for work in driver.plan(driver.beginning(), driver.front())] or [Task(changes.Work(()))]
+            return [StreamTask(work) for work in driver.plan(driver.beginning(), driver.front())] or [
+                StreamTask(changes.ChangesTask(()))
+            ]
         finally:
             driver.close()
 
@@ -147,7 +149,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         if self._options.latest:  # of a first batch that is run again, the start is taken from what is published by now
             at = {vbid: since.of(vbid) if since.of(vbid).follows(each) else each for vbid, each in to.at.items()}
             to = replace(to, at=at)
-        return [Task(work) for work in driver.plan(since, to)]
+        return [StreamTask(work) for work in driver.plan(since, to)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """The batches of a task."""

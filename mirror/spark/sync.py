@@ -124,7 +124,7 @@ def check_source(options: Mapping[str, str], settings: Settings) -> None:
         asyncio.run(discover(Access.of(connection_string.parse(wanted.connection), settings), SystemClock()))
 
 
-class Sink:
+class SyncTarget:
     """What foreachBatch calls."""
 
     def __init__(self, lake: Lake, checkpoint: Path, how: How, on_batch: Callable[[int, Applied], None]) -> None:
@@ -225,7 +225,7 @@ def sync(
             if listener is not None:
                 listener.applied(number, applied)
 
-        sink = Sink(lake, checkpoint, how, on_batch)
+        sink = SyncTarget(lake, checkpoint, how, on_batch)
         try:
             sink.catch_up(due_only=False)
             for left in reversed(range(STARTS_MAX)):
@@ -255,7 +255,7 @@ def space_warning(folder: Folder, projected_bytes: int) -> str | None:
 
 
 def _run_query(
-    spark: Any, source: Mapping[str, str], checkpoint: Path, how: How, sink: Sink, stop: threading.Event | None
+    spark: Any, source: Mapping[str, str], checkpoint: Path, how: How, sink: SyncTarget, stop: threading.Event | None
 ) -> None:
     """One query of Spark's, until it ends. Raises what Spark raises."""
     stream = spark.readStream.format("mirror").options(**source, table="changes").load()
@@ -273,7 +273,7 @@ def _every(writer: Any, seconds: float) -> Any:
     return writer.trigger(processingTime=f"{round(seconds * 1000)} milliseconds")
 
 
-def _cause(sink: Sink, error: Exception) -> BaseException:
+def _cause(sink: SyncTarget, error: Exception) -> BaseException:
     """What ended the stream, as the error that it began with."""
     failed = sink.failed
     if isinstance(failed, MirrorError | StorageError):

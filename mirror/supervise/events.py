@@ -27,7 +27,7 @@ class _OfVbuckets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolledBack(_OfVbuckets):
+class VbucketsRolledBack(_OfVbuckets):
     """Vbuckets went back to a kept boundary."""
 
     name: ClassVar[str] = "rollback"
@@ -276,7 +276,7 @@ class LeaseExpired:
 
 
 Event = (
-    RolledBack
+    VbucketsRolledBack
     | ResyncBegun
     | ResyncDone
     | FirstFillDone

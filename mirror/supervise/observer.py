@@ -21,11 +21,11 @@ from mirror.supervise.events import (
     FirstFillDone,
     ResyncBegun,
     ResyncDone,
-    RolledBack,
     SourceBack,
     SourceLost,
     SourceReached,
     SourceUnreachable,
+    VbucketsRolledBack,
 )
 from mirror.supervise.status import Row
 
@@ -119,7 +119,7 @@ class Observer:
         if row["state"] == "starting":
             return  # its worker has not reported it
         if row["rollback_count"] > known.rollback_count:
-            self._add(RolledBack, vbid, now_ms).rollbacks.append(tuple(row["last_rollback"] or (0, 0)))
+            self._add(VbucketsRolledBack, vbid, now_ms).rollbacks.append(tuple(row["last_rollback"] or (0, 0)))
         if begun is not None and begun > (known.resyncs_begun or 0):
             self._add(ResyncBegun, vbid, now_ms, row["resync_why"] or "")
         if (row["resync_count"] or 0) > known.resync_count:
@@ -179,10 +179,10 @@ class Observer:
 def _event(kind: type[Event], news: _News) -> Event:
     vbids = tuple(sorted(set(news.vbids)))
     count, named = len(vbids), vbids[:VBIDS_NAMED]
-    if kind is RolledBack:
+    if kind is VbucketsRolledBack:
         seqnos = sum(from_seqno - to_seqno for from_seqno, to_seqno in news.rollbacks)
         one = news.rollbacks[0] if len(news.rollbacks) == 1 else (None, None)
-        return RolledBack(vbuckets=count, vbids=named, seqnos=seqnos, from_seqno=one[0], to_seqno=one[1])
+        return VbucketsRolledBack(vbuckets=count, vbids=named, seqnos=seqnos, from_seqno=one[0], to_seqno=one[1])
     if kind is ResyncBegun:
         return ResyncBegun(vbuckets=count, vbids=named, why=news.why)
     if kind is ResyncDone:

@@ -20,7 +20,7 @@ from mirror.messages import ProcessCommand, ProcessReport, StartMessage, StartSe
 from mirror.serve.auth import users_of
 from mirror.serve.dcp_server import DcpServer
 from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
+from mirror.serve.kv_map import ServedMap, named_nodes, own_node
 from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address, Limits, listening_socket, parse_addresses
 from mirror.serve.tls import server_tls
@@ -91,13 +91,13 @@ class KvServing:
         self._server.change_map(self._map(command.kv_nodes, command.revision))
         return {}
 
-    def _first_map(self, settings: Settings, revision: int) -> ClusterMap:
+    def _first_map(self, settings: Settings, revision: int) -> ServedMap:
         return self._map(settings.kv_nodes, revision)
 
-    def _map(self, kv_nodes: str | None, revision: int) -> ClusterMap:
+    def _map(self, kv_nodes: str | None, revision: int) -> ServedMap:
         identity = self._bucket.identity
         nodes = [own_node(self._addresses, identity.held)] if kv_nodes is None else named_nodes(kv_nodes)
-        cluster_map = ClusterMap(identity, nodes, revision)
+        cluster_map = ServedMap(identity, nodes, revision)
         if cluster_map.uncovered:
             log.warning("clients cannot find some vbuckets: no mirror holds them", vbuckets=cluster_map.uncovered)
         return cluster_map
@@ -108,7 +108,7 @@ class DcpServing(KvServing):
 
     server_type = DcpServer
 
-    def _first_map(self, _settings: Settings, revision: int) -> ClusterMap:
+    def _first_map(self, _settings: Settings, revision: int) -> ServedMap:
         return self._map(None, revision)  # the addresses of `kv_nodes` are KV's
 
 

@@ -100,7 +100,7 @@ Make = Callable[[StartMessage, Send], Awaitable[Work]]
 """Makes the work that the first message describes."""
 
 
-class Mirroring:
+class MirrorWork:
     """The work of a real worker: a consumer over the stores of its groups.
 
     A group whose store cannot be opened harms itself alone: its vbuckets are reported as damaged and the others work.
@@ -274,7 +274,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
         map_floor=None if floor is None else (floor[0], floor[1]),
         share_map=lambda found: send(NewClusterMap(found.to_wire())),
     )
-    work = Mirroring(consumer, writers, failures, PinnedPages(clock.monotonic, settings.reader_pin_limit_s))
+    work = MirrorWork(consumer, writers, failures, PinnedPages(clock.monotonic, settings.reader_pin_limit_s))
     work.resume_leases(start.leases)
     settle_collector()
     return work

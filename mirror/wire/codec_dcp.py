@@ -24,7 +24,7 @@ from mirror.wire.constants import (
     MarkerVersion,
     Opcode,
     Status,
-    VbucketState,
+    VbucketRole,
     opcode_name,
 )
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
@@ -622,7 +622,7 @@ def encode_all_vb_seqnos(seqnos: list[tuple[int, int]]) -> bytes:
 def encode_all_vb_seqnos_request(state: int | None = None, collection_id: int | None = None) -> bytes:
     """Extras of GET_ALL_VB_SEQNOS: no restriction, a VbucketState, or a state and a collection."""
     if collection_id is not None:
-        return _U32.pack(state or VbucketState.ALIVE) + _U32.pack(collection_id)
+        return _U32.pack(state or VbucketRole.ALIVE) + _U32.pack(collection_id)
     return b"" if state is None else _U32.pack(state)
 
 
@@ -630,11 +630,11 @@ def decode_all_vb_seqnos_request(frame: Frame) -> tuple[int, int | None]:
     """(VbucketState, collection id or None) that a GET_ALL_VB_SEQNOS asks for."""
     if len(frame.extras) not in (0, 4, 8) or frame.key or frame.value:
         raise _error(frame, f"extras of {len(frame.extras)} bytes, not 0, 4 or 8, or a key or a value")
-    state, collection_id = int(VbucketState.ALIVE), None
+    state, collection_id = int(VbucketRole.ALIVE), None
     if frame.extras:
         state = _U32.unpack_from(frame.extras)[0]
     if len(frame.extras) == 8:
         collection_id = _U32.unpack_from(frame.extras, 4)[0]
-    if state not in frozenset(VbucketState):
+    if state not in frozenset(VbucketRole):
         raise _error(frame, f"no such vbucket state: {state}")
     return state, collection_id

@@ -34,7 +34,7 @@ __all__ = [
     "StreamEndReason",
     "StreamRequestFlag",
     "SystemEventId",
-    "VbucketState",
+    "VbucketRole",
     "opcode_name",
     "status_name",
 ]
@@ -442,7 +442,7 @@ class SystemEventId(IntEnum):
     COLLECTION_MODIFY = 5
 
 
-class VbucketState(IntEnum):
+class VbucketRole(IntEnum):
     """State of a vbucket on a node; ALIVE only in GET_ALL_VB_SEQNOS (active, replica or pending)."""
 
     ALIVE = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from cli.exits import Absent, Ended, code_of, guarded
+from cli.exits import Absent, CommandEnded, code_of, guarded
 from mirror.errors import AuthRejected, BucketChanged, ConfigError, ConnectFailed, MirrorError
 from mirror.wire.errors import RemoteProtocolError
 from storage.errors import CorruptedError, Full, NotAMirror, StorageError, WrongBucket
@@ -35,7 +35,7 @@ from tests.cli.conftest import COMMAND, call, environment
         (typer.Abort(), 130),
         (FileNotFoundError(2, "No such file", "/x"), 1),
         (ZeroDivisionError("a bug"), 1),
-        (Ended(3), 3),
+        (CommandEnded(3), 3),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
 )
@@ -47,7 +47,7 @@ def test_each_error_has_its_code(error: BaseException, code: int, capsys: pytest
     assert guarded(command) == code
     streams = capsys.readouterr()
     assert streams.out == ""
-    assert streams.err.count("\n") == (0 if code == 130 or isinstance(error, Ended) else 1)
+    assert streams.err.count("\n") == (0 if code == 130 or isinstance(error, CommandEnded) else 1)
 
 
 def test_what_went_well_is_zero() -> None:

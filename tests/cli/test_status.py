@@ -67,9 +67,9 @@ def test_top_ends_after_the_looks_that_were_asked_for(mirrored: Path) -> None:
 def test_a_large_mirror_is_counted_only_when_asked_to(mirrored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "COUNT_SEQNOS_MAX", 10)
     document = stored_status(mirrored)
-    status.Counter(mirrored).fill(document)
+    status.DocumentCounter(mirrored).fill(document)
     assert document["totals"]["documents"] is None
-    status.Counter(mirrored, always=True).fill(document)
+    status.DocumentCounter(mirrored, always=True).fill(document)
     assert document["totals"]["documents"] == 183
 
 

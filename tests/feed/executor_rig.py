@@ -68,7 +68,7 @@ class FakeVbucket:
     def retry_after(self, reason: ins.RetryReason, attempt: int) -> None:
         self.done.append(("retry", reason, attempt))
 
-    def report(self, status: ins.Status, text: str) -> None:
+    def report(self, status: ins.VbucketStatus, text: str) -> None:
         self.done.append(("report", status))
 
 

@@ -34,7 +34,7 @@ from mirror.feed.bootstrap import (
     host_allowed,
     read_map,
 )
-from mirror.feed.connection_string import Address, parse
+from mirror.feed.connection_string import NodeAddress, parse
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import SandboxCluster
 from mirror.wire.codec_dcp import encode_all_vb_seqnos
@@ -72,7 +72,7 @@ def secure_access_to(
     return Access.of(parse(f"couchbases://{user}127.0.0.1:{node.port}/b"), merged)
 
 
-def first(access: Access) -> Address:
+def first(access: Access) -> NodeAddress:
     return access.source.addresses[0]
 
 
@@ -189,7 +189,7 @@ async def test_the_network_of_the_first_map_is_kept(tmp_path: Path) -> None:
         "nodesExt": [inside | outside],
         "vBucketServerMap": {"serverList": ["node.internal:11210"], "vBucketMap": [[0]]},
     }
-    here = Address("127.0.0.1", 31210)
+    here = NodeAddress("127.0.0.1", 31210)
     chosen = {
         (setting, kept): read_map(json.dumps(config).encode(), here, Settings(network=setting), network=kept)
         for setting in ("auto", "default", "external")
@@ -207,7 +207,7 @@ async def test_an_impostor_is_not_told_the_password(tmp_path: Path) -> None:
     answers: dict[int, Answer] = {Opcode.SASL_STEP: refuse(Status.SUCCESS, b"v=AAAA")}
     async with ScriptedNode(answers, ssl=authority.node_context("127.0.0.1")) as node:
         with pytest.raises(AuthRejected, match="impostor"):
-            await enter(secure_access_to(node, tmp_path, authority), Address("127.0.0.1", node.port), SystemClock())
+            await enter(secure_access_to(node, tmp_path, authority), NodeAddress("127.0.0.1", node.port), SystemClock())
         assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512"]
 
 
@@ -216,7 +216,7 @@ async def test_inside_tls_plain_is_tried_for_users_of_a_directory_service(tmp_pa
     async with ScriptedNode(ssl=authority.node_context("127.0.0.1")) as node:
         node.answers[Opcode.SASL_STEP] = refuse(Status.AUTH_ERROR)
         access = secure_access_to(node, tmp_path, authority)
-        link, _ = await enter(access, Address("127.0.0.1", node.port), SystemClock())
+        link, _ = await enter(access, NodeAddress("127.0.0.1", node.port), SystemClock())
         assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512", b"PLAIN"]
         link.close()
 
@@ -232,13 +232,13 @@ async def test_a_certificate_is_a_login_said_again_where_the_server_wants_it(
     async with ScriptedNode(answers, ssl=authority.node_context("127.0.0.1", demand=True)) as node:
         ours = {"tls_client_cert_file": cert, "tls_client_key_file": key}
         access = secure_access_to(node, tmp_path, authority, user="", **ours)
-        link, _ = await enter(access, Address("127.0.0.1", node.port), SystemClock())
+        link, _ = await enter(access, NodeAddress("127.0.0.1", node.port), SystemClock())
         link.close()
         assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == ([b"EXTERNAL"] if mechanisms else [])
         node.answers[Opcode.SASL_AUTH] = refuse(Status.AUTH_ERROR)
         if mechanisms:
             with pytest.raises(AuthRejected, match="for nobody it knows"):
-                await enter(access, Address("127.0.0.1", node.port), SystemClock())
+                await enter(access, NodeAddress("127.0.0.1", node.port), SystemClock())
 
 
 async def test_a_port_that_speaks_tls_is_found_out(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_map_names_only_hosts_that_it_may(host: str, allowed: bool) -> None:
     assert host_allowed(host, ("db1", "*.cluster.example", "10.1.0.0/16")) is allowed
     settings = validated({"source_hosts": "db1,*.cluster.example, 10.1.0.0/16"})
     config = json.dumps({"rev": 1, "nodesExt": [{"services": {"kv": 1}}, {"hostname": host, "services": {"kv": 2}}]})
-    here = Address("first.example", 11210)
+    here = NodeAddress("first.example", 11210)
     if allowed:
         assert len(read_map(config.encode(), here, settings).nodes) == 2
     else:
@@ -310,7 +310,7 @@ async def test_the_password_is_derived_outside_of_the_event_loop(monkeypatch: py
     async with SandboxCluster(vbuckets=1) as cluster:
         settings = Settings()
         access = Access.of(parse(cluster.connection_string), settings)
-        link, _ = await enter(access, Address("127.0.0.1", cluster.nodes[0].port or 0), SystemClock())
+        link, _ = await enter(access, NodeAddress("127.0.0.1", cluster.nodes[0].port or 0), SystemClock())
         link.close()
     assert threads
     assert threading.main_thread() not in threads

@@ -7,27 +7,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import Address, ConnectionString, parse
+from mirror.feed.connection_string import ConnectionString, NodeAddress, parse
 
 
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("couchbase://demo@localhost/demo", ConnectionString(False, "demo", (Address("localhost", 11210),), "demo")),
-        ("couchbases://u@h/b", ConnectionString(True, "u", (Address("h", 11207),), "b")),
-        ("couchbase://h:12000/b", ConnectionString(False, None, (Address("h", 12000),), "b", True)),
+        (
+            "couchbase://demo@localhost/demo",
+            ConnectionString(False, "demo", (NodeAddress("localhost", 11210),), "demo"),
+        ),
+        ("couchbases://u@h/b", ConnectionString(True, "u", (NodeAddress("h", 11207),), "b")),
+        ("couchbase://h:12000/b", ConnectionString(False, None, (NodeAddress("h", 12000),), "b", True)),
         (
             "couchbase://u@10.0.0.1,10.0.0.2:99/b.x-y_z%25",
-            ConnectionString(False, "u", (Address("10.0.0.1", 11210), Address("10.0.0.2", 99)), "b.x-y_z%", True),
+            ConnectionString(
+                False, "u", (NodeAddress("10.0.0.1", 11210), NodeAddress("10.0.0.2", 99)), "b.x-y_z%", True
+            ),
         ),
-        ("couchbase://u@[::1]:1/b", ConnectionString(False, "u", (Address("::1", 1),), "b", True)),
-        ("couchbase://u@[fe80::1]/b/", ConnectionString(False, "u", (Address("fe80::1", 11210),), "b")),
-        ("couchbase://a%40b@h/b", ConnectionString(False, "a@b", (Address("h", 11210),), "b")),
-        ("couchbase://a@b@h/b", ConnectionString(False, "a@b", (Address("h", 11210),), "b")),
-        ("couchbases://g;h:1/b", ConnectionString(True, None, (Address("g", 11207), Address("h", 1)), "b", True)),
+        ("couchbase://u@[::1]:1/b", ConnectionString(False, "u", (NodeAddress("::1", 1),), "b", True)),
+        ("couchbase://u@[fe80::1]/b/", ConnectionString(False, "u", (NodeAddress("fe80::1", 11210),), "b")),
+        ("couchbase://a%40b@h/b", ConnectionString(False, "a@b", (NodeAddress("h", 11210),), "b")),
+        ("couchbase://a@b@h/b", ConnectionString(False, "a@b", (NodeAddress("h", 11210),), "b")),
+        (
+            "couchbases://g;h:1/b",
+            ConnectionString(True, None, (NodeAddress("g", 11207), NodeAddress("h", 1)), "b", True),
+        ),
         (
             "couchbases://h/b?network=external",
-            ConnectionString(True, None, (Address("h", 11207),), "b", network="external"),
+            ConnectionString(True, None, (NodeAddress("h", 11207),), "b", network="external"),
         ),
     ],
 )

@@ -11,13 +11,13 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import ClusterError, ConnectFailed, MirrorError
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.connections import Connections
 from mirror.feed.nodes import NodeKeeper
 from tests.feed.scripted_node import ScriptedNode
 from tests.feed.test_bootstrap import access_to
 
-ONE, OTHER = Address("node", 1), Address("node", 2)
+ONE, OTHER = NodeAddress("node", 1), NodeAddress("node", 2)
 
 
 class FakeSession:
@@ -25,7 +25,7 @@ class FakeSession:
 
     may_open: asyncio.Event
 
-    def __init__(self, _access: Any, address: Address, _owner: Any, _clock: Any, **named: Any) -> None:
+    def __init__(self, _access: Any, address: NodeAddress, _owner: Any, _clock: Any, **named: Any) -> None:
         self.address = address
         self.named = named
         self.ready = self.acks_held = False
@@ -48,7 +48,7 @@ class Owner:
     """Writes down which nodes came."""
 
     def __init__(self) -> None:
-        self.ready: list[Address] = []
+        self.ready: list[NodeAddress] = []
         self.changed = asyncio.Event()
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:

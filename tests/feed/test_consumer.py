@@ -10,7 +10,7 @@ import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigError, ConnectFailed, PrivilegeMissing
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.wire.constants import VbucketState
+from mirror.wire.constants import VbucketRole
 from storage.check import check
 from storage.view import open_view
 from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
@@ -166,12 +166,12 @@ async def test_vbucket_that_is_no_longer_active_on_its_node_is_asked_for_until_i
     mirror = mirror_of(cluster, tmp_path)
     mirror.start(cluster.connection_string)
     await follow(mirror, cluster)
-    cluster.set_vbucket_state(5, VbucketState.REPLICA)
+    cluster.set_vbucket_state(5, VbucketRole.REPLICA)
     await mirror.until_state(5, "waiting")
     await mirror.until(lambda: "does not serve" in (mirror.row(5)["last_error"] or ""), "NOT_MY_VBUCKET")
     write(cluster, 50, "while-replica")
     await mirror.until_published(4, cluster.vbucket(4).high_seqno)
-    cluster.set_vbucket_state(5, VbucketState.ACTIVE)
+    cluster.set_vbucket_state(5, VbucketRole.ACTIVE)
     await follow(mirror, cluster)
     await mirror.stop()
     assert_equal(mirror, cluster)

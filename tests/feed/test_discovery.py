@@ -12,7 +12,7 @@ from mirror.config import Settings
 from mirror.errors import AuthRejected, ConnectFailed, NotSupported, TlsFailed
 from mirror.feed import discovery
 from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import Address, parse
+from mirror.feed.connection_string import NodeAddress, parse
 from mirror.feed.discovery import check_ports, discover, survey
 from mirror.ingest.topology import parse_cluster_map
 from mirror.wire.constants import Opcode, Status
@@ -31,7 +31,7 @@ async def test_a_map_without_a_port_of_the_kind_that_is_asked_for_is_refused(tmp
     secure = Access.of(parse("couchbases://demo@h/b"), Settings())
     plain = parse_cluster_map(json.dumps(MAP), "h")
     with pytest.raises(NotSupported, match="nowhere with TLS"):
-        check_ports(plain, secure, Address("h", 1))
+        check_ports(plain, secure, NodeAddress("h", 1))
     assert [secure.address_of(node) for node in plain.nodes] == [None], "nor is its plain port connected to"
 
 
@@ -49,10 +49,10 @@ async def test_one_node_with_a_bad_certificate_does_not_hide_the_others(tmp_path
     answers: dict[int, Answer] = {Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(SECURE_MAP).encode())}
     async with ScriptedNode(ssl=bad) as first_node, ScriptedNode(answers, ssl=good) as second_node:
         access = secure_access_to(first_node, tmp_path, authority)
-        nodes = [Address("127.0.0.1", node.port) for node in (first_node, second_node)]
+        nodes = [NodeAddress("127.0.0.1", node.port) for node in (first_node, second_node)]
         assert (await discover(access, SystemClock(), addresses=nodes)).rev == 7
         with pytest.raises(TlsFailed, match="expired"):
-            await discover(access, SystemClock(), addresses=[nodes[0], Address("127.0.0.1", 1)])
+            await discover(access, SystemClock(), addresses=[nodes[0], NodeAddress("127.0.0.1", 1)])
 
 
 async def test_discovery_looks_for_the_hosts_behind_a_name_each_time(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ async def test_discovery_goes_on_to_the_next_address_but_not_past_a_refusal(tmp_
     async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
         access = access_to(node, tmp_path)
         here = first(access)
-        nowhere = Address("127.0.0.1", 1)
+        nowhere = NodeAddress("127.0.0.1", 1)
         assert (await discover(access, SystemClock(), addresses=[nowhere, here])).rev == 7
         with pytest.raises(ConnectFailed):
             await discover(access, SystemClock(), addresses=[nowhere])
@@ -119,7 +119,7 @@ async def test_a_host_that_does_not_answer_delays_the_start_for_a_bounded_time_o
     async with ScriptedNode() as node, ScriptedNode({Opcode.HELLO: silent}) as dead:
         node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node, dead)
         access = access_to(node, tmp_path, connect_timeout_s=600)
-        hosts = [first(access), Address("127.0.0.1", dead.port)]
+        hosts = [first(access), NodeAddress("127.0.0.1", dead.port)]
         assert (await discover(access, SystemClock(), addresses=hosts)).rev == 7
         assert dead.connections == 1
 
@@ -138,7 +138,7 @@ async def test_a_host_that_serves_another_bucket_of_that_name_does_not_count(tmp
         foreign.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(90, foreign, uuid="another")
         ours.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, ours)
         access = access_to(foreign, tmp_path)
-        hosts = [Address("127.0.0.1", node.port) for node in (foreign, ours)]
+        hosts = [NodeAddress("127.0.0.1", node.port) for node in (foreign, ours)]
         assert (await discover(access, SystemClock(), addresses=hosts, bucket_uuid="u")).bucket_uuid == "u"
         assert (await discover(access, SystemClock(), addresses=hosts)).bucket_uuid == "another"
         assert (await discover(access, SystemClock(), addresses=hosts[:1], bucket_uuid="u")).bucket_uuid == "another"

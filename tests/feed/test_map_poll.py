@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mirror.clock import Clock, SystemClock
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.map_poll import MapPoller
 from mirror.feed.session import NodeSession
 from mirror.ingest.topology import ClusterMap, NewestMap
@@ -34,10 +34,10 @@ class Owner:
         self.heard: list[tuple[int, int]] = []
         self.followed = asyncio.Event()
 
-    def session_at(self, address: Address) -> NodeSession | None:
+    def session_at(self, address: NodeAddress) -> NodeSession | None:
         return None
 
-    def on_map(self, address: Address, found: ClusterMap) -> None:
+    def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
         self.heard.append((address.port, found.rev))
         if self.maps.take(found):
             self.followed.set()

@@ -8,7 +8,7 @@ from typing import Any
 from mirror.clock import ManualClock
 from mirror.config import Settings
 from mirror.errors import AuthRejected, ConnectFailed, MirrorError
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.nodes import NodeKeeper, pause_s
 from mirror.wire.errors import RemoteProtocolError
 
@@ -55,9 +55,9 @@ class Bench:
         self.sessions: list[FakeSession] = []
         self.clock = ManualClock()
         self.owner = Owner()
-        self.keeper = NodeKeeper(Address("a", 1), self.make, self.owner, SETTINGS, self.clock)  # type: ignore[arg-type]
+        self.keeper = NodeKeeper(NodeAddress("a", 1), self.make, self.owner, SETTINGS, self.clock)  # type: ignore[arg-type]
 
-    def make(self, _address: Address) -> FakeSession:
+    def make(self, _address: NodeAddress) -> FakeSession:
         self.sessions.append(FakeSession(self.outcomes.pop(0) if self.outcomes else None))
         return self.sessions[-1]
 

@@ -14,7 +14,7 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.errors import NotSupported
 from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import Address, parse
+from mirror.feed.connection_string import NodeAddress, parse
 from mirror.feed.persistence import HELD_MAX, PersistenceGate, PersistencePoller, common_persisted
 from mirror.sandbox import node as sandbox_node
 from mirror.sandbox.cluster import SandboxCluster
@@ -242,7 +242,7 @@ async def test_answers_that_say_nothing_hold_and_another_place_refreshes_the_map
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
     class Away:
-        def copies_of(self, vbid: int) -> list[Address]:
+        def copies_of(self, vbid: int) -> list[NodeAddress]:
             return list(parse(cluster.connection_string).addresses)[:1]
 
         def refresh_map(self, config: bytes, vbid: int) -> None:
@@ -309,7 +309,7 @@ async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothi
         looks = 0
         looked = asyncio.Event()
 
-        def copies_of(self, vbid: int) -> list[Address]:
+        def copies_of(self, vbid: int) -> list[NodeAddress]:
             self.looks += 1
             if self.looks == 3:  # the answer is compared with the map
                 asyncio.get_running_loop().call_soon(self.looked.set)
@@ -534,9 +534,9 @@ def test_a_write_is_neither_visible_nor_lost_while_a_rollback_is_deferred(gated:
     promoted(gated)
     with gated.view() as view:
         for vbuuid in (0xA, 0xB):
-            assert wait.standing(view, MutationToken(Vbid(0), Vbuuid(vbuuid), Seqno(84))) is wait.Standing.WAITING
+            assert wait.standing(view, MutationToken(Vbid(0), Vbuuid(vbuuid), Seqno(84))) is wait.WriteStatus.WAITING
     gated.snapshot(82, 90, {90: (b"d", b"7")})
     gated.persisted(0xB, 90)
     with gated.view() as view:
-        assert wait.standing(view, MutationToken(Vbid(0), Vbuuid(0xB), Seqno(84))) is wait.Standing.PUBLISHED
-        assert wait.standing(view, MutationToken(Vbid(0), Vbuuid(0xA), Seqno(84))) is wait.Standing.LOST
+        assert wait.standing(view, MutationToken(Vbid(0), Vbuuid(0xB), Seqno(84))) is wait.WriteStatus.PUBLISHED
+        assert wait.standing(view, MutationToken(Vbid(0), Vbuuid(0xA), Seqno(84))) is wait.WriteStatus.LOST

@@ -22,7 +22,7 @@ from mirror.errors import (
     SourceTimeout,
 )
 from mirror.feed.map_poll import MapPoller
-from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceReader
+from mirror.feed.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import StreamEndReason
@@ -68,16 +68,16 @@ class Copy:
     def __init__(self) -> None:
         self.positions = {vbid: Position() for vbid in range(VBUCKETS)}
         self.keys: dict[int, dict[bytes, tuple[int, int, int, bool]]] = {vbid: {} for vbid in range(VBUCKETS)}
-        self.ended: list[Ended] = []
-        self.rolled_back: list[RolledBack] = []
+        self.ended: list[ReadEnded] = []
+        self.rolled_back: list[SourceRolledBack] = []
         self.snapshots = 0
         self.rows = 0
 
-    def take(self, item: Snapshot | RolledBack | Ended) -> None:
-        if isinstance(item, Ended):
+    def take(self, item: Snapshot | SourceRolledBack | ReadEnded) -> None:
+        if isinstance(item, ReadEnded):
             assert item.position == self.positions[item.vbid] or item.position.seqno == 0
             self.ended.append(item)
-        elif isinstance(item, RolledBack):
+        elif isinstance(item, SourceRolledBack):
             self.rolled_back.append(item)
         else:
             assert item.start_seqno == self.positions[item.vbid].seqno, "nothing is left out, nothing comes twice"
@@ -227,7 +227,7 @@ def test_a_rollback_is_told_and_never_followed(source: SandboxThread) -> None:
         before = copy.positions[3].seqno
         source.call(source.cluster.failover, 3, lose=2)
         read_all(reader, copy)
-        assert copy.rolled_back == [RolledBack(3, before - 2)]
+        assert copy.rolled_back == [SourceRolledBack(3, before - 2)]
         assert sorted(each.vbid for each in copy.ended[VBUCKETS:]) == [0, 1, 2, 4, 5, 6, 7]
 
 
@@ -246,7 +246,7 @@ def test_a_history_that_the_source_never_had_goes_back_to_nothing(source: Sandbo
     write(source, 100)
     with reader_of(source) as reader:
         items = list(reader.read({2: Position(12345, 5)}, reader.high_seqnos()))
-        assert items == [RolledBack(2, 0)]
+        assert items == [SourceRolledBack(2, 0)]
 
 
 def test_deletions_that_the_source_has_forgotten_are_a_rollback_to_nothing(source: SandboxThread) -> None:
@@ -260,7 +260,7 @@ def test_deletions_that_the_source_has_forgotten_are_a_rollback_to_nothing(sourc
         source.call(source.cluster.bucket.to_disk)
         source.call(source.cluster.bucket.purge)
         read_all(reader, copy)
-        assert copy.rolled_back == [RolledBack(1, 0)]
+        assert copy.rolled_back == [SourceRolledBack(1, 0)]
 
 
 # -- faults -------------------------------------------------------------------------------------------------------

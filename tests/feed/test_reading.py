@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mirror.feed.reading import Outbox
-from mirror.feed.snapshot import Ended, Position
+from mirror.feed.snapshot import Position, ReadEnded
 
 
 def outbox(memory_bytes: int = 1000) -> tuple[Outbox, list[str]]:
@@ -17,18 +17,18 @@ def outbox(memory_bytes: int = 1000) -> tuple[Outbox, list[str]]:
 
 def test_items_come_in_order_and_then_the_end() -> None:
     box, _ = outbox()
-    box.put(Ended(1, Position()))
-    box.put(Ended(2, Position()))
+    box.put(ReadEnded(1, Position()))
+    box.put(ReadEnded(2, Position()))
     box.finish()
-    assert [box.take(), box.take(), box.take()] == [Ended(1, Position()), Ended(2, Position()), None]
+    assert [box.take(), box.take(), box.take()] == [ReadEnded(1, Position()), ReadEnded(2, Position()), None]
 
 
 def test_an_error_comes_after_what_was_complete() -> None:
     box, _ = outbox()
-    box.put(Ended(1, Position()))
+    box.put(ReadEnded(1, Position()))
     box.finish(ValueError("why"))
     box.finish()
-    assert box.take() == Ended(1, Position())
+    assert box.take() == ReadEnded(1, Position())
     with pytest.raises(ValueError, match="why"):
         box.take()
 
@@ -38,17 +38,17 @@ def test_whoever_takes_waits_for_whoever_puts() -> None:
     taken: list[object] = []
     thread = threading.Thread(target=lambda: taken.append(box.take()))
     thread.start()
-    box.put(Ended(1, Position()))
+    box.put(ReadEnded(1, Position()))
     thread.join(30)
-    assert taken == [Ended(1, Position())]
+    assert taken == [ReadEnded(1, Position())]
 
 
 @pytest.mark.parametrize(("memory_bytes", "disk_bytes"), [(500, 0), (0, 16_000)])
 def test_too_much_that_nobody_takes_is_said_once_and_room_once(memory_bytes: int, disk_bytes: int) -> None:
     box, told = outbox()
-    box.put(Ended(1, Position()), memory_bytes // 2, disk_bytes // 2)
+    box.put(ReadEnded(1, Position()), memory_bytes // 2, disk_bytes // 2)
     assert not box.full
-    box.put(Ended(2, Position()), memory_bytes // 2, disk_bytes // 2)
+    box.put(ReadEnded(2, Position()), memory_bytes // 2, disk_bytes // 2)
     assert box.full
     box.take()
     assert box.full, "what was taken is held until it is closed"

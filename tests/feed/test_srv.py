@@ -8,7 +8,7 @@ import pytest
 
 from mirror.errors import ConfigError
 from mirror.feed import srv
-from mirror.feed.connection_string import Address, parse
+from mirror.feed.connection_string import NodeAddress, parse
 from mirror.feed.srv import first_addresses, server_of
 from tests.feed.name_server import NameServer
 
@@ -27,15 +27,15 @@ def server() -> Iterator[NameServer]:
 
 async def test_the_hosts_of_a_name_in_the_order_of_their_priority_and_weight(server: NameServer) -> None:
     found = await first_addresses(NAME, server.address)
-    assert found == (Address("a.example", 12000), Address("b.example", 11210), Address("c.example", 11210))
+    assert found == (NodeAddress("a.example", 12000), NodeAddress("b.example", 11210), NodeAddress("c.example", 11210))
     tls = parse("couchbases://u@db.example/b")
-    assert await first_addresses(tls, server.address) == (Address("a.example", 11207),)
+    assert await first_addresses(tls, server.address) == (NodeAddress("a.example", 11207),)
 
 
 async def test_the_records_are_asked_for_anew_each_time(server: NameServer) -> None:
     await first_addresses(NAME, server.address)
     server.records["_couchbase._tcp.db.example"] = ["0 0 11210 moved.example."]
-    assert await first_addresses(NAME, server.address) == (Address("moved.example", 11210),)
+    assert await first_addresses(NAME, server.address) == (NodeAddress("moved.example", 11210),)
 
 
 @pytest.mark.parametrize("hosts", ["db.example:11210", "db.example,b.example", "10.0.0.1", "[::1]", "localhost"])

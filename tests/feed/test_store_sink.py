@@ -42,7 +42,7 @@ def test_rows_made_for_another_branch_are_rewritten(vbucket: FakeVbucket) -> Non
 
 def test_refused_rows_end_their_list_and_the_machine_is_told(vbucket: FakeVbucket) -> None:
     execute(vbucket, [stage(vbucket, 1, 5), publish(5)])
-    vbucket.answers[events.StagingRefused] = [ins.Report(VBID, "t", ins.Status.WAITING, "so what")]
+    vbucket.answers[events.StagingRefused] = [ins.ReportStatus(VBID, "t", ins.VbucketStatus.WAITING, "so what")]
     for bad in (
         stage(vbucket, 4, 6),
         ins.Advance(VBID, "t", Seqno(3), None),
@@ -54,7 +54,7 @@ def test_refused_rows_end_their_list_and_the_machine_is_told(vbucket: FakeVbucke
         (refused,) = vbucket.answers_given
         assert isinstance(refused, events.StagingRefused)
         assert refused.state.staged_seqno == 5
-        assert vbucket.done == [("report", ins.Status.WAITING)], "nothing after what was refused"
+        assert vbucket.done == [("report", ins.VbucketStatus.WAITING)], "nothing after what was refused"
 
 
 def test_advance_moves_the_position_and_the_open_snapshot(vbucket: FakeVbucket) -> None:

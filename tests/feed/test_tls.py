@@ -19,7 +19,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ClusterError, ConfigError, ExitCode, TlsFailed
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.tls import Tls, speaks_plain_kv, speaks_tls, tls_context, tls_failure
 from mirror.feed.transport import Link, open_link
 from mirror.wire import frame as fr
@@ -38,7 +38,7 @@ def settings_for(authority: Authority, **more: object) -> Settings:
 
 
 async def connect(node: ScriptedNode | Gatekeeper, settings: Settings, host: str = "localhost") -> Link:
-    return await open_link(Address(host, node.port), tls=Tls.of(settings), timeout_s=10, clock=SystemClock())
+    return await open_link(NodeAddress(host, node.port), tls=Tls.of(settings), timeout_s=10, clock=SystemClock())
 
 
 async def refusal(node: ScriptedNode | Gatekeeper, settings: Settings, host: str = "localhost") -> ClusterError:
@@ -149,11 +149,11 @@ async def test_a_port_that_speaks_no_tls(authority: Authority) -> None:
 
 async def test_what_a_port_speaks_is_found_out(authority: Authority) -> None:
     async with ScriptedNode() as plain, ScriptedNode(ssl=authority.node_context("localhost", demand=True)) as tls:
-        assert await speaks_plain_kv(Address("127.0.0.1", plain.port))
-        assert not await speaks_plain_kv(Address("127.0.0.1", tls.port))
-        assert await speaks_tls(Address("127.0.0.1", tls.port))
-        assert not await speaks_tls(Address("127.0.0.1", plain.port))
-    assert not await speaks_tls(Address("127.0.0.1", 1))
+        assert await speaks_plain_kv(NodeAddress("127.0.0.1", plain.port))
+        assert not await speaks_plain_kv(NodeAddress("127.0.0.1", tls.port))
+        assert await speaks_tls(NodeAddress("127.0.0.1", tls.port))
+        assert not await speaks_tls(NodeAddress("127.0.0.1", plain.port))
+    assert not await speaks_tls(NodeAddress("127.0.0.1", 1))
 
 
 def test_only_what_may_pass_by_itself_is_tried_again() -> None:
@@ -233,7 +233,10 @@ async def test_where_tls_is_required_nothing_but_an_empty_probe_is_sent_in_plain
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(TlsFailed):
                 await open_link(
-                    Address("localhost", port), tls=Tls.of(settings_for(authority)), timeout_s=10, clock=SystemClock()
+                    NodeAddress("localhost", port),
+                    tls=Tls.of(settings_for(authority)),
+                    timeout_s=10,
+                    clock=SystemClock(),
                 )
         assert heard[0][:2] == b"\x16\x03", "a handshake"
         assert all(data == probe for data in heard[1:]), heard

@@ -17,11 +17,11 @@ from mirror.feed.consumer import Consumer
 from mirror.feed.map_poll import MapPoller
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import NodeTls, SandboxCluster
-from mirror.sandbox.clustermap import ClusterMap
+from mirror.sandbox.clustermap import SandboxMap
 from mirror.server.cluster_config import NOWHERE
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.constants import Magic, Status, VbucketState
+from mirror.wire.constants import Magic, Status, VbucketRole
 from tests.feed.authority import Authority
 from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
 from tests.feed.harness import Mirror
@@ -93,13 +93,13 @@ async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
         mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
         consumer = mirror.start(cluster.connection_string)
         await follow(mirror, cluster)
-        current = ClusterMap.to_json
+        current = SandboxMap.to_json
         old = cluster.bucket.map.to_json(0, with_bucket=True)
 
-        def late(found: ClusterMap, this_node: int, *, with_bucket: bool) -> bytes:
+        def late(found: SandboxMap, this_node: int, *, with_bucket: bool) -> bytes:
             return old if this_node == 0 else current(found, this_node, with_bucket=with_bucket)
 
-        monkeypatch.setattr(ClusterMap, "to_json", late)
+        monkeypatch.setattr(SandboxMap, "to_json", late)
         for _ in range(2):  # the nodes are asked in turn, so node 0 is the first once
             cluster.bucket.map.bump()  # silently
             rev = cluster.bucket.map.rev
@@ -143,11 +143,11 @@ async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_asked_again(profile:
         mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
         mirror.start(cluster.connection_string)
         await follow(mirror, cluster)
-        cluster.set_vbucket_state(5, VbucketState.DEAD)
+        cluster.set_vbucket_state(5, VbucketRole.DEAD)
         await mirror.until(lambda: "does not serve" in (mirror.row(5)["last_error"] or ""), "NOT_MY_VBUCKET")
         write(cluster, 50)
         await mirror.until_published(4, cluster.vbucket(4).high_seqno)
-        cluster.set_vbucket_state(5, VbucketState.ACTIVE)
+        cluster.set_vbucket_state(5, VbucketRole.ACTIVE)
         await follow(mirror, cluster)
         await mirror.stop()
         assert_equal(mirror, cluster)
@@ -238,14 +238,14 @@ async def test_one_node_without_an_alternate_address_does_not_change_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps its own address, also where it is the one that sends the map."""
-    current = ClusterMap.to_json
+    current = SandboxMap.to_json
 
-    def mixed(found: ClusterMap, this_node: int, *, with_bucket: bool) -> bytes:
+    def mixed(found: SandboxMap, this_node: int, *, with_bucket: bool) -> bytes:
         config = json.loads(current(found, this_node, with_bucket=with_bucket))
         del config["nodesExt"][1]["alternateAddresses"]
         return json.dumps(config).encode()
 
-    monkeypatch.setattr(ClusterMap, "to_json", mixed)
+    monkeypatch.setattr(SandboxMap, "to_json", mixed)
     async with source_of(advertised_host="127.0.0.1", external_host="localhost") as cluster:
         write(cluster, 50)
         mirror = mirror_of(cluster, tmp_path)

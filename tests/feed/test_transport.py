@@ -10,7 +10,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.transport import OPAQUE_MAX, Link, Opaques, open_link
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
@@ -36,7 +36,7 @@ class Listener:
 
 
 def link_in_memory() -> tuple[Link, Listener]:
-    link = Link(Address("node", 1), SystemClock())
+    link = Link(NodeAddress("node", 1), SystemClock())
     listener = Listener()
     link.receiver = listener
     return link, listener
@@ -47,7 +47,7 @@ def mutation(seqno: int, opaque: int, value: bytes = b"{}") -> bytes:
 
 
 async def connect(node: ScriptedNode, timeout_s: float = 5.0) -> Link:
-    return await open_link(Address("127.0.0.1", node.port), tls=None, timeout_s=timeout_s, clock=SystemClock())
+    return await open_link(NodeAddress("127.0.0.1", node.port), tls=None, timeout_s=timeout_s, clock=SystemClock())
 
 
 @pytest.mark.parametrize("size", [1, 7, 23, 24, 25, 100, 10_000])
@@ -156,11 +156,11 @@ async def test_everybody_who_waits_is_told_once_when_the_connection_ends() -> No
 async def test_no_opaque_is_given_twice_while_it_is_used() -> None:
     opaques = Opaques()
     opaques._last = OPAQUE_MAX - 1
-    link = Link(Address("node", 1), SystemClock(), opaques)
+    link = Link(NodeAddress("node", 1), SystemClock(), opaques)
     assert link.next_opaque() == OPAQUE_MAX
     link.routes[1] = b"\0\0\0\1"
     assert link.next_opaque() == 2
-    other = Link(Address("other", 1), SystemClock(), opaques)
+    other = Link(NodeAddress("other", 1), SystemClock(), opaques)
     assert other.next_opaque() == 3
 
 
@@ -207,23 +207,23 @@ async def test_an_address_that_swallows_connections_does_not_hide_the_next(monke
                 for host in ("127.0.0.2", "127.0.0.1")
             ]
             monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: found)
-            link = await open_link(Address("db.example", node.port), tls=None, timeout_s=20, clock=SystemClock())
+            link = await open_link(NodeAddress("db.example", node.port), tls=None, timeout_s=20, clock=SystemClock())
             assert (await link.request(Opcode.NOOP, timeout_s=20)).status == Status.SUCCESS
             link.close()
 
 
 async def test_nobody_there_is_one_clear_error() -> None:
     with pytest.raises(ConnectFailed, match=r"127\.0\.0\.1:1 cannot be reached") as caught:
-        await open_link(Address("127.0.0.1", 1), tls=None, timeout_s=5, clock=SystemClock())
+        await open_link(NodeAddress("127.0.0.1", 1), tls=None, timeout_s=5, clock=SystemClock())
     assert caught.value.retryable
     with pytest.raises(ConnectFailed, match="cannot be resolved"):
-        await open_link(Address("no.such.host.invalid", 1), tls=None, timeout_s=5, clock=SystemClock())
+        await open_link(NodeAddress("no.such.host.invalid", 1), tls=None, timeout_s=5, clock=SystemClock())
     with pytest.raises(ConnectFailed, match="cannot be a host's name"):
-        await open_link(Address("a" * 64, 1), tls=None, timeout_s=5, clock=SystemClock())
+        await open_link(NodeAddress("a" * 64, 1), tls=None, timeout_s=5, clock=SystemClock())
 
 
 async def test_a_question_with_many_answers_is_told_each_until_it_wants_no_more() -> None:
-    link = Link(Address("127.0.0.1", 1), SystemClock())
+    link = Link(NodeAddress("127.0.0.1", 1), SystemClock())
     told: list[bytes] = []
 
     def next_answer(outcome: Frame | ClusterError) -> None:
@@ -251,7 +251,7 @@ async def test_whoever_listens_is_shown_every_byte_of_both_directions() -> None:
 
     async with ScriptedNode() as node:
         node.greeting = b"\x81"
-        link = await open_link(Address("127.0.0.1", node.port), tls=None, timeout_s=5, clock=SystemClock())
+        link = await open_link(NodeAddress("127.0.0.1", node.port), tls=None, timeout_s=5, clock=SystemClock())
         link.tap = Listener()
         link.send(b"\x80")
         async with asyncio.timeout(10):

@@ -88,10 +88,10 @@ def ended(rig: Rig, reason: int) -> list[ins.Instruction]:
 
 def kinds(done: list[ins.Instruction]) -> list[type]:
     """What was instructed, reports left out."""
-    return [type(instruction) for instruction in done if not isinstance(instruction, ins.Report)]
+    return [type(instruction) for instruction in done if not isinstance(instruction, ins.ReportStatus)]
 
 
-def status_of(rig: Rig) -> ins.Status:
+def status_of(rig: Rig) -> ins.VbucketStatus:
     return rig.machine.status
 
 
@@ -274,9 +274,9 @@ def test_messages_of_another_stream_are_ignored() -> None:
 def test_a_backfill_and_a_live_stream_are_told_apart_for_people() -> None:
     rig = streaming_at(100)
     marker(rig, 0, 120, DISK)
-    assert status_of(rig) is ins.Status.BACKFILLING
+    assert status_of(rig) is ins.VbucketStatus.BACKFILLING
     rows(rig, 120)
-    assert status_of(rig) is ins.Status.STREAMING
+    assert status_of(rig) is ins.VbucketStatus.STREAMING
 
 
 def test_it_is_caught_up_when_the_sources_high_seqno_is_durable() -> None:
@@ -552,14 +552,14 @@ def test_a_refill_is_swapped_in_by_its_publish() -> None:
     rollback(rig, 0)
     rig.tell(ev.FailoverLogReceived(log()))
     rig.tell(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
-    assert status_of(rig) is ins.Status.REFILLING
+    assert status_of(rig) is ins.VbucketStatus.REFILLING
     marker(rig, 0, 30, DISK)
     rows(rig, 10)
     assert rig.store.served.seqno == 100
     rows(rig, 30)
     assert rig.store.served.seqno == 30
     assert not rig.machine.refilling
-    assert status_of(rig) is ins.Status.STREAMING
+    assert status_of(rig) is ins.VbucketStatus.STREAMING
 
 
 def test_a_refill_that_broke_goes_on_after_a_restart() -> None:
@@ -686,7 +686,7 @@ def test_a_refill_that_finds_no_room_keeps_the_old_copy_and_tries_again_later() 
     assert kinds(done) == [ins.BeginRefill]
     done = machine.handle(ev.RefillRefused("5 GiB are needed, 1 GiB is free"))
     assert kinds(done) == [ins.RetryAfter]
-    assert (machine.status, machine.text) == (ins.Status.REFUSED, "5 GiB are needed, 1 GiB is free")
+    assert (machine.status, machine.text) == (ins.VbucketStatus.REFUSED, "5 GiB are needed, 1 GiB is free")
     assert kinds(machine.handle(ev.RetryDue())) == [ins.RequestStream]
 
 
@@ -943,16 +943,16 @@ def test_an_answer_to_a_request_of_a_lost_connection_is_ignored() -> None:
 def test_without_an_active_node_it_says_so_and_waits_for_the_next_map() -> None:
     rig = streaming_at(100)
     rig.tell(ev.NoActiveNode())
-    assert status_of(rig) is ins.Status.NO_ACTIVE_NODE
+    assert status_of(rig) is ins.VbucketStatus.NO_ACTIVE_NODE
     assert kinds(rig.tell(ev.Start())) == [ins.RequestStream]
-    assert status_of(rig) is ins.Status.REQUESTING
+    assert status_of(rig) is ins.VbucketStatus.REQUESTING
 
 
 def test_a_refusal_outlives_the_connection() -> None:
     rig = rig_at(100)
     refused(rig, Status.EACCESS)
     rig.tell(ev.ConnectionLost())
-    assert status_of(rig) is ins.Status.REFUSED
+    assert status_of(rig) is ins.VbucketStatus.REFUSED
 
 
 @pytest.mark.parametrize("answer", ["rolled back", "abandoned", "refill begun", "refill refused", "no boundary"])
@@ -969,7 +969,7 @@ def test_a_connection_lost_while_the_store_is_at_work_waits_for_both(answer: str
     assert machine.phase in STORE_PHASES
     assert machine.handle(ev.ConnectionLost("the cable")) == []
     assert machine.phase in STORE_PHASES
-    deed = next(instruction for instruction in done if not isinstance(instruction, ins.Report))
+    deed = next(instruction for instruction in done if not isinstance(instruction, ins.ReportStatus))
     done = machine.handle(ev.RefillRefused("full") if answer == "refill refused" else store.perform(deed))
     assert ins.RequestStream not in kinds(done)
     assert machine.phase is Phase.IDLE

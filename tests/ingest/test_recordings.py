@@ -158,7 +158,7 @@ def test_dropped_collections_take_their_documents_along_and_leave_the_manifest()
 
 def test_a_request_refused_for_missing_noops_waits_for_people_and_then_goes_on() -> None:
     [rig] = Replay("605_h3_include_xattrs").run().rigs.values()
-    assert any(report.status is ins.Status.REFUSED and "enable_noop" in report.text for report in rig.reports)
+    assert any(report.status is ins.VbucketStatus.REFUSED and "enable_noop" in report.text for report in rig.reports)
     assert rig.machine.phase is Phase.STREAMING
 
 

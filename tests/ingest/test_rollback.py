@@ -12,7 +12,7 @@ from mirror.ingest.rollback import (
     Accept,
     OutOfRange,
     ProducerAnswer,
-    Rollback,
+    RollbackAnswer,
     common_history,
     producer_answer,
 )
@@ -30,7 +30,7 @@ def log(*entries: tuple[int, int]) -> FailoverLog:
 def recorded_answer(status: str, rollback_seqno: int | None) -> ProducerAnswer:
     if status == "ROLLBACK":
         assert rollback_seqno is not None
-        return Rollback(rollback_seqno)
+        return RollbackAnswer(rollback_seqno)
     answers: dict[str, ProducerAnswer] = {"SUCCESS": Accept(), "ERANGE": OutOfRange()}
     return answers[status]
 
@@ -68,21 +68,23 @@ def test_the_producer_rule_gives_every_recorded_answer(server: str) -> None:
         pytest.param((9, 10, 11, 0xC), {}, OutOfRange(), id="start below the snapshot is out of range"),
         pytest.param((12, 12, 12, 0xC), {"end_seqno": 11}, OutOfRange(), id="start above end is out of range"),
         pytest.param((0, 0, 0, 0xDEAD), {}, Accept(), id="0 is accepted whatever the vbuuid"),
-        pytest.param((0, 0, 0, 0xDEAD), {"strict_vbuuid": True}, Rollback(0), id="strict: an unknown vbuuid is not"),
+        pytest.param(
+            (0, 0, 0, 0xDEAD), {"strict_vbuuid": True}, RollbackAnswer(0), id="strict: an unknown vbuuid is not"
+        ),
         pytest.param((0, 0, 0, 0), {"strict_vbuuid": True}, Accept(), id="strict: no vbuuid is accepted from 0"),
-        pytest.param((4, 4, 4, 0xA), {}, Rollback(0), id="below the purge seqno everything is asked again"),
-        pytest.param((4, 4, 4, 0xA), {"client_purge_seqno": 4}, Rollback(0), id="another purge seqno is no help"),
+        pytest.param((4, 4, 4, 0xA), {}, RollbackAnswer(0), id="below the purge seqno everything is asked again"),
+        pytest.param((4, 4, 4, 0xA), {"client_purge_seqno": 4}, RollbackAnswer(0), id="another purge seqno is no help"),
         pytest.param((4, 4, 4, 0xA), {"client_purge_seqno": 5}, Accept(), id="the same purge seqno is"),
         pytest.param((4, 4, 4, 0xA), {"ignore_purged_tombstones": True}, Accept(), id="flag 0x80 forgets deletions"),
         pytest.param((4, 4, 4, 0xA), {"holds_whole_filter": True}, Accept(), id="a complete filter needs no more"),
         pytest.param((5, 4, 8, 0xA), {}, Accept(), id="the start counts, not the snapshot's start"),
-        pytest.param((8, 8, 8, 0xDEAD), {}, Rollback(0), id="an unknown history starts again"),
-        pytest.param((15, 15, 15, 0xA), {}, Rollback(10), id="beyond the branch point back to it"),
+        pytest.param((8, 8, 8, 0xDEAD), {}, RollbackAnswer(0), id="an unknown history starts again"),
+        pytest.param((15, 15, 15, 0xA), {}, RollbackAnswer(10), id="beyond the branch point back to it"),
         pytest.param((10, 10, 10, 0xA), {}, Accept(), id="at the branch point the old history is fine"),
-        pytest.param((9, 8, 12, 0xA), {}, Rollback(8), id="inside a snapshot that crosses it back to its start"),
-        pytest.param((12, 8, 12, 0xA), {}, Rollback(10), id="with the whole snapshot back to the branch point"),
+        pytest.param((9, 8, 12, 0xA), {}, RollbackAnswer(8), id="inside a snapshot that crosses it back to its start"),
+        pytest.param((12, 8, 12, 0xA), {}, RollbackAnswer(10), id="with the whole snapshot back to the branch point"),
         pytest.param((8, 8, 12, 0xA), {}, Accept(), id="with nothing of the snapshot stay"),
-        pytest.param((31, 31, 31, 0xC), {}, Rollback(30), id="ahead of the source back to its high seqno"),
+        pytest.param((31, 31, 31, 0xC), {}, RollbackAnswer(30), id="ahead of the source back to its high seqno"),
         pytest.param((15, 15, 15, 0xC), {}, Accept(), id="the newest vbuuid below its own entry is fine"),
     ],
 )
@@ -93,7 +95,7 @@ def test_the_producer_rule_case_by_case(
 
 
 def test_a_producer_without_a_failover_log_knows_no_history() -> None:
-    assert producer_answer(8, 8, 8, 0xA, log(), 30, 0) == Rollback(0)
+    assert producer_answer(8, 8, 8, 0xA, log(), 30, 0) == RollbackAnswer(0)
 
 
 # --- consumer ---

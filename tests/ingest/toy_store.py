@@ -257,7 +257,7 @@ class Rig:
         self.store = store
         self.machine = VbucketMachine(store.vbid, store.state())
         self.outbox: list[ins.Instruction] = []
-        self.reports: list[ins.Report] = []
+        self.reports: list[ins.ReportStatus] = []
         self.opaque_counter = 0x1000
         self._durable = store.served.seqno
         self._acks_due: list[tuple[int, int]] = []
@@ -289,7 +289,7 @@ class Rig:
                 self.outbox.append(instruction)
                 self.opaque_counter += 1
                 answer = ev.StreamRequested(self.opaque_counter)
-            elif isinstance(instruction, ins.Report):
+            elif isinstance(instruction, ins.ReportStatus):
                 self.reports.append(instruction)
             elif isinstance(instruction, FOR_THE_SOURCE):
                 self.outbox.append(instruction)

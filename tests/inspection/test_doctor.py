@@ -12,7 +12,7 @@ import pytest
 
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
-from mirror.inspection.doctor import Doctor, Finding, Verdict
+from mirror.inspection.doctor import Doctor, Finding, StepVerdict
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import Opcode, Status
 from storage import map_record
@@ -38,7 +38,7 @@ async def examined(source: str, path: Path, data: Path | None = None, **values: 
     assert told == findings
     steps: dict[str, list[Finding]] = {}
     for finding in findings:
-        assert (finding.verdict is Verdict.OK) == (not finding.remedy), finding
+        assert (finding.verdict is StepVerdict.OK) == (not finding.remedy), finding
         steps.setdefault(finding.step, []).append(finding)
     return steps
 
@@ -106,7 +106,7 @@ async def test_another_bucket_is_said(cluster: SandboxCluster, tmp_path: Path) -
     async with SandboxCluster(vbuckets=8, seed=77) as other:
         steps = await examined(other.connection_string, tmp_path, Path(mirror.path))
     (finding,) = steps["identity"]
-    assert (finding.verdict, int(finding.exit_code)) == (Verdict.FAIL, 3)
+    assert (finding.verdict, int(finding.exit_code)) == (StepVerdict.FAIL, 3)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ async def test_each_refusal_is_a_finding_of_its_step(
     source = source.removesuffix("/demo") + "/" + change.get("bucket", "demo")
     source = source.replace("couchbase://", "couchbases://") if change.get("tls") else source
     steps = await examined(source, tmp_path, password=change.get("password", "demo"))
-    (finding,) = [each for each in steps[step] if each.verdict is Verdict.FAIL][:1]
+    (finding,) = [each for each in steps[step] if each.verdict is StepVerdict.FAIL][:1]
     assert said in finding.text
     assert int(finding.exit_code) == code
 
@@ -139,7 +139,7 @@ async def test_hosts_that_do_not_answer(cluster: SandboxCluster, tmp_path: Path)
         dead = f"127.0.0.1:{taken.getsockname()[1]}"
         alive = cluster.connection_string.partition("@")[2].partition(",")[0]
         steps = await examined(f"couchbase://demo@{dead},{alive}/demo", tmp_path)
-        assert [finding.verdict for finding in steps["connect"]] == [Verdict.WARN, Verdict.OK]
+        assert [finding.verdict for finding in steps["connect"]] == [StepVerdict.WARN, StepVerdict.OK]
         assert "connection refused" in steps["connect"][0].text
         assert verdicts(steps)["privileges"] == "ok"
         steps = await examined(f"couchbase://demo@{dead},no-such-host.invalid:11210/demo", tmp_path)
@@ -153,7 +153,7 @@ async def test_vbuckets_without_a_node_are_counted(cluster: SandboxCluster, tmp_
     cluster.bucket.map.owners[1] = None  # type: ignore[call-overload]
     cluster.bucket.map_changed(1)
     steps = await examined(cluster.connection_string, tmp_path)
-    assert (steps["map"][0].verdict, "1 have no active node" in steps["map"][0].text) == (Verdict.WARN, True)
+    assert (steps["map"][0].verdict, "1 have no active node" in steps["map"][0].text) == (StepVerdict.WARN, True)
 
 
 async def test_a_server_that_keeps_its_own_noop_interval_and_refuses_streams_for_now(

@@ -11,7 +11,7 @@ import pytest
 
 from mirror.clock import ManualClock
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import Address
+from mirror.feed.connection_string import NodeAddress
 from mirror.feed.transport import Link
 from mirror.inspection.recording import Recorder, Recording
 from mirror.wire.constants import Opcode
@@ -29,7 +29,7 @@ def recorder(path: Path, **options: Any) -> tuple[Recorder, ManualClock]:
 
 
 def link(clock: ManualClock, port: int = 1) -> Link:
-    return Link(Address("host", port), clock)
+    return Link(NodeAddress("host", port), clock)
 
 
 def frames(path: Path) -> list[tuple[float, int, bool, Frame]]:

@@ -343,7 +343,7 @@ MUTATIONS = (
     Mutation(_RETRACTIONS, "if replaced or not manifest.has(", "if not manifest.has(", _OF_GATE),
     Mutation(
         "storage/wait.py",
-        "return here if token.seqno <= end_seqno else Standing.LOST",
+        "return here if token.seqno <= end_seqno else WriteStatus.LOST",
         "return here",
         "tests/storage/test_wait.py",
     ),

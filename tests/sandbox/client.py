@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.control import ControlServer, ask
+from mirror.sandbox.control import SandboxControl, ask
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
@@ -247,5 +247,5 @@ class Client:
             self.events.append(codec_dcp.decode(frame))
 
 
-async def tell(server: ControlServer, command: str, **arguments: object) -> Any:
+async def tell(server: SandboxControl, command: str, **arguments: object) -> Any:
     return await asyncio.to_thread(ask, server.path, command, **arguments)

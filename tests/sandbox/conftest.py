@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox import SandboxCluster, Workload, WorkloadOptions
-from mirror.sandbox.control import ControlServer
+from mirror.sandbox.control import SandboxControl
 
 from .client import Client
 
@@ -20,9 +20,9 @@ async def _nothing_stays_open() -> AsyncIterator[None]:
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[ControlServer]:
+async def server(tmp_path: Path) -> AsyncIterator[SandboxControl]:
     async with SandboxCluster(nodes=2, vbuckets=4) as cluster:
-        control = ControlServer(cluster, Workload(cluster.bucket, WorkloadOptions()), tmp_path / "s.sock")
+        control = SandboxControl(cluster, Workload(cluster.bucket, WorkloadOptions()), tmp_path / "s.sock")
         await control.start()
         yield control
         await control.stop()

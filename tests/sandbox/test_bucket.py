@@ -9,7 +9,7 @@ import pytest
 from mirror.sandbox import DocumentError, SandboxCluster, vbucket_of
 from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.manifest import ManifestError
-from mirror.wire.constants import VbucketState
+from mirror.wire.constants import VbucketRole
 
 
 @pytest.fixture
@@ -70,12 +70,12 @@ def test_groups(bucket: Bucket) -> None:
 
 def test_states_by_node(bucket: Bucket) -> None:
     bucket.map.owners[0], bucket.map.replicas[0] = 0, [1]
-    assert bucket.state_on(0, 0) == VbucketState.ACTIVE
-    assert bucket.state_on(0, 1) == VbucketState.REPLICA
-    assert bucket.state_on(0, 2) == VbucketState.DEAD
-    assert bucket.state_on(99, 0) == VbucketState.DEAD
-    bucket.states[0] = VbucketState.PENDING
-    assert bucket.state_on(0, 0) == VbucketState.PENDING
+    assert bucket.state_on(0, 0) == VbucketRole.ACTIVE
+    assert bucket.state_on(0, 1) == VbucketRole.REPLICA
+    assert bucket.state_on(0, 2) == VbucketRole.DEAD
+    assert bucket.state_on(99, 0) == VbucketRole.DEAD
+    bucket.states[0] = VbucketRole.PENDING
+    assert bucket.state_on(0, 0) == VbucketRole.PENDING
 
 
 def test_a_bucket_made_anew_has_nothing_of_the_old_one(bucket: Bucket) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 from mirror.ingest.topology import parse_cluster_map
-from mirror.sandbox.clustermap import ClusterMap, NodeAddress
+from mirror.sandbox.clustermap import SandboxAddress, SandboxMap
 from mirror.server.cluster_config import NOWHERE
 
 
-def made() -> ClusterMap:
-    nodes = [NodeAddress(0, 1000), NodeAddress(2, 1002)]
-    return ClusterMap("demo", "ab" * 16, [0, 2, 1], [[2], [0], [NOWHERE]], nodes)
+def made() -> SandboxMap:
+    nodes = [SandboxAddress(0, 1000), SandboxAddress(2, 1002)]
+    return SandboxMap("demo", "ab" * 16, [0, 2, 1], [[2], [0], [NOWHERE]], nodes)
 
 
 def test_the_map_names_nodes_by_their_place_in_it() -> None:
@@ -45,7 +45,7 @@ def test_a_change_has_a_higher_revision() -> None:
 
 def test_nodes_have_a_name_inside_and_one_outside_and_ports_with_and_without_tls() -> None:
     cluster_map = made()
-    cluster_map.nodes = [NodeAddress(0, 1000, 2000), NodeAddress(2, None, 2002)]
+    cluster_map.nodes = [SandboxAddress(0, 1000, 2000), SandboxAddress(2, None, 2002)]
     cluster_map.host, cluster_map.external_host = "fd00::1", "outside.example"
     config = json.loads(cluster_map.to_json(0, with_bucket=True))
     services = [{"mgmtSSL": 2000, "kv": 1000, "kvSSL": 2000}, {"mgmt": 8092, "kvSSL": 2002}]

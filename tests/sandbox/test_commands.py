@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from mirror.sandbox.control import ControlServer
+from mirror.sandbox.control import SandboxControl
 from mirror.wire import events as ev
 from mirror.wire.constants import Status, StreamEndReason
 
 from .client import Client, tell
 
 
-async def test_status_and_vbuckets(server: ControlServer) -> None:
+async def test_status_and_vbuckets(server: SandboxControl) -> None:
     await tell(server, "write", count=50)
     status = await tell(server, "status")
     assert (status["vbuckets"], status["written"], len(status["nodes"])) == (4, 50, 2)
@@ -19,7 +19,7 @@ async def test_status_and_vbuckets(server: ControlServer) -> None:
     assert (seen["node"], seen["high_seqno"]) == (1, server.cluster.vbucket(1).high_seqno)
 
 
-async def test_faults_and_topology(server: ControlServer) -> None:
+async def test_faults_and_topology(server: SandboxControl) -> None:
     cluster = server.cluster
     client = await Client.dcp(cluster)
     assert await tell(server, "fault", kind="slow", bytes_per_second=1000) == {"connections": 1}
@@ -41,7 +41,7 @@ async def test_faults_and_topology(server: ControlServer) -> None:
     assert {node.number for node in cluster.bucket.map.nodes} == {0, 2}
 
 
-async def test_streams_and_privileges(server: ControlServer) -> None:
+async def test_streams_and_privileges(server: SandboxControl) -> None:
     cluster = server.cluster
     client = await Client.dcp(cluster, set_noop_interval="0.1")
     await tell(server, "fault", kind="refuse-streams", status="rollback", vbids=2, seqno=7)
@@ -62,7 +62,7 @@ async def test_streams_and_privileges(server: ControlServer) -> None:
     assert cluster.bucket.users.password_of("new") == "pw"
 
 
-async def test_data_and_collections(server: ControlServer) -> None:
+async def test_data_and_collections(server: SandboxControl) -> None:
     bucket = server.cluster.bucket
     await tell(server, "create-scope", scope="s")
     assert await tell(server, "create-collection", scope="s", collection="c", max_ttl=5) == {"collection_id": 8}
@@ -81,7 +81,7 @@ async def test_data_and_collections(server: ControlServer) -> None:
     assert bucket.manifest.uid == 0
 
 
-async def test_documents_and_durable_writes(server: ControlServer) -> None:
+async def test_documents_and_durable_writes(server: SandboxControl) -> None:
     bucket = server.cluster.bucket
     assert await tell(server, "set", key="k", value='{"a":1}', vbid=2) == {"vbid": 2, "seqno": 1}
     assert await tell(server, "prepare", key="k", value="2", vbid=2) == {"vbid": 2, "seqno": 2}
@@ -94,7 +94,7 @@ async def test_documents_and_durable_writes(server: ControlServer) -> None:
     assert bucket.get("k") is None
 
 
-async def test_settings_of_collections_and_streams(server: ControlServer) -> None:
+async def test_settings_of_collections_and_streams(server: SandboxControl) -> None:
     bucket = server.cluster.bucket
     await tell(server, "create-scope", scope="s")
     await tell(server, "create-collection", scope="s", collection="c")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mirror.errors import ConfigError, ConnectFailed
-from mirror.sandbox.control import ControlServer, ask, default_path
+from mirror.sandbox.control import SandboxControl, ask, default_path
 
 from .client import tell
 
@@ -40,7 +40,7 @@ from .client import tell
         (b'{"command":"vbucket","vbid":"x"}\n', "vbid=x: there are 0 to 3"),
     ],
 )
-async def test_bad_commands_change_nothing(server: ControlServer, line: bytes, error: str) -> None:
+async def test_bad_commands_change_nothing(server: SandboxControl, line: bytes, error: str) -> None:
     rev = server.cluster.bucket.map.rev
     answer = await server.answer(line)
     assert answer["ok"] is False
@@ -48,7 +48,7 @@ async def test_bad_commands_change_nothing(server: ControlServer, line: bytes, e
     assert server.cluster.bucket.map.rev == rev
 
 
-async def test_who_asks_is_told_what_is_wrong(server: ControlServer, tmp_path: Path) -> None:
+async def test_who_asks_is_told_what_is_wrong(server: SandboxControl, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such command"):
         await tell(server, "nonsense")
     with pytest.raises(ConnectFailed, match="no source answers"):

@@ -9,7 +9,7 @@ from itertools import groupby
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
-from mirror.wire.constants import Status, StreamEndReason, VbucketState
+from mirror.wire.constants import Status, StreamEndReason, VbucketRole
 
 from .client import DATA, Client
 
@@ -152,12 +152,12 @@ async def test_a_change_of_state_ends_streams() -> None:
         client = await Client.dcp(cluster)
         await client.stream(0)
         await client.stream(1)
-        cluster.set_vbucket_state(0, VbucketState.REPLICA)
+        cluster.set_vbucket_state(0, VbucketRole.REPLICA)
         await client.until(lambda: client.of(ev.StreamEnd))
         assert [(e.vbid, e.reason) for e in client.of(ev.StreamEnd)] == [(0, StreamEndReason.STATE_CHANGED)]
         assert (await client.stream(0, flags=0x10)).status == Status.NOT_MY_VBUCKET
         assert (await client.stream(0)).status == 0
-        cluster.set_vbucket_state(0, VbucketState.ACTIVE)
+        cluster.set_vbucket_state(0, VbucketRole.ACTIVE)
         await client.until(lambda: len(client.of(ev.StreamEnd)) == 2)
         answer = await client.stream(0, flags=0x10)
         assert len(codec_dcp.decode_failover_log(answer.value)) == 2

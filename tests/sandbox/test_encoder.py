@@ -8,7 +8,7 @@ from mirror.document import values
 from mirror.sandbox import item as it
 from mirror.sandbox.encoder import ItemEncoder
 from mirror.sandbox.item import CommitItem, EventItem, Item
-from mirror.sandbox.manifest import Change
+from mirror.sandbox.manifest import ManifestStep
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp
@@ -107,7 +107,7 @@ def test_clients_without_collections_get_commits_and_aborts_under_their_own_keys
 
 
 def test_events_in_the_other_shape_and_with_a_stream_id() -> None:
-    change = Change(SystemEventId.SCOPE_CREATE, 1, 8, name="s")
+    change = ManifestStep(SystemEventId.SCOPE_CREATE, 1, 8, name="s")
     frame = it.system_event_frame(3, 5, 3, 0, b"s", change.body())
     item = EventItem(5, b"x", frame, change)
     assert ItemEncoder(Controls(ABILITIES, collections=True)).encode(item, from_disk=True) == frame

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mirror.sandbox.filter import StreamFilter, parse
+from mirror.sandbox.filter import SandboxFilter, parse
 from mirror.sandbox.item import Item, mutation_frame, system_event_frame
-from mirror.sandbox.manifest import BucketManifest, Change
+from mirror.sandbox.manifest import BucketManifest, ManifestStep
 from mirror.sandbox.vbucket import system_key
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status, SystemEventId
@@ -96,7 +96,7 @@ def test_collections_that_end_leave_an_empty_filter(manifest: BucketManifest) ->
     assert not some.empty
     assert some.passes(event(SystemEventId.COLLECTION_END, 0, 10))
     assert some.empty
-    assert not StreamFilter().empty
+    assert not SandboxFilter().empty
 
 
 def document(collection_id: int) -> Item:
@@ -105,6 +105,6 @@ def document(collection_id: int) -> Item:
 
 
 def event(kind: SystemEventId, scope_id: int, collection_id: int = 0) -> Item:
-    change = Change(kind, 1, scope_id, collection_id)
+    change = ManifestStep(kind, 1, scope_id, collection_id)
     key = system_key(about_scope=change.about_scope, id_=scope_id if change.about_scope else collection_id)
     return Item(1, key, system_event_frame(0, 1, kind, 0, b"", change.body()))

@@ -6,7 +6,7 @@ import asyncio
 from random import Random
 from typing import cast
 
-from mirror.sandbox.link import SLOW_BACKLOG_MAX, Link
+from mirror.sandbox.link import SLOW_BACKLOG_MAX, NetworkLink
 
 
 class Wire:
@@ -32,9 +32,9 @@ class Wire:
         assert high > 0
 
 
-def made() -> tuple[Link, Wire]:
+def made() -> tuple[NetworkLink, Wire]:
     wire = Wire()
-    return Link(cast("asyncio.Transport", wire), Random(1)), wire
+    return NetworkLink(cast("asyncio.Transport", wire), Random(1)), wire
 
 
 async def test_a_sound_link_forwards_at_once() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mirror.sandbox.manifest import BucketManifest, Change, ManifestError
+from mirror.sandbox.manifest import BucketManifest, ManifestError, ManifestStep
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import Opcode, SystemEventId
@@ -22,7 +22,7 @@ def recorded_events(name: str) -> list[ev.SystemEvent]:
     return [event for event in found if isinstance(event, ev.SystemEvent)]
 
 
-def as_event(change: Change, version: int, body: bytes) -> ev.SystemEvent:
+def as_event(change: ManifestStep, version: int, body: bytes) -> ev.SystemEvent:
     return ev.SystemEvent(1, 5, change.event, version, change.key, body)
 
 
@@ -30,16 +30,16 @@ def test_bodies_have_the_recorded_bytes() -> None:
     """The changes that made the recorded events, each with the uid it carried."""
     begin, end = SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END
     made = [
-        Change(SystemEventId.SCOPE_CREATE, 0, 8, name="inventory"),
-        Change(begin, 0, 8, 8, "hotel"),
-        Change(begin, 1, 8, 9, "route"),
-        Change(SystemEventId.SCOPE_CREATE, 1, 9, name="s2"),
-        Change(begin, 1, 9, 10, "tmp", 600),
-        Change(begin, 2, 9, 0x1234, "bigid"),
-        Change(end, 3, 8, 9),
-        Change(end, 3, 9, 0x1234),
-        Change(end, 3, 9, 10),
-        Change(SystemEventId.SCOPE_DROP, 4, 9),
+        ManifestStep(SystemEventId.SCOPE_CREATE, 0, 8, name="inventory"),
+        ManifestStep(begin, 0, 8, 8, "hotel"),
+        ManifestStep(begin, 1, 8, 9, "route"),
+        ManifestStep(SystemEventId.SCOPE_CREATE, 1, 9, name="s2"),
+        ManifestStep(begin, 1, 9, 10, "tmp", 600),
+        ManifestStep(begin, 2, 9, 0x1234, "bigid"),
+        ManifestStep(end, 3, 8, 9),
+        ManifestStep(end, 3, 9, 0x1234),
+        ManifestStep(end, 3, 9, 10),
+        ManifestStep(SystemEventId.SCOPE_DROP, 4, 9),
     ]
     recorded = recorded_events("72_k1_collections_live")
     flat = {e.seqno: decode_system_event(e) for e in recorded_events("72_k17_flatbuffers_system_events")}
@@ -54,13 +54,13 @@ def test_bodies_have_the_recorded_bytes() -> None:
 
 def test_both_shapes_say_the_same() -> None:
     for change in (
-        Change(SystemEventId.SCOPE_CREATE, 7, 8, name="s"),
-        Change(SystemEventId.SCOPE_CREATE, 0, 8, name="a longer name"),
-        Change(SystemEventId.COLLECTION_BEGIN, 7, 8, 9, "c"),
-        Change(SystemEventId.COLLECTION_BEGIN, 7, 8, 9, "ttl", 60),
-        Change(SystemEventId.COLLECTION_BEGIN, 0, 0, 9, "c"),
-        Change(SystemEventId.COLLECTION_END, 7, 8, 9),
-        Change(SystemEventId.SCOPE_DROP, 7, 8),
+        ManifestStep(SystemEventId.SCOPE_CREATE, 7, 8, name="s"),
+        ManifestStep(SystemEventId.SCOPE_CREATE, 0, 8, name="a longer name"),
+        ManifestStep(SystemEventId.COLLECTION_BEGIN, 7, 8, 9, "c"),
+        ManifestStep(SystemEventId.COLLECTION_BEGIN, 7, 8, 9, "ttl", 60),
+        ManifestStep(SystemEventId.COLLECTION_BEGIN, 0, 0, 9, "c"),
+        ManifestStep(SystemEventId.COLLECTION_END, 7, 8, 9),
+        ManifestStep(SystemEventId.SCOPE_DROP, 7, 8),
     ):
         plain = decode_system_event(as_event(change, change.version, change.body()))
         flat = decode_system_event(as_event(change, 2, change.flat_body()))

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import AuthRejected, ConfigError
-from mirror.feed.reader import Ended, Position, RolledBack, Snapshot, SourceReader
+from mirror.feed.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.inspection.recording import Recorder, Recording
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.replay import ReplayedSource, read_script
@@ -60,7 +60,7 @@ async def test_recordings_of_real_engines_are_sources(tmp_path: Path) -> None:
             assert reader.vbucket_count == 16
             assert {vbid for vbid, seqno in reader.high_seqnos().items() if seqno} == set(found)
             items = list(reader.read({15: Position()}, {15: 0}))
-            assert items == [Ended(15, Position())], "what was not recorded is there, and empty"
+            assert items == [ReadEnded(15, Position())], "what was not recorded is there, and empty"
 
     async with ReplayedSource(script, whole=True) as source:
         await asyncio.to_thread(read, source.connection_string)
@@ -75,7 +75,7 @@ async def test_a_recorded_rollback_is_given_to_the_request_that_got_it(tmp_path:
         with SourceReader(url, password="demo") as reader:
             position = Position(refused.vbuuid, refused.start_seqno)
             items = list(reader.read({vbid: position}, {vbid: reader.high_seqnos()[vbid]}))
-            assert items == [RolledBack(vbid, 0)]
+            assert items == [SourceRolledBack(vbid, 0)]
 
     async with ReplayedSource(script, whole=True) as source:
         await asyncio.to_thread(read, source.connection_string)

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.encoder import ItemEncoder
-from mirror.sandbox.filter import StreamFilter
+from mirror.sandbox.filter import SandboxFilter
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.stream import ProducerStream, StreamOptions
 from mirror.server.controls import Controls
@@ -359,7 +359,7 @@ async def test_a_backfill_sends_what_was_there_when_it_began() -> None:
         vbucket.to_disk()
         request = ev.StreamRequest(0, 0, 0, 2**64 - 1, 0, 0, 0, opaque=7)
         encoder = ItemEncoder(Controls(ABILITIES, collections=True))
-        stream = ProducerStream(vbucket, request, StreamFilter(), encoder, StreamOptions(), random.Random(1))
+        stream = ProducerStream(vbucket, request, SandboxFilter(), encoder, StreamOptions(), random.Random(1))
         assert stream.take(1)  # the marker
         vbucket.purge()
         assert vbucket.purge_seqno == 5
@@ -436,7 +436,7 @@ def test_durable_writes_are_shown_as_recorded(
     request = ev.StreamRequest(13, 0, 0, ENDLESS, 0, 0, 0)
     options = StreamOptions(marker_v2=replica)
     encoder = ItemEncoder(features)
-    stream = ProducerStream(vbucket, request, StreamFilter(), encoder, options, Counts(*counts))
+    stream = ProducerStream(vbucket, request, SandboxFilter(), encoder, options, Counts(*counts))
     sent = stream.take(1 << 20)
     vbucket.open_checkpoint()
     write(cluster, *steps)

@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 
 from mirror.ingest import collections as manifests
-from mirror.ingest.rollback import Accept, Rollback
+from mirror.ingest.rollback import Accept, RollbackAnswer
 from mirror.serve.dcp_connection import ABILITIES
-from mirror.serve.dcp_filter import StreamFilter
+from mirror.serve.dcp_filter import ServedFilter
 from mirror.serve.dcp_producer import published_history
 from mirror.serve.dcp_stream import DcpStream
 from mirror.server.controls import Controls
@@ -258,7 +258,7 @@ class WatchedStream(DcpStream):
 
     branch_of: dict[int, int]
 
-    def _open(self, out: bytearray, now: stream.Standing) -> None:
+    def _open(self, out: bytearray, now: stream.ServedState) -> None:
         self.branch_of[now.seqno] = now.branch
         super()._open(out, now)
 
@@ -315,7 +315,7 @@ class Client:
             request = StreamRequest(
                 0, 0, start, NO_END_SEQNO, self.log.vbuuid_at(start), snap_start, snap_end, opaque=7
             )
-            stream_filter = StreamFilter(collections=self.collections, purge_seqno=purge_seqno)
+            stream_filter = ServedFilter(collections=self.collections, purge_seqno=purge_seqno)
             answer = judge(request, published_history(standing), stream_filter.purge_seqno)
             if isinstance(answer, Accept):
                 self._count("middle" if middle else "accepted")
@@ -324,7 +324,7 @@ class Client:
                 self.stream = WatchedStream(request, standing, stream_filter, controls, lambda: world.view)
                 self.stream.branch_of = {}
                 return
-            assert isinstance(answer, Rollback), answer
+            assert isinstance(answer, RollbackAnswer), answer
             self._count("rolled back")
             self._forget_part()
             while self.boundaries and self.boundaries[-1].seqno > answer.seqno:

@@ -12,7 +12,7 @@ from mirror.clock import SystemClock
 from mirror.serve.auth import Users
 from mirror.serve.dcp_server import DcpServer
 from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.kv_map import ServedMap, own_node
 from mirror.serve.listener import Address, Limits, Reserved, listening_socket, reserve
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
@@ -183,7 +183,7 @@ async def serving_dcp(
     bucket = KvBucket(path, SystemClock(), stale_allowed=False, tracks_prepares=tracks_prepares)
     held = [reserve(address, "dcp") for address in addresses]
     node = own_node([each.address for each in held])
-    server = DcpServer(bucket, readers or users(), ClusterMap(bucket.identity, [node], 5), SystemClock(), limits=limits)
+    server = DcpServer(bucket, readers or users(), ServedMap(bucket.identity, [node], 5), SystemClock(), limits=limits)
     sockets = []
     for each in held:
         inherited = None if each.inherited is None else os.dup(each.inherited)

@@ -16,7 +16,7 @@ from mirror.clock import SystemClock
 from mirror.sandbox import SandboxThread
 from mirror.serve.auth import Reader, SourceUser, Users
 from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.kv_map import ServedMap, own_node
 from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address, Limits, Reserved, listening_socket, reserve
 from mirror.wire import codec_kv
@@ -243,7 +243,7 @@ async def serving(
     server = KvServer(
         bucket,
         readers or users(),
-        ClusterMap(bucket.identity, [own_node(real)], 5),
+        ServedMap(bucket.identity, [own_node(real)], 5),
         SystemClock(),
         limits=limits,
         **options,

@@ -13,7 +13,7 @@ import pytest
 
 from mirror.config_reader import validated
 from mirror.errors import SourceTimeout
-from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
+from mirror.feed.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.inspection.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.serve.kv_session import KvSession
@@ -326,7 +326,7 @@ async def test_the_bounded_reader_reads_a_mirror_as_it_reads_a_cluster(cluster: 
                 gone = [
                     item.seqno
                     for item in reader.read({0: positions[0]}, {0: positions[0].seqno})
-                    if isinstance(item, RolledBack)
+                    if isinstance(item, SourceRolledBack)
                 ]
             return count, positions, gone
 
@@ -483,7 +483,7 @@ async def test_a_client_that_changes_between_source_and_mirror_keeps_its_positio
             with SourceReader(url, password="demo") as reader:
                 until = reader.high_seqnos()
                 for item in reader.read(positions, until):
-                    assert not isinstance(item, RolledBack), item
+                    assert not isinstance(item, SourceRolledBack), item
                     if isinstance(item, Snapshot):
                         found += [document.key for document in item.documents()]
                         positions[item.vbid] = item.position

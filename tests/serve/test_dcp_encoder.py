@@ -10,7 +10,7 @@ import pytest
 
 from mirror.serve.dcp_connection import ABILITIES
 from mirror.serve.dcp_encoder import RowEncoder
-from mirror.serve.dcp_filter import StreamFilter
+from mirror.serve.dcp_filter import ServedFilter
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev
@@ -26,8 +26,8 @@ CARTS = Manifest(ManifestUid(3), {0: "_default", 8: "shop"}, {9: Collection(9, 8
 BLOB = xattr.join({b"_sync": b"1", b"user": b'"u"'})
 
 
-def encoder(controls: Controls, stream_filter: StreamFilter | None = None, **options: bool) -> RowEncoder:
-    return RowEncoder(controls, stream_filter or StreamFilter(), **options)
+def encoder(controls: Controls, stream_filter: ServedFilter | None = None, **options: bool) -> RowEncoder:
+    return RowEncoder(controls, stream_filter or ServedFilter(), **options)
 
 
 def sent(row: ev.Event, controls: Controls, **options: Any) -> ev.Event:
@@ -57,7 +57,7 @@ def test_from_the_fullest_recording_come_the_others(name: str, flags: int) -> No
     """72_h10 is the recording with xattrs, those of users on deleted documents included."""
     fullest = documents("72_h10_deleted_user_xattrs")
     wanted = documents(name)
-    made = encoder(Controls(ABILITIES, False, False, flags), StreamFilter(collections=frozenset({0}), legacy=True))
+    made = encoder(Controls(ABILITIES, False, False, flags), ServedFilter(collections=frozenset({0}), legacy=True))
     compared = 0
     for key, frame in wanted.items():
         if key not in fullest:
@@ -169,7 +169,7 @@ def test_changed_settings_exist_in_one_form_only() -> None:
 
 def test_stream_ids_stand_in_the_framing() -> None:
     row = ev.Mutation(0, b"\0k", 5, 1, 9, value=b"v")
-    framed = encoder(Controls(ABILITIES, True, True, 0x5), StreamFilter(stream_id=5)).encode(codec_dcp.encode(row))
+    framed = encoder(Controls(ABILITIES, True, True, 0x5), ServedFilter(stream_id=5)).encode(codec_dcp.encode(row))
     assert codec_dcp.decode(fr.decode(framed)[0]) == replace(row, stream_id=5)
     assert framed == fr.with_stream_id(codec_dcp.encode(row), 5)
 

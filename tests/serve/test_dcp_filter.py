@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mirror.serve.auth import Reader
-from mirror.serve.dcp_filter import StreamFilter, parse
+from mirror.serve.dcp_filter import ServedFilter, parse
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 from mirror.wire.events import CollectionCreated, CollectionDropped, CollectionModified, ScopeCreated, ScopeDropped
@@ -25,7 +25,7 @@ MANIFEST = Manifest(
 )
 
 
-def made(value: bytes, *, collections: bool = True, sids: bool = False, reader: Reader = ANYBODY) -> StreamFilter:
+def made(value: bytes, *, collections: bool = True, sids: bool = False, reader: Reader = ANYBODY) -> ServedFilter:
     return parse(value, MANIFEST, reader, has_collections=collections, has_stream_ids=sids)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.serve.http_problems import Problem
-from mirror.serve.http_service import Watch
+from mirror.serve.http_service import PublishWatch
 from mirror.serve.http_view import Mirror
 from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
 from storage.wait import MutationToken
@@ -39,7 +39,7 @@ def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(si
 
 async def test_one_look_wakes_every_stream_and_none_is_made_for_nobody(source: Source) -> None:
     mirror = Mirror(Path(source.path))
-    watch = Watch(mirror, SystemClock())
+    watch = PublishWatch(mirror, SystemClock())
     watch.enter()
     watch.enter()
     await watch.moved.wait()  # the first look is news to everybody

@@ -11,7 +11,7 @@ import pytest
 
 from mirror.clock import ManualClock
 from mirror.serve import http_status
-from mirror.serve.http_status import Status, _together, ask_service
+from mirror.serve.http_status import StatusReporter, _together, ask_service
 from mirror.serve.http_view import Mirror
 from mirror.supervise.control import ControlServer
 from mirror.supervise.stored import stored_status
@@ -19,8 +19,8 @@ from storage.errors import NotAMirror
 from tests.serve.http_site import Source, service_report
 
 
-def status_of(data: Path, clock: ManualClock, reads: Any = lambda: 0) -> Status:
-    return Status(Mirror(data), stored_status, reads, clock, lag_limit_s=30)
+def status_of(data: Path, clock: ManualClock, reads: Any = lambda: 0) -> StatusReporter:
+    return StatusReporter(Mirror(data), stored_status, reads, clock, lag_limit_s=30)
 
 
 async def test_the_service_is_asked_when_it_runs_and_the_store_otherwise(source: Source) -> None:

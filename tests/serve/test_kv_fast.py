@@ -14,7 +14,7 @@ from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_fast import Counters, fast_get
 from mirror.serve.kv_large import LargeAnswers
-from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.kv_map import ServedMap, own_node
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
 from mirror.serve.logins import Logins
@@ -94,7 +94,7 @@ def slowly(session: KvSession, frame: Frame) -> Reply | None:
 def test_the_short_way_says_what_the_long_one_says_or_nothing(
     bucket: KvBucket, reader: Reader | None, selected: bool
 ) -> None:
-    cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
+    cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
     answered = 0
     logins = Logins(users(), SystemClock())
     for count in range(len(FEATURES) + 1):

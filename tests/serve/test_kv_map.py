@@ -8,7 +8,7 @@ import pytest
 
 from mirror.errors import ConfigError
 from mirror.ingest import topology
-from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
+from mirror.serve.kv_map import ServedMap, named_nodes, own_node
 from mirror.serve.listener import Address
 from storage.model import Identity
 
@@ -17,7 +17,7 @@ IDENTITY = Identity("cluster", "orders", "uuid", 8, 2)
 
 def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
     addresses = [Address(path="/x"), Address("127.0.0.1", 5), Address("0.0.0.0", 6, None, True), Address("::1", 7)]
-    made = ClusterMap(IDENTITY, [own_node(addresses)], 3)
+    made = ServedMap(IDENTITY, [own_node(addresses)], 3)
     config = json.loads(made.of_bucket)
     assert (config["rev"], config["name"], config["uuid"]) == (3, "orders", "uuid")
     assert config["nodesExt"] == [{"services": {"mgmtSSL": 6, "kv": 5, "kvSSL": 6}, "thisNode": True}]
@@ -35,7 +35,7 @@ def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
 
 def test_several_mirrors_share_the_vbuckets_and_stand_in_for_each_other() -> None:
     nodes = named_nodes("a.example:1, b.example:2,tls://[fd00::1]:3")
-    config = json.loads(ClusterMap(IDENTITY, nodes, 1).of_bucket)
+    config = json.loads(ServedMap(IDENTITY, nodes, 1).of_bucket)
     told = config["vBucketServerMap"]
     assert told["serverList"] == ["a.example:1", "b.example:2", "[fd00::1]:11210"], (
         "as clusters name nodes with TLS alone"
@@ -48,7 +48,7 @@ def test_several_mirrors_share_the_vbuckets_and_stand_in_for_each_other() -> Non
 
 
 def chains(nodes: str) -> list[list[int]]:
-    config = json.loads(ClusterMap(IDENTITY, named_nodes(nodes), 1).of_bucket)
+    config = json.loads(ServedMap(IDENTITY, named_nodes(nodes), 1).of_bucket)
     found: list[list[int]] = config["vBucketServerMap"]["vBucketMap"]
     assert {len(chain) for chain in found} == {config["vBucketServerMap"]["numReplicas"] + 1}
     return found
@@ -63,9 +63,9 @@ def test_each_vbucket_is_with_the_mirrors_that_hold_it() -> None:
 
 def test_vbuckets_that_nobody_holds_have_no_node() -> None:
     assert chains("a:1=2-3") == [[-1]] * 2 + [[0]] * 2 + [[-1]] * 4
-    assert ClusterMap(IDENTITY, named_nodes("a:1=2-3"), 1).uncovered == 6
-    assert ClusterMap(IDENTITY, [own_node([Address("127.0.0.1", 5)], (0, 6))], 1).uncovered == 1
-    assert ClusterMap(IDENTITY, named_nodes("a:1=0-3,b:1=4-7"), 1).uncovered == 0
+    assert ServedMap(IDENTITY, named_nodes("a:1=2-3"), 1).uncovered == 6
+    assert ServedMap(IDENTITY, [own_node([Address("127.0.0.1", 5)], (0, 6))], 1).uncovered == 1
+    assert ServedMap(IDENTITY, named_nodes("a:1=0-3,b:1=4-7"), 1).uncovered == 0
 
 
 @pytest.mark.parametrize("text", ["a", "a:1=", "a:1=3", "a:1=3-2", "a:1=x-y", "a:1=-1-3", "a:1,a:1", "a:1=0-3,a:1=4-7"])
@@ -76,7 +76,7 @@ def test_a_list_of_mirrors_that_makes_no_sense_is_named(text: str) -> None:
 
 def test_our_own_consumer_understands_the_map() -> None:
     """So a mirror can follow a mirror."""
-    made = ClusterMap(IDENTITY, [own_node([Address("127.0.0.1", 5)])], 3)
+    made = ServedMap(IDENTITY, [own_node([Address("127.0.0.1", 5)])], 3)
     parsed = topology.parse_cluster_map(made.of_bucket, "127.0.0.1")
     assert parsed.vbucket_count == 8
     assert {parsed.node_of(vbid) for vbid in range(8)} == {parsed.nodes[0]}

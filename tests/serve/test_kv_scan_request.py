@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mirror.serve.kv_scan_request import Requirements, Wanted, parse
+from mirror.serve.kv_scan_request import Requirements, ScanBounds, parse
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 
@@ -80,12 +80,12 @@ def test_a_range_with_everything() -> None:
         "snapshot_requirements": {"vb_uuid": "16627788222", "seqno": 1000, "seqno_exists": True, "timeout_ms": 2000},
     }
     required = Requirements(16627788222, 1000, True, 2000)
-    wanted = Wanted(0xF2, True, False, b"a\0", b"b\xff\0", None, 0, required)
+    wanted = ScanBounds(0xF2, True, False, b"a\0", b"b\xff\0", None, 0, required)
     assert parse(as_bytes(asked), takes_xattrs=False) == wanted
 
 
 def test_a_sample_and_the_shortest_range() -> None:
     sample = parse(b'{"sampling":{"samples":512,"seed":18111}}', takes_xattrs=False)
-    assert sample == Wanted(0, False, False, b"", None, 512, 18111, None)
+    assert sample == ScanBounds(0, False, False, b"", None, 512, 18111, None)
     shortest = parse(b'{"range":{"start":"","excl_end":"YQ=="}}', takes_xattrs=False)
-    assert shortest == Wanted(0, False, False, b"", b"a", None, 0, None)
+    assert shortest == ScanBounds(0, False, False, b"", b"a", None, 0, None)

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.serve.auth import FileUsers, entry_of
 from mirror.serve.kv_connection import HIGH_WATER_BYTES
-from mirror.serve.kv_map import ClusterMap, named_nodes
+from mirror.serve.kv_map import ServedMap, named_nodes
 from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -128,7 +128,7 @@ async def test_a_changed_map_is_pushed_to_those_who_asked_for_it(store: Store) -
     async with serving(store.path) as endpoint:
         plain, listening, greedy_one = await endpoint.connect(), await endpoint.sdk(), await greedy(endpoint)
         await listening.hello(*ALL_FEATURES, Feature.CLUSTERMAP_CHANGE_NOTIFICATION)
-        endpoint.server.change_map(ClusterMap(endpoint.bucket.identity, named_nodes("a:1"), 9))
+        endpoint.server.change_map(ServedMap(endpoint.bucket.identity, named_nodes("a:1"), 9))
         pushed = await listening.receive()
         assert pushed is not None
         assert pushed.magic == Magic.SERVER_REQUEST

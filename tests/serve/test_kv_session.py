@@ -12,7 +12,7 @@ from mirror.clock import SystemClock
 from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_large import LargeAnswers
-from mirror.serve.kv_map import ClusterMap, named_nodes, own_node
+from mirror.serve.kv_map import ServedMap, named_nodes, own_node
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
 from mirror.serve.logins import Logins
@@ -27,7 +27,7 @@ from tests.serve.kv_rig import Store, users
 def session(tmp_path: Path) -> Iterator[KvSession]:
     store = Store(tmp_path)
     bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
-    cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
+    cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
     logins, large = Logins(users(), SystemClock()), LargeAnswers(Turns(), 1)
     yield KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True)
     bucket.close()
@@ -62,7 +62,7 @@ def test_who_wants_no_map_twice_gets_it_once(session: KvSession) -> None:
     session.grant(frozenset({int(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP)}))
     first, second = (session.refused(Refused(Status.NOT_MY_VBUCKET)) for _ in "ab")
     assert (first.value, second.value) == (session.cluster_map.of_bucket, b"")
-    session.cluster_map = ClusterMap(session.bucket.identity, named_nodes("a:1"), 2)
+    session.cluster_map = ServedMap(session.bucket.identity, named_nodes("a:1"), 2)
     assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == session.cluster_map.of_bucket
     session.send_map(with_bucket=True)
     assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == b""
@@ -90,7 +90,7 @@ def test_a_changed_map_is_told_as_it_was_asked_for(
     session.grant(frozenset(map(int, features)))
     session.reader = Reader("r") if logged_in else None
     session.bucket_selected = bucket
-    changed = ClusterMap(session.bucket.identity, named_nodes("a:1"), 2)
+    changed = ServedMap(session.bucket.identity, named_nodes("a:1"), 2)
     session.cluster_map = changed
     frame = session.map_notification()
     if told is None:

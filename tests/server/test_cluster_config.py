@@ -8,7 +8,7 @@ import pytest
 
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import SandboxCluster
-from mirror.serve.kv_map import ClusterMap, named_nodes
+from mirror.serve.kv_map import ServedMap, named_nodes
 from mirror.server.cluster_config import ConfigBucket, ConfigNode, render
 from mirror.wire import codec_kv
 from storage.model import Identity
@@ -33,7 +33,7 @@ def test_nodes_of_one_host_have_different_management_ports() -> None:
 
 def test_several_mirrors_on_one_host_are_told_apart() -> None:
     identity = Identity("cluster", "orders", "uuid", 8, 2)
-    config = ClusterMap(identity, named_nodes("127.0.0.1:1,127.0.0.1:2"), 1).of_bucket
+    config = ServedMap(identity, named_nodes("127.0.0.1:1,127.0.0.1:2"), 1).of_bucket
     assert identities(config) == [("127.0.0.1", 18091), ("127.0.0.1", 18092)]
 
 

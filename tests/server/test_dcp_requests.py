@@ -11,7 +11,7 @@ import pytest
 
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
-from mirror.wire.constants import Opcode, Status, VbucketState
+from mirror.wire.constants import Opcode, Status, VbucketRole
 from mirror.wire.frame import Frame
 from storage.model import FailoverLog
 from tests.recordings import frames
@@ -103,8 +103,8 @@ async def test_requests_are_answered_as_recorded(name: str) -> None:
         fill(cluster.vbucket(vbid), {}, high.get(vbid, 206))
     if name.startswith("605_l"):
         cluster.vbucket(7).purge_seqno = 170
-    cluster.bucket.states[15] = VbucketState.REPLICA
-    cluster.bucket.states[14] = VbucketState.DEAD
+    cluster.bucket.states[15] = VbucketRole.REPLICA
+    cluster.bucket.states[14] = VbucketRole.DEAD
     if "_k" in name:
         cluster.bucket.create_scope("inventory")
         cluster.bucket.create_collection("inventory", "hotel")

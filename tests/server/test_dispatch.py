@@ -16,7 +16,7 @@ from mirror.serve import dcp_connection, kv_connection
 from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_large import LargeAnswers
-from mirror.serve.kv_map import ClusterMap, own_node
+from mirror.serve.kv_map import ServedMap, own_node
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
 from mirror.serve.logins import Logins
@@ -48,7 +48,7 @@ def source_session() -> SandboxSession:
 def mirror_session(tmp_path: Path) -> Iterator[KvSession]:
     store = Store(tmp_path, vbuckets=1)
     bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
-    cluster_map = ClusterMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
+    cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
     logins = Logins(users(), SystemClock())
     large = LargeAnswers(Turns(), 1)
     yield KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=Reader("all"))

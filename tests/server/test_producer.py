@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mirror.ingest.rollback import Accept, OutOfRange, Rollback
+from mirror.ingest.rollback import Accept, OutOfRange, RollbackAnswer
 from mirror.sandbox import SandboxCluster
-from mirror.server.producer import History, judge
+from mirror.server.producer import StreamHistory, judge
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import NO_END_SEQNO, Status, StreamRequestFlag
@@ -18,7 +18,7 @@ from tests.sandbox.client import Client
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp
 from tests.serve.kv_rig import Store
 
-HISTORY = History(FailoverLog.of([(9, 50), (7, 0)]), 100, 20)
+HISTORY = StreamHistory(FailoverLog.of([(9, 50), (7, 0)]), 100, 20)
 
 
 def request(start: int, vbuuid: int, flags: int = 0, end: int = NO_END_SEQNO) -> ev.StreamRequest:
@@ -27,8 +27,8 @@ def request(start: int, vbuuid: int, flags: int = 0, end: int = NO_END_SEQNO) ->
 
 def test_a_request_is_judged_by_the_history() -> None:
     assert isinstance(judge(request(100, 9), HISTORY, None), Accept)
-    assert judge(request(60, 7), HISTORY, None) == Rollback(50)
-    assert judge(request(10, 7), HISTORY, None) == Rollback(0)
+    assert judge(request(60, 7), HISTORY, None) == RollbackAnswer(50)
+    assert judge(request(10, 7), HISTORY, None) == RollbackAnswer(0)
     assert isinstance(judge(request(10, 7), HISTORY, 20), Accept)
     ignoring = request(10, 7, int(StreamRequestFlag.IGNORE_PURGED_TOMBSTONES))
     assert isinstance(judge(ignoring, HISTORY, None), Accept)

@@ -13,7 +13,7 @@ import pytest
 from mirror.sandbox import SandboxCluster
 from mirror.serve.auth import SourceUser
 from mirror.wire import codec_dcp
-from mirror.wire.constants import Opcode, SnapshotFlag, Status, VbucketState
+from mirror.wire.constants import Opcode, SnapshotFlag, Status, VbucketRole
 from mirror.wire.events import SnapshotMarker
 from mirror.wire.frame import Frame
 from tests.feed.harness import Mirror
@@ -41,7 +41,7 @@ async def mirrored(name: str, recording: list[tuple[str, Frame]], path: Path) ->
         high = {9: 155 if "_d5" in name else 135 if "_d3" in name else 100}.get(vbid, HIGHS.get(vbid, 206))
         if not name.startswith("72_k"):
             fill(cluster.vbucket(vbid), {}, high)
-    cluster.bucket.states[DEAD] = VbucketState.DEAD
+    cluster.bucket.states[DEAD] = VbucketRole.DEAD
     cluster.bucket.to_disk()
     mirror = Mirror(
         path, bucket=cluster.bucket.name, bucket_uuid=cluster.bucket.map.bucket_uuid, vbuckets=16, password="demo",

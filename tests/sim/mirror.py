@@ -21,7 +21,7 @@ from mirror.clock import ManualClock
 from mirror.config import Settings
 from mirror.errors import ConnectFailed, MirrorError
 from mirror.feed.bootstrap import Handshake
-from mirror.feed.connection_string import Address, parse
+from mirror.feed.connection_string import NodeAddress, parse
 from mirror.feed.consumer import Consumer
 from mirror.feed.session import NodeSession
 from mirror.feed.transport import Link
@@ -260,7 +260,7 @@ class Keeper:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.address = Address("node", 10_000 + number)
+        self.address = NodeAddress("node", 10_000 + number)
         self.session: NodeSession | None = None
         self.error: MirrorError | None = None
         self.reconnects = 0

@@ -23,8 +23,8 @@ import structlog
 from mirror.clock import ManualClock
 from mirror.sandbox import stream as sandbox_stream
 from mirror.sandbox.documents import DocumentError
-from mirror.sandbox.manifest import Change, ManifestError
-from mirror.sandbox.stream import Phase
+from mirror.sandbox.manifest import ManifestError, ManifestStep
+from mirror.sandbox.stream import StreamPhase
 from mirror.wire.constants import Status, StreamEndReason, SystemEventId
 from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import decode
@@ -508,10 +508,11 @@ class World:
         gone = sorted(known - manifest.collections.keys())
         new = [manifest.collections[cid] for cid in sorted(manifest.collections.keys() - known)]
         changes = [
-            Change(SystemEventId.COLLECTION_END, manifest.uid, self.source.scope_of(vbid, cid), cid) for cid in gone
+            ManifestStep(SystemEventId.COLLECTION_END, manifest.uid, self.source.scope_of(vbid, cid), cid)
+            for cid in gone
         ]
         changes += [
-            Change(
+            ManifestStep(
                 SystemEventId.COLLECTION_BEGIN,
                 manifest.uid,
                 entry.scope_id,
@@ -755,7 +756,7 @@ class World:
             return
         stream = self.rng.choice(list(producer.streams.values()))
         # Only what was sent before: a row that comes too early hides those before it, and nobody could tell.
-        sent = stream._last_sent if stream.phase is Phase.SNAPSHOT else min(stream.seqno, len(stream._log))
+        sent = stream._last_sent if stream.phase is StreamPhase.SNAPSHOT else min(stream.seqno, len(stream._log))
         if not sent:
             return
         item = stream._log[self.rng.randrange(sent)]

@@ -14,9 +14,9 @@ from typing import Any
 
 from mirror.sandbox import vbucket as sandbox_vbucket
 from mirror.sandbox.bucket import Bucket
-from mirror.sandbox.dcp import DcpProducer
+from mirror.sandbox.dcp import SandboxProducer
 from mirror.sandbox.encoder import ItemEncoder
-from mirror.sandbox.filter import StreamFilter, _scope_of
+from mirror.sandbox.filter import SandboxFilter, _scope_of
 from mirror.sandbox.item import ABORT, PREPARE, SYSTEM_EVENT, Item
 from mirror.sandbox.manifest import FIRST_ID
 from mirror.sandbox.node import NodeConnection, SandboxNode
@@ -26,7 +26,7 @@ from mirror.sandbox.users import User
 from mirror.sandbox.vbucket import Vbucket, system_id
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
-from mirror.server.producer import History
+from mirror.server.producer import StreamHistory
 from mirror.wire import codec_dcp
 from mirror.wire.constants import DcpOpenFlag, Feature, MarkerVersion, SnapshotFlag, Status, SystemEventId
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest
@@ -133,7 +133,7 @@ class SimStream(ProducerStream):
         return True
 
 
-class SimProducer(DcpProducer):
+class SimProducer(SandboxProducer):
     """A producer whose rounds are given to it."""
 
     def __init__(self, source: Source, *args: Any, **options: Any) -> None:
@@ -154,7 +154,9 @@ class SimProducer(DcpProducer):
             source.counts["rollback answers"] += error.status == Status.ROLLBACK
             raise
 
-    def _open_stream(self, request: StreamRequest, stream_filter: StreamFilter, history: History) -> ProducerStream:
+    def _open_stream(
+        self, request: StreamRequest, stream_filter: SandboxFilter, history: StreamHistory
+    ) -> ProducerStream:
         source = self.source
         plain = super()._open_stream(request, stream_filter, history)
         stream = SimStream(plain.vbucket, request, plain._filter, SimEncoder(self.controls), plain._options, source.rng)
@@ -296,7 +298,7 @@ class Source:
         that snapshot did.
         """
         vbucket = self.vbucket(vbid)
-        vbucket.lost.append(sandbox_vbucket.History(list(vbucket.log), vbucket.failover_log))
+        vbucket.lost.append(sandbox_vbucket.PastHistory(list(vbucket.log), vbucket.failover_log))
         self.fail_over(vbid, 0)
         newest, *older = vbucket.failover_log
         kept = FailoverLog(older).pruned(begin_seqno)

@@ -96,7 +96,7 @@ def test_the_mirror_is_the_sources_and_run_goes_on_without_a_resync(
 def test_a_run_that_broke_off_is_gone_on_with(
     source: SandboxThread, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def some(task: backfills.Task) -> Any:
+    def some(task: backfills.BackfillTask) -> Any:
         if task.group == 2:
             raise MirrorError("the machine is gone")
         return backfill_task(task)

@@ -17,7 +17,7 @@ import pytest
 
 from mirror.errors import ConfigError
 from mirror.spark import changes
-from mirror.spark.changes import LocalChanges, LostHistory, Work, read
+from mirror.spark.changes import ChangesTask, LocalChanges, LostHistory, read
 from mirror.spark.columns import CHANGES
 from mirror.spark.fold import fold
 from mirror.spark.offsets import Offset
@@ -55,7 +55,7 @@ class Follower:
         self.table: dict[str, Row] = {}
         self.log: list[Row] = []
 
-    def rows(self, works: list[Work]) -> list[Row]:
+    def rows(self, works: list[ChangesTask]) -> list[Row]:
         assert self.options.path is not None
         return [dict(zip(CHANGES.names, row, strict=True)) for work in works for row in read(self.options.path, work)]
 

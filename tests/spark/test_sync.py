@@ -21,7 +21,7 @@ from mirror.spark.documents import Applied
 from mirror.spark.lake import Costs, Lake
 from mirror.spark.parts import PartWriter
 from mirror.spark.places import Folder, folder_at
-from mirror.spark.sync import How, Sink, check_source, checkpoint_name, space_warning, sync
+from mirror.spark.sync import How, SyncTarget, check_source, checkpoint_name, space_warning, sync
 from storage.errors import NotAMirror
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror
@@ -57,7 +57,7 @@ def test_a_batch_that_is_run_again_after_a_crash_is_not_written_again(tmp_path: 
     done: list[tuple[int, Applied]] = []
     frame = [event("mutation", "a", (1, 1), value=b"1")]
     with Lake(folder_at(tmp_path), "an-id") as lake:
-        sink = Sink(lake, place, How(), lambda *each: done.append(each))
+        sink = SyncTarget(lake, place, How(), lambda *each: done.append(each))
         sink(frame, 0)
         sink(frame, 0)
     assert done == [(0, Applied(1, 1, 0, 0)), (0, Applied(0, 0, 0, 0))]
@@ -67,7 +67,7 @@ def test_a_batch_that_is_run_again_after_a_crash_is_not_written_again(tmp_path: 
 def test_a_batch_without_events_leaves_no_version(tmp_path: Path, executors: list[str]) -> None:
     place = checkpoint(tmp_path / "_checkpoint", b0="0 to 0", b1="0 to 1")
     with Lake(folder_at(tmp_path), "an-id") as lake:
-        sink = Sink(lake, place, How(), lambda *_: None)
+        sink = SyncTarget(lake, place, How(), lambda *_: None)
         sink([], 0)
         assert (lake.changes.version(), lake.documents.version()) == (0, 0)
         sink([event("mutation", "a", (1, 1), value=b"1")], 1)
@@ -77,7 +77,7 @@ def test_a_batch_without_events_leaves_no_version(tmp_path: Path, executors: lis
 def test_the_same_number_with_other_offsets_is_refused(tmp_path: Path, executors: list[str]) -> None:
     place = checkpoint(tmp_path / "_checkpoint", b0="0 to 5")
     with Lake(folder_at(tmp_path), "an-id") as lake:
-        sink = Sink(lake, place, How(), lambda *_: None)
+        sink = SyncTarget(lake, place, How(), lambda *_: None)
         sink([event("mutation", "a", (1, 1))], 0)
         checkpoint(tmp_path / "_checkpoint", b0="0 to 9")
         with pytest.raises(ConfigError, match="set back"):
@@ -92,7 +92,7 @@ def test_a_batch_that_was_put_off_is_merged_when_it_is_due_or_the_stream_ends(
     now_s = 0.0
     done: list[tuple[int, Applied]] = []
     with Lake(folder_at(tmp_path), "an-id", costs=Costs(rewrite_rate=1), clock=lambda: now_s) as lake:
-        sink = Sink(lake, place, How(), lambda *each: done.append(each))
+        sink = SyncTarget(lake, place, How(), lambda *each: done.append(each))
         for number in range(3):
             sink([event("mutation", "a", (1, number + 1), value=b"")], number)
         sink.catch_up(due_only=True)
@@ -110,7 +110,7 @@ def test_a_batch_that_was_put_off_is_merged_when_it_is_due_or_the_stream_ends(
 def test_tables_are_tidied_between_batches(tmp_path: Path, executors: list[str]) -> None:
     place = checkpoint(tmp_path / "_checkpoint", **{f"b{number}": str(number) for number in range(4)})
     with Lake(folder_at(tmp_path), "an-id") as lake:
-        sink = Sink(lake, place, How(tidy_batches=2, keep_hours=0), lambda *_: None)
+        sink = SyncTarget(lake, place, How(tidy_batches=2, keep_hours=0), lambda *_: None)
         for number in range(4):
             sink([event("mutation", f"k{number}", (1, number + 1), value=b"")], number)
         assert len(lake.changes.file_uris()) == 1
@@ -190,7 +190,7 @@ def test_a_query_whose_processes_were_too_slow_to_connect_is_started_again(tmp_p
 
 
 def test_what_a_sink_failed_of_is_what_is_raised() -> None:
-    sink = Sink(None, Path("x"), How(), lambda *_: None)  # type: ignore[arg-type]
+    sink = SyncTarget(None, Path("x"), How(), lambda *_: None)  # type: ignore[arg-type]
     sink.failed = MirrorError("the reason")
     assert syncs._cause(sink, RuntimeError("[STREAM_FAILED] ...")) is sink.failed
     sink.failed = None

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from storage import archive
-from storage.backup import MANIFEST, PART_BYTES, Part
+from storage.backup import MANIFEST, PART_BYTES, BackupPart
 from storage.errors import CorruptedError, StorageError
 
 PARTS = [
-    Part("group-0000/data.mdb.000000", b"a" * 70_000),
-    Part("group-0000/data.mdb.000001", b"b"),
-    Part("group-0001/data.mdb.000000", b"c" * 5),
-    Part(MANIFEST, b"{}"),
+    BackupPart("group-0000/data.mdb.000000", b"a" * 70_000),
+    BackupPart("group-0000/data.mdb.000001", b"b"),
+    BackupPart("group-0001/data.mdb.000000", b"c" * 5),
+    BackupPart(MANIFEST, b"{}"),
 ]
 
 
@@ -31,7 +31,7 @@ class Pipe(io.BytesIO):
         raise OSError("a pipe")
 
 
-def tar(parts: list[Part]) -> bytes:
+def tar(parts: list[BackupPart]) -> bytes:
     file = Pipe()
     sink = archive.TarSink(file, time_s=7)
     for part in parts:
@@ -83,4 +83,4 @@ def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptedError, match="is no part"):
         list(archive.tar_parts(file))
     with pytest.raises(CorruptedError, match="too large"):
-        list(archive.tar_parts(Pipe(tar([Part("large", b"x" * (PART_BYTES + 1))]))))
+        list(archive.tar_parts(Pipe(tar([BackupPart("large", b"x" * (PART_BYTES + 1))]))))

@@ -12,7 +12,7 @@ import pytest
 
 import storage.backup
 from storage import archive, backup, directory, map_record
-from storage.backup import Part
+from storage.backup import BackupPart
 from storage.check import check
 from storage.errors import CorruptedError, FormatTooNew, NoSuchBoundary, StorageError, ViewInvalidated
 from storage.map_record import MapRecord
@@ -28,11 +28,11 @@ KEYS = keys_of(0, 8)
 class Kept:
     """A sink that keeps the parts, and calls somebody after each."""
 
-    def __init__(self, after: Callable[[Part], None] = lambda part: None) -> None:
-        self.parts: list[Part] = []
+    def __init__(self, after: Callable[[BackupPart], None] = lambda part: None) -> None:
+        self.parts: list[BackupPart] = []
         self.after = after
 
-    def put(self, part: Part) -> None:
+    def put(self, part: BackupPart) -> None:
         self.parts.append(part)
         self.after(part)
 
@@ -57,13 +57,13 @@ def contents(view: View) -> dict[bytes, bytes]:
     return {document.key: document.value for document in view.scan()}
 
 
-def made(path: str, as_of_ms: int | None = None) -> list[Part]:
+def made(path: str, as_of_ms: int | None = None) -> list[BackupPart]:
     sink = Kept()
     backup.create(path, sink, time_ms=5, as_of_ms=as_of_ms)
     return sink.parts
 
 
-def restored(parts: list[Part], target: Path) -> str:
+def restored(parts: list[BackupPart], target: Path) -> str:
     backup.restore(parts, str(target), clock_ms=Clock())
     assert check(str(target)).problems == []
     return str(target)
@@ -80,9 +80,9 @@ def test_what_is_published_while_it_runs_is_not_in_it(path: str, filled: GroupWr
     map_record.save(path, MapRecord(IDENTITY.bucket_uuid, 3, 14))
     with open_view(path) as view:
         before, token = contents(view), view.token(0)
-    parts: list[Part] = []
+    parts: list[BackupPart] = []
 
-    def go_on(part: Part) -> None:
+    def go_on(part: BackupPart) -> None:
         if part.name == backup.part_name(0, 0):
             publish(filled, 7, {KEYS[5]: b"third", KEYS[0]: None})
 
@@ -178,12 +178,12 @@ def test_a_vbucket_that_is_resynced_has_no_older_boundary_to_go_back_to(path: st
         made(path, as_of_ms=2_000_000)
 
 
-def flipped(part: Part) -> Part:
+def flipped(part: BackupPart) -> BackupPart:
     middle = len(part.data) // 2
     return part._replace(data=part.data[:middle] + bytes([part.data[middle] ^ 4]) + part.data[middle + 1 :])
 
 
-def refused(parts: list[Part], target: Path) -> str:
+def refused(parts: list[BackupPart], target: Path) -> str:
     with pytest.raises(StorageError) as found:
         backup.restore(parts, str(target), clock_ms=Clock())
     assert not target.exists()
@@ -229,11 +229,11 @@ def test_what_is_missing_twice_foreign_or_cut_short_is_refused_by_name(
         (parts[1:], "group-0000/data.mdb.000000 is missing"),
         ([*parts[:2], parts[-1]], "is missing"),
         ([first, *parts], "comes twice"),
-        ([*parts[:-1], Part("group-0007/data.mdb.000000", b"x"), parts[-1]], "does not belong to this backup"),
-        ([Part("../etc/passwd", b"x"), *parts], "is no part of a backup"),
+        ([*parts[:-1], BackupPart("group-0007/data.mdb.000000", b"x"), parts[-1]], "does not belong to this backup"),
+        ([BackupPart("../etc/passwd", b"x"), *parts], "is no part of a backup"),
         ([first._replace(data=first.data[:-1]), *parts[1:]], f"{first.name}: 16383 bytes, not 16384"),
-        ([*parts[:-1], Part(backup.MANIFEST, b"[]")], "backup.json is damaged"),
-        ([*parts[:-1], Part(backup.MANIFEST, b"{}")], "backup.json is damaged"),
+        ([*parts[:-1], BackupPart(backup.MANIFEST, b"[]")], "backup.json is damaged"),
+        ([*parts[:-1], BackupPart(backup.MANIFEST, b"{}")], "backup.json is damaged"),
     ):
         assert words in refused(wrong, target)
 
@@ -256,7 +256,9 @@ def test_a_folder_of_another_mirror_is_refused_though_its_checksums_match(
     files = backup.read_manifest(parts[-1].data)["files"]
     mixed = manifest | {"files": files}
     mixed["sha256"] = backup._digest(mixed)
-    assert "another" in refused([*parts[:-1], Part(backup.MANIFEST, json.dumps(mixed).encode())], tmp_path / "target")
+    assert "another" in refused(
+        [*parts[:-1], BackupPart(backup.MANIFEST, json.dumps(mixed).encode())], tmp_path / "target"
+    )
 
 
 def test_only_an_empty_directory_is_restored_into(path: str, filled: GroupWriter, tmp_path: Path) -> None:
@@ -284,7 +286,7 @@ def test_a_restore_that_was_killed_leaves_no_mirror_and_says_what_to_remove(
 
 
 def test_the_copy_ends_when_its_sink_fails(path: str, filled: GroupWriter, tmp_path: Path) -> None:
-    def fail(part: Part) -> None:
+    def fail(part: BackupPart) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):

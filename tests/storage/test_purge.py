@@ -295,14 +295,14 @@ def test_refills_that_are_given_up_leave_no_branches_behind(writer: GroupWriter)
 def test_a_lookup_costs_the_same_after_any_number_of_failovers() -> None:
     looked = []
 
-    class Counted(tuple[chain.Link, ...]):
+    class Counted(tuple[chain.ChainLink, ...]):
         __slots__ = ()
 
         def __getitem__(self, index: Any) -> Any:
             looked.append(index)
             return super().__getitem__(index)
 
-        def __iter__(self) -> Iterator[chain.Link]:
+        def __iter__(self) -> Iterator[chain.ChainLink]:
             for link in super().__iter__():
                 looked.append(link.branch)
                 yield link
@@ -318,7 +318,7 @@ def test_a_lookup_costs_the_same_after_any_number_of_failovers() -> None:
 
     counts = []
     for length in (10, 3_000):
-        links = Counted(chain.Link(number, 10 * number, 10 * number + 10) for number in range(length, 0, -1))
+        links = Counted(chain.ChainLink(number, 10 * number, 10 * number + 10) for number in range(length, 0, -1))
         looked.clear()
         assert chain.newest_version(OneVersion(), A, links) == keys.DUP.pack(1, 5, 0x57)
         counts.append(len(looked))

@@ -10,10 +10,10 @@ from mirror.supervise.events import (
     EVENTS,
     DiskFull,
     Event,
-    RolledBack,
     SourceLost,
     SourceReached,
     SourceUnreachable,
+    VbucketsRolledBack,
     WorkerEnded,
     to_json,
 )
@@ -22,9 +22,9 @@ OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
 def test_one_vbucket_is_said_with_its_seqnos_and_many_with_their_number() -> None:
-    one = RolledBack(vbuckets=1, vbids=(3,), seqnos=168, from_seqno=568, to_seqno=400)
+    one = VbucketsRolledBack(vbuckets=1, vbids=(3,), seqnos=168, from_seqno=568, to_seqno=400)
     assert one.text == "1 vbucket rolled back from seqno 568 to 400, 168 seqnos taken back"
-    many = RolledBack(vbuckets=33, vbids=(0, 2), seqnos=640, from_seqno=None, to_seqno=None)
+    many = VbucketsRolledBack(vbuckets=33, vbids=(0, 2), seqnos=640, from_seqno=None, to_seqno=None)
     assert many.text == "33 vbuckets rolled back, 640 seqnos taken back"
 
 

@@ -12,11 +12,11 @@ from mirror.supervise.events import (
     FirstFillDone,
     ResyncBegun,
     ResyncDone,
-    RolledBack,
     SourceBack,
     SourceLost,
     SourceReached,
     SourceUnreachable,
+    VbucketsRolledBack,
 )
 from mirror.supervise.observer import COLLECT_MS, CONTACT_LOST_MS, Observer
 from mirror.supervise.status import Row, reported_row
@@ -66,7 +66,7 @@ def test_a_failover_is_one_event_however_many_vbuckets_it_rolls_back_and_wheneve
     assert mirror.look(100) == []
     mirror.change(range(20, 33), rollback_count=1, last_rollback=[50, 49])
     assert mirror.news() == [
-        RolledBack(vbuckets=33, vbids=tuple(range(10)), seqnos=413, from_seqno=None, to_seqno=None)
+        VbucketsRolledBack(vbuckets=33, vbids=tuple(range(10)), seqnos=413, from_seqno=None, to_seqno=None)
     ]
     assert mirror.news() == []
 
@@ -74,7 +74,7 @@ def test_a_failover_is_one_event_however_many_vbuckets_it_rolls_back_and_wheneve
 def test_a_rollback_of_one_vbucket_is_said_with_its_seqnos() -> None:
     mirror = settled(rollback_count=4)
     mirror.change(range(3, 4), rollback_count=5, last_rollback=[568, 400])
-    assert mirror.news() == [RolledBack(vbuckets=1, vbids=(3,), seqnos=168, from_seqno=568, to_seqno=400)]
+    assert mirror.news() == [VbucketsRolledBack(vbuckets=1, vbids=(3,), seqnos=168, from_seqno=568, to_seqno=400)]
 
 
 def test_a_resync_is_said_when_it_begins_and_when_it_is_done() -> None:

@@ -1,4 +1,4 @@
-"""Rooms, files and names: what the house agreed on, held by tests instead of by memory."""
+"""Packages, files and names: the project's conventions, held by tests instead of by memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("mirror", "storage", "cli")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = [path for path in SOURCES if path.name != "__init__.py"]
-DOORS = [path for path in SOURCES if path.name == "__init__.py"]
+INITS = [path for path in SOURCES if path.name == "__init__.py"]
 
-VAGUE_ROOMS = {"util", "utils", "helper", "helpers", "misc", "common", "base", "tools", "lib", "stuff", "functions"}
+VAGUE_NAMES = {"util", "utils", "helper", "helpers", "misc", "common", "base", "tools", "lib", "stuff", "functions"}
 
 AVOIDED_WORDS = {
     "shard": "vbucket",
@@ -35,7 +35,11 @@ AVOIDED_NAMES = {
     "failover_table": "failover_log",
 }
 TEST_STANDS_ELSEWHERE: dict[str, str] = {}
-"""module -> test file, where the plain rule cannot hold; each with its reason beside it."""
+"""module -> test file, where the plain rule cannot hold; each with its reason."""
+
+
+SHARED_CLASS_NAMES = {"CloseStream", "GetFailoverLog"}
+"""Class names that two modules define: an instruction of `ingest` and the DCP message of `wire` that it is sent as."""
 
 
 def name_of(path: Path) -> str:
@@ -66,7 +70,7 @@ def words_of(identifier: str) -> list[str]:
 
 def test_the_sources_are_found() -> None:
     assert len(MODULES) > 5
-    assert len(DOORS) >= 3
+    assert len(INITS) >= 3
 
 
 def test_a_module_says_what_it_knows() -> None:
@@ -82,14 +86,14 @@ def test_a_module_says_what_it_knows() -> None:
     assert wrong == []
 
 
-def test_no_room_is_named_after_nothing() -> None:
-    assert [name_of(path) for path in SOURCES if {path.stem, *path.relative_to(ROOT).parent.parts} & VAGUE_ROOMS] == []
+def test_no_package_or_module_has_a_vague_name() -> None:
+    assert [name_of(path) for path in SOURCES if {path.stem, *path.relative_to(ROOT).parent.parts} & VAGUE_NAMES] == []
 
 
-def test_an_init_is_a_door() -> None:
-    """Imports, `__all__`, `__version__`: nothing happens in a doorway."""
+def test_an_init_only_exports() -> None:
+    """Imports, `__all__`, `__version__`, and nothing else."""
     wrong = []
-    for path in DOORS:
+    for path in INITS:
         for node in tree_of(path).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 continue
@@ -104,19 +108,19 @@ def test_an_init_is_a_door() -> None:
 
 
 def test_each_module_has_its_test_file() -> None:
-    """Of `mirror/wire/frame.py` in `tests/wire/test_frame.py`; of `mirror/config.py` in any room's `test_config.py`."""
+    """Of `mirror/wire/frame.py` in `tests/wire/test_frame.py`; of `mirror/config.py` in the `test_config.py` of any package."""
     wrong = []
     for path in MODULES:
-        room = path.parent.name
+        package = path.parent.name
         file = f"test_{path.stem.strip('_')}.py"
         if name_of(path) in TEST_STANDS_ELSEWHERE:
             places = [ROOT / TEST_STANDS_ELSEWHERE[name_of(path)]]
-        elif room == "mirror":
+        elif package == "mirror":
             places = list((ROOT / "tests").glob(f"*/{file}"))
         else:
-            places = [ROOT / "tests" / room / file]
+            places = [ROOT / "tests" / package / file]
         if not any(place.is_file() for place in places):
-            wrong.append(f"{name_of(path)}: write tests/{room}/{file}")
+            wrong.append(f"{name_of(path)}: write tests/{package}/{file}")
     assert wrong == []
 
 
@@ -131,13 +135,35 @@ def test_the_words_are_those_of_the_field() -> None:
     assert wrong == []
 
 
+def test_a_class_name_is_defined_once() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name_of(path))
+    assert {name: found for name, found in places.items() if len(found) > 1 and name not in SHARED_CLASS_NAMES} == {}
+    assert all(len(places[name]) == 2 for name in SHARED_CLASS_NAMES)
+
+
+def test_no_private_name_is_imported_from_another_module() -> None:
+    wrong = [
+        f"{name_of(path)}: {node.module}.{alias.name}"
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]
+    assert wrong == []
+
+
 def test_the_rule_on_words_can_fail() -> None:
     tree = ast.parse("def rewind_it(LSN): shardCount = 1")
     found = {word for _, identifier in identifiers(tree) for word in words_of(identifier)}
     assert {"rewind", "lsn", "shard"} <= found
 
 
-def test_the_top_of_the_house_holds_what_was_agreed() -> None:
+def test_the_top_directory_holds_what_was_agreed() -> None:
     allowed = {"pyproject.toml", "mirror", "storage", "cli", "tests", "systemd", "README.md", "LICENSE", "CHANGELOG.md"}
     allowed |= {"docs", "CONTRIBUTING.md"}
     allowed.add("pyspark_mirror.py")  # PySpark finds data sources by the names of top-level modules

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mirror.feed.reader import Position, RolledBack, Snapshot, SourceReader
+from mirror.feed.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.wire import codec_dcp, frame, leb128
 from mirror.wire import events as ev
@@ -77,7 +77,7 @@ class Wanderer:
         with SourceReader(url, password="demo") as reader:
             until_seqnos = reader.high_seqnos()
             for item in reader.read(self.positions, until_seqnos):
-                if isinstance(item, RolledBack):
+                if isinstance(item, SourceRolledBack):
                     rolled_back.add(item.vbid)
                 elif isinstance(item, Snapshot):
                     self._take(item)
@@ -85,7 +85,7 @@ class Wanderer:
                 self.positions[vbid], self.held[vbid] = Position(), {}
             if rolled_back:
                 for item in reader.read({vbid: Position() for vbid in rolled_back}, until_seqnos):
-                    assert not isinstance(item, RolledBack), item
+                    assert not isinstance(item, SourceRolledBack), item
                     if isinstance(item, Snapshot):
                         self._take(item)
         return rolled_back

@@ -11,7 +11,7 @@ def test_dcp_is_one_range_of_opcodes() -> None:
 
 
 def test_no_number_has_two_names() -> None:
-    for kind in (c.Magic, c.Opcode, c.Status, c.Feature, c.StreamEndReason, c.VbucketState, c.MarkerVersion):
+    for kind in (c.Magic, c.Opcode, c.Status, c.Feature, c.StreamEndReason, c.VbucketRole, c.MarkerVersion):
         assert len(kind.__members__) == len(set(kind)), kind
 
 
