@@ -1,4 +1,4 @@
-"""The import direction of the house, by import-linter's contracts in pyproject.toml."""
+"""Which package imports which, by import-linter's contracts in pyproject.toml."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_an_init_only_exports() -> None:
 
 
 def test_each_module_has_its_test_file() -> None:
-    """Of `mirror/wire/frame.py` in `tests/wire/test_frame.py`; of `mirror/config.py` in the `test_config.py` of any package."""
+    """Of `mirror/wire/frame.py` in `tests/wire/test_frame.py`; of `mirror/config.py` in any `test_config.py`."""
     wrong = []
     for path in MODULES:
         package = path.parent.name
