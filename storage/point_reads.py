@@ -58,7 +58,7 @@ class _Options(NamedTuple):
     lenient: bool = False
 
 
-class Run:
+class ReadRun:
     """Point reads, one after the other, in one transaction of each environment: it begins with the first read there,
     and all end with the run.
     """
@@ -69,7 +69,7 @@ class Run:
         """Nothing is read yet."""
         self._begun: dict[Environment, tuple[Any, int]] = {}
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> ReadRun:
         """Return the run itself."""
         return self
 
@@ -197,7 +197,7 @@ class PointReads:
         vbucket_count, reader_of = self._vbucket_count, self.reader
         found: dict[bytes, Document] = {}
         byte_count = 0
-        with Run() as run:
+        with ReadRun() as run:
             for key in document_keys:
                 if isinstance(key, str):
                     key = key.encode()
