@@ -60,14 +60,16 @@ class _Options(NamedTuple):
 
 class ReadRun:
     """Point reads, one after the other, in one transaction of each environment: it begins with the first read there,
-    and all end with the run.
+    and all end with the run. Nothing is read in another way meanwhile that a later read must not be older than.
     """
 
-    __slots__ = ("_begun",)
+    __slots__ = ("_begun", "_views")
 
     def __init__(self) -> None:
         """Nothing is read yet."""
         self._begun: dict[Environment, tuple[Any, int]] = {}
+        self._views: dict[Environment, Any] = {}
+        """Transactions that return views of the map: rows do not change, so these may see a later commit."""
 
     def __enter__(self) -> ReadRun:
         """Return the run itself."""
@@ -75,7 +77,12 @@ class ReadRun:
 
     def __exit__(self, *_: object) -> None:
         """End the transactions."""
-        self.end()
+        while self._begun:
+            environment, begun = self._begun.popitem()
+            environment.end(begun[0])
+        while self._views:
+            environment, views = self._views.popitem()
+            environment.end(views)
 
     def begun(self, reader: VbucketReader) -> tuple[Any, Visible]:
         """The transaction (an lmdb.Transaction) to read a vbucket in, and what is visible in it."""
@@ -86,20 +93,40 @@ class ReadRun:
         visible = reader.visible
         return known[0], visible if visible[0] == known[1] else reader.look(known[0])
 
-    def end(self) -> None:
-        """End the transactions; another read begins another."""
-        while self._begun:
-            environment, (txn, _) = self._begun.popitem()
-            environment.end(txn)
+    def row(self, reader: VbucketReader, wire_key: bytes, bytes_max: int) -> bytes | None:
+        """The row of a document as it is stored, its checksum compared; `wire_key` begins with a collection id of one
+        byte. None: there is more to say than this row, or it has more than `bytes_max`. Expiry is the caller's.
+        """
+        try:
+            txn, (_, branch, seqno, begin_seqno, flags, manifest) = self.begun(reader)
+            if wire_key[0]:
+                collection = manifest.collections.get(wire_key[0])
+                begin_seqno = -1 if collection is None else collection.begin_seqno
+            if flags or begin_seqno < 0:
+                return None
+            row_key = newest_row_key(reader, txn, branch, seqno, begin_seqno, wire_key)
+            if not row_key:
+                return None
+            views = self._views.get(reader.environment)
+            if views is None:
+                views = self._views[reader.environment] = reader.environment.begin(buffers=True)
+            view = views.get(row_key, None, reader.rows)
+            if view is None or len(view) > bytes_max:
+                return None
+            stored = bytes(view)
+        except (struct.error, lmdb.Error) as error:
+            raise reader.damaged(error) from error
+        if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
+            raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+        return stored
 
 
-def newest_row_key(reader: VbucketReader, txn: Any, visible: Visible, wire_key: bytes) -> bytes | None:
-    """The key of the row of a document of the default collection; empty: there is no such document; None: the newest
-    version of the key does not say all, and the general way has it. `get` has this written out.
+def newest_row_key(
+    reader: VbucketReader, txn: Any, branch: int, seqno: int, begin_seqno: int, wire_key: bytes
+) -> bytes | None:
+    """The key of the row of a document of a collection that began at `begin_seqno`; empty: there is no such document;
+    None: the newest version of the key does not say all, and the general way has it. `get` has this written out.
     """
-    _, branch, seqno, begin_seqno, _, _ = visible
-    if begin_seqno < 0:
-        return None
     cursor = txn.cursor(reader.keys)
     if not cursor.set_key(wire_key) or not cursor.last_dup():
         return b""
@@ -205,12 +232,15 @@ class PointReads:
                 document: Document | None
                 try:
                     txn, visible = run.begun(reader)
-                    row_key = newest_row_key(reader, txn, visible, b"\0" + key) if is_plain else None
+                    _, branch, seqno, begin_seqno, _, _ = visible
+                    row_key = None
+                    if is_plain and begin_seqno >= 0:
+                        row_key = newest_row_key(reader, txn, branch, seqno, begin_seqno, b"\0" + key)
                     if row_key:
                         stored = txn.get(row_key, b"", reader.rows)
                         if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
                             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
-                        document = decode_row(reader.vbid, visible[1], stored, raw, True, SEAL_BYTES)
+                        document = decode_row(reader.vbid, branch, stored, raw, True, SEAL_BYTES)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             continue
                     elif row_key is None:

@@ -43,6 +43,8 @@ _MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
 _MUTATION_EXTRAS = 31
 _READ_MUTATION = struct.Struct(">2xHxBxxI4xQQQII4xHx").unpack_from
 """key length, datatype, body length, cas, seqno, rev_seqno, flags, expiry, nmeta: what a reader needs of a mutation."""
+_READ_ANSWER = struct.Struct(">2xHxBxxI4xQ16xII4xHx").unpack_from
+"""The same without seqno and rev_seqno."""
 _new_tuple = tuple.__new__
 _DELETION_V1 = struct.Struct(">QQH")
 _DELETION_V2 = struct.Struct(">QQIB")
@@ -140,6 +142,18 @@ def decode_row(
             (vbid, collection_id, key, seqno, rev_seqno, cas, flags, expiry, datatype, value, _MUTATION_KIND, branch),
         )
     return _decode_other(vbid, branch, frame[:end], raw, lenient)
+
+
+def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int, bytes]:
+    """Datatype, cas, flags, expiry and value, as it is stored, of a mutation: what an answer to a GET says.
+
+    Raises CorruptedError when the lengths contradict each other.
+    """
+    key_length, datatype, body_length, cas, flags, expiry, nmeta = _READ_ANSWER(frame)
+    end = len(frame) - tail_bytes
+    if 24 + body_length != end or 55 + key_length + nmeta > end:
+        raise CorruptedError("a row's lengths do not add up", hint="run `dcp-mirror check`")
+    return datatype, cas, flags, expiry, frame[55 + key_length : end - nmeta]
 
 
 def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool, lenient: bool) -> Document:

@@ -26,7 +26,7 @@ from mirror.log import get_logger
 from mirror.serve import kv_documents, kv_scans
 from mirror.serve.admission import Slot
 from mirror.serve.auth import Reader
-from mirror.serve.kv_fast import Counters, fast_get
+from mirror.serve.kv_fast import BYTES_MAX, Counters, answer_gets
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
 from mirror.serve.tls import certified_reader
@@ -51,9 +51,6 @@ HIGH_WATER_BYTES = 256 * 1024
 TURN_S = 0.001
 """A client's turn ends with the request that reaches this, or with `requests_per_turn`: other clients wait no longer
 than one turn of each, and one request."""
-
-GATHER_BYTES = 64 * 1024
-"""Answers are written together up to this size."""
 
 LATER_MAX = 64
 """Requests of one client that take time; more are told `busy`."""
@@ -308,32 +305,38 @@ class KvConnection(asyncio.Protocol):
         gathered = 0
         turn_ends = perf_counter() + TURN_S
         self._is_busy = False
-        for _ in range(host.requests_per_turn):
+        left = host.requests_per_turn
+        while left > 0:
             if end - pos < HEADER_SIZE:
                 fr.frame_size(data, pos)  # a first byte that begins no frame is an error at once
                 self._wanted = HEADER_SIZE
                 return pos
-            size = fr.frame_size(data, pos)
-            if size > host.request_bytes_max:
-                answer = self._refuse_large(data, pos)
-                self._skip = max(size - (end - pos), 0)
-                size = min(size, end - pos)
-            elif end - pos < size:
-                self._wanted = size
-                return pos
-            else:
-                answer = fast_get(self.session, counters, data, pos, size) if data[pos + 1] == _GET else b""
-                if not answer:
+            count = 0
+            if data[pos + 1] == _GET:
+                pos, count, byte_count = answer_gets(self.session, counters, data, pos, out, left, turn_ends)
+                gathered += byte_count
+            if not count:
+                size = fr.frame_size(data, pos)
+                if size > host.request_bytes_max:
+                    answer = self._refuse_large(data, pos)
+                    self._skip = max(size - (end - pos), 0)
+                    size = min(size, end - pos)
+                elif end - pos < size:
+                    self._wanted = size
+                    return pos
+                else:
                     frame, _ = fr.decode(data, pos)
                     answer = self._answer(frame)
-            pos += size
+                if answer:
+                    out.append(answer)
+                    gathered += len(answer)
+                pos += size
+                count = 1
+            left -= count
             self._wanted = HEADER_SIZE
-            if answer:
-                out.append(answer)
-                gathered += len(answer)
-                if gathered > GATHER_BYTES:
-                    self._flush(out)
-                    gathered = 0
+            if gathered > BYTES_MAX:
+                self._flush(out)
+                gathered = 0
             if self._ended or self._paused or self._goodbye or self._held:
                 return pos
             if perf_counter() > turn_ends:

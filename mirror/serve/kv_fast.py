@@ -1,12 +1,15 @@
-"""The answer to a GET that finds its document and needs nothing done to it: most requests by far, so written out.
+"""The answers to GETs that find their documents and need nothing done to them: most requests by far, so written out.
 
-For all other requests, and for all that is not plain about this one, `mirror.server.document_requests` decides; what
+For all other requests, and for all that is not plain about these, `mirror.server.document_requests` decides; what
 comes from here is byte for byte what comes from there, but for the duration (kv_engine docs/BinaryProtocol.md).
 """
 
 from __future__ import annotations
 
-from time import perf_counter
+import contextlib
+import struct
+from time import perf_counter, time
+from zlib import crc32
 
 from mirror.serve.kv_session import KvSession
 from mirror.serve.large import LARGE_BYTES
@@ -15,11 +18,21 @@ from mirror.wire import codec_kv
 from mirror.wire.constants import HEADER_SIZE, Datatype, Magic, Opcode
 from mirror.wire.frame import HEADER
 from storage.errors import StorageError
+from storage.point_reads import ReadRun
+from storage.records import answer_fields
+from storage.seal import SIZE as SEAL_BYTES
 
 _REQUEST = int(Magic.REQUEST)
 _GET = int(Opcode.GET)
 _JSON, _XATTR = int(Datatype.JSON), int(Datatype.XATTR)
 _NOT_PLAIN = int(Datatype.XATTR | Datatype.SNAPPY)
+_ALL_BITS = 0xFF
+_header_of = HEADER.unpack_from
+_plain_head = struct.Struct(HEADER.format + "I").pack
+"""Header and flags."""
+
+BYTES_MAX = 64 * 1024
+"""Answers are written together up to this size."""
 
 
 class Counters:
@@ -33,39 +46,64 @@ class Counters:
         self.latencies = Latencies()
 
 
-def fast_get(session: KvSession, counters: Counters, data: bytes, pos: int, size: int) -> bytes:
-    """The answer to the GET of `size` bytes at `pos`. Empty: the one who handles all requests knows what to say."""
-    magic, _, key_length, extras_length, _, vbucket, body_length, opaque, _ = HEADER.unpack_from(data, pos)
+def answer_gets(
+    session: KvSession, counters: Counters, data: bytes, pos: int, out: list[bytes], count_max: int, turn_ends: float
+) -> tuple[int, int, int]:
+    """Answer the GETs from `pos` on that need no more than their document: to `out`, up to `count_max`, `BYTES_MAX` or
+    the end of the turn. Returns where it stopped, how many it answered, and the bytes of those answers; what it stopped
+    at is for the one who handles all requests. All are read in one transaction of each group, which has ended when this
+    returns: what is answered next is of no older state.
+    """
     reader = session.reader
-    if magic != _REQUEST or extras_length or key_length != body_length or reader is None or not reader.reads_all:
-        return b""
-    key = data[pos + HEADER_SIZE : pos + size]
-    if session.collections:
-        if not 2 <= key_length <= 251 or key[0] >= 0x80:
-            return b""
-    elif 1 <= key_length <= 250:
-        key = b"\0" + key
-    else:
-        return b""
-    began = perf_counter()
-    try:
-        found = session.bucket.view.find(key, large_bytes=LARGE_BYTES)
-    except StorageError:
-        return b""
-    document = found.document
-    if document is None or found.stale or (session.bucket_selected and vbucket != document.vbid):
-        return b""
-    datatype, value = document.datatype, document.value
-    if datatype & _NOT_PLAIN and (datatype & _XATTR or not session.snappy):
-        return b""
-    if not session.json:
-        datatype &= ~_JSON
-    counters.requests += 1
-    counters.hits += 1
-    if session.tracing:
-        framing = codec_kv.encode_server_duration((perf_counter() - began) * 1e6)
-        key_field = len(framing) << 8
-        head = HEADER.pack(0x18, _GET, key_field, 4, datatype, 0, 7 + len(value), opaque, document.cas) + framing
-    else:
-        head = HEADER.pack(0x81, _GET, 0, 4, datatype, 0, 4 + len(value), opaque, document.cas)
-    return b"%b%b%b" % (head, document.flags.to_bytes(4), value)
+    if reader is None or not reader.reads_all:
+        return pos, 0, 0
+    view = session.bucket.view
+    reader_of, vbucket_count = view.reader, view.identity.vbucket_count
+    collections, selected, snappy, tracing = (
+        session.collections, session.bucket_selected, session.snappy, session.tracing
+    )  # fmt: skip
+    datatypes = _ALL_BITS if session.json else _ALL_BITS & ~_JSON
+    head_bytes = HEADER_SIZE + (7 if tracing else 4)
+    end, count, byte_count = len(data), 0, 0
+    with ReadRun() as run, contextlib.suppress(StorageError):
+        began = perf_counter()
+        while count < count_max and byte_count <= BYTES_MAX and began <= turn_ends and end - pos >= HEADER_SIZE:
+            magic, opcode, key_length, extras_length, _, vbucket, body_length, opaque, _ = _header_of(data, pos)
+            key_at = pos + HEADER_SIZE
+            stop = key_at + key_length
+            if magic != _REQUEST or opcode != _GET or extras_length or key_length != body_length or stop > end:
+                break
+            if collections:
+                if not 2 <= key_length <= 251 or data[key_at] >= 0x80:
+                    break
+                wire_key = data[key_at:stop]
+                vbid = ((crc32(data[key_at + 1 : stop]) >> 16) & 0x7FFF) % vbucket_count
+            elif 1 <= key_length <= 250:
+                key = data[key_at:stop]
+                wire_key = b"\0" + key
+                vbid = ((crc32(key) >> 16) & 0x7FFF) % vbucket_count
+            else:
+                break
+            if selected and vbucket != vbid:
+                break
+            stored = run.row(reader_of(vbid), wire_key, LARGE_BYTES)
+            if stored is None:
+                break
+            datatype, cas, flags, expiry, value = answer_fields(stored, SEAL_BYTES)
+            if (datatype & _NOT_PLAIN and (datatype & _XATTR or not snappy)) or (expiry and expiry <= time()):
+                break
+            size = len(value)
+            ended = perf_counter()
+            if tracing:
+                framing = codec_kv.encode_server_duration((ended - began) * 1e6)
+                head = HEADER.pack(0x18, _GET, len(framing) << 8, 4, datatype & datatypes, 0, 7 + size, opaque, cas)
+                out += (head, framing, flags.to_bytes(4), value)
+            else:
+                out += (_plain_head(0x81, _GET, 0, 4, datatype & datatypes, 0, 4 + size, opaque, cas, flags), value)
+            began = ended
+            count += 1
+            byte_count += head_bytes + size
+            pos = stop
+    counters.requests += count
+    counters.hits += count
+    return pos, count, byte_count

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from mirror.clock import SystemClock
 from mirror.document import values
 from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_fast import Counters, fast_get
+from mirror.serve.kv_fast import BYTES_MAX, Counters, answer_gets
 from mirror.serve.kv_large import LargeAnswers
 from mirror.serve.kv_map import ServedMap, own_node
 from mirror.serve.kv_session import KvSession
@@ -24,11 +26,13 @@ from mirror.server.session import Reply
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
+from storage.environment import Environment
 from storage.model import Collection, Seqno
 from tests.serve.kv_rig import DEFAULT, Store, users
 
 FEATURES = (Feature.COLLECTIONS, Feature.SNAPPY, Feature.JSON, Feature.TRACING)
 BODY = b'{"n":"' + b"x" * 100 + b'"}'
+VALUES = {b"plain": b"value", b"json": BODY, b"long": b"x" * (BYTES_MAX + 1)}
 READERS = (None, Reader("all"), Reader("some", ("s.c",)))
 
 
@@ -48,6 +52,7 @@ def bucket(tmp_path: Path) -> Iterator[KvBucket]:
     store.put(b"inside", b"x", 8, cid=300)
     store.put(b"gone", b"x", 9)
     store.delete(b"gone", 10)
+    store.put(b"long", b"x" * (BYTES_MAX + 1), 11)
     opened = KvBucket(store.path, SystemClock(), stale_allowed=False)
     yield opened
     opened.close()
@@ -89,25 +94,31 @@ def slowly(session: KvSession, frame: Frame) -> Reply | None:
     return reply if reply.status == Status.SUCCESS else None
 
 
+def session_of(bucket: KvBucket, reader: Reader | None) -> KvSession:
+    cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
+    logins, large = Logins(users(), SystemClock()), LargeAnswers(Turns(), 1)
+    return KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=reader)
+
+
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("selected", [False, True])
 def test_the_short_way_says_what_the_long_one_says_or_nothing(
     bucket: KvBucket, reader: Reader | None, selected: bool
 ) -> None:
-    cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
     answered = 0
-    logins = Logins(users(), SystemClock())
     for count in range(len(FEATURES) + 1):
         for granted in combinations(FEATURES, count):
-            large = LargeAnswers(Turns(), 1)
-            session = KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=reader)
+            session = session_of(bucket, reader)
             session.grant(frozenset(map(int, granted)))
             session.bucket_selected = selected
             counters = Counters()
             for frame in requests():
                 data = b"before" + fr.encode(frame)
-                short = fast_get(session, counters, data, 6, len(data) - 6)
-                if not short:
+                out: list[bytes] = []
+                stopped, count, byte_count = answer_gets(session, counters, data, 6, out, 128, inf)
+                short = b"".join(out)
+                assert (stopped, count, byte_count) == ((len(data), 1, len(short)) if short else (6, 0, 0))
+                if not count:
                     continue
                 answered += 1
                 told, _ = fr.decode(short)
@@ -119,3 +130,40 @@ def test_the_short_way_says_what_the_long_one_says_or_nothing(
                 assert told.datatype == reply.datatype
             assert (counters.requests, counters.misses, counters.refused) == (counters.hits, 0, 0)
     assert (answered > 0) is (reader is not None and reader.reads_all)
+
+
+def test_gets_that_come_together_are_read_in_one_transaction_up_to_the_first_that_is_not_plain(
+    bucket: KvBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = bucket.view.reader(0).environment
+    begun: list[bool] = []
+    begin = Environment.begin
+
+    def counted(environment: Environment, *, write: bool = False, buffers: bool = False) -> Any:
+        begun.append(buffers)
+        return begin(environment, write=write, buffers=buffers)
+
+    monkeypatch.setattr(Environment, "begin", counted)
+    session, counters = session_of(bucket, Reader("all")), Counters()
+
+    def answered(*names: bytes, count_max: int = 128, turn_ends: float = inf) -> int:
+        """How many of these are answered, each by its own answer in its place."""
+        sent = [fr.encode(fr.request(Opcode.GET, key=name, opaque=at)) for at, name in enumerate(names)]
+        out: list[bytes] = []
+        stopped, count, _ = answer_gets(session, counters, b"".join(sent), 0, out, count_max, turn_ends)
+        assert stopped == sum(map(len, sent[:count]))
+        assert environment.running == [], "a transaction is open"
+        data, pos, found = b"".join(out), 0, []
+        while pos < len(data):
+            frame, pos = fr.decode(data, pos)
+            found.append((frame.opaque, frame.value))
+        assert found == [(at, VALUES[name]) for at, name in enumerate(names[:count])]
+        return count
+
+    assert answered(*[b"plain", b"json"] * 20) == 40
+    assert begun == [False, True], "one transaction for keys, one for rows"
+    assert answered(b"plain", b"none", b"plain") == 1
+    assert answered(b"plain", b"xattr", b"plain") == 1
+    assert answered(b"plain", b"plain", b"plain", count_max=2) == 2
+    assert answered(b"plain", b"long", b"plain") == 2
+    assert answered(b"plain", turn_ends=0.0) == 0
