@@ -19,6 +19,7 @@ import pytest
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.forkserver import ForkServer
+from tests.processes import ProcessGroup
 
 COMMAND = [sys.executable, "-P", "-m", "cli.main"]
 LIMIT_S = 120
@@ -103,15 +104,16 @@ def call(
         return Result(code, raw.decode(errors="replace"), err.read().decode(), raw)
 
 
-def background(*arguments: object, **more: Any) -> subprocess.Popen[str]:
-    """Start the command and let it run."""
-    return subprocess.Popen(
+def background(*arguments: object, **more: Any) -> ProcessGroup:
+    """Start the command and let it run; use it as a context manager, which ends it in any case."""
+    return ProcessGroup(
         [*COMMAND, *map(str, arguments)],
         env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        process_group=0,
         **more,
     )
 

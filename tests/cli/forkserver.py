@@ -1,9 +1,10 @@
 """Processes of the command without the start of an interpreter: one process imports every command, and forks.
 
 Most of what a short command costs is its imports, about a second; most tests are about what it does then. Each call is
-still a process of its own, with its own arguments, environment, working directory, output and exit code. What the start
-of an interpreter decides (flags and variables of Python, the width and the colours of the terminal) is that of the
-server. Invariant: the server has one thread and opens nothing, so that whatever it forks starts clean.
+still a process of its own, in a group of its own, with its own arguments, environment, working directory, output and
+exit code. What the start of an interpreter decides (flags and variables of Python, the width and the colours of the
+terminal) is that of the server. Invariant: the server has one thread and opens nothing, so that whatever it forks
+starts clean.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ForkServer:
         """Run the command to its end; its exit code, below zero for the signal that ended it.
 
         `files` become its stdin, stdout and stderr.
-        Raises TimeoutExpired when it takes longer than `limit_s`, and kills it then.
+        Raises TimeoutExpired when it takes longer than `limit_s`. It is killed then, and by whatever else ends this.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
@@ -66,10 +67,12 @@ class ForkServer:
             pid = int(ours.recv(64))
             try:
                 return int(ours.recv(64))
-            except TimeoutError:
+            except BaseException as error:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                raise subprocess.TimeoutExpired(list(arguments), limit_s) from None
+                    os.killpg(pid, signal.SIGKILL)
+                if isinstance(error, TimeoutError):
+                    raise subprocess.TimeoutExpired(list(arguments), limit_s) from None
+                raise
 
 
 def serve(line: socket.socket) -> None:
@@ -92,6 +95,8 @@ def serve(line: socket.socket) -> None:
 def keep(call: tuple[list[str], dict[str, str], str], files: list[int], reply: int) -> None:
     """Fork the command, and say its process id and its exit code. Returns in the command's process."""
     pid = os.fork()
+    with contextlib.suppress(OSError):  # by both, so that it is done before either goes on
+        os.setpgid(pid, pid)
     if pid:
         with socket.socket(fileno=reply) as answers:
             for file in files:

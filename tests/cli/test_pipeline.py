@@ -19,7 +19,7 @@ from mirror.bench import limits
 from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark.progress import BatchFigures
-from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment
+from tests.cli.conftest import LIMIT_S, background, call, environment
 
 
 def test_export_writes_parquet_and_says_what(mirrored: Path, tmp_path: Path) -> None:
@@ -198,21 +198,21 @@ def test_a_killed_export_leaves_nothing_to_be_read_and_no_process(form: str, lar
     target = tmp_path / "out"
     arguments = ["pipeline", "export", "--data", large, "--to", target, "--format", form, "--processes", "2"]
     folder = target if form == "delta" else tmp_path / "out.incomplete"
-    process = background(*arguments)
     deadline = time.monotonic() + LIMIT_S
-    while not list(folder.glob("*.parquet")):
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
-    ).stdout.split()
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=LIMIT_S)
-    assert children
-    while any(Path(f"/proc/{pid}").exists() and running(pid) for pid in children):
-        assert time.monotonic() < deadline, "its processes live on"
-        time.sleep(0.02)
+    with background(*arguments) as process:
+        while not list(folder.glob("*.parquet")):
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
+        ).stdout.split()
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=LIMIT_S)
+        assert children
+        while any(Path(f"/proc/{pid}").exists() and running(pid) for pid in children):
+            assert time.monotonic() < deadline, "its processes live on"
+            time.sleep(0.02)
     assert not (target / "_SUCCESS").exists()
     assert not DeltaTable.is_deltatable(str(target))
     again = call(*arguments, "--json")
@@ -231,18 +231,12 @@ def running(pid: str) -> bool:
 
 def test_ctrl_c_ends_an_export_with_130_and_without_a_trace(large: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
-    process = subprocess.Popen(
-        [*COMMAND, "pipeline", "export", "--data", str(large), "--to", str(target), "--processes", "2"],
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while not list((tmp_path / "out.incomplete").glob("*.parquet")):
-        assert process.poll() is None
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=LIMIT_S)
+    with background("pipeline", "export", "--data", large, "--to", target, "--processes", "2") as process:
+        while not list((tmp_path / "out.incomplete").glob("*.parquet")):
+            assert process.poll() is None
+            time.sleep(0.002)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert not target.exists()

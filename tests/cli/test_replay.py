@@ -6,24 +6,20 @@ import signal
 from pathlib import Path
 
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import background, call
+from tests.cli.conftest import LIMIT_S, background, call
 
 
 def test_a_mirror_of_a_recording_equals_the_source_that_was_recorded(source: SandboxThread, tmp_path: Path) -> None:
     url = source.connection_string
     assert call("record", "--source", url, "--to", tmp_path / "file").code == 0
-    replay = background("replay", tmp_path / "file")
-    try:
+    with background("replay", tmp_path / "file") as replay:
         assert replay.stdout is not None
         replayed = replay.stdout.readline().strip()
         assert replayed.startswith("couchbase://demo@127.0.0.1:")
         result = call("run", "--source", replayed, "--data", tmp_path / "data", "--groups", "2", "--until-caught-up")
         assert result.code == 0, result.err
         replay.send_signal(signal.SIGTERM)
-        out, err = replay.communicate(timeout=60)
-    finally:
-        replay.kill()
-        replay.wait()
+        out, err = replay.communicate(timeout=LIMIT_S)
     assert (replay.returncode, out) == (0, "")
     assert "16 vbuckets" in err
     assert "Traceback" not in err

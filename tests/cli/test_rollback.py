@@ -13,7 +13,7 @@ import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import background, call, delete_some, fill
+from tests.cli.conftest import LIMIT_S, background, call, delete_some, fill
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
@@ -82,8 +82,7 @@ def test_offline_it_is_foretold_and_then_done_so(data: Path, source: SandboxThre
 def test_a_running_service_rolls_back_and_streams_on(data: Path, source: SandboxThread) -> None:
     newest = state_of(data)["published_seqno"]
     contents = documents(data)
-    service = background("run", "--source", source.connection_string, "--data", data)
-    try:
+    with background("run", "--source", source.connection_string, "--data", data) as service:
         deadline = time.monotonic() + 60
         while call("status", "--data", data, "--json").json["state"] != "caught up":
             assert time.monotonic() < deadline
@@ -98,9 +97,8 @@ def test_a_running_service_rolls_back_and_streams_on(data: Path, source: Sandbox
         assert refused.code == 1
         assert "history begins at seqno" in refused.complaint
         assert state_of(data)["rollback_count"] == 1
-    finally:
         service.send_signal(signal.SIGTERM)
-        service.communicate(timeout=30)
+        service.communicate(timeout=LIMIT_S)
     assert service.returncode == 0
 
 

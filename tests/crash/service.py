@@ -23,6 +23,7 @@ from mirror import client
 from mirror.errors import MirrorError
 from mirror.messages import GetStatus
 from tests.cli.conftest import COMMAND, environment
+from tests.processes import end_group
 
 LIMIT_S = 90.0
 """No single wait is longer. All that is waited for takes a second or two; on a busy machine many times that."""
@@ -61,7 +62,8 @@ class Service:
         self._arguments = ["run", "--source", source, "--data", str(data), *flags]
         self._more = more
         self._process: subprocess.Popen[bytes] | None = None
-        self._workers_seen: set[int] = set()
+        self._groups: list[int] = []
+        """Process groups, one for each start; its processes are in it."""
 
     def __enter__(self) -> Self:
         return self
@@ -69,14 +71,10 @@ class Service:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        workers = self.workers_alive()
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+        for number in self._groups:
+            end_group(number)
+        if self._process is not None:
             self._process.wait()
-        for pid in {*workers, *self._workers_seen}:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has followed by itself meanwhile
-                if not gone(pid) and "mirror.supervise.worker" in " ".join(psutil.Process(pid).cmdline()):
-                    os.kill(pid, signal.SIGKILL)
         if error is not None:
             error.add_note(f"the service's last words ({self.log}):\n{self.tail()}")
 
@@ -95,6 +93,7 @@ class Service:
                 start_new_session=True,
                 **{"env": environment(), **self._more},
             )
+        self._groups.append(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -111,9 +110,7 @@ class Service:
         if self._process is None:
             return []
         with contextlib.suppress(psutil.NoSuchProcess):
-            found = [child.pid for child in psutil.Process(self._process.pid).children() if not gone(child.pid)]
-            self._workers_seen.update(found)
-            return found
+            return [child.pid for child in psutil.Process(self._process.pid).children() if not gone(child.pid)]
         return []
 
     def kill(self, *pids: int) -> None:
@@ -155,9 +152,7 @@ class Service:
         """Slot -> row of `status`, of those that run."""
         status = self.status()
         rows = status["workers"] if status else []
-        found = {row["slot"]: row for row in rows if row["phase"] == "running"}
-        self._workers_seen.update(row["pid"] for row in found.values())
-        return found
+        return {row["slot"]: row for row in rows if row["phase"] == "running"}
 
     def wait_workers(self, count: int) -> dict[int, dict[str, Any]]:
         """The rows of all workers, once `count` of them run."""

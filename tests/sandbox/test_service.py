@@ -14,6 +14,7 @@ import pytest
 from mirror.errors import ConfigError
 from mirror.sandbox import ServeOptions, serve
 from mirror.sandbox.control import ask
+from tests.processes import ProcessGroup
 
 PROGRAM = """
 import sys
@@ -26,8 +27,12 @@ serve(ServeOptions(nodes=2, vbuckets=8, load=500, rate=100, control=Path(sys.arg
 def test_it_prints_its_connection_string_and_ends_on_a_signal(tmp_path: Path) -> None:
     control = tmp_path / "s.sock"
     environment = {**os.environ, "DCP_MIRROR_USER": "me", "DCP_MIRROR_PASSWORD": "secret"}
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(control)], stdout=subprocess.PIPE, env=environment, text=True
+    with ProcessGroup(
+        [sys.executable, "-c", PROGRAM, str(control)],
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+        process_group=0,
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline().strip()

@@ -18,6 +18,7 @@ from storage.environment import SHARED, Environment, storage_error
 from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError
 from storage.view import open_view
 from tests.cli.test_run import without_rootly_powers
+from tests.processes import ProcessGroup
 from tests.storage.model import keys_of
 from tests.storage.test_writer import Clock, open_writer, publish
 
@@ -118,21 +119,18 @@ def test_a_reader_takes_over_a_map_that_the_writer_grew(path: str) -> None:
     writer = open_writer(path, map_size=1 << 20)
     key = keys_of(0, 1)[0]
     publish(writer, 0, [(key, b"x", 1)])
-    reader = subprocess.Popen(
-        [sys.executable, "-c", READER, path, key.decode()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert reader.stdout is not None
-    assert reader.stdin is not None
-    assert reader.stdout.readline() == "True\n"
-    for number in range(8):
-        publish(writer, 0, [(key, b"y" * 1_000_000, number + 2)])
-    assert writer.figures()["map_bytes"] > 1 << 20
-    reader.stdin.write("\n")
-    reader.stdin.flush()
-    assert reader.stdout.readline() == "1000000\n"
-    assert reader.wait(10) == 0
-    reader.stdin.close()
-    reader.stdout.close()
+    command = [sys.executable, "-c", READER, path, key.decode()]
+    with ProcessGroup(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0) as reader:
+        assert reader.stdout is not None
+        assert reader.stdin is not None
+        assert reader.stdout.readline() == "True\n"
+        for number in range(8):
+            publish(writer, 0, [(key, b"y" * 1_000_000, number + 2)])
+        assert writer.figures()["map_bytes"] > 1 << 20
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline() == "1000000\n"
+        assert reader.wait(60) == 0
     writer.close()
 
 

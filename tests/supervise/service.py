@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from mirror.client import socket_address
 from mirror.clock import SystemClock
 from mirror.supervise.setup import Source
 from mirror.supervise.supervisor import Supervisor
+from tests.processes import ProcessGroup
 from tests.supervise.scripted import look_up, settings_for, worker_command
 
 SCRIPTED = Path(__file__).with_name("scripted.py")
@@ -62,7 +62,7 @@ async def ask(data: Path, request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def children_of(process: ProcessGroup) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 

@@ -24,6 +24,7 @@ from mirror.errors import (
 )
 from mirror.supervise.setup import Source
 from mirror.supervise.supervisor import Supervisor
+from tests.processes import ProcessGroup, end_group
 from tests.supervise.conftest import eventually, eventually_now
 from tests.supervise.scripted import look_up, settings_for
 from tests.supervise.service import (
@@ -113,9 +114,14 @@ def test_what_is_not_said_is_asked_for(tmp_path: Path, missing: str) -> None:
         Supervisor(settings, look_up, clock=SystemClock())
 
 
+def started(data: Path) -> ProcessGroup:
+    command = [sys.executable, str(SCRIPTED), "service", str(data)]
+    return ProcessGroup(command, stderr=subprocess.DEVNULL, text=True, process_group=0)
+
+
 def test_the_children_of_a_killed_supervisor_are_gone(tmp_path: Path) -> None:
     """One that runs, and one that is stopped and cannot notice: the kernel does it."""
-    with subprocess.Popen([sys.executable, SCRIPTED, "service", tmp_path], stderr=subprocess.DEVNULL) as service:
+    with started(tmp_path) as service:
         children = eventually_now(lambda: len(children_of(service)) == 2 and children_of(service))
         assert children
         eventually_now(lambda: all(len(child.net_connections("unix")) >= 1 for child in children))
@@ -126,8 +132,7 @@ def test_the_children_of_a_killed_supervisor_are_gone(tmp_path: Path) -> None:
         service.kill()
         service.wait()
         eventually_now(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
-    again = subprocess.Popen([sys.executable, SCRIPTED, "service", tmp_path], stderr=subprocess.DEVNULL)
-    with again:
+    with started(tmp_path) as again:
         eventually_now(lambda: ask_now(tmp_path).get("state") == "catching up" or ask_now(tmp_path).get("workers"))
         again.terminate()
         assert again.wait() == 0
@@ -138,7 +143,11 @@ def test_closing_the_terminal_stops_what_was_started_in_it(tmp_path: Path) -> No
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, str(SCRIPTED), "service", str(tmp_path)])
-    eventually_now(lambda: [worker["phase"] for worker in ask_now(tmp_path)["workers"]] == ["running", "running"])
+    try:
+        eventually_now(lambda: [worker["phase"] for worker in ask_now(tmp_path)["workers"]] == ["running", "running"])
+    except BaseException:
+        end_group(pid)
+        raise
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert ask_now(tmp_path)["workers"] == []

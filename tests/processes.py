@@ -1,0 +1,28 @@
+"""Processes that tests start: none outlives the block that it was started for, whatever ends that block."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from types import TracebackType
+
+
+def end_group(number: int) -> None:
+    """SIGKILL to all that is left of a process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(number, signal.SIGKILL)
+
+
+class ProcessGroup(subprocess.Popen[str]):
+    """A process that leads a group of its own (`process_group=0`). Leaving the context ends what is left of the group;
+    Popen's own waits, without end where a test failed before it had asked the process to stop.
+    """
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End it."""
+        end_group(self.pid)
+        super().__exit__(kind, value, traceback)
