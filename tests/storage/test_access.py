@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -156,32 +157,49 @@ def test_a_directory_above_that_members_may_not_enter_is_found(tmp_path: Path) -
     assert access.closed_parent("/", other) is None
 
 
-def test_a_read_only_mount_is_read_while_nobody_writes(path: str, clock: Clock) -> None:
+READS = """
+import sys
+from storage.errors import ReadOnly
+from storage.view import open_view
+try:
+    with open_view(sys.argv[1]) as view:
+        print(view.get(sys.argv[2]).value.decode())
+except ReadOnly as error:
+    print(error)
+"""
+MOUNTED = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
+
+
+@pytest.fixture
+def mounted_read_only(path: str) -> Callable[..., str]:
+    """Runs a command in a mount namespace in which `path` is mounted read-only; what it prints."""
+
+    def run(*command: str) -> str:
+        namespace = ["unshare", "-m"] if ROOT else ["unshare", "-rm"]
+        done = subprocess.run(
+            [*namespace, "sh", "-c", MOUNTED, "sh", path, *command], capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise OSError(done.stderr)
+        return done.stdout.strip()
+
+    try:
+        run("true")
+    except OSError as error:
+        pytest.skip(f"a directory cannot be mounted read-only here: {error}")
+    return run
+
+
+def test_a_read_only_mount_is_read_while_nobody_writes(
+    path: str, clock: Clock, mounted_read_only: Callable[..., str]
+) -> None:
     """LMDB registers no readers there and does not say so: a writer would use their pages again."""
     (key,) = keys_of(0, 1)
-    writer = open_writer(path, clock=clock)
-    publish(writer, 0, [(key, b"value", 1)])
-    program = (
-        "import sys, time\n"
-        "from storage.errors import ReadOnly\n"
-        "from storage.view import open_view\n"
-        "try:\n"
-        "    with open_view(sys.argv[1]) as view:\n        print(view.get(sys.argv[2]).value.decode())\n"
-        "except ReadOnly as error:\n    print(error)\n"
-    )
-    mounted = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && exec "$2" -c "$3" "$1" "$4"'
-
-    def read() -> str:
-        command = ["unshare", "-m", "sh", "-c", mounted, "sh", path, sys.executable, program, key.decode()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else f"cannot be mounted: {done.stderr}"
-
-    beside_writer = read()
-    writer.close()
-    alone = read()
-    if ROOT and not alone.startswith("cannot be mounted"):
-        assert "mounted read-only, where LMDB cannot register readers, and a service writes it now" in beside_writer
-        assert alone == "value"
+    with closing(open_writer(path, clock=clock)) as writer:
+        publish(writer, 0, [(key, b"value", 1)])
+        beside_writer = mounted_read_only(sys.executable, "-c", READS, path, key.decode())
+    assert "mounted read-only, where LMDB cannot register readers, and a service writes it now" in beside_writer
+    assert mounted_read_only(sys.executable, "-c", READS, path, key.decode()) == "value"
 
 
 def test_a_reader_that_is_not_registered_ends_when_a_writer_begins(
