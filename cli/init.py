@@ -12,11 +12,12 @@ import asyncio
 import getpass
 import json
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,8 @@ UNIT = "dcp-mirror@.service"
 UNIT_PATH = ("/opt/dcp-mirror/bin", "/usr/local/bin", "/usr/bin", "/bin")
 """Where the unit looks for the program."""
 WIDTH = 100
+ATTEMPTS_MAX = 3
+"""Passwords that are tried: sources may lock a user after some."""
 
 
 def init(
@@ -64,10 +67,10 @@ def init(
 
     The password is taken from DCP_MIRROR_PASSWORD or a file, or is asked for and kept in a file of its own.
     """
-    source = source or asked("Source (couchbases://user@host/bucket)", "--source")
+    source = source or asked("Source (couchbases://user@host/bucket)", "--source", parse)
     bucket = parse(source).bucket
     if systemd is None:
-        data = data or Path(asked("Data directory", "--data", bucket)).absolute()
+        data = data or Path(asked("Data directory", "--data", check_directory, default=bucket)).absolute()
         to = to.absolute()
     elif "/" in systemd or systemd in ("", ".", ".."):
         raise ConfigError(f"--systemd {systemd!r} cannot be a unit's instance", hint="give a plain name")
@@ -79,7 +82,7 @@ def init(
     password = password_for(settings, bucket)
     if check:
         logs.set_up("error")
-        try_source(settings, source)
+        password = try_source(settings, source, password)
     files: dict[Path, tuple[str, int]] = {}
     if systemd is not None:
         files |= unit_files(root)
@@ -97,11 +100,28 @@ def init(
         typer.echo(f"next     {command}")
 
 
-def asked(question: str, option: str, default: str | None = None) -> str:
-    """An answer from the terminal. Raises ConfigError where there is none."""
+def asked(question: str, option: str, judge: Callable[[str], object], default: str | None = None) -> str:
+    """An answer from the terminal, which is asked for until `judge` raises no ConfigError.
+
+    Raises ConfigError where there is no terminal.
+    """
     if not sys.stdin.isatty():
         raise ConfigError(f"{option} is not given", hint=f"give {option}, or call it on a terminal")
-    return str(typer.prompt(question, default=default, err=True))
+
+    def judged(answer: str) -> str:
+        try:
+            judge(answer)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None  # which has the question asked again
+        return answer
+
+    return str(typer.prompt(question, default=default, err=True, value_proc=judged))
+
+
+def check_directory(text: str) -> None:
+    """Refuse what cannot be a data directory. Raises ConfigError."""
+    if Path(text).exists() and not Path(text).is_dir():
+        raise ConfigError(f"{text} is no directory", hint="name a new one, or that of a mirror")
 
 
 def password_for(settings: Settings, bucket: str) -> str | None:
@@ -110,19 +130,34 @@ def password_for(settings: Settings, bucket: str) -> str | None:
     """
     if PasswordSource.of(settings).origin() is not None or not sys.stdin.isatty():
         return None
-    password = getpass.getpass(f"Password for bucket {bucket} (kept in a file of its own): ")
+    return typed_password(f"Password for bucket {bucket} (kept in a file of its own): ")
+
+
+def typed_password(question: str) -> str:
+    """A password from the terminal, which is not echoed."""
+    try:
+        password = getpass.getpass(question)
+    except EOFError:  # Ctrl-D
+        raise typer.Abort from None
     os.environ["DCP_MIRROR_PASSWORD"] = password
     return password
 
 
-def try_source(settings: Settings, source: str) -> None:
-    """Let `doctor` look at the source. Raises CommandEnded with the exit code of the first failure."""
-    work = Doctor(settings, source, None, service=False)
-    work.on_finding = say
-    failed = [finding for finding in asyncio.run(work.examine()) if finding.verdict is StepVerdict.FAIL]
-    if failed:
-        typer.echo("nothing was written: fix what failed, or give --no-check", err=True)
-        raise CommandEnded(int(failed[0].exit_code))
+def try_source(settings: Settings, source: str, password: str | None) -> str | None:
+    """Let `doctor` look at the source. A typed password that is refused is asked for again, a few times; returns the
+    one that was accepted. Raises CommandEnded with the exit code of the first failure.
+    """
+    for attempts_left in reversed(range(ATTEMPTS_MAX)):
+        work = Doctor(settings, source, None, service=False)
+        work.on_finding = say
+        failed = [finding for finding in asyncio.run(work.examine()) if finding.verdict is StepVerdict.FAIL]
+        if not failed:
+            return password
+        if password is None or failed[0].step != "login" or not attempts_left:
+            break
+        password = typed_password("Password, again (Ctrl-C ends this): ")
+    typer.echo("nothing was written: fix what failed, or give --no-check", err=True)
+    raise CommandEnded(int(failed[0].exit_code))
 
 
 def settings_text(given: Mapping[str, Any]) -> str:
@@ -190,6 +225,6 @@ def write(files: Mapping[Path, tuple[str, int]], *, force: bool) -> None:
 def next_commands(to: Path, systemd: str | None) -> tuple[str, str]:
     """What to type now."""
     if systemd is None:
-        return f"dcp-mirror run --config {to}", f"dcp-mirror status --config {to}"
+        return f"dcp-mirror run --config {shlex.quote(str(to))}", f"dcp-mirror status --config {shlex.quote(str(to))}"
     prepare = "systemd-sysusers && systemd-tmpfiles --create && systemctl daemon-reload"
     return prepare, f"systemctl enable --now dcp-mirror@{systemd}"

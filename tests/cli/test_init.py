@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tomllib
 from pathlib import Path
+
+import pytest
 
 from cli import init
 from mirror.config import Settings
 from mirror.config_reader import load
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import call
+from tests.terminal import Terminal, plain
 
 
 def test_the_file_is_what_run_takes_and_says_what_comes_next(source: SandboxThread, tmp_path: Path) -> None:
@@ -36,6 +40,73 @@ def test_nothing_is_written_for_a_source_that_refuses(source: SandboxThread, tmp
     assert list(tmp_path.iterdir()) == []
     assert "give --source" in call("init").complaint
     assert "give --data" in call("init", "--source", source.connection_string).complaint
+
+
+def test_what_is_missing_is_asked_for_on_a_terminal_until_it_is_right(source: SandboxThread, tmp_path: Path) -> None:
+    folder = tmp_path / "with a space"
+    folder.mkdir()
+    (folder / "notes").write_text("mine")
+    with Terminal("init", cwd=folder, DCP_MIRROR_PASSWORD="") as terminal:
+        terminal.until("Source (couchbases://user@host/bucket): ")
+        terminal.type("orders\n")
+        assert "Error: the connection string is wrong: " in terminal.until("Source (couchbases://user@host/bucket): ")
+        terminal.type(f"{source.connection_string}\n")
+        terminal.until("Data directory [demo]: ")
+        terminal.type("notes\n")
+        assert "Error: notes is no directory" in terminal.until("Data directory [demo]: ")
+        terminal.type("\n")
+        terminal.until("Password for bucket demo (kept in a file of its own): ")
+        terminal.type("wrong\n")
+        assert "fail  login" in plain(terminal.until("Password, again (Ctrl-C ends this): "))
+        terminal.type("demo\n")
+        assert "ok    login" in plain(terminal.until("written  "))
+        assert terminal.end() == 0
+        assert "wrong\r" not in terminal.shown.replace("is wrong", ""), "a password is not echoed"
+        lines = terminal.shown.splitlines()
+    to = folder / "dcp-mirror.toml"
+    assert tomllib.loads(to.read_text()) == {
+        "source": source.connection_string,
+        "data": str(folder / "demo"),
+        "password_file": str(folder / "dcp-mirror.password"),
+    }
+    assert (folder / "dcp-mirror.password").read_text() == "demo"
+    assert (folder / "dcp-mirror.password").stat().st_mode & 0o777 == 0o600
+    run, status = (shlex.split(line)[1:] for line in lines if line.startswith("next"))
+    assert (run[0], status[0]) == ("dcp-mirror", "dcp-mirror")
+    for command, shown in ((run, "caught up"), (status, "demo (16 vbuckets)")):
+        more = ("--until-caught-up",) if command is run else ()
+        with Terminal(*command[1:], *more, cwd=tmp_path, DCP_MIRROR_PASSWORD="") as terminal:
+            assert terminal.end() == 0, terminal.shown
+            assert shown in plain(terminal.shown)
+
+
+@pytest.mark.parametrize("key", ["\x03", "\x04"], ids=["Ctrl-C", "Ctrl-D"])
+@pytest.mark.parametrize("question", ["Source", "Password"])
+def test_questions_can_be_left(question: str, key: str, tmp_path: Path) -> None:
+    given = () if question == "Source" else ("--source", "couchbase://demo@127.0.0.1:1/demo", "--data", tmp_path / "d")
+    with Terminal("init", *given, cwd=tmp_path, DCP_MIRROR_PASSWORD="") as terminal:
+        terminal.until(question)
+        terminal.until(": ")
+        terminal.type(key)
+        assert terminal.end() == 130
+        assert "Traceback" not in terminal.shown
+        assert "rror" not in terminal.shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_is_not_reached_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    with Terminal("init", cwd=tmp_path, DCP_MIRROR_PASSWORD="") as terminal:
+        terminal.until("Source (couchbases://user@host/bucket): ")
+        terminal.type("couchbase://demo@127.0.0.1:1/demo\n")
+        terminal.until("Data directory [demo]: ")
+        terminal.type("\n")
+        terminal.until("Password for bucket demo (kept in a file of its own): ")
+        terminal.type("demo\n")
+        said = terminal.until("nothing was written: fix what failed, or give --no-check")
+        assert "127.0.0.1:1" in said
+        assert terminal.end() == 1
+        assert "again" not in said, "the password is not what failed"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_systemd_files_go_below_a_root_and_only_the_owner_reads_the_password(tmp_path: Path) -> None:
