@@ -36,6 +36,8 @@ stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
 LEASES_SHOWN = 3
+SELDOM_CHANGES = frozenset({"mirrored", "data", "history", "held"})
+"""Facts that are left out on a small terminal; `status` has them."""
 
 
 def number(value: float | None) -> str:
@@ -143,8 +145,8 @@ def history_text(sums: Mapping[str, Any]) -> str | None:
     return text + (f", back to {moment(sums['history_floor_ms'])}" if sums["history_floor_ms"] else "")
 
 
-def summary(document: Mapping[str, Any]) -> Table:
-    """The mirror as a whole."""
+def summary(document: Mapping[str, Any], *, brief: bool = False) -> Table:
+    """The mirror as a whole; `brief`: without what hardly changes."""
     sums = document["totals"]
     service = document["service"]
     state: Text = state_text(document["state"])
@@ -163,25 +165,24 @@ def summary(document: Mapping[str, Any]) -> Table:
     if sums["last_resync_ms"] is not None:
         resyncs += f", the last at {moment(sums['last_resync_ms'])}"
     running = f"up {duration(document['uptime_s'])}, process {document['pid']}" if service == "up" else "not running"
-    return fact_table(
-        {
-            "state": state,
-            "service": running,
-            "bucket": f"{document['bucket'] or DASH} ({vbuckets_text(document)})",
-            "mirrored": escape(document["selection"]) if document.get("selection") else None,
-            "source": escape(document["source"]) if document.get("source") else None,
-            "data": escape(document["data"]),
-            "documents": number(sums["documents"]),
-            "published": f"{number(sums['published_seqnos'])} seqnos",
-            "lag": lag,
-            "rate": rate,
-            "rollbacks": rollbacks,
-            "resyncs": resyncs,
-            "history": history_text(sums),
-            "held": leases_text(document.get("leases") or ()),
-            "warning": escape("; ".join(document.get("warnings") or ())) or None,
-        }
-    )
+    facts: dict[str, RenderableType | None] = {
+        "state": state,
+        "service": running,
+        "bucket": f"{document['bucket'] or DASH} ({vbuckets_text(document)})",
+        "mirrored": escape(document["selection"]) if document.get("selection") else None,
+        "source": escape(document["source"]) if document.get("source") else None,
+        "data": escape(document["data"]),
+        "documents": number(sums["documents"]),
+        "published": f"{number(sums['published_seqnos'])} seqnos",
+        "lag": lag,
+        "rate": rate,
+        "rollbacks": rollbacks,
+        "resyncs": resyncs,
+        "history": history_text(sums),
+        "held": leases_text(document.get("leases") or ()),
+        "warning": escape("; ".join(document.get("warnings") or ())) or None,
+    }
+    return fact_table({name: fact for name, fact in facts.items() if not (brief and name in SELDOM_CHANGES)})
 
 
 def print_event(event: Mapping[str, Any]) -> None:
@@ -292,12 +293,33 @@ def worst_vbuckets(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
     return troubled
 
 
-def status_view(document: Mapping[str, Any], *, every_vbucket: bool = False) -> RenderableType:
-    """The whole status."""
-    parts: list[RenderableType] = [summary(document)]
-    if document["workers"]:
+def processes_text(document: Mapping[str, Any]) -> Table:
+    """Workers and servers, a line each: how many run, and what all of them take."""
+    facts = {}
+    for kind in ("workers", "servers"):
+        rows = document[kind]
+        running = sum(row["phase"] == "running" for row in rows)
+        cpu, memory = (sum(row[name] or 0 for row in rows) for name in ("cpu_percent", "private_bytes"))
+        restarts = sum(row["restarts"] for row in rows)
+        text = f"{running} of {len(rows)} running, cpu {cpu:.0f} %, memory {size(memory)}, restarts {restarts}"
+        facts[kind] = text if rows else None
+    return fact_table(facts)
+
+
+def status_view(
+    document: Mapping[str, Any],
+    *,
+    every_vbucket: bool = False,
+    brief: bool = False,
+    vbucket_rows_max: int = VBUCKET_ROWS_MAX,
+) -> RenderableType:
+    """The whole status; `brief`: without what hardly changes, and processes as sums."""
+    parts: list[RenderableType] = [summary(document, brief=brief)]
+    if brief:
+        parts.append(processes_text(document))
+    if document["workers"] and not brief:
         parts += ["", worker_table(document["workers"])]
-    if document["servers"]:
+    if document["servers"] and not brief:
         parts += ["", server_table(document["servers"])]
     rows = document["vbuckets"]
     if every_vbucket:
@@ -306,11 +328,23 @@ def status_view(document: Mapping[str, Any], *, every_vbucket: bool = False) -> 
         states = ", ".join(f"{count} {state}" for state, count in sorted(document["totals"]["states"].items()))
         worst = worst_vbuckets(rows)
         parts += ["", f"[dim]vbuckets[/dim]  {escape(states)}"]
-        if worst:
-            parts += ["", trouble_table(worst[:VBUCKET_ROWS_MAX])]
-            if len(worst) > VBUCKET_ROWS_MAX:
-                parts.append(f"[dim]... and {len(worst) - VBUCKET_ROWS_MAX} more behind (--all shows every one)[/dim]")
+        if worst and vbucket_rows_max:
+            parts += ["", trouble_table(worst[:vbucket_rows_max])]
+        if len(worst) > vbucket_rows_max:
+            parts.append(
+                f"[dim]... and {len(worst) - vbucket_rows_max} more behind (status --all shows every one)[/dim]"
+            )
     return Group(*parts)
+
+
+def top_view(document: Mapping[str, Any]) -> RenderableType:
+    """As much of the status as the terminal has lines for: what is cut off there is what somebody should look at."""
+    view = status_view(document)
+    for rows_max in range(VBUCKET_ROWS_MAX, -1, -1):
+        if len(stdout.render_lines(view)) < stdout.height:
+            break
+        view = status_view(document, brief=True, vbucket_rows_max=rows_max)
+    return view
 
 
 def status_line(document: Mapping[str, Any]) -> str:

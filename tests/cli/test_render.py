@@ -73,6 +73,36 @@ def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
         assert shown in text
 
 
+def test_top_shows_on_a_small_terminal_what_is_in_trouble_and_on_a_large_one_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At 80x24 the processes filled the screen, and the vbuckets that lag were cut off."""
+    rows = [
+        reported_row({"vbid": vbid, "state": "refused", "source_high_seqno": None, "text": "no privilege"}, 0)
+        for vbid in range(20)
+    ]
+    server = document()["workers"][0] | {"kind": "kv", "counters": {}}
+    found = document(vbuckets=rows, workers=document()["workers"] * 4, servers=[server] * 3)
+    found["totals"] = totals(rows) | {"documents_per_s": None, "bytes_per_s": None}
+    drawn_at = {}
+    for height in (24, 12, 60):
+        monkeypatch.setattr(render, "stdout", Console(width=80, height=height, file=io.StringIO()))
+        drawn_at[height] = drawn(render.top_view(found)).splitlines()
+    assert len(drawn_at[24]) < 24
+    text = "\n".join(drawn_at[24])
+    for shown in (
+        "catching up",
+        "4 of 4 running, cpu 49 %",
+        "3 of 3 running",
+        "20 refused",
+        "no privilege",
+        "more behind",
+    ):
+        assert shown in text
+    assert "... and 20 more behind" in drawn_at[12][-1], "as short as it gets"
+    assert drawn_at[60] == drawn(render.status_view(found)).splitlines()
+
+
 def test_each_server_process_is_named_with_its_figures() -> None:
     server = document()["workers"][0] | {"kind": "kv", "groups": [], "slot": 1000, "pid": 54_321}
     server["counters"] = {"kv_connections": 1024, "kv_requests": 9_876_543}
