@@ -13,8 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output, render
+from cli.exits import Ended
 from cli.keyboard import Keyboard
 from mirror import client
+from mirror.errors import ExitCode
 from mirror.messages import GetStatus
 from mirror.supervise.status import summed, totals
 from mirror.supervise.stored import stored_status
@@ -78,6 +80,9 @@ def status(
     config: options.ConfigOption = None,
     every: Annotated[bool, typer.Option("--all", "-a", help="Show every vbucket, not only the worst.")] = False,
     count: Annotated[bool, typer.Option("--count", help="Count the documents, however many there are.")] = False,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="End with 1 where the mirror is not ready, as /readyz answers 503.")
+    ] = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Show how the mirror stands: states, positions, lag, workers. Works with the service up or down."""
@@ -88,6 +93,8 @@ def status(
         output.print_json(document)
     else:
         render.show(render.status_view(document, every_vbucket=every))
+    if ready and document["reasons"]:
+        raise Ended(ExitCode.FAILED)
 
 
 def top(
@@ -110,7 +117,7 @@ def top(
             if as_json:
                 output.print_json(document)
             else:
-                screen.show(render.status_view(document), render.status_line(document))
+                screen.show(render.top_view(document), render.status_line(document))
             looks += 1
             if looks == count:
                 return

@@ -14,9 +14,9 @@ from typing import Any
 VBIDS_NAMED = 10
 """Vbuckets that a reason names; it counts the others."""
 
-STARTING, UNREACHABLE, DEGRADED = "starting", "source unreachable", "degraded"
+STARTING, UNREACHABLE, DEGRADED, DISK_FULL = "starting", "source unreachable", "degraded", "disk full"
 CATCHING_UP, CAUGHT_UP = "catching up", "caught up"
-STATES = (STARTING, UNREACHABLE, DEGRADED, CATCHING_UP, CAUGHT_UP, "stopping", "stored")
+STATES = (STARTING, UNREACHABLE, DEGRADED, DISK_FULL, CATCHING_UP, CAUGHT_UP, "stopping", "stored")
 """Every state of a mirror: those judged here, and two that the service knows by itself."""
 
 BROKEN = {
@@ -48,18 +48,28 @@ class Health:
 
 
 def assess(
-    rows: Sequence[Mapping[str, Any]], held_count: int | None, *, lag_limit_s: float, source_error: str | None = None
+    rows: Sequence[Mapping[str, Any]],
+    held_count: int | None,
+    *,
+    lag_limit_s: float,
+    groups: Sequence[Mapping[str, Any]] = (),
+    source_error: str | None = None,
 ) -> Health:
-    """Judge a mirror by the rows of its vbuckets (cli/JSON.md).
+    """Judge a mirror by the rows of its vbuckets (cli/JSON.md), and what workers say of their groups.
 
     `held_count` vbuckets belong to it; None: not known yet. `source_error`: why the source could not be asked which
     bucket it has.
     """
     if source_error is not None:
         return Health(UNREACHABLE, (f"the source cannot be reached: {source_error}",))
-    if not held_count or len(rows) < held_count:
-        return Health(STARTING, (f"{len(rows)} of {held_count or 'unknown'} vbuckets reported",))
-    going = [row for row in rows if row["state"] not in BROKEN]
+    if held_count is None:
+        return Health(STARTING, ("the source has not answered yet",))
+    if len(rows) < held_count:
+        return Health(STARTING, (f"{len(rows)} of {held_count} vbuckets reported",))
+    failed = {row["group"]: bool(row.get("full")) for row in groups if row.get("error")}
+    """Groups whose store failed; True: because the disk is full. Their vbuckets have no streams meanwhile."""
+    unwritten = [row for row in rows if row["state"] not in BROKEN and row["group"] in failed]
+    going = [row for row in rows if row["state"] not in BROKEN and row["group"] not in failed]
     away = [row for row in going if row["node"] is None]
     if away and len(away) == len(going):
         error = next((row["last_error"] for row in away if row["last_error"]), None)
@@ -67,17 +77,21 @@ def assess(
             return Health(STARTING, ("no contact with the source yet",))
         return Health(UNREACHABLE, (f"no contact with the source{f': {error}' if error else ''}",))
     degraded = [_named(rows, [row for row in rows if row["state"] == state], what) for state, what in BROKEN.items()]
+    degraded.append(_named(rows, [row for row in unwritten if not failed[row["group"]]], "whose store failed"))
     degraded.append(_named(rows, away, "without contact to the source"))
     held_up = [row for row in going if row["state"] == "waiting" and row["last_error"] and _late(row, HELD_UP_S)]
     degraded.append(_named(rows, [row for row in held_up if row["node"] is not None], "waiting after an error"))
+    disk_full = _named(
+        rows, [row for row in unwritten if failed[row["group"]]], "that cannot be written: the disk is full"
+    )
     behind = [
         _named(rows, [row for row in rows if not (row["published_seqno"] or row["lag_seqnos"] == 0)], "not published"),
         _named(rows, [row for row in rows if _late(row, lag_limit_s)], f"more than {lag_limit_s:g} s behind"),
         _named(rows, [row for row in going if row["node"] and row["lag_seqnos"] is None], "of unknown lag"),
     ]
-    reasons = tuple(each for each in (*degraded, *behind) if each)
-    if any(degraded):
-        return Health(DEGRADED, reasons)
+    reasons = tuple(each for each in (*degraded, disk_full, *behind) if each)
+    if any(degraded) or disk_full:
+        return Health(DEGRADED if any(degraded) else DISK_FULL, reasons)
     caught_up = not reasons and all(row["lag_seqnos"] == 0 for row in rows)
     return Health(CAUGHT_UP if caught_up else CATCHING_UP, reasons)
 

@@ -70,6 +70,10 @@ class Processes:
         self.slots: dict[int, ProcessSlot] = {}
         self.desired: dict[int, tuple[int, ...]] = {}
         """Slot -> its groups, for each process that there should be."""
+        self.working = False
+        """The bucket is known, and workers are planned."""
+        self.serves_http = False
+        """HTTP servers are planned, whether the bucket is known or not."""
         self.quarantine = Quarantine()
 
     def alive(self) -> list[Child]:
@@ -86,10 +90,23 @@ class Processes:
 
     def begin(self) -> None:
         """Plan workers for all groups, and the servers."""
-        identity = self._context.identity
-        assert identity is not None, "the directory is known before workers are planned"
-        workers = assign(identity.group_count, self._context.settings.workers)
-        self.desired = workers | self._listeners.desired(self._context.settings)
+        self.working = True
+        self.replan()
+
+    def serve_http(self) -> None:
+        """Plan the HTTP servers, which can say how the mirror stands before its bucket is known; KV and DCP cannot."""
+        self.serves_http = True
+        self.replan()
+
+    def replan(self) -> None:
+        """Plan what has begun by the settings in force."""
+        settings, identity = self._context.settings, self._context.identity
+        servers = self._listeners.desired(settings)
+        if self.working:
+            assert identity is not None, "the directory is known before workers are planned"
+            self.desired = assign(identity.group_count, settings.workers) | servers
+        elif self.serves_http:
+            self.desired = {slot: groups for slot, groups in servers.items() if kind_of(slot) == "http"}
 
     # executing the plan
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from mirror.errors import ExitCode, MirrorError, SupervisionError
@@ -94,6 +94,11 @@ class Reports:
             self._state, self._message = state, message
             self._notifier.status(f"{state}: {message}" if message else state)
 
+    def work_begins(self) -> None:
+        """The bucket is known, and workers are planned."""
+        if self._until_caught_up and self._context.vbucket_count is not None:
+            self._catch_up = CatchUp(self._context.vbucket_count)
+
     def first_fill_begins(self) -> None:
         """The mirror is new."""
         self._observer.fill_begins()
@@ -104,7 +109,7 @@ class Reports:
         for event in self._observer.source_answers(error, self._context.now_ms()):
             self._event_log.add(event)
         if error is not None:
-            self._judge([])
+            self._judge([], [])
 
     def add_due_events(self, *, at_once: bool = False) -> None:
         """Report the events that were collected for long enough, or all."""
@@ -123,8 +128,6 @@ class Reports:
 
     async def run(self, progress: Callable[[dict[str, Any]], None] | None) -> None:
         """Collect reports until cancelled; `progress` gets each new status."""
-        if self._until_caught_up and self._context.vbucket_count is not None:
-            self._catch_up = CatchUp(self._context.vbucket_count)
         while True:
             await self.collect(REPORT_TIMEOUT_S)
             if progress is not None:
@@ -147,20 +150,20 @@ class Reports:
         now_ms = self._context.now_ms()
         self._trend.observe(rows, counters, now_ms)
         self._trend.fill(rows, now_ms)
-        self._judge(rows)
         groups = [row for child in alive for row in child.status.get("groups") or ()]
+        self._judge(rows, groups)
         for event in self._observer.observe(rows, groups, self._context.vbucket_count, now_ms):
             self._event_log.add(event)
 
     async def _ask_for_report(self, child: Child) -> None:
-        identity = self._context.identity
-        assert identity is not None, "workers run only when the directory is known"
         try:
             child.status = cast(ProcessReport, await child.request(GetStatus(), REPORT_TIMEOUT_S))
         except SupervisionError as error:
             log.debug("no report", slot=child.slot, error=str(error))
             return
+        identity = self._context.identity
         for report in child.status.get("vbuckets") or ():
+            assert identity is not None, "workers run only when the directory is known"
             row = reported_row(report, report["vbid"] % identity.group_count)
             self._rows[row["vbid"]] = row
 
@@ -169,17 +172,19 @@ class Reports:
 
     # judging
 
-    def _judge(self, rows: list[Row]) -> None:
+    def _judge(self, rows: list[Row], groups: Sequence[Mapping[str, Any]]) -> None:
         """Set the state, and end the service where it was to run until it has caught up."""
         if self._context.stopping:
             return
         running = len(self._processes.running())
-        if running and running == len(self._processes.desired) and not self.was_ready:
+        if self._processes.working and running == len(self._processes.desired) and not self.was_ready:
             self.was_ready = True
             self._notifier.ready()
             log.info("all workers run", workers=running)
         limit_s = self._context.settings.ready_lag_limit_s
-        health = assess(rows, self._context.vbucket_count, lag_limit_s=limit_s, source_error=self._source_error)
+        health = assess(
+            rows, self._context.vbucket_count, lag_limit_s=limit_s, groups=groups, source_error=self._source_error
+        )
         sums = totals(rows)
         figures = f"{sums['published_seqnos']:,} seqnos published"
         if health.state == CATCHING_UP and sums["lag_seqnos"] is not None:

@@ -44,6 +44,8 @@ from mirror.supervise.systemd import Notifier
 TICK_S = 0.2
 """How often deadlines and restart pauses are looked at."""
 COMPLAINT_INTERVAL_S = 60.0
+SOURCE_PATIENCE_S = 1.0
+"""HTTP is served before the source has answered once it has not for this long: /readyz, metrics and the page say so."""
 CATCH_UP_SOURCE_LIMIT_S = 60.0
 """With `--until-caught-up` a caller waits for the end: give up on a source that cannot be reached."""
 
@@ -132,6 +134,7 @@ class Supervisor:
             lambda number: self._events.put_nowait(Signalled(number)),
         )
         self._background: set[asyncio.Task[None]] = set()
+        self._started_s = clock.monotonic()
         self._interrupts = 0
         self._exit = ExitCode.DONE
         self._failure: MirrorError | None = None
@@ -156,6 +159,7 @@ class Supervisor:
             self._setup.load()
             self._spawn_task(self._ticks())
             self._spawn_task(self._resolve_source())
+            self._spawn_task(self._reports.run(self._progress))
             while not (self._context.stopping and not self._processes.alive()):
                 event = await self._events.get()
                 if isinstance(event, Tick) and not self._context.stopping:
@@ -188,9 +192,9 @@ class Supervisor:
             self._context.stopping = True
             self._reports.set_state("stopping", "", ("the service stops",))
             self._notifier.stopping()
-            alive = len(self._processes.alive())
-            if self._failure is None or alive:  # else the error alone says all
-                log.info("stopping", workers=alive)
+            workers = sum(kind_of(child.slot) is None for child in self._processes.alive())
+            if self._failure is None or workers:  # else the error alone says all
+                log.info("stopping", workers=workers)
 
     def status_document(self) -> dict[str, Any]:
         """All that `status` shows, as of the last reports."""
@@ -242,16 +246,17 @@ class Supervisor:
 
     def _source_unreachable(self, error: str) -> None:
         self._reports.source_answered(error)
+        self._processes.serve_http()
         if self._context.identity is not None:
             self._begin_work()  # readers have what is there; workers try on by themselves
 
     def _begin_work(self) -> None:
-        if self._processes.desired:
+        if self._processes.working:
             return
         context, settings = self._context, self._context.settings
         context.leases = LeaseBook(context.data, seconds_max=settings.lease_max_s, age_max_s=settings.lease_age_max_s)
         self._processes.begin()
-        self._spawn_task(self._reports.run(self._progress))
+        self._reports.work_begins()
 
     # events
 
@@ -261,6 +266,8 @@ class Supervisor:
                 self._feed_watchdog()
                 self._reports.add_due_events()
                 self._expire_leases()
+                if not self._processes.serves_http and self._clock.monotonic() >= self._started_s + SOURCE_PATIENCE_S:
+                    self._processes.serve_http()
             case ChildMessage():
                 self._receive(event)
             case ChildExited():
@@ -373,8 +380,7 @@ class Supervisor:
         self._event_log.add(SettingsRead(in_force=tuple(changed), need_restart=need_restart))
         if context.identity is not None and "readers_group" in changed:
             self._setup.share()
-        if self._processes.desired:
-            self._processes.begin()
+        self._processes.replan()
         if context.leases is not None:
             context.leases.limit(seconds_max=found.lease_max_s, age_max_s=found.lease_age_max_s)
         if "kv_nodes" in changed or "kv" in changed:

@@ -11,6 +11,8 @@ from cli import status
 from mirror import client
 from mirror.supervise.stored import stored_status
 from tests.cli.conftest import COMMAND, LIMIT_S, call, environment
+from tests.processes import ProcessGroup
+from tests.terminal import Terminal, plain
 
 JSON_MD = Path(status.__file__).with_name("JSON.md").read_text()
 FIELDS = [
@@ -46,13 +48,27 @@ def test_people_get_a_summary_and_every_vbucket_on_demand(mirrored: Path) -> Non
 def test_top_is_left_by_q(mirrored: Path) -> None:
     ours, theirs = os.openpty()
     command = [*COMMAND, "top", "--data", str(mirrored), "--interval", "3600"]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, env=environment(), text=True) as top:
+    with ProcessGroup(
+        command, stdin=theirs, stdout=subprocess.PIPE, env=environment(), text=True, process_group=0
+    ) as top:
         assert top.stdout is not None
         top.stdout.readline()
         os.write(ours, b"q")
         assert top.wait(LIMIT_S) == 0
     os.close(ours)
     os.close(theirs)
+
+
+def test_top_fits_a_terminal_of_80_columns_and_24_lines(mirrored: Path, tmp_path: Path) -> None:
+    with Terminal("top", "--data", mirrored, "--interval", "3600", cwd=tmp_path) as terminal:
+        shown = terminal.until("16 stored")
+        terminal.type("q")
+        assert terminal.end() == 0
+        lines = plain(shown).split("\r\n")
+        assert "stored" in lines[0]
+        assert len(lines) < 24
+        assert max(map(len, lines)) <= 80
+        assert terminal.shown.endswith("\x1b[?25h"), "the cursor is shown again"
 
 
 def test_top_ends_after_the_looks_that_were_asked_for(mirrored: Path) -> None:

@@ -40,6 +40,8 @@ _OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
 _MAPS, _OF_MAPS = "mirror/supervise/maps.py", "tests/supervise/test_maps.py"
 _ENVIRONMENT, _OF_ENVIRONMENT = "storage/environment.py", "tests/storage/test_environment.py"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_documents.py"
+_HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
+_REPORTS, _OF_CHANNELS = "mirror/supervise/reports.py", "tests/supervise/test_channels.py -k never_reached"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
 MUTATIONS = (
@@ -395,4 +397,19 @@ MUTATIONS = (
     Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
     Mutation(_DOCUMENTS, "self._bodies_read += live.true_count", "pass", _OF_DOCUMENTS),
     Mutation(_DOCUMENTS, "overwrite=True, marks=marks)", "overwrite=True)", _OF_DOCUMENTS),
+    # --- one judgement, and who hears it
+    Mutation(_HEALTH, 'and row["group"] not in failed]', "]", _OF_HEALTH),
+    Mutation(_HEALTH, "if away and len(away) == len(going):", "if False:", _OF_HEALTH),
+    Mutation(
+        _HEALTH,
+        "return Health(DEGRADED if any(degraded) else DISK_FULL, reasons)",
+        "return Health(DEGRADED, reasons)",
+        _OF_HEALTH,
+    ),
+    Mutation(
+        _REPORTS,
+        "if self._processes.working and running == len(self._processes.desired)",
+        "if running == len(self._processes.desired)",
+        _OF_CHANNELS,
+    ),
 )

@@ -44,6 +44,9 @@ CASES: dict[str, tuple[int, Series, Series]] = {
     "DcpMirrorDegraded": (
         9, {STATE + '{state="degraded"}': "0x5 1x20"}, {STATE + '{state="degraded"}': "0x6 1 1 0x20"},
     ),
+    "DcpMirrorDiskFull": (
+        5, {STATE + '{state="disk full"}': "0x2 1x20"}, {STATE + '{state="disk full"}': "1x3 0x20"},
+    ),
     "DcpMirrorNotReady": (15, {"dcp_mirror_ready": "0x20"}, {"dcp_mirror_ready": "0x9 1 0x20"}),
     "DcpMirrorDamaged": (
         5,

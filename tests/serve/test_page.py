@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mirror.health import STATES
 from tests.serve.http_site import Site
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -202,6 +203,34 @@ def test_a_source_that_is_away_is_said_in_the_headline(page: Any, site: Site) ->
     assert page.locator("#headline").inner_text().startswith("source unreachable since ")
     assert page.locator("#source").inner_text() == "Source couchbase://db1.example/demo: no contact for 20 s"
     picture(page, "away")
+
+
+def test_each_state_is_the_first_word_and_bad_ones_stand_out(page: Any, site: Site) -> None:
+    """The page's part of the table of docs/operations.md; tests/supervise/test_channels.py has the other channels."""
+    for state in STATES:
+        site.stands(report() | {"state": state, "message": "why"})
+        opened(page, site)
+        headline = page.locator("#headline")
+        assert headline.inner_text().startswith(state)
+        assert ": why" in headline.inner_text()
+    site.stands(report() | {"vbuckets": [], "state": "disk full"})
+    opened(page, site)
+    assert page.locator("#headline.bad").count() == 1
+    site.stands(report() | {"vbuckets": [], "state": "caught up"} | {"totals": report()["totals"] | {"stale": 0}})
+    opened(page, site)
+    assert page.locator("#headline.bad").count() == 0
+
+
+def test_a_source_that_was_never_reached_leaves_no_empty_map(page: Any, site: Site) -> None:
+    why = "the source cannot be reached: db1.example:11210 refused"
+    never = {"state": "source unreachable", "message": why, "source_error": why, "vbuckets": [], "workers": []}
+    site.stands(report() | never | dict.fromkeys(("bucket", "vbucket_count", "vbuckets_held")))
+    opened(page, site)
+    assert page.locator("#headline").inner_text().endswith(why)
+    assert page.locator("#source").inner_text() == "Source couchbase://db1.example/demo: not reached"
+    assert page.locator("#detail").inner_text() == "None is known before the source has been reached."
+    assert not page.locator("#map").is_visible()
+    assert not page.locator("#legend").is_visible()
 
 
 def test_a_screen_reader_hears_changes_of_state_and_no_figures(page: Any, site: Site) -> None:

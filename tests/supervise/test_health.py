@@ -14,7 +14,7 @@ Row = dict[str, Any]
 def row(vbid: int, published: int = 5, high: int | None = 5, lag_s: float | None = 0.0, **more: Any) -> Row:
     lag = None if high is None else max(0, high - published)
     return {
-        "vbid": vbid, "state": "streaming", "node": "db1:11210", "detail": None, "last_error": None,
+        "vbid": vbid, "group": vbid % 4, "state": "streaming", "node": "db1:11210", "detail": None, "last_error": None,
         "published_seqno": published, "source_high_seqno": high, "lag_seqnos": lag, "lag_s": lag_s,
     } | more  # fmt: skip
 
@@ -45,9 +45,9 @@ SITUATIONS: dict[str, tuple[list[Row], str, list[str]]] = {
     "a damaged group, and the source is away": (
         [row(0, state="damaged", detail="page 7"), away(1)], "source unreachable", ["no contact with the source"],
     ),
-    "the disk is full": (
-        [GOOD, row(1, 5, 9, 2.0, state="waiting", last_error="the disk is full")], "degraded",
-        ["1 of 2 vbuckets waiting after an error: 1 (the disk is full)"],
+    "an error that stays": (
+        [GOOD, row(1, 5, 9, 2.0, state="waiting", last_error="not my vbucket")], "degraded",
+        ["1 of 2 vbuckets waiting after an error: 1 (not my vbucket)"],
     ),
     "a retry is due": ([GOOD, row(1, 5, 9, 0.2, state="waiting", last_error="busy")], "catching up", []),
     "a position is not known yet": ([GOOD, row(1, 5, None)], "catching up", ["1 of 2 vbuckets of unknown lag: 1"]),
@@ -74,7 +74,25 @@ def test_a_broken_vbucket_degrades_the_mirror_and_is_named(state: str) -> None:
 def test_a_source_that_cannot_be_asked_is_the_first_thing_said() -> None:
     found = assess([], None, lag_limit_s=30, source_error="nobody there")
     assert (found.state, found.reasons) == ("source unreachable", ("the source cannot be reached: nobody there",))
-    assert assess([], None, lag_limit_s=30).reasons == ("0 of unknown vbuckets reported",)
+    assert assess([], None, lag_limit_s=30).reasons == ("the source has not answered yet",)
+
+
+def test_a_group_that_cannot_be_written_is_no_lost_contact() -> None:
+    """Its vbuckets have no streams meanwhile; with one group the mirror said that its source was away."""
+    waiting = [away(0, 2.0, last_error="no space left"), away(4, 2.0, last_error="no space left")]
+    cannot = "that cannot be written: the disk is full"
+    full = {"group": 0, "error": "no space left", "full": True}
+    found = assess(waiting, 2, lag_limit_s=30, groups=[full])
+    assert (found.state, found.reasons) == ("disk full", (f"2 of 2 vbuckets {cannot}: 0, 4 (no space left)",))
+    found = assess([*waiting, row(1, state="refused", detail="why")], 3, lag_limit_s=30, groups=[full])
+    assert found.state == "degraded"
+    assert [reason.partition(":")[0] for reason in found.reasons] == [
+        "1 of 3 vbuckets refused", f"2 of 3 vbuckets {cannot.partition(':')[0]}"
+    ]  # fmt: skip
+    found = assess(waiting, 2, lag_limit_s=30, groups=[full | {"full": False}])
+    assert (found.state, found.reasons) == ("degraded", ("2 of 2 vbuckets whose store failed: 0, 4 (no space left)",))
+    found = assess([away(0, 2.0), away(1, 2.0)], 2, lag_limit_s=30, groups=[full])
+    assert found.state == "source unreachable", "nobody else has contact either"
 
 
 def test_many_vbuckets_are_counted_and_some_are_named() -> None:

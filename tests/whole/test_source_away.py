@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from tests.cli.conftest import call
@@ -61,3 +64,42 @@ def test_a_source_that_was_killed_is_called_unreachable_everywhere(tmp_path: Pat
         assert "unknown, last contact" in shown
         assert call("get", "key", "--data", data).out.strip() == "1"
         assert service.terminate() == 0
+
+
+def test_a_new_mirror_that_has_never_reached_its_source_says_so_over_http(tmp_path: Path) -> None:
+    """Nothing listened there, and a load balancer or Prometheus could not tell it from a service that does not run."""
+    data = tmp_path / "data"
+    with ExitStack() as stack:
+        held = stack.enter_context(socket.socket())  # connections are refused until the source listens at its port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        flags = ("--workers", "1", "--http", "0", "--kv", "0")
+        service = stack.enter_context(Service(f"couchbase://demo@127.0.0.1:{port}/demo", data, *flags))
+        service.start()
+        listeners = until("its addresses", lambda: (service.status() or {}).get("listeners"))
+        (url,), (kv,) = listeners["http"], listeners["kv"]
+        until("HTTP to answer", lambda: asked(f"{url}/livez")[0] == 200)
+        why = f"the source cannot be reached: 127.0.0.1:{port}"
+        until("the reason", lambda: why in asked(f"{url}/readyz")[1])
+        assert asked(f"{url}/readyz")[0] == 503
+        metrics = asked(f"{url}/metrics")[1].splitlines()
+        assert 'dcp_mirror_state{state="source unreachable"} 1.0' in metrics
+        assert "dcp_mirror_ready 0.0" in metrics
+        assert "<title>dcp-mirror</title>" in asked(url)[1]
+        status = json.loads(asked(f"{url}/v1/status")[1])
+        assert (status["state"], status["vbuckets"], status["bucket"]) == ("source unreachable", [], None)
+        assert "source unreachable since 20" in call("status", "--data", data).out
+        document = f"{url}/v1/collections/_default._default/documents/key"
+        assert asked(document)[0] == 503
+        with pytest.raises(ConnectionRefusedError):  # KV has to know how many vbuckets there are
+            socket.create_connection(("127.0.0.1", int(kv.rpartition(":")[2])))
+        before = [server["pid"] for server in status["servers"]]
+        source = stack.enter_context(SandboxThread(SandboxCluster(nodes=1, vbuckets=VBUCKETS, port=port)))
+        source.call(source.cluster.set, "key", b"1")
+        until("readiness", lambda: asked(f"{url}/readyz")[0] == 200)
+        until("the document", lambda: asked(document) == (200, "1"))
+        status = json.loads(asked(f"{url}/v1/status")[1])
+        assert [server["pid"] for server in status["servers"] if server["kind"] == "http"] == before
+        assert service.terminate() == 0
+        assert not service.tracebacks()

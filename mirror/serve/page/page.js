@@ -13,7 +13,7 @@ const KINDS = {
   stalled: { sign: "=", word: "stalled", text: "its source is ahead and sends nothing, or its worker says nothing" },
   lagging: { sign: "▲", word: "lagging", text: "too far behind its source" },
   behind: { sign: "▵", word: "a little behind", text: "more than a tenth of the limit behind its source" },
-  waiting: { sign: "…", word: "waiting", text: "no contact with its node at the source, or a retry is due" },
+  waiting: { sign: "…", word: "waiting", text: "no contact with its node at the source, its store cannot be written, or a retry is due" },
   filling: { sign: "◐", word: "filling", text: "on its way to its first or next state" },
   idle: { sign: "–", word: "stored", text: "no service runs; this is what is stored" },
   ok: { sign: "·", word: "up to date", text: "published and near its source" },
@@ -124,9 +124,10 @@ function drawMap(report) {
     if (selected === row.vbid) $("detail").textContent = text;
     if (ATTENTION.includes(kind)) note(attention, kind, row, kind === "rolled" ? kind : why(row, kind, workers));
   });
-  if (selected === null) $("detail").textContent = "Choose a vbucket to see how it stands.";
+  if (selected === null) $("detail").textContent = report.vbuckets.length ? "Choose a vbucket to see how it stands." : "None is known before the source has been reached.";
   $("detail").classList.toggle("chosen", selected !== null);
   const legend = $("legend");
+  legend.hidden = map.hidden = !report.vbuckets.length;
   legend.replaceChildren(...Object.entries(KINDS).filter(([kind]) => counts[kind] || (kind !== "idle" && kind !== "behind")).map(([kind, { sign, word, text }]) => {
     const entry = make("span");
     entry.title = text;
@@ -188,7 +189,7 @@ function sourceText(report) {
   const contact = rows.filter((row) => row.node).length;
   const nodes = new Set(rows.map((row) => row.node).filter(Boolean)).size;
   let text = `Source ${report.source}: `;
-  if (report.source_error) text += report.source_error;
+  if (report.source_error) text += "not reached";  // the headline says why
   else if (!contact) text += known(report.totals.lag_s) ? `no contact for ${span(report.totals.lag_s)}` : "no contact yet";
   else if (contact < rows.length) text += `${number(contact)} of ${number(rows.length)} vbuckets in contact, with ${number(nodes)} node${nodes === 1 ? "" : "s"}`;
   else text += `in contact with ${number(nodes)} node${nodes === 1 ? "" : "s"}`;

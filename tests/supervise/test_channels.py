@@ -1,0 +1,234 @@
+"""The table of docs/operations.md, "One judgement": in each situation every channel says the same.
+
+A supervisor with its control socket and the notifier of systemd, an HTTP server over the same directory, and the
+commands; only the workers' reports are made up. How the page words each state: tests/serve/test_page.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import render, status
+from cli.exits import Ended
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.errors import ConnectFailed
+from mirror.health import STATES
+from mirror.serve.http_server import HttpServer, Listening
+from mirror.supervise.setup import Source
+from mirror.supervise.stored import stored_status
+from mirror.supervise.systemd import Notifier
+from storage import directory
+from storage.model import Identity
+from tests.supervise import in_process, scripted
+from tests.supervise.conftest import eventually
+from tests.supervise.in_process import Report, vbids_of, vbucket
+
+DOCS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+IDENTITY = Identity("c1", "demo", "b1", 8, 4)
+NOBODY = "cannot connect to db1:11210: refused"
+
+
+def away(vbid: int, **more: Any) -> Report:
+    return vbucket(vbid, high=None, state="waiting", last_error=NOBODY, **more)
+
+
+def full(groups: Any) -> Report:
+    """Group 1 cannot be written; its vbuckets have no streams."""
+    rows = [
+        vbucket(vbid, 5, None, state="waiting", last_error="no space left") if vbid % 4 == 1 else vbucket(vbid)
+        for vbid in vbids_of(groups)
+    ]
+    return {"vbuckets": rows, "groups": [{"group": 1, "error": "no space left", "full": True}]}
+
+
+def rows_of(row: Callable[[int], Report]) -> Callable[[Any], Report]:
+    return lambda groups: {"vbuckets": [row(vbid) for vbid in vbids_of(groups)]}
+
+
+async def nobody_answers(settings: Settings, bucket_uuid: str | None = None) -> Source:
+    raise ConnectFailed(NOBODY)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is reported, and what is to be shown."""
+
+    reports: Callable[[Any], Report] | None
+    """None: no service runs."""
+    state: str
+    words: str
+    """Of the message; a regular expression."""
+    ready: bool = False
+    reached: bool = True
+    """Whether the source was reached at the start."""
+    lag_limit_s: float = 3600.0
+
+
+BROKEN = dict(enumerate(("damaged", "refused", "no-active-node", "stalled", "failing")))
+SITUATIONS: dict[str, Situation] = {
+    "everything is published": Situation(rows_of(vbucket), "caught up", "40 seqnos published", ready=True),
+    "seqnos are on their way": Situation(
+        rows_of(lambda vbid: vbucket(vbid, 5, 7 if vbid < 6 else 5)), "catching up", "12 seqnos behind", ready=True
+    ),
+    "the first fill": Situation(
+        rows_of(lambda vbid: vbucket(vbid, 0, 9, state="backfilling")), "catching up", "8 of 8 vbuckets not published"
+    ),
+    "more than `ready_lag_limit_s` behind": Situation(
+        rows_of(lambda vbid: vbucket(vbid, 5, 9)), "catching up", r"8 of 8 vbuckets more than 0\.05 s behind",
+        lag_limit_s=0.05,
+    ),
+    "the source was never reached": Situation(
+        rows_of(vbucket), "source unreachable", f"the source cannot be reached: {NOBODY}", reached=False
+    ),
+    "the source is away": Situation(rows_of(away), "source unreachable", f"no contact with the source: {NOBODY}"),
+    "one of several nodes is away": Situation(
+        rows_of(lambda vbid: away(vbid) if vbid % 2 else vbucket(vbid)),
+        "degraded", "4 of 8 vbuckets without contact to the source: 1, 3, 5, 7",
+    ),
+    "vbuckets damaged, refused, without a node, stalled or failing": Situation(
+        rows_of(lambda vbid: vbucket(vbid, state=BROKEN.get(vbid, "streaming"), detail="because")),
+        "degraded", r"1 of 8 vbuckets damaged: 0 \(because\); 1 of 8 vbuckets refused: 1",
+    ),
+    "the disk is full": Situation(
+        full, "disk full", r"2 of 8 vbuckets that cannot be written: the disk is full: 1, 5 \(no space left\)"
+    ),
+    "a worker has just started": Situation(
+        rows_of(lambda vbid: vbucket(vbid, high=None, state="starting")), "starting", "no contact with the source yet"
+    ),
+    "no service runs": Situation(None, "stored", "no service runs"),
+}  # fmt: skip
+
+
+def asked(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return int(answer.status), answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+@asynccontextmanager
+async def http_over(data: Path) -> AsyncIterator[str]:
+    """An HTTP server as the service starts one; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        settings = scripted.settings_for(data)
+        server = HttpServer(settings, [Listening(listening, local=True)], stored_status, SystemClock())
+        await server.start()
+        task = asyncio.create_task(server.run())
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            await server.stop()
+            await task
+
+
+def row_of_docs(situation: str) -> list[str]:
+    """The cells of the table's row."""
+    (line,) = re.findall(rf"^\| {re.escape(situation)} \|(.*)\|$", DOCS, re.M)
+    return [cell.strip() for cell in line.split("|")]
+
+
+def test_the_table_has_each_situation_and_no_other() -> None:
+    table = DOCS[DOCS.index("| situation |") :]
+    rows = table[: table.index("\n\n")].splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == list(SITUATIONS)
+    shown = {situation.state for situation in SITUATIONS.values()}
+    assert shown | {"stopping"} == set(STATES)
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+async def test_every_channel_says_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    situation = SITUATIONS[name]
+    shown, readyz, exit_code, metric = row_of_docs(name)
+    data = tmp_path / "data"
+    async with AsyncExitStack() as stack:
+        manager = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        if situation.reports is None:
+            directory.create(str(data), IDENTITY)
+        else:
+            in_process.use(monkeypatch, situation.reports)
+            monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+            settings = scripted.settings_for(data, workers=1, ready_lag_limit_s=situation.lag_limit_s)
+            look_up = scripted.look_up if situation.reached else nobody_answers
+            service = await stack.enter_async_context(
+                in_process.serving(data, settings, look_up=look_up, notifier=Notifier())
+            )
+
+            def stands() -> bool:
+                found = service.status_document()
+                return found["state"] == situation.state and re.search(situation.words, found["message"]) is not None
+
+            await eventually(stands)
+        url = await stack.enter_async_context(http_over(data))
+
+        # `status`, and `top`, which draws the same
+        with_code: list[int] = []
+
+        def command(*, as_json: bool) -> None:
+            try:
+                status.status(data=data, config=None, every=False, count=False, ready=True, as_json=as_json)
+            except Ended as ended:
+                with_code.append(ended.code)
+            else:
+                with_code.append(0)
+
+        capsys.readouterr()
+        await asyncio.to_thread(command, as_json=True)
+        document = json.loads(capsys.readouterr().out)
+        assert document["state"] == situation.state
+        assert (document["reasons"] == []) == situation.ready
+        await asyncio.to_thread(command, as_json=False)
+        text = " ".join(capsys.readouterr().out.split())
+        assert re.search(rf"state {situation.state}( since \S+ \S+)? ", text)
+        if situation.reports is not None:
+            assert re.search(situation.words, text)
+        assert with_code == [int(exit_code)] * 2 == [0 if situation.ready else 1] * 2
+        assert render.status_line(document).startswith(situation.state)
+        assert f"`{situation.state}" in shown
+
+        # HTTP
+        code, answer = await asyncio.to_thread(asked, f"{url}/readyz")
+        assert code == int(readyz) == (200 if situation.ready else 503)
+        if not situation.ready:
+            assert re.search(situation.words, "; ".join(json.loads(answer)["reasons"]))
+        lines = (await asyncio.to_thread(asked, f"{url}/metrics"))[1].splitlines()
+        assert f"dcp_mirror_ready {float(situation.ready)}" in lines
+        judged = {state: f'dcp_mirror_state{{state="{state}"}} {float(state == situation.state)}' for state in STATES}
+        assert [line for line in lines if line.startswith("dcp_mirror_state{")] == list(judged.values())
+        assert metric == f"`{situation.state}`"
+        if situation.state == "source unreachable":
+            assert not [line for line in lines if line.startswith("dcp_mirror_lag_seqnos ")], "not known is not 0"
+        page = json.loads((await asyncio.to_thread(asked, f"{url}/v1/status"))[1])
+        assert (page["state"], page["source_error"] is None) == (situation.state, situation.reached)
+
+        # systemd
+        if situation.reports is not None:
+            said = []
+            while True:
+                try:
+                    said.append(manager.recv(4096).decode())
+                except BlockingIOError:
+                    break
+            statuses = [each.removeprefix("STATUS=") for each in said if each.startswith("STATUS=")]
+            assert statuses[-1].startswith(situation.state)
+            assert re.search(situation.words, statuses[-1])
+            assert ("READY=1" in said) == situation.reached
