@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output, render
-from cli.exits import Ended
+from cli.exits import CommandEnded
 from cli.keyboard import Keyboard
 from mirror import client
 from mirror.errors import ExitCode
@@ -94,7 +94,7 @@ def status(
     else:
         render.show(render.status_view(document, every_vbucket=every))
     if ready and document["reasons"]:
-        raise Ended(ExitCode.FAILED)
+        raise CommandEnded(ExitCode.FAILED)
 
 
 def top(

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from cli import render, status
-from cli.exits import Ended
+from cli.exits import CommandEnded
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConnectFailed
@@ -186,7 +186,7 @@ async def test_every_channel_says_the_same(
         def command(*, as_json: bool) -> None:
             try:
                 status.status(data=data, config=None, every=False, count=False, ready=True, as_json=as_json)
-            except Ended as ended:
+            except CommandEnded as ended:
                 with_code.append(ended.code)
             else:
                 with_code.append(0)
