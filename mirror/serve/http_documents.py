@@ -7,8 +7,8 @@ the same bytes; all pages of a vbucket show it as it was when its first page was
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
+from functools import partial
 from urllib.parse import unquote_to_bytes
 
 from starlette.requests import Request
@@ -137,17 +137,17 @@ async def get_documents(request: Request) -> Response:
     vbids = {view.vbid_of(key) for key in keys}
     service.refuse_unavailable(vbids)
 
-    def read() -> dict[bytes, Document]:
+    def read() -> tuple[bytes, int]:
         service.judge(reader, collection, vbids, as_of)
-        return view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
+        found = view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
+        missing = [key for key in keys if key not in found]
+        service.refuse_unpublished({view.vbid_of(key) for key in missing})
+        rows = b",".join(document_json(found[key]) for key in keys if key in found)
+        body = b'{"documents":[' + rows + b'],"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
+        return body, len(found)
 
-    await service.turns.turn()  # of many clients that each ask for much, one is answered in each turn of the loop
-    found = await service.after(tokens, timeout_s, read)
-    missing = [key for key in keys if key not in found]
-    service.refuse_unpublished({view.vbid_of(key) for key in missing})
-    service.requests.gave(len(found))
-    rows = b",".join(document_json(found[key]) for key in keys if key in found)
-    body = b'{"documents":[' + rows + b'],"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
+    body, count = await service.after(tokens, timeout_s, read, in_bulk=True)
+    service.requests.gave(count)
     return Budgeted(service, body, dict(PRIVATE), "application/json")
 
 
@@ -218,7 +218,7 @@ async def _answer_page(service: Service, reader: Reader, page: Page, limit: int)
         service.refuse_unpublished(unread)
         unread = ()
         service.judge_pin(reader, page.collection_id, pin, unknown=True)
-        found, start = await asyncio.to_thread(_read_page, view, pin, page, start, limit - len(rows))
+        found, start = await service.read_in_bulk(partial(_read_page, view, pin, page, start, limit - len(rows)))
         for row in found:
             rows.append(row)
             byte_count += len(row)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -34,6 +35,10 @@ from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
 from mirror.serve.tls import server_tls
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that reads in bulk computes before the event loop has its turn: Python's own 5 ms are as long as
+some requests take altogether.
+"""
 DRAIN_S = 5.0
 """For answers that are on their way when the process is asked to stop."""
 STREAMS_SHARE = 8
@@ -107,6 +112,7 @@ class HttpServer:
 
     async def run(self) -> None:
         """Serve until stopped."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         if not self._acceptors:
             await self.start()
         tasks = [asyncio.create_task(self.service.status.run()), asyncio.create_task(self._dates())]

@@ -185,6 +185,7 @@ class Service:
     """Streams of changes, by user, or by peer where nobody is logged in."""
     changes_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "changes"))
     """Reads the batches of all streams of changes, one after the other: what is read at a time is one batch."""
+    _one_bulk_read: asyncio.Lock = field(default_factory=asyncio.Lock)
     heartbeat_s: float = 10.0
     description: bytes = b""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -320,15 +321,24 @@ class Service:
             found.append(token)
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
-    async def after(self, tokens: Sequence[MutationToken], timeout_s: float, read: Callable[[], T]) -> T:
+    async def read_in_bulk(self, read: Callable[[], T]) -> T:
+        """What `read` returns in a thread, of which one runs at a time: the event loop has its turn meanwhile, and what
+        the reads of all clients hold is what one of them does.
+        """
+        async with self._one_bulk_read:
+            return await asyncio.to_thread(read)
+
+    async def after(
+        self, tokens: Sequence[MutationToken], timeout_s: float, read: Callable[[], T], *, in_bulk: bool = False
+    ) -> T:
         """What `read` returns once all tokens are published, and while they still are."""
         if not tokens:
-            return read()
+            return await self.read_in_bulk(read) if in_bulk else read()
         deadline = self.clock.monotonic() + timeout_s
         delay = POLL_MIN_S
         while True:
             if self._stand(tokens):
-                found = read()
+                found = await self.read_in_bulk(read) if in_bulk else read()
                 if self._stand(tokens):
                     return found
             left = deadline - self.clock.monotonic()

@@ -11,11 +11,14 @@ import base64
 import json
 from typing import Any, NoReturn
 
+from mirror.document import judge
 from storage.model import Document, Kind
 from storage.records import value_problem
 from storage.view import Change, Rollback
 
 DATATYPE_JSON = 1
+STEPS_BYTES = 256 * 1024
+"""A larger value is judged to be JSON in steps."""
 _ALL_BITS = 7
 """JSON, Snappy, xattrs: a value that still has the other two is no JSON text."""
 
@@ -74,17 +77,27 @@ def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
 
 
+def _is_json(value: bytes) -> bool:
+    if len(value) > STEPS_BYTES:
+        steps = judge.is_json(value)
+        while True:
+            try:
+                next(steps)  # between two of them other threads of the process have their turn
+            except StopIteration as done:
+                return bool(done.value)
+    try:
+        json.loads(value.decode(), parse_constant=_no_number, parse_float=str, parse_int=str)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def value_json(document: Document) -> bytes:
     """`"value":...` or `"value_b64":...`; a JSON value byte for byte, but for line ends between its tokens."""
     if document.deleted and not document.value:
         return b'"value":null'
-    if document.datatype & _ALL_BITS == DATATYPE_JSON:
-        try:
-            json.loads(document.value.decode(), parse_constant=_no_number, parse_float=str, parse_int=str)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            return b'"value":' + document.value.replace(b"\n", b" ").replace(b"\r", b" ")
+    if document.datatype & _ALL_BITS == DATATYPE_JSON and _is_json(document.value):
+        return b'"value":' + document.value.replace(b"\n", b" ").replace(b"\r", b" ")
     problem = value_problem(document)
     named = b"" if problem is None else b',"problem":' + dumps(problem)
     return b'"value_b64":"' + base64.b64encode(document.value) + b'"' + named

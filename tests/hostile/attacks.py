@@ -185,6 +185,37 @@ def large_documents_over_http(site: Site) -> None:
     at_once(16, read)
 
 
+def pages_with_large_documents(site: Site) -> None:
+    """Whether 20 MiB are JSON was once found out in one step of 0.9 s."""
+
+    def read() -> None:
+        client = Http(site.http)
+        while True:
+            assert client.get("/v1/collections/_default/documents?limit=1000")[0] in (200, 503)
+
+    at_once(8, read)
+
+
+def multi_gets_of_large_documents(site: Site) -> None:
+    def read() -> None:
+        client = Http(site.http)
+        while True:
+            found = client.post("/v1/collections/_default/multi-get", b'{"keys": ["large", "middle"]}')
+            assert found[0] in (200, 503)
+
+    at_once(8, read)
+
+
+def changes_with_large_documents(site: Site) -> None:
+    def read() -> None:
+        client = Http(site.http)
+        client.line.sendall(f"GET /v1/changes?follow=false HTTP/1.1\r\n{client.head}\r\n".encode())
+        while True:
+            client._more()
+
+    at_once(8, read)
+
+
 def large_documents_over_kv(site: Site) -> None:
     def read() -> None:
         client = Kv(site.kv)
@@ -209,6 +240,9 @@ ATTACKS = (
     Attack("http", parameters_without_number),
     Attack("http", streams_that_nobody_reads),
     Attack("http", large_documents_over_http),
+    Attack("http", pages_with_large_documents),
+    Attack("http", multi_gets_of_large_documents),
+    Attack("http", changes_with_large_documents),
     Attack("kv", large_documents_over_kv),
 )
 

@@ -76,15 +76,26 @@ class Http:
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of one GET."""
-        self.line.sendall(f"GET {path} HTTP/1.1\r\n{self.head}\r\n".encode())
+        return self.ask(f"GET {path} HTTP/1.1\r\n{self.head}\r\n".encode())
+
+    def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of one POST."""
+        head = f"POST {path} HTTP/1.1\r\n{self.head}Content-Length: {len(body)}\r\n\r\n"
+        return self.ask(head.encode() + body)
+
+    def ask(self, request: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer to a request."""
+        self.line.sendall(request)
         data = b""
         while b"\r\n\r\n" not in data:
             data += self._more()
         head, _, body = data.partition(b"\r\n\r\n")
         fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
-        while len(body) < int(fields[b"content-length"]):
-            body += self._more()
-        return int(head.split(b" ", 2)[1]), body
+        pieces, left = [body], int(fields[b"content-length"]) - len(body)
+        while left > 0:
+            pieces.append(self._more())
+            left -= len(pieces[-1])
+        return int(head.split(b" ", 2)[1]), b"".join(pieces)
 
     def _more(self) -> bytes:
         data = self.line.recv(1 << 20)

@@ -27,7 +27,7 @@ from mirror.serve.tls import server_tls
 from mirror.wire import codec_kv
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import until
-from tests.serve.kv_rig import Client, Endpoint, Store, serving
+from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, serving
 
 LIMITS = Limits(connections_max=40)
 
@@ -253,7 +253,8 @@ async def test_a_failure_to_accept_is_one_line_and_passes(monkeypatch: pytest.Mo
     with capture_logs() as logged:
         acceptor = Acceptor(admission, exhausted, Greeting)  # type: ignore[arg-type]
         reader, writer = await asyncio.open_connection(*listening.getsockname())
-        assert await reader.read() == b"hello"
+        async with asyncio.timeout(WAIT_S):
+            assert await reader.read() == b"hello"
         writer.close()
         acceptor.close()
     assert (exhausted.failures, admission.failed_count) == (0, 20)

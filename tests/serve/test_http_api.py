@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -69,6 +70,14 @@ def test_changes_of_other_collections_are_not_told(guarded: Site) -> None:
     guarded.get("/v1/changes", 403, params={"collection": "_default"}, auth=("shop", "secret"))
 
 
+def within(lines: Iterator[str], seconds: float = 20.0) -> Iterator[str]:
+    """The lines of a stream that has to end; one that does not has heartbeats."""
+    ends_s = time.monotonic() + seconds
+    for line in lines:
+        assert time.monotonic() < ends_s, "the stream goes on"
+        yield line
+
+
 def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +93,7 @@ def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
                 assert "retry" in next(lines)
                 change()
                 file.write_text(json.dumps({"users": users}))
-                text = "\n".join(lines)
+                text = "\n".join(within(lines))
             assert events(text)[-1]["event"] == "problem"
             assert "was changed" in text
         eventually_now(lambda: not site.server.service.streams)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,45 @@ def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(si
     with pytest.raises(Problem) as caught:
         site.call(service.after([token], 10, read))
     assert caught.value.name == "write-lost"
+
+
+def test_bulk_reads_run_next_to_the_event_loop_and_one_at_a_time(site: Site) -> None:
+    """Multi-gets once ran on the event loop: one of a large document stopped everybody for a second."""
+    service = site.server.service
+    running = most = 0
+
+    def read() -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert site.call(answering()) == "the loop answers", "it would not, if this ran on it"
+        running -= 1
+        return threading.get_ident()
+
+    async def answering() -> str:
+        return "the loop answers"
+
+    async def reads() -> list[int]:
+        bulk = (service.after([], 1, read, in_bulk=True) for _ in range(4))
+        return await asyncio.gather(*bulk)
+
+    assert len(site.call(reads())) == 4
+    assert most == 1
+
+
+def test_a_bulk_read_that_waits_for_a_write_keeps_nobody_waiting(site: Site) -> None:
+    service = site.server.service
+
+    async def reads() -> str:
+        token = MutationToken(Vbid(4), Vbuuid(VBUUID), Seqno(1_000))
+        waiting = asyncio.create_task(service.after([token], 60, lambda: "late", in_bulk=True))
+        await asyncio.sleep(0)
+        found = await service.after([], 1, lambda: "now", in_bulk=True)
+        assert not waiting.done()
+        waiting.cancel()
+        return found
+
+    assert site.call(reads()) == "now"
 
 
 async def test_one_look_wakes_every_stream_and_none_is_made_for_nobody(source: Source) -> None:

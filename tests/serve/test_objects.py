@@ -56,3 +56,10 @@ def test_events() -> None:
     assert (
         objects.change_object(Change("rollback", token, rollback=rollback))["rollback"]["to_vbuuid"] == "00000000000b"
     )
+
+
+def test_a_large_value_is_judged_in_steps_as_a_small_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = (b'{"a":["%b"]%b}' % (b"x" * objects.STEPS_BYTES, end) for end in (b"", b","))
+    monkeypatch.setattr("mirror.serve.objects.json.loads", lambda *_, **__: pytest.fail("it was judged in one step"))
+    assert objects.value_json(document(value=good)) == b'"value":' + good
+    assert objects.value_json(document(value=bad)).startswith(b'"value_b64":"')

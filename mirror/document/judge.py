@@ -1,0 +1,175 @@
+"""Whether bytes are one JSON value, found out in steps of bounded work: RFC 8259, in UTF-8.
+
+Knows JSON text alone. Others have their turn after each step: the generator yields None after `STEP_BYTES`. Nothing is
+decoded into objects, so judging 20 MiB takes no memory. Invariant: what is judged to be JSON here is what `json.loads`
+takes (but for NaN and Infinity, which are no JSON), as deep as `DEPTH_MAX`, with numbers as long as `NUMBER_BYTES_MAX`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from functools import cache
+
+from mirror.document.walk import Buffer, Steps
+
+STEP_BYTES = 16 * 1024
+STEP_VALUES = 256
+"""The same work, where values are taken one by one."""
+DEPTH_MAX = 900
+"""Containers within each other: programs that read JSON have a bound of their own, mostly near this one."""
+NUMBER_BYTES_MAX = 4096
+
+_BLANKS = rb"[ \t\r\n]*+"
+_STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
+_NUMBER = rb"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][-+]?[0-9]++)?+"
+_SCALAR = rb"(?:%b|%b|true|false|null)" % (_STRING, _NUMBER)
+LEVELS = 3
+"""Containers within each other that the regular expression goes through by itself, many at once."""
+
+
+def _nested(inner: bytes) -> bytes:
+    """A value whose containers, if it is one, hold values as `inner` describes them."""
+    member = _STRING + _BLANKS + b":" + _BLANKS + inner
+    array, members = (
+        b"%b(?:%b%b(?:,%b%b%b)*+)?+" % (_BLANKS, of, _BLANKS, _BLANKS, of, _BLANKS) for of in (inner, member)
+    )
+    return rb"(?:%b|\[%b\]|\{%b\})" % (_SCALAR, array, members)
+
+
+@cache
+def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """Items of an array, and members of an object, each with the comma behind it. Made where they are needed first:
+    that takes a quarter of a second.
+    """
+    value = _SCALAR
+    for _ in range(LEVELS):
+        value = _nested(value)
+    items = rb"(?:%b%b,%b)*+" % (value, _BLANKS, _BLANKS)
+    members = rb"(?:%b%b:%b%b%b,%b)*+" % (_STRING, _BLANKS, _BLANKS, value, _BLANKS, _BLANKS)
+    return re.compile(items), re.compile(members)
+
+
+_SPACE = re.compile(_BLANKS)
+_WORD = re.compile(rb"(?:%b|true|false|null)" % _NUMBER)
+_IN_STRING = re.compile(rb'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
+_ESCAPE_BYTES_MAX = 6
+_QUOTE, _COLON, _COMMA = b'":,'
+_ARRAY, _OBJECT, _END_ARRAY, _END_OBJECT = b"[{]}"
+
+
+class _NoJson(Exception):
+    pass
+
+
+def is_json(data: Buffer) -> Steps[bool]:
+    """Whether the bytes are one JSON value."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    view = memoryview(data)
+    try:
+        for at in range(0, len(data), STEP_BYTES):
+            decoder.decode(view[at : at + STEP_BYTES], at + STEP_BYTES >= len(data))
+            yield
+        yield from _Judge(data).judge()
+    except (_NoJson, IndexError, UnicodeDecodeError):
+        return False
+    return True
+
+
+class _Judge:
+    """Raises _NoJson, or IndexError where the text ends too early."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = data
+        self._at = 0
+
+    def judge(self) -> Steps[None]:
+        """Containers are a stack here, since Python's would end."""
+        data = self._data
+        inside = bytearray()  # the brackets that are open
+        values = 0
+        yield from self._blanks()
+        while True:
+            values += 1
+            if values % STEP_VALUES == 0:
+                yield
+            first = data[self._at]
+            if first in (_ARRAY, _OBJECT):
+                if len(inside) >= DEPTH_MAX:
+                    raise _NoJson
+                inside.append(first)
+                self._at += 1
+                yield from self._blanks()
+                if data[self._at] != (_END_ARRAY if first == _ARRAY else _END_OBJECT):
+                    yield from self._before_value(first)
+                    continue
+                inside.pop()
+                self._at += 1
+            elif first == _QUOTE:
+                yield from self._string()
+            else:
+                self._word()
+            while True:  # behind a value
+                yield from self._blanks()
+                if not inside:
+                    if self._at != len(data):
+                        raise _NoJson
+                    return
+                mark = data[self._at]
+                self._at += 1
+                if mark == _COMMA:
+                    yield from self._blanks()
+                    yield from self._before_value(inside[-1])
+                    break
+                if mark != (_END_ARRAY if inside.pop() == _ARRAY else _END_OBJECT):
+                    raise _NoJson
+
+    def _before_value(self, bracket: int) -> Steps[None]:
+        """Go to the next value in a container that is not flat, or is its last."""
+        pattern = _patterns()[bracket == _OBJECT]
+        while True:
+            match = pattern.match(self._data, self._at, self._at + STEP_BYTES)
+            assert match is not None, "the pattern matches nothing as well"
+            if match.end() == self._at:
+                break
+            self._at = match.end()
+            yield
+        yield from self._blanks()
+        if bracket == _OBJECT:
+            if self._data[self._at] != _QUOTE:
+                raise _NoJson
+            yield from self._string()
+            yield from self._blanks()
+            if self._data[self._at] != _COLON:
+                raise _NoJson
+            self._at += 1
+            yield from self._blanks()
+
+    def _blanks(self) -> Steps[None]:
+        while True:
+            match = _SPACE.match(self._data, self._at, self._at + STEP_BYTES)
+            assert match is not None, "the pattern matches nothing as well"
+            self._at, began = match.end(), self._at
+            if self._at - began < STEP_BYTES:
+                return
+            yield
+
+    def _word(self) -> None:
+        """A number or a name."""
+        match = _WORD.match(self._data, self._at, self._at + NUMBER_BYTES_MAX)
+        if match is None or match.end() == self._at + NUMBER_BYTES_MAX:
+            raise _NoJson
+        self._at = match.end()
+
+    def _string(self) -> Steps[None]:
+        self._at += 1
+        while True:
+            match = _IN_STRING.match(self._data, self._at, self._at + STEP_BYTES)
+            assert match is not None, "the pattern matches nothing as well"
+            began, self._at = self._at, match.end()
+            if self._data[self._at] == _QUOTE:
+                self._at += 1
+                return
+            if self._at < began + STEP_BYTES - _ESCAPE_BYTES_MAX:  # an escape may be cut off, nothing else
+                raise _NoJson
+            yield

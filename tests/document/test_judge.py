@@ -1,0 +1,94 @@
+"""Whether bytes are JSON: as `json.loads` judges, in steps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirror.document import judge
+from mirror.document.judge import DEPTH_MAX, NUMBER_BYTES_MAX, STEP_BYTES, is_json
+
+
+def judged(data: bytes | bytearray) -> tuple[bool, int]:
+    """The judgement, and in how many steps it was made."""
+    steps, count = is_json(data), 0
+    while True:
+        try:
+            next(steps)
+            count += 1
+        except StopIteration as done:
+            return done.value, count
+
+
+def no_number(_: str) -> NoReturn:
+    raise ValueError("not JSON")
+
+
+def loads(data: bytes) -> bool:
+    try:
+        json.loads(data.decode(), parse_constant=no_number)
+    except ValueError:
+        return False
+    return True
+
+
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=20,
+)
+TOKENS = st.sampled_from(
+    [b"[", b"]", b"{", b"}", b",", b":", b'"', b'"a"', b" ", b"\n", b"1", b"-", b"0", b".5", b"e3", b"true", b"nul",
+     b"l", b"\\", b"\\u00e9", b"\xc3\xa9", b"\xff", b"\t", b"NaN"]
+)  # fmt: skip
+
+
+@given(value=JSON, indent=st.sampled_from([None, 1]), is_ascii=st.booleans(), step=st.sampled_from([7, STEP_BYTES]))
+def test_what_is_json_is_judged_to_be(value: Any, indent: int | None, is_ascii: bool, step: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "STEP_BYTES", step)
+        data = json.dumps(value, indent=indent, ensure_ascii=is_ascii).encode(errors="surrogatepass")
+        assert judged(data)[0] is loads(data)
+
+
+@given(parts=st.lists(TOKENS, max_size=12), step=st.sampled_from([7, STEP_BYTES]))
+def test_what_is_not_is_judged_as_json_loads_does(parts: list[bytes], step: int) -> None:
+    data = b"".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "STEP_BYTES", step)
+        try:
+            wanted = loads(data)
+        except UnicodeDecodeError:
+            wanted = False
+        assert judged(data)[0] is wanted
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'"' + b"x" * 5 * STEP_BYTES + b'"',
+        b'"' + b"\\u00e9" * STEP_BYTES + b'"',
+        b"[" + b"1," * 3 * STEP_BYTES + b"1]",
+        b"[" + b"[[]]," * STEP_BYTES + b"1]",
+        b"{" + b'"a": {"b": [1, 2]},' * STEP_BYTES + b'"a":1}',
+        b"[" + b" " * 5 * STEP_BYTES + b"]",
+        b"[" * DEPTH_MAX + b"]" * DEPTH_MAX,
+    ],
+    ids=["string", "escapes", "numbers", "containers", "objects", "blanks", "depth"],
+)
+def test_large_values_are_judged_in_steps(data: bytes) -> None:
+    good, steps = judged(bytearray(data))
+    assert good
+    assert steps >= len(data) // STEP_BYTES * 2
+    assert judged(data[:-1])[0] is False
+    assert judged(data + b"]")[0] is False
+
+
+def test_what_is_deeper_or_longer_than_programs_read_is_none() -> None:
+    assert not judged(b"[" * (DEPTH_MAX + 1) + b"]" * (DEPTH_MAX + 1))[0]
+    assert not judged(b"1" * NUMBER_BYTES_MAX)[0]
+    assert judged(b"1" * (NUMBER_BYTES_MAX - 1))[0]
