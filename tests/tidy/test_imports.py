@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -23,6 +24,20 @@ def test_every_contract_is_kept() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert f"{len(contracts)} kept, 0 broken" in result.stdout
+
+
+def test_the_drawing_of_the_packages_is_what_the_contracts_say() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    outer, inner = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    assert outer == ["cli", "mirror", "storage"]
+    text = (ROOT / "docs" / "design.md").read_text()
+    drawing = ["cli", *text.partition("```text\ncli\nbench\n")[2].partition("```")[0].splitlines()]
+    drawing.insert(1, "bench")
+    layers = [sorted(re.findall(r"\w+", layer)) for layer in inner]
+    assert [sorted(re.findall(r"\w+", line)) for line in drawing] == [["cli"], *layers, ["storage"]]
+    assert [line for line in drawing if "|" in line] == [
+        line.replace("(", "").replace(")", "") for line in inner if "|" in line
+    ]
 
 
 def test_an_import_against_the_contracts_is_noticed(tmp_path: Path) -> None:
