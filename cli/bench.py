@@ -311,8 +311,20 @@ def kv(
                 figures = kv_bench.measure(port, protocol, sample)
                 found.append({"server": name} | {key: round(value) for key, value in asdict(figures).items()})
                 _say_round(found[-1], as_json)
+    share = _share_of_memcached(found)
     if as_json:
-        output.print_json({"bench": "kv", "documents": documents, "reads": reads, "rounds": found})
+        shape = {"bench": "kv", "documents": documents, "reads": reads, "rounds": found}
+        output.print_json(shape | {"pipelined_ratio_median": share})
+    elif share is not None:
+        typer.echo(f"kv, pipelined: {share:.2f} of memcached (median of {rounds})")
+
+
+def _share_of_memcached(found: Sequence[dict[str, Any]]) -> float | None:
+    """The median rate of the mirror's pipelined reads over memcached's; None: that is not installed."""
+    ours, theirs = (
+        [float(each["pipelined_per_s"]) for each in found if each["server"] == name] for name in ("mirror", "memcached")
+    )
+    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3) if theirs else None
 
 
 @app.command()

@@ -71,18 +71,10 @@ class LargeDocument:
             raise seal.damaged(self._head, self._row_key, reader.vbid, reader.environment.path)
 
 
-def large_document(reader: VbucketReader, row_key: bytes, bytes_max: int) -> LargeDocument | None:
-    """The document of a row of a mutation whose value, stored or decompressed, has more than `bytes_max`; else None."""
-    txn = reader.environment.begin(buffers=True)
-    try:
-        stored = txn.get(row_key, db=reader.rows)
-        return None if stored is None else large_row(reader, row_key, stored, bytes_max)
-    finally:
-        reader.environment.end(txn)
-
-
 def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_max: int) -> LargeDocument | None:
-    """The same of a row that was read, of which a few bytes are looked at. Raises CorruptedError."""
+    """The document of a row of a mutation whose value, stored or decompressed, has more than `bytes_max`; else None. A
+    few bytes of the row are looked at. Raises CorruptedError.
+    """
     size = len(stored)
     if size <= bytes_max // SNAPPY_RATIO_MAX:
         return None

@@ -21,14 +21,13 @@ from storage.collection_names import CollectionName, collection_id_of
 from storage.environment import Environment
 from storage.errors import AnswerTooLarge
 from storage.groups import Groups
-from storage.large import LargeDocument, large_document, large_row
+from storage.large import LargeDocument, large_row
 from storage.model import Branch, Document, Manifest
 from storage.records import MUTATION, ROW_KEY
 from storage.tokens import AsOf
 from storage.transaction import Transaction
 from storage.vbucket_reader import VbucketReader, Visible
 
-_unpack_pub = keys.PUB.unpack
 _unpack_dup = keys.DUP.unpack
 decode_row = records.decode_row
 SEAL_BYTES = seal.SIZE
@@ -275,46 +274,53 @@ class PointReads:
         links: chain.Chain | None = None
         now = options.now
         if options.as_of is None:
-            pub = records.Pub(*_unpack_pub(txn.raw.get(reader.vbid_key, b"", reader.pub)))
-            if pub.is_unavailable:
+            _, branch, seqno, _, flags, manifest = reader.served_in(txn.raw)
+            if flags & keys.PUB_UNAVAILABLE:
                 reader.readable(txn)
-            branch, seqno, manifest_key = pub.branch, pub.seqno, pub.manifest_key
         else:
             served, boundary = reader.as_of(txn, options.as_of)
-            branch, seqno, links, manifest_key = served.links[0].branch, served.seqno, served.links, served.manifest_key
+            branch, seqno, links = Branch(served.links[0].branch), served.seqno, served.links
+            manifest = reader.manifest(txn, served.manifest_key)
             if now is None and boundary is not None:
                 now = boundary.time_ms / 1000
-        if options.collection is None and not manifest_key[0]:
-            manifest, collection_id, wire_key = None, 0, b"\x00" + key
-        else:
-            manifest = reader.manifest(txn, manifest_key)
-            collection_id = collection_id_of(manifest, options.collection, self._path)
-            wire_key = keys.encode_collection_id(collection_id) + key
+        collection_id = collection_id_of(manifest, options.collection, self._path)
+        wire_key = keys.encode_collection_id(collection_id) + key
         dup = _newest(reader, txn, wire_key, branch, seqno, links)
         if dup is None:
             return None
         _, dup_seqno, kind = _unpack_dup(dup)
-        if kind != MUTATION or (manifest is not None and not manifest.has(collection_id, dup_seqno)):
+        if kind != MUTATION or not manifest.has(collection_id, dup_seqno):
             return None
         return dup, time.time() if now is None else now
 
-    def large(
-        self, key: bytes, collection: CollectionName | None = None, *, as_of: AsOf = None, bytes_max: int
-    ) -> LargeDocument | None:
-        """A document whose value has more than `bytes_max`, stored or decompressed, to be read in pieces. None where it
-        has less, or there is none.
+    def get_or_large(
+        self,
+        key: bytes,
+        collection: CollectionName | None = None,
+        *,
+        as_of: AsOf = None,
+        raw: bool = False,
+        bytes_max: int,
+    ) -> Document | LargeDocument | None:
+        """Return what `get` returns; a document whose value has more than `bytes_max`, stored or decompressed, as one
+        that is read in pieces.
         """
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
-        options = _Options(collection, as_of, None, True)
+        options = _Options(collection, as_of, None, raw)
         try:
             with reader.environment.read() as txn:
                 found = self._reference(reader, txn, key, options)
         except struct.error as error:
             raise reader.damaged(error) from error
-        large = None if found is None else large_document(reader, found[0][ROW_KEY], bytes_max)
-        if large is None or found is None or (large.document.expiry and large.document.expiry <= found[1]):
+        if found is None:
             return None
-        return large
+        either = _document_or_large(reader, found[0], bytes_max, raw)
+        if either is None:
+            return self.get(key, collection, as_of=as_of, raw=raw)
+        document = either[0] or either[1].document
+        if document.expiry and document.expiry <= found[1]:
+            return None
+        return either[0] or either[1]
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """Return whether `get` would return a document."""
@@ -334,10 +340,7 @@ class PointReads:
         document = large = unread = None
         txn = Transaction(reader.environment, reader.begin_read())
         try:
-            visible = reader.visible
-            if visible[0] != txn.raw.id():
-                visible = reader.look(txn.raw)
-            _, branch, seqno, _, flags, manifest = visible
+            _, branch, seqno, _, flags, manifest = reader.served_in(txn.raw)
             collection = manifest.collections.get(collection_id)
             stale = bool(flags & keys.PUB_STALE)
             if collection is not None and (dup := _newest(reader, txn, wire_key, branch, seqno)) is not None:
@@ -352,7 +355,7 @@ class PointReads:
         finally:
             reader.environment.end(txn.raw)
         if unread is not None and large_bytes is not None:
-            found = _document_or_large(reader, unread, large_bytes)
+            found = _document_or_large(reader, unread, large_bytes, True)
             if found is None:
                 return self.find(wire_key, deletions=deletions, now=now)
             document, large = found
@@ -365,9 +368,9 @@ class PointReads:
 
 
 def _document_or_large(
-    reader: VbucketReader, reference: bytes, large_bytes: int
-) -> tuple[Document | None, LargeDocument | None] | None:
-    """The document of the row that a reference names, as it is stored; one of more than `large_bytes` unread. None
+    reader: VbucketReader, reference: bytes, large_bytes: int, raw: bool
+) -> tuple[Document, None] | tuple[None, LargeDocument] | None:
+    """The document of the row that a reference names; one of more than `large_bytes` unread. None
     where the row was purged. Rows do not change: this is in a transaction of its own, which returns views, while others
     copy a row to say how long it is.
     """
@@ -387,7 +390,8 @@ def _document_or_large(
         reader.environment.end(txn)
     if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
         seal.frame_of(stored, row_key, reader.vbid, reader.environment.path)
-    return records.decode_row(reader.vbid, Branch(records.branch_of(reference)), stored[seal.FRAME], raw=True), None
+    branch = Branch(records.branch_of(reference))
+    return records.decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES), None
 
 
 def _newest(

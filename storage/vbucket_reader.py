@@ -109,8 +109,13 @@ class VbucketReader:
         running.pop()
         return self.environment.begin(buffers=buffers)
 
+    def served_in(self, txn: Any) -> Visible:
+        """What a transaction (an lmdb.Transaction) sees. `PointReads.get` has this written out."""
+        visible = self.visible
+        return visible if visible[0] == txn.id() else self.look(txn)
+
     def look(self, txn: Any) -> Visible:
-        """`visible` in a transaction (an lmdb.Transaction)."""
+        """The same, read."""
         branch, seqno, _, m_branch, m_seqno, flags = keys.PUB.unpack(txn.get(self.vbid_key, b"", self.pub))
         manifest = _INITIAL
         if m_branch:

@@ -23,7 +23,7 @@ from storage.collection_names import CollectionName
 from storage.environment import MAP_SIZE
 from storage.groups import Groups
 from storage.history import History
-from storage.keys import vbid_of
+from storage.keys import PUB_STALE, vbid_of
 from storage.model import SEQNO_MAX, Boundary, Document, Identity, Manifest, Seqno, Vbid, VbucketState
 from storage.point_reads import Found, PointReads
 from storage.states import Past, ServedPosition
@@ -247,8 +247,9 @@ class View(PointReads):
 
     def stale(self, vbid: int) -> bool:
         """True while a refill from 0 is under way next to what is served."""
-        with self.groups.environment(vbid).read() as txn:
-            return txn.pub(vbid).is_stale
+        reader = self.reader(vbid)
+        with reader.environment.read() as txn:
+            return bool(reader.served_in(txn.raw)[4] & PUB_STALE)
 
     def boundaries(self, vbid: int) -> list[Boundary]:
         """The kept boundaries of the served history, newest first."""

@@ -101,8 +101,7 @@ async def get_document(request: Request) -> Response:
 
     def read() -> Document | LargeDocument | None:
         service.judge(reader, collection, (vbid,), as_of)
-        large = view.large(key, collection, as_of=as_of, bytes_max=LARGE_BYTES)
-        return large or view.get(key, collection, as_of=as_of, raw=form == "stored")
+        return view.get_or_large(key, collection, as_of=as_of, raw=form == "stored", bytes_max=LARGE_BYTES)
 
     found = await service.after(tokens, timeout_s, read)
     document = found.document if isinstance(found, LargeDocument) else found

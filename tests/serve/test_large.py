@@ -101,8 +101,8 @@ async def test_one_value_is_read_at_a_time_and_one_piece_in_each_turn_of_the_loo
 
     monkeypatch.setattr(LargeDocument, "pieces", counted)
     with open_view(source.path) as view:
-        large = view.large(key, bytes_max=LARGE_BYTES)
-        assert large is not None
+        large = view.get_or_large(key, bytes_max=LARGE_BYTES)
+        assert isinstance(large, LargeDocument)
         reads = LargeReads(Turns())
         tasks = [asyncio.create_task(reads.read(large, decompress=True)) for _ in range(4)]
         while not all(each.done() for each in tasks):

@@ -7,7 +7,7 @@ import pytest
 
 from storage import keys, records
 from storage.errors import CorruptedError, ViewInvalidated
-from storage.large import PIECE_BYTES
+from storage.large import PIECE_BYTES, LargeDocument
 from storage.view import View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, span
@@ -25,6 +25,14 @@ def put(writer: GroupWriter, key: bytes, seqno: int, value: bytes, metadata: int
     writer.commit()
 
 
+def large_of(view: View, key: bytes, *, as_of: int | None = None, bytes_max: int) -> LargeDocument | None:
+    found = view.get_or_large(key, as_of=as_of, bytes_max=bytes_max)
+    if not isinstance(found, LargeDocument):
+        assert found == view.get(key, as_of=as_of)
+        return None
+    return found
+
+
 @pytest.mark.parametrize("metadata", [0, 77])
 @pytest.mark.parametrize("size", [1001, PIECE_BYTES - 60, PIECE_BYTES, 3 * PIECE_BYTES - 5, 3 * PIECE_BYTES + 9])
 def test_all_pieces_are_the_value(writer: GroupWriter, view: View, size: int, metadata: int) -> None:
@@ -32,8 +40,8 @@ def test_all_pieces_are_the_value(writer: GroupWriter, view: View, size: int, me
     put(writer, A, 1, value[:size], metadata, datatype=1, flags=7, cas=9)
     whole = view.get(A, raw=True)
     assert whole is not None
-    assert view.large(A, bytes_max=size) is None
-    large = view.large(A, bytes_max=size - 1)
+    assert large_of(view, A, bytes_max=size) is None
+    large = large_of(view, A, bytes_max=size - 1)
     assert large is not None
     assert large.document == whole._replace(value=b"")
     assert (large.stored_bytes, large.value_bytes) == (size, size)
@@ -45,7 +53,7 @@ def test_all_pieces_are_the_value(writer: GroupWriter, view: View, size: int, me
 
 def test_nothing_is_held_between_two_pieces(writer: GroupWriter, view: View) -> None:
     put(writer, A, 1, bytes(5 * PIECE_BYTES))
-    large = view.large(A, bytes_max=1)
+    large = large_of(view, A, bytes_max=1)
     assert large is not None
     environment = view.reader(0).environment
     for _ in large.pieces():
@@ -55,7 +63,7 @@ def test_nothing_is_held_between_two_pieces(writer: GroupWriter, view: View) -> 
 def test_what_decompresses_to_a_large_value_is_large(writer: GroupWriter, view: View) -> None:
     value = bytes(1000) * 1000
     put(writer, A, 1, bytes(cramjam.snappy.compress_raw(value)), datatype=3)
-    large = view.large(A, bytes_max=100_000)
+    large = large_of(view, A, bytes_max=100_000)
     assert large is not None
     assert large.value_bytes == len(value) > large.stored_bytes
     assert records.decompress_large(bytearray(b"".join(large.pieces()))) == value
@@ -70,22 +78,22 @@ def test_what_cannot_be_decompressed_is_an_error(value: bytes) -> None:
 
 
 def test_there_is_none_where_get_finds_none(writer: GroupWriter, view: View) -> None:
-    assert view.large(A, bytes_max=1) is None
+    assert large_of(view, A, bytes_max=1) is None
     put(writer, A, 1, bytes(1000), expiry=5)
     put(writer, B, 2, bytes(1000))
     put(writer, B, 3, b"small")
     assert view.get(A) is None
-    assert view.large(A, bytes_max=1) is None, "it is expired"
-    assert view.large(B, bytes_max=10) is None
-    large = view.large(B, as_of=2, bytes_max=10)
+    assert large_of(view, A, bytes_max=1) is None, "it is expired"
+    assert large_of(view, B, bytes_max=10) is None
+    large = large_of(view, B, as_of=2, bytes_max=10)
     assert large is not None
     assert large.document.seqno == 2
-    assert view.large(C, bytes_max=1) is None
+    assert large_of(view, C, bytes_max=1) is None
 
 
 def test_a_row_that_is_purged_or_damaged_meanwhile_is_an_error(writer: GroupWriter, view: View) -> None:
     put(writer, A, 1, bytes(3 * PIECE_BYTES))
-    large = view.large(A, bytes_max=1)
+    large = large_of(view, A, bytes_max=1)
     assert large is not None
     environment = view.reader(0).environment
     row_key, rows = keys.ROW.pack(1, 1), environment.db(keys.rows_db(0))
