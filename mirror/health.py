@@ -81,9 +81,7 @@ def assess(
     degraded.append(_named(rows, away, "without contact to the source"))
     held_up = [row for row in going if row["state"] == "waiting" and row["last_error"] and _late(row, HELD_UP_S)]
     degraded.append(_named(rows, [row for row in held_up if row["node"] is not None], "waiting after an error"))
-    disk_full = _named(
-        rows, [row for row in unwritten if failed[row["group"]]], "that cannot be written: the disk is full"
-    )
+    disk_full = _named(rows, [row for row in unwritten if failed[row["group"]]], "cannot be written, the disk is full")
     behind = [
         _named(rows, [row for row in rows if not (row["published_seqno"] or row["lag_seqnos"] == 0)], "not published"),
         _named(rows, [row for row in rows if _late(row, lag_limit_s)], f"more than {lag_limit_s:g} s behind"),

@@ -13,6 +13,11 @@ from typing import Any, ClassVar, Literal, get_args
 Level = Literal["info", "warning", "error"]
 
 
+def _counted(count: int, what: str) -> str:
+    """`1 vbucket`, `33 vbuckets`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfVbuckets:
     vbuckets: int
@@ -23,7 +28,7 @@ class _OfVbuckets:
     @property
     def counted(self) -> str:
         """`1 vbucket`, `33 vbuckets`."""
-        return f"{self.vbuckets} vbucket{'' if self.vbuckets == 1 else 's'}"
+        return _counted(self.vbuckets, "vbucket")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,7 @@ class VbucketsRolledBack(_OfVbuckets):
     def text(self) -> str:
         """The sentence."""
         span = "" if self.to_seqno is None else f" from seqno {self.from_seqno} to {self.to_seqno}"
-        return f"{self.counted} rolled back{span}, {self.seqnos} seqnos taken back"
+        return f"{self.counted} rolled back{span}, {_counted(self.seqnos, 'seqno')} taken back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +177,7 @@ class DiskFull:
     @property
     def text(self) -> str:
         """The sentence."""
-        return f"the disk is full for {len(self.groups)} group(s): {self.why}"
+        return f"the disk is full for {_counted(len(self.groups), 'group')}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +191,7 @@ class DiskFree:
     @property
     def text(self) -> str:
         """The sentence."""
-        return f"the disk has space again for {len(self.groups)} group(s)"
+        return f"the disk has space again for {_counted(len(self.groups), 'group')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +207,7 @@ class MapChanged:
     @property
     def text(self) -> str:
         """The sentence."""
-        return f"the cluster map has changed: revision {self.rev_epoch}.{self.rev}, {self.nodes} nodes"
+        return f"the cluster map has changed: revision {self.rev_epoch}.{self.rev}, {_counted(self.nodes, 'node')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ SITUATIONS: dict[str, Situation] = {
         "degraded", r"1 of 8 vbuckets damaged: 0 \(because\); 1 of 8 vbuckets refused: 1",
     ),
     "the disk is full": Situation(
-        full, "disk full", r"2 of 8 vbuckets that cannot be written: the disk is full: 1, 5 \(no space left\)"
+        full, "disk full", r"2 of 8 vbuckets cannot be written, the disk is full: 1, 5 \(no space left\)"
     ),
     "a worker has just started": Situation(
         rows_of(lambda vbid: vbucket(vbid, high=None, state="starting")), "starting", "no contact with the source yet"

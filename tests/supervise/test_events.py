@@ -10,6 +10,7 @@ from mirror.supervise.events import (
     EVENTS,
     DiskFull,
     Event,
+    MapChanged,
     SourceLost,
     SourceReached,
     SourceUnreachable,
@@ -26,6 +27,8 @@ def test_one_vbucket_is_said_with_its_seqnos_and_many_with_their_number() -> Non
     assert one.text == "1 vbucket rolled back from seqno 568 to 400, 168 seqnos taken back"
     many = VbucketsRolledBack(vbuckets=33, vbids=(0, 2), seqnos=640, from_seqno=None, to_seqno=None)
     assert many.text == "33 vbuckets rolled back, 640 seqnos taken back"
+    alone = MapChanged(rev_epoch=1, rev=3, nodes=1)
+    assert alone.text == "the cluster map has changed: revision 1.3, 1 node"
 
 
 def test_a_source_that_was_never_reached_is_not_said_to_be_lost() -> None:
@@ -41,7 +44,7 @@ def test_an_event_is_one_json_object_with_its_fields() -> None:
     shown = to_json(event, 7, 1000)
     assert json.loads(json.dumps(shown)) == {
         "number": 7, "time_ms": 1000, "event": "disk-full", "level": "error",
-        "text": "the disk is full for 2 group(s): no space", "groups": [1, 2], "why": "no space",
+        "text": "the disk is full for 2 groups: no space", "groups": [1, 2], "why": "no space",
     }  # fmt: skip
     ended = WorkerEnded(process="worker 0", pid=5, exit="SIGKILL", why=None, pause_ms=200)
     assert ended.text == "worker 0 (process 5) died: SIGKILL"

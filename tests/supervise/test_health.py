@@ -80,7 +80,7 @@ def test_a_source_that_cannot_be_asked_is_the_first_thing_said() -> None:
 def test_a_group_that_cannot_be_written_is_no_lost_contact() -> None:
     """Its vbuckets have no streams meanwhile; with one group the mirror said that its source was away."""
     waiting = [away(0, 2.0, last_error="no space left"), away(4, 2.0, last_error="no space left")]
-    cannot = "that cannot be written: the disk is full"
+    cannot = "cannot be written, the disk is full"
     full = {"group": 0, "error": "no space left", "full": True}
     found = assess(waiting, 2, lag_limit_s=30, groups=[full])
     assert (found.state, found.reasons) == ("disk full", (f"2 of 2 vbuckets {cannot}: 0, 4 (no space left)",))
