@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from mirror.errors import ExitCode, MirrorError, SupervisionError
 from mirror.health import CATCHING_UP, STARTING, assess
-from mirror.ingest.selection import Selection
 from mirror.log import get_logger
 from mirror.messages import GetStatus, ProcessReport
 from mirror.supervise.children import Child
@@ -26,7 +25,7 @@ from mirror.supervise.listeners import Listeners, kind_of
 from mirror.supervise.observer import Observer
 from mirror.supervise.plan import ProcessPhase
 from mirror.supervise.processes import Processes, ProcessSlot
-from mirror.supervise.status import CatchUp, Row, Trend, reported_row, totals
+from mirror.supervise.status import CatchUp, Row, Trend, bucket_fields, reported_row, totals
 from mirror.supervise.systemd import Notifier
 
 REPORT_INTERVAL_S = 1.0
@@ -208,7 +207,6 @@ class Reports:
         """All that `status` shows, in the shape of cli/JSON.md."""
         context, clock = self._context, self._context.clock
         rows = self._sorted_rows()
-        identity = context.identity
         slots = sorted(self._processes.slots.items())
         desired = self._processes.desired
         leases = context.leases.active(clock.wall_ms()) if context.leases is not None else ()
@@ -224,13 +222,7 @@ class Reports:
             "data": str(context.data),
             "source": context.settings.source,
             "source_error": self._source_error,
-            "bucket": identity.bucket_name if identity else None,
-            "bucket_uuid": identity.bucket_uuid if identity else None,
-            "cluster_uuid": identity.cluster_uuid if identity else None,
-            "vbucket_count": identity.vbucket_count if identity else None,
-            "vbuckets_held": context.vbucket_count,
-            "group_count": identity.group_count if identity else None,
-            "selection": str(Selection.parse(identity.selection)) if identity else None,
+            **bucket_fields(context.identity),
             "sync": context.settings.sync,
             "warnings": self._warnings(),
             "supervisor": _figures(self._gauge),

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from mirror.ingest.selection import Selection
 from storage.history import History
-from storage.model import VbucketState
+from storage.model import Identity, VbucketState
 
 Row = dict[str, Any]
 
@@ -58,33 +59,32 @@ def history_fields(state: VbucketState, history: History | None) -> Row:
     return known
 
 
+def bucket_fields(identity: Identity | None) -> dict[str, Any]:
+    """What a status says of the bucket and of how much of it is mirrored; None for what is not known."""
+    return {
+        "bucket": identity.bucket_name if identity else None,
+        "bucket_uuid": identity.bucket_uuid if identity else None,
+        "cluster_uuid": identity.cluster_uuid if identity else None,
+        "vbucket_count": identity.vbucket_count if identity else None,
+        "vbuckets_held": len(identity.vbids) if identity else None,
+        "group_count": identity.group_count if identity else None,
+        "selection": str(Selection.parse(identity.selection)) if identity else None,
+    }
+
+
 def stored_row(state: VbucketState, group: int, history: History | None = None) -> Row:
     """What the store alone knows of a vbucket."""
-    return history_fields(state, history) | {
-        "vbid": int(state.vbid),
-        "group": group,
+    known = {
+        "vbid": state.vbid,
         "state": "stored",
-        "detail": None,
-        "branch": int(state.branch),
-        "vbuuid": f"{state.failover_log.newest_vbuuid:012x}" if state.failover_log else None,
-        "published_seqno": int(state.published_seqno),
-        "staged_seqno": int(state.staged_seqno),
-        "source_high_seqno": None,
-        "lag_seqnos": None,
-        "lag_s": None,
-        "documents": None,
+        "branch": state.branch,
+        "vbuuid": state.failover_log.newest_vbuuid,
+        "published_seqno": state.published_seqno,
+        "staged_seqno": state.staged_seqno,
         "rollback_count": state.rollback_count,
         "last_rollback_ms": state.last_rollback_ms,
-        "last_rollback": None,
-        "resyncs_begun": None,
-        "resync_why": None,
-        "seqnos_per_s": None,
-        "requested_again_bytes": None,
-        "stalls": None,
-        "open_prepares": None,
-        "node": None,
-        "last_error": None,
     }
+    return reported_row(history_fields(state, history) | known, group)
 
 
 def reported_row(report: Mapping[str, Any], group: int) -> Row:

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mirror.ingest.selection import Selection
-from mirror.supervise.status import stored_row, totals
+from mirror.supervise.status import bucket_fields, stored_row, totals
 from storage import directory
 from storage.view import open_view
 
@@ -35,13 +34,7 @@ def stored_status(data: Path) -> dict[str, Any]:
         "data": str(data),
         "source": None,
         "source_error": None,
-        "bucket": identity.bucket_name,
-        "bucket_uuid": identity.bucket_uuid,
-        "cluster_uuid": identity.cluster_uuid,
-        "vbucket_count": identity.vbucket_count,
-        "vbuckets_held": len(identity.vbids),
-        "group_count": identity.group_count,
-        "selection": str(Selection.parse(identity.selection)),
+        **bucket_fields(identity),
         "sync": None,
         "warnings": [],
         "supervisor": dict.fromkeys(("cpu_percent", "private_bytes", "resident_bytes", "threads", "open_files")),
