@@ -14,7 +14,6 @@ command line it means. Must never import any other package of the project. A rol
     │   ├── BucketMissing            no such bucket, or no access to it (exit 4)
     │   ├── TlsFailed                certificate or protocol version refused (exit 4)
     │   ├── NotSupported             the server lacks something required (exit 4)
-    │   ├── NotMyVbucket             the map is out of date (retried; exit 1)
     │   ├── OlderMap                 no node has a map as new as one followed before (retried; exit 1)
     │   └── BucketChanged            the source is not the bucket that the data came from (exit 3)
     └── SupervisionError             workers, their pipes, their locks (exit 1)
@@ -141,12 +140,6 @@ class NotSupported(ClusterError):
 
     exit_code = ExitCode.REFUSED
     retryable = False
-
-
-class NotMyVbucket(ClusterError):
-    """The vbucket is elsewhere: the map is out of date."""
-
-    default_hint = "the cluster map is fetched again"
 
 
 class OlderMap(ClusterError):

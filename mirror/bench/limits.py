@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -384,15 +382,6 @@ def sample_keys(count: int, of: int, seed: int = 1) -> list[bytes]:
     """`count` random keys of `own_keys(..., of)`."""
     rng = random.Random(seed)
     return [b"document::%010d" % rng.randrange(of) for _ in range(count)]
-
-
-def in_folder(work: Callable[[str], Timing]) -> Timing:
-    """Run `work` in a new folder that is removed afterwards."""
-    folder = tempfile.mkdtemp(prefix="dcp-mirror-bench-")
-    try:
-        return work(os.path.join(folder, "mirror"))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def rounds(count: int, *works: Callable[[], Timing]) -> Iterator[list[Timing]]:

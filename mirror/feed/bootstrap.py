@@ -60,7 +60,6 @@ FEATURES = (
 )
 """What we ask for. Of these only SELECT_BUCKET is indispensable. (A notification without DUPLEX would be EINVAL.)"""
 
-MAP_NOTICE = Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF
 PROPOSED_NAME = "dcp-mirror"
 REVISION_MAX = 2**63 - 1
 """Requests carry signed numbers; a map with a larger one is asked for whole."""
@@ -113,13 +112,6 @@ class Handshake:
     def collections(self) -> bool:
         """Keys carry their collection id."""
         return Feature.COLLECTIONS in self.features
-
-    @property
-    def announces_maps(self) -> bool:
-        """The node says by itself when the cluster map changes."""
-        return bool(self.features & {Feature.CLUSTERMAP_CHANGE_NOTIFICATION, MAP_NOTICE}) and (
-            Feature.DUPLEX in self.features
-        )
 
 
 async def enter(

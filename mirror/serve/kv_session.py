@@ -28,7 +28,7 @@ from mirror.server.document_requests import (
     LookupSteps,
 )
 from mirror.server.errors import Refused
-from mirror.server.session import Handler, Later, Reply, Revision, VbucketHistory, failover_statistics
+from mirror.server.session import Later, Reply, Revision, VbucketHistory, failover_statistics
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Feature, Status, VbucketRole
 from mirror.wire.frame import Frame
@@ -314,9 +314,6 @@ class KvSession(DocumentSession):
     def open_producer(self, name: str, flags: int) -> None:
         """Not possible here."""
         raise Refused(Status.NOT_SUPPORTED)
-
-
-KvHandler = Handler[KvSession]
 
 
 def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:

@@ -56,18 +56,6 @@ def test_reads_find_every_sampled_key(tmp_path: Path) -> None:
         assert len(view.get_many(sample)) == len(set(sample))
 
 
-def test_a_folder_is_removed_whatever_happens(tmp_path: Path) -> None:
-    seen: list[str] = []
-
-    def work(path: str) -> limits.Timing:
-        seen.append(path)
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        limits.in_folder(work)
-    assert not Path(seen[0]).parent.exists()
-
-
 def test_a_rollback_is_measured_to_its_last_row(tmp_path: Path) -> None:
     path = str(tmp_path / "m")
     figures = limits.rollback_round(path, 3_000, value_bytes=64)
