@@ -69,7 +69,7 @@ class HttpServer:
         name: str = "http-0",
         users: Users | None = None,
     ) -> None:
-        """`stored` makes a status from the store alone; `name` is that of this process in the log."""
+        """`stored` makes a status from the store alone; `name` is that of this process in the metrics."""
         if settings.data is None:
             raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
         limits = Limits.of(settings)
