@@ -9,14 +9,18 @@ import subprocess
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
+from storage.tokens import Token
 from storage.view import open_view
-from tests.cli.conftest import COMMAND, background, call, environment, fill, output_nobody_takes
+from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, fill, output_nobody_takes
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
@@ -27,52 +31,95 @@ def is_caught_up(data: Path) -> bool:
     return bool(status.out) and status.json["state"] == "caught up"
 
 
+@contextmanager
+def under_load(source: SandboxThread) -> Iterator[None]:
+    """Writes to 500 keys, some of them deletions, as long as the block lasts."""
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.wait(0.01):
+            if number % 10 or not number:
+                source.call(source.cluster.set, f"order::{number % 500:03}", b'{"written": %d}' % number)
+            else:
+                source.call(source.cluster.delete, f"order::{(number - 5) % 500:03}")
+            number += 1
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        writing.join()
+
+
+def tokens_of(data: Path) -> dict[int, Token]:
+    with open_view(data) as view:
+        return {vbid: view.token(vbid) for vbid in view.vbids}
+
+
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 def test_made_under_load_it_is_restored_elsewhere_catches_up_and_equals_its_source(tmp_path: Path) -> None:
-    data, copy, target = tmp_path / "data", tmp_path / "copy", tmp_path / "target"
+    """To a directory, as a tar on stdout, and as of a time before; the service and its writers go on meanwhile."""
+    data, folder, tar = tmp_path / "data", tmp_path / "folder", tmp_path / "copy.tar"
     with SandboxThread(SandboxCluster(vbuckets=8)) as source:
         source.call(fill, source.cluster)
-        service = background("run", "--source", source.connection_string, "--data", data, "--groups", "2")
-        stop = threading.Event()
-
-        def write() -> None:
-            number = 0
-            while not stop.wait(0.01):
-                source.call(source.cluster.set, f"order::{number % 500:03}", b'{"written": %d}' % number)
-                number += 1
-
-        writing = threading.Thread(target=write)
-        writing.start()
-        try:
-            deadline = time.monotonic() + 120
+        flags = ("run", "--source", source.connection_string, "--data", data, "--groups", "2")
+        with background(*flags) as service, under_load(source):
+            deadline = time.monotonic() + LIMIT_S
             while not is_caught_up(data):
                 assert time.monotonic() < deadline
-            made = call("backup", "--data", data, "--to", copy, "--json")
+            before = tokens_of(data)
+            moment = datetime.now(UTC)
+            while min(token.seqno - before[vbid].seqno for vbid, token in tokens_of(data).items()) < 5:
+                assert time.monotonic() < deadline + LIMIT_S
+                time.sleep(0.05)
+            made = call("backup", "--data", data, "--to", folder, "--json")
             assert made.code == 0, made.err
             assert [name for name in made.json if f"`{name}`" not in JSON_MD] == []
             assert (made.json["groups"], made.json["vbuckets"]) == (2, 8)
-            made_again = call("restore", "--from", copy, "--data", target, "--json")
-            assert made_again.code == 0, made_again.err
-            assert made_again.json["published_seqnos"] == made.json["published_seqnos"]
-            assert call("check", "--data", target, "--deep").code == 0
-        finally:
-            stop.set()
+            streamed = call("backup", "--data", data, "--to", "-")
+            assert streamed.code == 0, streamed.err
+            tar.write_bytes(streamed.raw)
+            older = call("backup", "--data", data, "--to", tmp_path / "older", "--as-of", moment.isoformat(), "--json")
+            assert older.code == 0, older.err
+            assert older.json["published_seqnos"] < made.json["published_seqnos"]
+            status = call("status", "--data", data, "--json").json
+            assert (status["service"], status["totals"]["resync_count"]) == ("up", 0)
             service.send_signal(signal.SIGTERM)
-            service.communicate(timeout=60)
-            writing.join()
+            _, said = service.communicate(timeout=LIMIT_S)
+            assert (service.returncode, "error" in said) == (0, False), said
         source.call(source.cluster.set, "written afterwards", {})
-        with open_view(target) as view:
-            tokens = {vbid: view.token(vbid) for vbid in view.vbids}
-        run = call("run", "--source", source.connection_string, "--data", target, "--until-caught-up")
-        assert run.code == 0, run.err
-        equal = call("verify", "--data", target, "--source", source.connection_string, "--json")
-        assert (equal.code, equal.json["ok"]) == (0, True), equal.err
-    with open_view(target) as view:  # resumed, not resynced: each of its positions is on the way to what it has now
-        assert all(view.state(vbid).branch == tokens[vbid].branch for vbid in view.vbids)
-        changed = {
-            change.document.key for token in tokens.values() for change in view.changes(since=token) if change.document
-        }
-        assert b"written afterwards" in changed
+        for copy in (folder, tar, tmp_path / "older"):
+            target = copy.with_name(f"restored {copy.name}")
+            restored = call("restore", "--from", copy, "--data", target, "--json")
+            assert restored.code == 0, restored.err
+            if copy == folder:
+                assert restored.json["published_seqnos"] == made.json["published_seqnos"]
+            assert call("check", "--data", target, "--deep").code == 0
+            tokens = tokens_of(target)
+            if copy.name == "older":
+                with open_view(data) as view:
+                    for vbid, token in tokens.items():
+                        times_ms = {each.seqno: each.time_ms for each in view.boundaries(vbid)}
+                        newer = [time_ms for seqno, time_ms in times_ms.items() if seqno > token.seqno]
+                        assert times_ms[token.seqno] <= moment.timestamp() * 1000 < min(newer)
+            run = call("run", "--source", source.connection_string, "--data", target, "--until-caught-up")
+            assert run.code == 0, run.err
+            equal = call("verify", "--data", target, "--source", source.connection_string, "--json")
+            assert (equal.code, equal.json["ok"]) == (0, True), equal.err
+            with open_view(target) as view:  # resumed: each of its positions is on the way to what it has now
+                assert all(view.state(vbid).branch == tokens[vbid].branch for vbid in view.vbids)
+                assert sum(view.history(vbid).resync_count for vbid in view.vbids) == 0
+                changed = {
+                    change.document.key
+                    for token in tokens.values()
+                    for change in view.changes(since=token)
+                    if change.document
+                }
+                assert b"written afterwards" in changed
 
 
 def test_stdout_is_a_tar_and_nothing_else(mirrored: Path, tmp_path: Path) -> None:
