@@ -314,7 +314,7 @@ class PointReads:
             raise reader.damaged(error) from error
         if found is None:
             return None
-        either = _document_or_large(reader, found[0], bytes_max, raw)
+        either = document_or_large(reader, found[0], bytes_max, raw)
         if either is None:
             return self.get(key, collection, as_of=as_of, raw=raw)
         document = either[0] or either[1].document
@@ -355,7 +355,7 @@ class PointReads:
         finally:
             reader.environment.end(txn.raw)
         if unread is not None and large_bytes is not None:
-            found = _document_or_large(reader, unread, large_bytes, True)
+            found = document_or_large(reader, unread, large_bytes, True)
             if found is None:
                 return self.find(wire_key, deletions=deletions, now=now)
             document, large = found
@@ -367,7 +367,7 @@ class PointReads:
         return Found(document, collection is not None, seqno, stale, manifest, large)
 
 
-def _document_or_large(
+def document_or_large(
     reader: VbucketReader, reference: bytes, large_bytes: int, raw: bool
 ) -> tuple[Document, None] | tuple[None, LargeDocument] | None:
     """The document of the row that a reference names; one of more than `large_bytes` unread. None

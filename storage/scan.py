@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 from storage import branches, keys, validity
 from storage.collection_names import CollectionName, collection_id_of
+from storage.errors import ViewInvalidated
 from storage.groups import Groups
+from storage.large import LargeDocument
 from storage.model import SEQNO_MAX, Branch, Document, Manifest, Seqno
+from storage.point_reads import document_or_large
 from storage.records import MUTATION
 from storage.tokens import AsOf, Pin
 from storage.transaction import Transaction
@@ -132,6 +135,52 @@ def page(
     )
     found = [each for each in found if selection.deletions or not each.expiry or each.expiry * 1000 > at.now_ms]
     return found, following[len(keys.encode_collection_id(collection_id)) :]
+
+
+def page_or_large(
+    groups: Groups,
+    at: Pin,
+    collection_id: int,
+    selection: KeySelection,
+    limit: int,
+    bytes_max: int | None,
+    large_bytes: int,
+) -> tuple[list[Document], LargeDocument | None, bytes]:
+    """As `page`, as they are stored: the documents before one of more than `large_bytes`, or such a one by itself,
+    unread; and the key to go on from.
+    """
+    reader = groups.reader(at.vbid)
+    with reader.environment.read() as txn:
+        links = reader.chain_of_position(txn, at.branch, at.seqno, at.history_id)
+        manifest_key = branches.manifest_key_on(txn, at.vbid, links)
+        manifest = reader.manifest(txn, manifest_key)
+    if collection_id not in manifest.collections:
+        return [], None, b""
+    served = Served(at.branch, at.seqno, 0, manifest_key, False, links)
+    wanted = selection.within(manifest, collection_id)
+    with reader.environment.read() as txn:
+        newest, following = references(reader, txn, served, wanted, deletions=False, rows_max=limit)
+    bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
+    skip = len(keys.encode_collection_id(collection_id))
+    found: list[Document] = []
+    byte_count = 0
+    for number, (wire_key, reference) in enumerate(newest):
+        row = document_or_large(reader, reference, large_bytes, True)
+        if row is None:
+            raise ViewInvalidated("the document was purged meanwhile", vbid=at.vbid, hint="start the read again")
+        document, large = row
+        described = document if large is None else large.document
+        assert described is not None, "it is one or the other"
+        if described.expiry and described.expiry * 1000 <= at.now_ms:
+            continue
+        byte_count += len(described.value)
+        if found and (large is not None or byte_count > bytes_max):
+            return found, None, wire_key[skip:]
+        if large is not None:
+            behind = newest[number + 1][0] if number + 1 < len(newest) else following
+            return [], large, behind[skip:]
+        found.append(described)
+    return found, None, following[skip:]
 
 
 def chunk(

@@ -24,6 +24,7 @@ from storage.environment import MAP_SIZE
 from storage.groups import Groups
 from storage.history import History
 from storage.keys import PUB_STALE, vbid_of
+from storage.large import LargeDocument
 from storage.model import SEQNO_MAX, Boundary, Document, Identity, Manifest, Seqno, Vbid, VbucketState
 from storage.point_reads import Found, PointReads
 from storage.states import Past, ServedPosition
@@ -187,6 +188,23 @@ class View(PointReads):
         """
         selection = scans.KeySelection(prefix, start, end, deletions, raw)
         return scans.page(self.groups, pin, collection, selection, limit, bytes_max)
+
+    def scan_page_or_large(
+        self,
+        pin: Pin,
+        collection_id: int,
+        *,
+        start: bytes,
+        end: bytes | None,
+        limit: int,
+        bytes_max: int | None,
+        large_bytes: int,
+    ) -> tuple[list[Document], LargeDocument | None, bytes]:
+        """As `scan_page` with `raw`. A value of more than `large_bytes`, stored or decompressed, is a page by itself, and
+        is not read.
+        """
+        selection = scans.KeySelection(b"", start, end, raw=True)
+        return scans.page_or_large(self.groups, pin, collection_id, selection, limit, bytes_max, large_bytes)
 
     def scan_seqno(
         self, vbid: int, after_seqno: int = 0, to_seqno: int = SEQNO_MAX, *, raw: bool = False

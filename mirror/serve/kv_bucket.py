@@ -118,11 +118,13 @@ class KvBucket:
 
     def page(
         self, pin: Pin, collection_id: int, start: bytes, end: bytes | None, items_max: int, bytes_max: int | None
-    ) -> tuple[list[Document], bytes]:
-        """Some documents from `start` on, and where to go on (empty: the end). Raises Refused."""
+    ) -> tuple[list[Document], LargeDocument | None, bytes]:
+        """Some documents from `start` on, or a large one by itself, and where to go on (empty: the end). Raises
+        Refused.
+        """
         try:
-            return self.view.scan_page(
-                pin, collection_id, start=start, end=end, limit=items_max, bytes_max=bytes_max, raw=True
+            return self.view.scan_page_or_large(
+                pin, collection_id, start=start, end=end, limit=items_max, bytes_max=bytes_max, large_bytes=LARGE_BYTES
             )
         except ViewInvalidated as error:
             raise Refused(Status.RANGE_SCAN_CANCELLED, str(error)) from error

@@ -117,8 +117,9 @@ class KvConnection(asyncio.Protocol):
         self._writable = asyncio.Event()
         """The client takes what is written, and no answer is being written in pieces."""
         self._writable.set()
+        self._one_sends = asyncio.Lock()
+        """Held by the answer that is being written in pieces."""
         self._is_sending = False
-        """An answer is being written in pieces."""
         self._deferred: list[bytes] = []
         """What is written behind it."""
         self._kept_bytes = 0
@@ -405,7 +406,9 @@ class KvConnection(asyncio.Protocol):
     def _begin(self, frame: Frame, later: Later, began: float) -> bytes:
         """The answer, if the first step has it; else it comes by itself."""
         reply = self._guarded(frame, later.step)
-        if reply is not None and not reply.pieces and not reply.more:
+        if isinstance(reply, Later):
+            later, reply = reply, None
+        elif reply is not None and not reply.pieces and not reply.more:
             later.done()
             return self._count(frame, reply, began)
         task = self._loop.create_task(self._go_on(frame, later, began, reply))
@@ -427,11 +430,16 @@ class KvConnection(asyncio.Protocol):
                 else:
                     await self._host.turns.turn()
                 await self._writable.wait()
-                reply = self._guarded(frame, later.step)
-            if not self._ended:
+                found = self._guarded(frame, later.step)
+                if isinstance(found, Later):
+                    later, reply = found, None
+                else:
+                    reply = found
+            if reply.pieces:
+                await self._send(frame, reply, began)
+            elif not self._ended:
                 self._flush([self._count(frame, reply, began)])
-                if reply.pieces:
-                    await self._send(reply)
+            if not self._ended:
                 if self.session.logged_in:
                     self.slot.establish()
                 if self._goodbye:
@@ -439,8 +447,14 @@ class KvConnection(asyncio.Protocol):
         finally:
             later.done()
 
-    async def _send(self, reply: Reply) -> None:
-        """Write the pieces of an answer, each when the client takes it; what else is written meanwhile comes behind."""
+    async def _send(self, frame: Frame, reply: Reply, began: float) -> None:
+        """Write an answer in pieces, each when the client takes it; what else is written meanwhile comes behind."""
+        async with self._one_sends:
+            if not self._ended:
+                self._flush([self._count(frame, reply, began)])
+                await self._send_pieces(reply)
+
+    async def _send_pieces(self, reply: Reply) -> None:
         self._is_sending = True
         self._writable.clear()
         self._kept_bytes = reply.pieces_bytes

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from mirror.document import values
 from mirror.serve.kv_scan_request import Scan, ScanBounds, parse
 from mirror.serve.kv_session import KvSession
+from mirror.serve.large import in_pieces
 from mirror.server.document_requests import outgoing
 from mirror.server.errors import Refused
 from mirror.server.session import JSON, Later, Operation, Reply
@@ -23,6 +24,7 @@ from mirror.wire import codec_kv
 from mirror.wire.codec_kv import ScanItem
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
+from storage.large import LargeDocument
 from storage.model import Document
 
 SCANS_MAX = 64
@@ -91,19 +93,19 @@ class _Creating:
         """Refuse an empty range."""
         position = scan.position
         for limit in PEEKS:
-            found, position = self._session.bucket.page(
+            found, large, position = self._session.bucket.page(
                 scan.pin, scan.wanted.collection_id, position, scan.wanted.end, limit, PAGE_BYTES
             )
-            if found:
+            if found or large:
                 return
             if not position:
                 raise Refused(Status.KEY_ENOENT)
 
     def _count(self, scan: Scan, samples: int) -> Reply | None:
-        found, scan.position = self._session.bucket.page(
+        found, large, scan.position = self._session.bucket.page(
             scan.pin, scan.wanted.collection_id, scan.position, None, COUNT_ITEMS, None
         )
-        self._counted += len(found)
+        self._counted += len(found) + (large is not None)
         if scan.position:
             return None
         if not self._counted:
@@ -146,7 +148,7 @@ def _continue(session: KvSession, frame: Frame) -> Later:
     items_max = min(limits.item_limit or PAGE_ITEMS, PAGE_ITEMS)
     bytes_max = min(limits.byte_limit or PAGE_BYTES, PAGE_BYTES)
 
-    def step() -> Reply | None:
+    def step() -> Reply | Later | None:
         if session.scans.get(limits.uuid) is not scan:
             raise Refused(Status.RANGE_SCAN_CANCELLED)
         try:
@@ -156,7 +158,7 @@ def _continue(session: KvSession, frame: Frame) -> Later:
             raise
         if reply is not None:
             scan.continuing = False
-            if reply.status == Status.RANGE_SCAN_COMPLETE:
+            if not scan.position:
                 del session.scans[limits.uuid]
         return reply
 
@@ -173,15 +175,20 @@ def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
     return scan
 
 
-def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Reply | None:
+def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Reply | Later | None:
     """The next page; None: nothing of what was looked at is wanted."""
     wanted = scan.wanted
     session.bucket.check_fresh(scan.pin.vbid)
-    documents, scan.position = session.bucket.page(
+    documents, large, scan.position = session.bucket.page(
         scan.pin, wanted.collection_id, scan.position, wanted.end, items_max, bytes_max
     )
     if scan.chosen is not None:
         documents = [each for each in documents if scan.chosen(each.key)]
+        large = large if large is not None and scan.chosen(large.document.key) else None
+    if large is not None and wanted.keys_only:
+        documents.append(large.document)
+    elif large is not None:
+        return _large_item(session, wanted, large, has_more=bool(scan.position))
     if scan.position and not documents:
         return None
     items = [ScanItem(each.key) if wanted.keys_only else _item(session, wanted, each) for each in documents]
@@ -190,6 +197,22 @@ def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Rep
         extras=_KEYS if wanted.keys_only else _DOCUMENTS,
         value=codec_kv.encode_scan_items(items),
     )
+
+
+def _large_item(session: KvSession, wanted: ScanBounds, large: LargeDocument, *, has_more: bool) -> Later:
+    """The page that a large document is."""
+
+    def reply_with(body: memoryview, datatype: int) -> Reply:
+        found = large.document
+        item = ScanItem(found.key, b"", found.flags, found.expiry, found.seqno, found.cas, datatype)
+        return Reply(
+            Status.RANGE_SCAN_MORE if has_more else Status.RANGE_SCAN_COMPLETE,
+            extras=_DOCUMENTS,
+            value=codec_kv.encode_scan_head(item, len(body)),
+            pieces=list(in_pieces(body)),
+        )
+
+    return session.large_body(large, reply_with, with_xattrs=wanted.xattrs)
 
 
 def _item(session: KvSession, wanted: ScanBounds, document: Document) -> ScanItem:

@@ -267,16 +267,30 @@ class KvSession(DocumentSession):
         if not isinstance(document, UnreadDocument):
             return super().whole(document, reply_with)
 
+        def in_pieces_of(body: memoryview, datatype: int) -> Reply:
+            reply = reply_with(b"", datatype)
+            reply.pieces = list(in_pieces(body))
+            return reply
+
+        return self.large_body(document.large, in_pieces_of)
+
+    def large_body(
+        self, large: LargeDocument, reply_with: Callable[[memoryview, int], Reply], *, with_xattrs: bool = False
+    ) -> Later:
+        """The answer that `reply_with` makes of a large document's body and datatype, as this client can take them; of
+        all of its value `with_xattrs`.
+        """
+
         def steps(value: bytearray, datatype: int) -> LookupSteps:
             body = memoryview(value)
-            if datatype & values.XATTR:
-                body, datatype = body_of(value, datatype)
-            reply = reply_with(b"", datatype if self.json else datatype & ~values.JSON)
-            reply.pieces = list(in_pieces(body))
-            yield reply
+            if not with_xattrs:
+                if datatype & values.XATTR:
+                    body, datatype = body_of(value, datatype)
+                datatype = datatype if self.json else datatype & ~values.JSON
+            yield reply_with(body, datatype)
 
-        decompress = bool(document.datatype & values.XATTR) or not self.snappy
-        return self._large.answer(document.large, steps, decompress=decompress, failed=self.bucket.failed)
+        strips = bool(large.document.datatype & values.XATTR) and not with_xattrs
+        return self._large.answer(large, steps, decompress=strips or not self.snappy, failed=self.bucket.failed)
 
     def lookup(
         self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int

@@ -45,7 +45,7 @@ def answer_at_once(session: SessionT, operations: Mapping[int, Operation[Session
     before: tuple[Reply, ...] = ()
     while isinstance(found, Later):
         reply = guarded(session, found.step)
-        if reply is not None and reply.more:
+        if isinstance(reply, Reply) and reply.more:
             before += reply.before
         else:
             found = reply or found

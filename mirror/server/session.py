@@ -72,8 +72,8 @@ class Reply:
 class Later:
     """An answer that takes time: computed in steps of bounded work, with other clients' requests between them."""
 
-    step: Callable[[], Reply | None]
-    """The answer, or None: not yet. Raises Refused."""
+    step: Callable[[], Reply | Later | None]
+    """The answer, None: not yet, or what will have it. Raises Refused."""
     pause_s: float = 0.0
     """Between steps."""
     wait: Callable[[], Awaitable[None]] | None = None

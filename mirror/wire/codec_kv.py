@@ -76,6 +76,7 @@ __all__ = [
     "encode_mutation_token",
     "encode_observe_seqno",
     "encode_scan_continue",
+    "encode_scan_head",
     "encode_scan_items",
     "encode_server_duration",
     "encode_store",
@@ -742,12 +743,17 @@ def encode_scan_items(items: Iterable[ScanItem]) -> bytes:
     """Value of an answer to RANGE_SCAN_CONTINUE."""
     parts = []
     for item in items:
-        if item.value is not None:
-            parts.append(_SCAN_ITEM.pack(item.flags, item.expiry, item.seqno, item.cas, item.datatype))
-        parts += [leb128.encode(len(item.key)), item.key]
-        if item.value is not None:
-            parts += [leb128.encode(len(item.value)), item.value]
+        if item.value is None:
+            parts += [leb128.encode(len(item.key)), item.key]
+        else:
+            parts += [encode_scan_head(item, len(item.value)), item.value]
     return b"".join(parts)
+
+
+def encode_scan_head(item: ScanItem, value_bytes: int) -> bytes:
+    """What stands before the value of a document in that answer."""
+    fields = _SCAN_ITEM.pack(item.flags, item.expiry, item.seqno, item.cas, item.datatype)
+    return b"".join((fields, leb128.encode(len(item.key)), item.key, leb128.encode(value_bytes)))
 
 
 def decode_scan_items(value: bytes, *, keys_only: bool) -> list[ScanItem]:

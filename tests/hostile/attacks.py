@@ -17,7 +17,8 @@ from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Opcode
-from tests.hostile.site import Http, Kv, Site
+from storage.keys import vbid_of
+from tests.hostile.site import LARGE_BYTES, Http, Kv, Site
 
 XATTR_PATH = 4
 CONNECTIONS = 2_000
@@ -225,6 +226,22 @@ def large_documents_over_kv(site: Site) -> None:
     at_once(8, read)
 
 
+def scans_of_large_documents(site: Site) -> None:
+    wanted = b'{"range":{"start":"bGFyZ2U=","end":"bGFyZ2U="}}'
+
+    def read() -> None:
+        client = Kv(site.kv)
+        vbid = vbid_of(b"large", 16)
+        while True:
+            made = client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=wanted, datatype=1))
+            assert made.status == 0, made
+            extras = codec_kv.encode_scan_continue(codec_kv.ScanLimits(made.value))
+            answer = client.ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
+            assert len(answer.value) > LARGE_BYTES
+
+    at_once(8, read)
+
+
 ATTACKS = (
     Attack("kv", checksums_of_a_large_document),
     Attack("kv", checksums_of_many_requests),
@@ -244,6 +261,7 @@ ATTACKS = (
     Attack("http", multi_gets_of_large_documents),
     Attack("http", changes_with_large_documents),
     Attack("kv", large_documents_over_kv),
+    Attack("kv", scans_of_large_documents),
 )
 
 

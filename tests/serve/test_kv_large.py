@@ -19,6 +19,7 @@ from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
+from storage import keys as keys_module
 from storage.large import LargeDocument
 from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, serving
@@ -279,3 +280,39 @@ async def test_a_client_that_leaves_lets_go_of_what_it_held_or_waited_for(store:
         await until(lambda: budget.out_bytes == 0)
         assert client
     store.close()
+
+
+@pytest.mark.parametrize("unordered", [False, True])
+@pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in ("json", "compressed", "both")])
+async def test_a_scan_has_large_documents_as_pages_by_themselves(
+    endpoint: Endpoint, store: Store, value: bytes, datatype: int, body: bytes, unordered: bool
+) -> None:
+    """Each was once read, and read again where it did not fit, in one step."""
+    vbid, *keys = same_vbucket(b"a%d", 4)
+    for number, key in enumerate(keys):
+        large = number in (1, 3)
+        store.put(key, value if large else b"{}", 2 + number, datatype=datatype if large else 1, flags=7)
+    client = await endpoint.connect()
+    await client.hello(Feature.JSON, *[Feature.UNORDERED_EXECUTION] * unordered)
+    for keys_only in (False, True):
+        wanted = b'{"range":{"start":"YQ==","end":"Yg=="},"key_only":%s}' % (b"true" if keys_only else b"false")
+        made = await client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=wanted, datatype=1))
+        found, status = [], Status.RANGE_SCAN_MORE
+        while status == Status.RANGE_SCAN_MORE:
+            extras = codec_kv.encode_scan_continue(codec_kv.ScanLimits(made.value))
+            answer = await client.ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
+            status = Status(answer.status)
+            found += codec_kv.decode_scan_items(answer.value, keys_only=keys_only)
+        assert status == Status.RANGE_SCAN_COMPLETE
+        assert [each.key for each in found] == sorted(keys)
+        if not keys_only:
+            assert [each.value for each in found] == [b"{}", body, b"{}", body]
+            assert {each.datatype for each in found} == {1}
+            assert [each.flags for each in found] == [7] * 4
+    assert endpoint.server.large.budget.out_bytes == 0
+
+
+def same_vbucket(pattern: bytes, count: int) -> tuple[int, *tuple[bytes, ...]]:
+    """A vbucket, and keys in it."""
+    keys = [key for number in range(1000) if keys_module.vbid_of(key := pattern % number, 16) == 3]
+    return 3, *sorted(keys[:count])

@@ -79,6 +79,7 @@ async def test_other_clients_have_their_turn_between_the_paths_of_a_large_docume
         while replies[-1] is None:
             replies.append(large.step())
         last = replies[-1]
+        assert isinstance(last, Reply)
         walked = 2 * (len('{"a": 1}') + LARGE_BYTES)
         assert len(replies) > walked // STEP_BYTES // 2 > 0, "the second path is looked for to the end, in steps"
         assert last.value == small.value
