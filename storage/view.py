@@ -200,8 +200,8 @@ class View(PointReads):
         bytes_max: int | None,
         large_bytes: int,
     ) -> tuple[list[Document], LargeDocument | None, bytes]:
-        """As `scan_page` with `raw`. A value of more than `large_bytes`, stored or decompressed, is a page by itself, and
-        is not read.
+        """As `scan_page` with `raw`. A value of more than `large_bytes`, stored or decompressed, is a page by itself,
+        and is not read.
         """
         selection = scans.KeySelection(b"", start, end, raw=True)
         return scans.page_or_large(self.groups, pin, collection_id, selection, limit, bytes_max, large_bytes)
