@@ -213,7 +213,7 @@ class MirroredVbucket(VbucketHost):
     def has_published(self, seqno: int) -> bool:
         """True once readers see everything up to `seqno`, on the history that is streamed."""
         state = self.writer.served(self.vbid)
-        return state.published_seqno >= seqno and not state.rollback_deferred
+        return state.staging_branch == state.branch and state.published_seqno >= seqno
 
     # -- what the executor and the sink ask for -------------------------------------------------------------------
 
@@ -319,7 +319,8 @@ class MirroredVbucket(VbucketHost):
             "published_seqno": published,
             "staged_seqno": int(state.staged_seqno),
             "source_high_seqno": high,
-            "lag_seqnos": None if high is None else max(0, high - published),
+            # What is served of another history than the one that is streamed counts for nothing.
+            "lag_seqnos": None if high is None else max(0, high - int(state.staging_published_seqno)),
             "received_documents": self.documents,
             "received_bytes": self.bytes,
             "requested_again_bytes": self.requested_again_bytes,

@@ -103,7 +103,7 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
         "published_seqno": published,
         "staged_seqno": int(report.get("staged_seqno") or 0),
         "source_high_seqno": high,
-        "lag_seqnos": None if high is None else max(0, high - published),
+        "lag_seqnos": report.get("lag_seqnos"),
         "lag_s": None,
         "documents": report.get("documents"),
         "rollback_count": int(report.get("rollback_count") or 0),

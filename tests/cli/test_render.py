@@ -20,9 +20,18 @@ def document(**more: Any) -> dict[str, Any]:
     """A status with one good, one lagging and one refused vbucket."""
     rows = [
         reported_row(
-            {"vbid": 0, "state": "streaming", "published_seqno": 1_234_567, "source_high_seqno": 1_234_567}, 0
+            {
+                "vbid": 0,
+                "state": "streaming",
+                "published_seqno": 1_234_567,
+                "source_high_seqno": 1_234_567,
+                "lag_seqnos": 0,
+            },
+            0,
         ),
-        reported_row({"vbid": 1, "state": "streaming", "published_seqno": 5, "source_high_seqno": 50}, 0),
+        reported_row(
+            {"vbid": 1, "state": "streaming", "published_seqno": 5, "source_high_seqno": 50, "lag_seqnos": 45}, 0
+        ),
         reported_row({"vbid": 2, "state": "refused", "text": "no [bold]privilege", "source_high_seqno": None}, 0),
     ]
     rows[1]["lag_s"] = 90.0

@@ -50,8 +50,12 @@ async def test_resync_on_command_while_the_old_copy_is_served(cluster: SandboxCl
     mirror = mirror_of(cluster, tmp_path, settings={"refill_reads": "stale"})
     consumer = mirror.start(cluster.connection_string)
     await follow(mirror, cluster)
+    await mirror.until(lambda: mirror.row(3)["lag_seqnos"] == 0, "all of it is published")
+    high_seqno = cluster.vbucket(3).high_seqno
     before = mirror.row(3)["branch"]
     answer = await consumer.request(Resync(3))
+    assert mirror.row(3)["published_seqno"] == mirror.row(3)["lag_seqnos"] == high_seqno, "not of what is streamed"
+    assert not consumer.caught_up({3: high_seqno})
     assert (answer["vbid"], mirror.row(3)["branch"]) == (3, before), "what is served is what was"
     assert answer["staging_branch"] > before
     assert (mirror.row(3)["resyncs_begun"], mirror.row(3)["resync_count"]) == (1, 0)
@@ -65,3 +69,18 @@ async def test_resync_on_command_while_the_old_copy_is_served(cluster: SandboxCl
         await consumer.request(Resync(99))
     await mirror.stop()
     assert_equal(mirror, cluster)
+
+
+async def test_published_ahead_of_the_last_known_high_seqno_is_no_negative_lag(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 50)
+    mirror = mirror_of(cluster, tmp_path)
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    vbucket = consumer.vbuckets[3]
+    assert vbucket.session is not None
+    vbucket.note_high_seqno(vbucket.session, 1)
+    assert mirror.row(3)["published_seqno"] > 1
+    assert mirror.row(3)["lag_seqnos"] == 0
+    await mirror.stop()

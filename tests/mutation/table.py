@@ -277,6 +277,18 @@ MUTATIONS = (
         "tests/feed/test_consumer_status.py",
     ),
     Mutation(
+        _VBUCKET,
+        "max(0, high - int(state.staging_published_seqno))",
+        "max(0, high - published)",
+        "tests/feed/test_consumer_commands.py -k old_copy",
+    ),
+    Mutation(
+        _VBUCKET,
+        "return state.staging_branch == state.branch and state.published_seqno >= seqno",
+        "return state.published_seqno >= seqno and not state.rollback_deferred",
+        "tests/feed/test_consumer_commands.py -k old_copy",
+    ),
+    Mutation(
         _OWNER,
         'return txn.get(keys.DB_META, b"place") != directory.place(self.path)',
         "return False",

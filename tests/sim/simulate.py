@@ -276,6 +276,9 @@ class World:
         for vbid in range(VBUCKETS):
             vbucket = self.source.vbucket(vbid)
             high = vbucket.high_seqno
+            state = self.mirror.writer_of(vbid).state(vbid)
+            if state.staging_branch != state.branch and self.mirror.consumer.shown.streams:  # a resync is under way
+                return False
             if self.checker.watched[vbid].seqno != high and not self._nothing_shown_above(vbid):
                 return False
             if not self.mirror.actors[vbid].streaming and self.mirror.consumer.shown.streams:

@@ -70,6 +70,7 @@ class ScriptedWork:
                 "published_seqno": seqno,
                 "staged_seqno": seqno,
                 "source_high_seqno": 3,
+                "lag_seqnos": max(0, 3 - seqno),
                 "vbuuid": 0xABC,
                 "documents": 1,
             }

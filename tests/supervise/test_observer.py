@@ -36,7 +36,8 @@ class Mirror:
     @staticmethod
     def row(vbid: int, **more: Any) -> Row:
         common = {
-            "vbid": vbid, "state": "streaming", "published_seqno": 5, "source_high_seqno": 5, "node": "db1:11210",
+            "vbid": vbid, "state": "streaming", "published_seqno": 5, "source_high_seqno": 5, "lag_seqnos": 0,
+            "node": "db1:11210",
             "resyncs_begun": 0, "resync_count": 0,
         }  # fmt: skip
         return reported_row(common | more, vbid % 4)
