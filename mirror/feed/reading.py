@@ -60,7 +60,7 @@ class Outbox:
             self._items.append(item)
             self._memory_bytes += memory_bytes
             self._disk_bytes += disk_bytes
-            self.full = (
+            self.full = self.full or (  # `gave_back` alone ends it, and lets the source go on
                 self._memory_bytes >= self._memory_max
                 or self._disk_bytes >= self._disk_max
                 or len(self._items) >= WAITING_SNAPSHOTS_MAX

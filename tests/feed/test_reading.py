@@ -56,3 +56,19 @@ def test_too_much_that_nobody_takes_is_said_once_and_room_once(memory_bytes: int
     assert not box.full
     box.gave_back(memory_bytes // 2, disk_bytes // 2)
     assert told == ["room"]
+
+
+def test_the_source_goes_on_though_something_came_while_half_of_it_was_taken() -> None:
+    """What was on its way when the source was made to wait: it must not end the waiting, nor prevent its end."""
+    box, told = outbox()
+    for vbid in (1, 2):
+        box.put(ReadEnded(vbid, Position()), memory_bytes=250)
+    box.take()
+    box.gave_back(240, 0)
+    box.put(ReadEnded(3, Position()), memory_bytes=10)
+    assert box.full
+    for _ in range(2):
+        box.take()
+    box.gave_back(270, 0)
+    assert not box.full
+    assert len(told) == 1

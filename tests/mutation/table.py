@@ -165,6 +165,7 @@ MUTATIONS = (
         "        return StagingRefused(",
         "tests/feed/test_spool_sink.py -k refused",
     ),
+    Mutation("mirror/feed/reading.py", "self.full = self.full or (", "self.full = (", "tests/feed/test_reading.py"),
     Mutation(
         "mirror/feed/connections.py",
         "session.map_watch = self._map_watch",
