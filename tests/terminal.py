@@ -72,19 +72,25 @@ class Terminal:
 
     def type(self, keys: str) -> None:
         """Type on the keyboard."""
-        os.write(self._ours, keys.encode())
+        if keys:
+            os.write(self._ours, keys.encode())
 
-    def end(self) -> int:
-        """Its exit code, once it has ended by itself."""
+    def end(self, *, pressing: str = "") -> int:
+        """Its exit code, once it has ended by itself; `pressing`: a key that is pressed each second until then.
+
+        readline misses a Ctrl-C that comes between its prompt and its wait for a key.
+        """
         deadline = time.monotonic() + LIMIT_S
-        while self._read(deadline):
+        self.type(pressing)
+        while self._read(deadline, pressing):
             pass
         return self.process.wait(LIMIT_S)
 
-    def _read(self, deadline: float) -> bool:
+    def _read(self, deadline: float, pressing: str = "") -> bool:
         """Take what it has written; False: nobody has the terminal open any more."""
-        if not select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise AssertionError("waited in vain")
+        while not select.select([self._ours], [], [], 1.0)[0]:
+            assert time.monotonic() < deadline, "waited in vain"
+            self.type(pressing)
         try:
             self.shown += os.read(self._ours, READ_BYTES).decode(errors="replace")
         except OSError:  # EIO: the other end is closed

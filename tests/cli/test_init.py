@@ -87,8 +87,7 @@ def test_questions_can_be_left(question: str, key: str, tmp_path: Path) -> None:
     with Terminal("init", *given, cwd=tmp_path, DCP_MIRROR_PASSWORD="") as terminal:
         terminal.until(question)
         terminal.until(": ")
-        terminal.type(key)
-        assert terminal.end() == 130
+        assert terminal.end(pressing=key) == 130
         assert "Traceback" not in terminal.shown
         assert "rror" not in terminal.shown
     assert list(tmp_path.iterdir()) == []

@@ -92,9 +92,10 @@ async def test_a_client_that_does_not_log_in_is_disconnected_whatever_it_sends(s
     limits = Limits(login_timeout_s=0.2)
     async with serving(store.path, readers=NoStrangers(), limits=limits) as endpoint:
         inside, outside = await endpoint.sdk(), await endpoint.connect()
-        with contextlib.suppress(ConnectionError):
-            while await outside.alive():
-                pass
+        async with asyncio.timeout(WAIT_S):
+            with contextlib.suppress(ConnectionError):
+                while await outside.alive():
+                    pass
         assert endpoint.server.admission.evicted_count == 1
         assert endpoint.server.admission.open_count == 1
         assert await inside.alive()

@@ -173,6 +173,7 @@ async def test_a_reload_opens_moves_and_closes_listeners_one_by_one(data: Path) 
     settings = [settings_for(data, kv="0")]
     async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
         client = await connect(lines[0])
+        await until(lambda: all(row["phase"] == "running" for row in supervisor.status_document()["workers"]))
         before = servers(supervisor)
         settings[0] = settings_for(data, kv="0", http="0")
         os.kill(os.getpid(), signal.SIGHUP)
