@@ -153,6 +153,7 @@ async def test_a_client_that_asks_nothing_does_not_keep_its_place(
         reader, writer = await asyncio.open_unix_connection(address)
     writer.write(said)
     async with asyncio.timeout(20):
-        await reader.read()
+        answered = await reader.read()
+    assert answered.count(b"\n") == said.count(b"\n"), "hung up, after what was asked was answered"
     writer.close()
     await server.stop()
