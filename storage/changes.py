@@ -158,7 +158,7 @@ def between(
 
     documents = rows(reader, served, after, served.seqno, raw, pieces)
     if replacing:
-        documents = filter(retractions.NewToReader(reader, lost, raw), documents)
+        documents = filter(retractions.NewToReader(reader, lost, replacing, raw), documents)
     yield from map(change, documents)  # no loop: its variable would keep a document for as long as the reader takes
 
 

@@ -2,8 +2,8 @@
 
 Knows both trees of a vbucket, the chain that was lost and the one that is served; never who reads. A retraction is
 followed by its restoration. Invariants: positions are held, never documents; each key is retracted once, by its newest
-lost version; a document of a collection that the lost history had dropped or flushed is restored even where no lost
-event names it.
+lost version; a document of a collection that the lost history had dropped or flushed, and that what is served then has,
+is restored even where no lost event names it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from storage import branches, chain, index, keys, records, scan, validity
 from storage.errors import NoSuchBoundary, ViewInvalidated
-from storage.model import Boundary, Branch, Document, Seqno
+from storage.model import Boundary, Branch, Document, Kind, Seqno
 from storage.records import MUTATION
 from storage.transaction import Transaction
 from storage.vbucket_reader import Served, VbucketReader
@@ -83,6 +83,17 @@ def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
         return reader.document(txn, undone.reference, raw, lenient=True)
 
 
+def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.Chain) -> dict[int, Seqno]:
+    """Collections that the lost history had dropped or flushed and `links` has, and where they begin."""
+    with reader.environment.read() as txn:
+        before, after = (reader.manifest_on(txn, each) for each in (lost, links))
+    return {
+        collection_id: entry.begin_seqno
+        for collection_id, entry in after.collections.items()
+        if (known := before.collections.get(collection_id)) is None or known.begin_seqno > entry.begin_seqno
+    }
+
+
 class _RetractionWalk:
     """One walk over lost rows."""
 
@@ -103,12 +114,10 @@ class _RetractionWalk:
         self.rows_max = rows_max
         self.restored_links = chain.recut(served.links, common_seqno)
         self.back: dict[int, Seqno] = {}
-        """Collections that the lost history had dropped or flushed, and where they begin: all that they hold is visible
-        again, whether or not the lost history has an event of it.
-        """
+        """All that these hold is visible again, whether or not the lost history has an event of it."""
 
     def run(self) -> Iterator[Undone]:
-        self.back = self._restored_collections()
+        self.back = restored_collections(self.reader, self.lost, self.replacing or self.restored_links)
         for link in reversed(self.lost):
             yield from self._of_link(link)
         restored = replace(self.served, links=self.restored_links)
@@ -141,15 +150,6 @@ class _RetractionWalk:
             if not count:
                 break
 
-    def _restored_collections(self) -> dict[int, Seqno]:
-        with self.reader.environment.read() as txn:
-            before, after = (self.reader.manifest_on(txn, links) for links in (self.lost, self.restored_links))
-        return {
-            collection_id: entry.begin_seqno
-            for collection_id, entry in after.collections.items()
-            if (known := before.collections.get(collection_id)) is None or known.begin_seqno > entry.begin_seqno
-        }
-
     def _retracted(self, txn: Transaction, key_rows: list[tuple[bytes, bytes]]) -> list[Undone]:
         """Each retracted version and what is visible again in its place; but collections of `back` return whole."""
         found = []
@@ -176,22 +176,30 @@ class _RetractionWalk:
 class NewToReader:
     """Whether a document is new to a reader that came from a lost history: a filter over rising seqnos."""
 
-    def __init__(self, reader: VbucketReader, lost: chain.Chain, raw: bool) -> None:
-        """`lost`: the chain that the reader's position is on."""
+    def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:
+        """`lost`: the chain that the reader's position is on; `replacing`: the one that it went to in one step."""
         self._reader = reader
         self._lost = lost
         self._raw = raw
+        self._back = restored_collections(reader, lost, replacing)
+        """What the reader was given of these it dropped again: with the last event of them that it was given."""
         self._overridden: set[tuple[int, bytes]] = set()
         """Keys of which the reader has been given an older version, in place of one that it had."""
 
     def __call__(self, document: Document) -> bool:
         """True unless the reader has this very version, as the newest that it was given."""
-        if document.seqno <= self._lost[0].cut:
+        if document.seqno <= self._lost[0].cut and not self._is_of_back(document):
             key = (document.collection_id, document.key)
             if key not in self._overridden and self._was_given(document):
                 return False
             self._overridden.add(key)
         return True
+
+    def _is_of_back(self, document: Document) -> bool:
+        """True for a document of a collection that is back, and for the event with which such a one begins."""
+        if document.kind is Kind.SYSTEM_EVENT:
+            return document.seqno in self._back.values()
+        return document.collection_id in self._back
 
     def _was_given(self, document: Document) -> bool:
         """True if the lost history has this very version."""

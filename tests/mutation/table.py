@@ -25,7 +25,7 @@ _PERSISTENCE, _VBUCKET = "mirror/feed/persistence.py", "mirror/feed/vbucket.py"
 _STORE_SINK = "mirror/feed/store_sink.py"
 _BRANCHES, _PURGE = "storage/branches.py", "storage/purge.py"
 _OWNER, _LEAVING = "storage/owner.py", "storage/leaving.py"
-_RETRACTIONS = "storage/retractions.py"
+_RETRACTIONS, _OF_RETRACTIONS = "storage/retractions.py", "tests/storage/test_retractions.py"
 
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
 _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
@@ -356,6 +356,9 @@ MUTATIONS = (
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(document):", "if False:", _OF_GATE),
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
     Mutation(_RETRACTIONS, "if replaced or not manifest.has(", "if not manifest.has(", _OF_GATE),
+    Mutation(_RETRACTIONS, "self.lost, self.replacing or self", "self.lost, self", _OF_RETRACTIONS),
+    Mutation(_RETRACTIONS, " and not self._is_of_back(document):", ":", _OF_RETRACTIONS),
+    Mutation(_RETRACTIONS, "return document.seqno in self._back.values()", "return False", _OF_RETRACTIONS),
     Mutation(
         "storage/wait.py",
         "return here if token.seqno <= end_seqno else WriteStatus.LOST",

@@ -109,6 +109,64 @@ def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: Gro
     assert told == [("rollback", None), ("retraction", b"lost")]
 
 
+def test_a_deferred_rollback_restores_nothing_of_a_collection_that_both_histories_dropped(
+    writer: GroupWriter, view: View
+) -> None:
+    """Found by the simulation: the drop is the same event in both, so a reader is not given it again, but it was given
+    the documents, which it then kept for ever.
+    """
+    orders = Collection(9, 8, "orders", Seqno(1))
+    system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
+    put(writer, A, 2, b"order", cid=9)
+    commit(writer, 2)
+    system_event(writer, 3, DEFAULT, scopes=SCOPES)
+    put(writer, B, 4, b"lost")
+    commit(writer, 4)
+    token = view.token(0, 1, 4)
+    writer.rollback(0, 2, deferred=True)
+    system_event(writer, 3, DEFAULT, scopes=SCOPES)
+    put(writer, C, 5, b"new")
+    commit(writer, 5)
+    told = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
+    assert told == [("rollback", None), ("retraction", b"lost"), ("mutation", b"new")]
+
+
+def test_a_deferred_rollback_gives_a_collection_again_that_lost_history_alone_dropped(
+    writer: GroupWriter, view: View
+) -> None:
+    """Its documents below the common seqno, those above it that both histories have, and where the collection itself is
+    younger than that, its beginning too.
+    """
+    orders, carts = Collection(9, 8, "orders", Seqno(1)), Collection(10, 8, "carts", Seqno(3))
+    system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
+    put(writer, A, 2, b"below", cid=9)
+    commit(writer, 2)
+
+    def common() -> None:
+        system_event(writer, 3, DEFAULT, orders, carts, scopes=SCOPES)
+        put(writer, B, 4, b"above", cid=9)
+        put(writer, B, 5, b"cart", cid=10)
+        put(writer, A, 6, b"kept")
+
+    common()
+    system_event(writer, 7, DEFAULT, scopes=SCOPES)
+    commit(writer, 7)
+    token = view.token(0, 1, 7)
+    writer.rollback(0, 2, deferred=True)
+    common()
+    put(writer, C, 8, b"new")
+    commit(writer, 8)
+    told = [(each.kind, each.document and each.document.seqno) for each in view.changes(0, since=token)]
+    assert told == [
+        ("rollback", None),
+        ("restoration", 2),
+        ("system_event", 3),
+        ("mutation", 4),
+        ("mutation", 5),
+        ("mutation", 8),
+    ]
+
+
 def test_a_rollback_is_read_document_by_document_and_its_events_are_returned_again(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
