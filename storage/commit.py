@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, flush_open: bool) -> Plan:
     """Write everything that is complete, and with `flush_open` rows of the open snapshot, too."""
-    state = vbucket.state
+    state = vbucket.base
     count = len(vbucket.rows) if flush_open else vbucket.complete_count
     if vbucket.unordered:
         vbucket.rows.sort()

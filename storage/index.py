@@ -156,6 +156,7 @@ def key_rows_between(
     cursor = txn.cursor(keys.rows_db(vbid))
     end = row_key(prefix, to_seqno)
     found: list[KeyRow] = []
+    add = found.append
     count = row_bytes = 0
     last = row_key(prefix, after_seqno)
     if after_seqno >= to_seqno or not cursor.set_range(row_key(prefix, after_seqno + 1)):
@@ -169,7 +170,7 @@ def key_rows_between(
             last = key
             if frame[1] != SYSTEM_EVENT:
                 start = 24 + frame[4]  # `records.key_of`, written out
-                found.append((frame[start : start + (frame[2] << 8 | frame[3])], key + frame[1:2]))
+                add((frame[start : start + (frame[2] << 8 | frame[3])], key + frame[1:2]))
     return found, count, seqno_of(last), row_bytes
 
 

@@ -248,6 +248,10 @@ class GroupWriter:
         """The vbucket as it is after everything accepted so far; `published_seqno` counts commits only."""
         return self._vbuckets[vbid].state
 
+    def staged_seqno(self, vbid: int) -> int:
+        """The position up to which everything was accepted: that of `state`."""
+        return self._vbuckets[vbid].staged_seqno
+
     def served(self, vbid: int) -> VbucketState:
         """The vbucket as readers see it; what is staged, and the open snapshot, as of some time before."""
         return self._vbuckets[vbid].base
@@ -415,7 +419,8 @@ class GroupWriter:
             return CommitResult([])
 
         def write(txn: Transaction) -> list[commit.Plan]:
-            return [commit.put(txn, each, self.owner.moment(), flush_open=flush_open) for each in touched]
+            moment = self.owner.moment()
+            return [commit.put(txn, each, moment, flush_open=flush_open) for each in touched]
 
         published = []
         for vbucket, plan in zip(touched, self.owner.write(write), strict=True):

@@ -123,7 +123,7 @@ class SourceWatch:
         high, session = vbucket.source_high_seqno, vbucket.session
         if session is None or high is None or not vbucket.streaming:
             return
-        if vbucket.writer.state(vbucket.vbid).staged_seqno >= high:
+        if vbucket.writer.staged_seqno(vbucket.vbid) >= high:
             vbucket.progressed()
             return
         limit_s = self._settings.stall_timeout_s
