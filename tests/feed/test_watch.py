@@ -182,7 +182,6 @@ class Stand:
         self.session = self
         self.source_high_seqno: int | None = 10
         self.streaming = True
-        self.staged_seqno = 5
         self.last_progress = self.backfill_at = clock.monotonic()
         self.stalled_streams = self.stalls = 0
         self.address = "node"
@@ -190,8 +189,8 @@ class Stand:
         self.writer = self
         self.done: list[str] = []
 
-    def state(self, _vbid: int) -> Stand:
-        return self
+    def staged_seqno(self, _vbid: int) -> int:
+        return 5
 
     def progressed(self) -> None:
         self.last_progress = self.clock.monotonic()
