@@ -307,11 +307,13 @@ class PointReads:
         """
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
         options = _Options(collection, as_of, None, raw)
+        txn = reader.begin_read()
         try:
-            with reader.environment.read() as txn:
-                found = self._reference(reader, txn, key, options)
-        except struct.error as error:
+            found = self._reference(reader, Transaction(reader.environment, txn), key, options)
+        except (struct.error, lmdb.Error) as error:
             raise reader.damaged(error) from error
+        finally:
+            reader.environment.end(txn)
         if found is None:
             return None
         either = document_or_large(reader, found[0], bytes_max, raw)

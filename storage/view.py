@@ -12,8 +12,11 @@ in order), `states` (positions and history), each through a `VbucketReader` that
 from __future__ import annotations
 
 import os
+import struct
 import weakref
 from collections.abc import Iterator
+
+import lmdb
 
 from storage import changes as events
 from storage import history, retractions, states, wait
@@ -266,8 +269,13 @@ class View(PointReads):
     def stale(self, vbid: int) -> bool:
         """True while a refill from 0 is under way next to what is served."""
         reader = self.reader(vbid)
-        with reader.environment.read() as txn:
-            return bool(reader.served_in(txn.raw)[4] & PUB_STALE)
+        txn = reader.begin_read()
+        try:
+            return bool(reader.served_in(txn)[4] & PUB_STALE)
+        except (struct.error, lmdb.Error) as error:
+            raise reader.damaged(error) from error
+        finally:
+            reader.environment.end(txn)
 
     def boundaries(self, vbid: int) -> list[Boundary]:
         """The kept boundaries of the served history, newest first."""

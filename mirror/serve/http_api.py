@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mirror import __version__
 from mirror.log import get_logger
 from mirror.serve.http_changes import get_changes
-from mirror.serve.http_documents import get_document, get_documents, scan_documents
+from mirror.serve.http_documents import get_document, get_document_now, get_documents, scan_documents
 from mirror.serve.http_openapi import description
 from mirror.serve.http_problems import Problem, internal, of_http, of_storage
 from mirror.serve.http_requests import Parameters, vbucket
@@ -190,10 +190,35 @@ def _page(name: str, media_type: str) -> Callable[[Request], Any]:
 class Surroundings:
     """What is around the application: counting, and the net under it."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        """`app` answers; `service` counts."""
+    def __init__(self, app: ASGIApp, document: Route, service: Service) -> None:
+        """`app` answers, with `document` the route of a document in it; `service` counts."""
         self._app = app
+        self._document = document
         self._service = service
+
+    def answer_now(self, scope: Scope) -> Response | None:
+        """The answer to a GET of a document, where it needs nothing to be waited for and is sent whole: most requests
+        by far, so without a task, routing and messages. None: call the application.
+        """
+        found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
+        if found is None:
+            return None
+        started = self._service.clock.monotonic()
+        scope["path_params"] = found.groupdict()
+        request = Request(scope)
+        try:
+            refuse_websites(request)
+            scope["endpoint"] = get_document
+            response = get_document_now(self._service, request)
+        except (Problem, StorageError) as error:
+            response = _problem_of(error).response()
+        except Exception:
+            log.exception("internal error", route=_route(scope))
+            response = internal().response()
+        if response is not None:
+            seconds = self._service.clock.monotonic() - started
+            self._service.requests.answered(_route(scope), response.status_code, seconds, len(response.body))
+        return response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -234,25 +259,23 @@ def _route(scope: Scope) -> str:
     return getattr(scope.get("endpoint"), "__name__", "none")
 
 
-async def _problem(_: Request, error: Exception) -> Response:
+def _problem_of(error: Exception) -> Problem:
+    if isinstance(error, StorageError):
+        problem = of_storage(error)
+        if problem.status == 500:
+            log.error("damaged", error=str(error))
+        return problem
+    if isinstance(error, HTTPException):
+        return of_http(error)
     assert isinstance(error, Problem), "starlette gives a handler what it asked for"
-    return error.response()
+    return error
 
 
-async def _storage_problem(_: Request, error: Exception) -> Response:
-    assert isinstance(error, StorageError), "starlette gives a handler what it asked for"
-    problem = of_storage(error)
-    if problem.status == 500:
-        log.error("damaged", error=str(error))
-    return problem.response()
+async def _answer_problem(_: Request, error: Exception) -> Response:
+    return _problem_of(error).response()
 
 
-async def _http_problem(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "starlette gives a handler what it asked for"
-    return of_http(error).response()
-
-
-def make_app(service: Service) -> ASGIApp:
+def make_app(service: Service) -> Surroundings:
     """The application over one service."""
     collection = "/v1/collections/{collection}"
     get = ["GET"]
@@ -272,6 +295,7 @@ def make_app(service: Service) -> ASGIApp:
         Route("/openapi.json", get_openapi, methods=get),
         *(Route(path, _page(*file), methods=get) for path, file in PAGE_FILES.items()),
     ]
-    handlers = {Problem: _problem, StorageError: _storage_problem, HTTPException: _http_problem}
+    handlers = dict.fromkeys((Problem, StorageError, HTTPException), _answer_problem)
     service.description = dumps(description(__version__))
-    return Surroundings(ExceptionMiddleware(Router(routes, redirect_slashes=False), handlers), service)
+    app = ExceptionMiddleware(Router(routes, redirect_slashes=False), handlers)
+    return Surroundings(app, routes[0], service)

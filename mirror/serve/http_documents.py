@@ -7,8 +7,9 @@ the same bytes; all pages of a vbucket show it as it was when its first page was
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from starlette.requests import Request
@@ -24,16 +25,27 @@ from mirror.serve.http_requests import (
     collection_name,
     document_key,
     document_key_bytes,
+    header,
     json_body,
     vbucket,
     wanted_keys,
 )
-from mirror.serve.http_service import WAIT_PARAMETERS, Budgeted, LargeAnswer, Service
+from mirror.serve.http_service import (
+    BUDGETED_BYTES,
+    WAIT_PARAMETERS,
+    Budgeted,
+    Credentials,
+    Header,
+    LargeAnswer,
+    Plain,
+    Service,
+)
 from mirror.serve.large import LARGE_BYTES
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
 from storage.large import LargeDocument
 from storage.model import Document, Manifest, Vbid
-from storage.view import Pin, View
+from storage.view import AsOf, Pin, View
+from storage.wait import MutationToken
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Values in one multi-get: three of the largest documents."""
@@ -42,8 +54,9 @@ PAGE_STEPS_MAX = 64
 """Transactions for one page: a page of a range full of tombstones ends early and empty, with a token to go on."""
 IF_NONE_MATCH_LENGTH_MAX = 4096
 """Characters of the header that are looked at: with a longer one the document is sent."""
-PRIVATE = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
+PRIVATE = ((b"cache-control", b"no-cache"), (b"x-content-type-options", b"nosniff"))
 """Ask again each time, by ETag; and never take a stored document for a web page."""
+JSON = b"application/json"
 
 
 def entity_tag(document: Document, form: str) -> str:
@@ -58,20 +71,21 @@ def matches(header: str | None, tag: str) -> bool:
     return header.strip() == "*" or tag in (each.strip().removeprefix("W/") for each in header.split(","))
 
 
-def headers_of(document: Document, tag: str) -> dict[str, str]:
-    """What the headers say of a document."""
-    return PRIVATE | {
-        "ETag": tag,
-        "Mirror-Vbid": str(document.vbid),
-        "Mirror-Collection-Id": str(document.collection_id),
-        "Mirror-Seqno": str(document.seqno),
-        "Mirror-Rev-Seqno": str(document.rev_seqno),
-        "Mirror-Cas": str(document.cas),
-        "Mirror-Flags": str(document.flags),
-        "Mirror-Expiry": str(document.expiry),
-        "Mirror-Datatype": str(document.datatype),
-        "Mirror-Branch": str(document.branch),
-    }
+def headers_of(document: Document, tag: str, datatype: int) -> list[Header]:
+    """What the headers say of a document; its datatype is that of the form that is sent."""
+    return [
+        *PRIVATE,
+        (b"etag", tag.encode()),
+        (b"mirror-vbid", b"%d" % document.vbid),
+        (b"mirror-collection-id", b"%d" % document.collection_id),
+        (b"mirror-seqno", b"%d" % document.seqno),
+        (b"mirror-rev-seqno", b"%d" % document.rev_seqno),
+        (b"mirror-cas", b"%d" % document.cas),
+        (b"mirror-flags", b"%d" % document.flags),
+        (b"mirror-expiry", b"%d" % document.expiry),
+        (b"mirror-datatype", b"%d" % datatype),
+        (b"mirror-branch", b"%d" % document.branch),
+    ]
 
 
 def path_key(request: Request, encoding: str) -> bytes:
@@ -85,42 +99,80 @@ def path_key(request: Request, encoding: str) -> bytes:
     return document_key(text, encoding)
 
 
+class DocumentRequest(NamedTuple):
+    """What a GET or HEAD of one document asks for."""
+
+    collection: str | int
+    key: bytes
+    vbid: Vbid
+    form: str
+    as_of: AsOf
+    tokens: Sequence[MutationToken]
+    timeout_s: float
+    tag: str | None
+    """The header If-None-Match."""
+
+    @staticmethod
+    def of(service: Service, request: Request) -> DocumentRequest:
+        """Of a vbucket that can be read now. Raises Problem."""
+        parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
+        collection = collection_name(request.path_params["collection"])
+        key = path_key(request, parameters.choice("key_encoding", "utf8", "base64url"))
+        form = parameters.choice("form", "body", "stored")
+        as_of = parameters.as_of()
+        tokens, timeout_s = service.tokens(parameters)
+        vbid = service.view.vbid_of(key)
+        service.refuse_unavailable((vbid,))
+        return DocumentRequest(collection, key, vbid, form, as_of, tokens, timeout_s, header(request, b"if-none-match"))
+
+    def read(self, service: Service, reader: Reader, bytes_max: int) -> Document | LargeDocument | None:
+        """The document, one of more than `bytes_max` unread. Raises Problem where this reader may not read it."""
+        service.judge(reader, self.collection, (self.vbid,), self.as_of)
+        return service.view.get_or_large(
+            self.key, self.collection, as_of=self.as_of, raw=self.form == "stored", bytes_max=bytes_max
+        )
+
+    def answer(self, service: Service, found: Document | LargeDocument | None) -> Response:
+        """The answer to what was read."""
+        document = found.document if isinstance(found, LargeDocument) else found
+        if document is None:
+            service.refuse_unpublished((self.vbid,))
+            raise Problem("no-document", "no such document", vbid=int(self.vbid))
+        tag = entity_tag(document, self.form)
+        if matches(self.tag, tag):
+            return Plain(304, headers_of(document, tag, document.datatype))
+        service.requests.gave(1)
+        plain = self.form == "body" and document.datatype & DATATYPE_JSON
+        media_type = JSON if plain else b"application/octet-stream"
+        if isinstance(found, LargeDocument):
+            return LargeAnswer(
+                service,
+                found,
+                raw=self.form == "stored",
+                headers=lambda datatype: [*headers_of(document, tag, datatype), (b"content-type", media_type)],
+            )
+        return Budgeted(service, document.value, headers_of(document, tag, document.datatype), media_type)
+
+
+def get_document_now(service: Service, request: Request) -> Response | None:
+    """What `get_document` returns, where that is sent whole and nothing has to be waited for. Raises what it raises."""
+    reader = service.reader_or_login(request)
+    if isinstance(reader, Credentials):
+        return None
+    asked = DocumentRequest.of(service, request)
+    if asked.tokens:
+        return None
+    found = asked.read(service, reader, BUDGETED_BYTES)
+    return None if isinstance(found, LargeDocument) else asked.answer(service, found)
+
+
 async def get_document(request: Request) -> Response:
     """GET and HEAD of one document."""
     service: Service = request.state.service
     reader = await service.reader(request)
-    parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
-    collection = collection_name(request.path_params["collection"])
-    key = path_key(request, parameters.choice("key_encoding", "utf8", "base64url"))
-    form = parameters.choice("form", "body", "stored")
-    as_of = parameters.as_of()
-    tokens, timeout_s = service.tokens(parameters)
-    view = service.view
-    vbid = view.vbid_of(key)
-    service.refuse_unavailable((vbid,))
-
-    def read() -> Document | LargeDocument | None:
-        service.judge(reader, collection, (vbid,), as_of)
-        return view.get_or_large(key, collection, as_of=as_of, raw=form == "stored", bytes_max=LARGE_BYTES)
-
-    found = await service.after(tokens, timeout_s, read)
-    document = found.document if isinstance(found, LargeDocument) else found
-    if document is None:
-        service.refuse_unpublished((vbid,))
-        raise Problem("no-document", "no such document", vbid=int(vbid))
-    tag = entity_tag(document, form)
-    headers = headers_of(document, tag)
-    if matches(request.headers.get("if-none-match"), tag):
-        return Response(None, 304, headers)
-    service.requests.gave(1)
-    plain = form == "body" and document.datatype & DATATYPE_JSON
-    media_type = "application/json" if plain else "application/octet-stream"
-    if isinstance(found, LargeDocument):
-        typed = headers | {"Content-Type": media_type}
-        return LargeAnswer(
-            service, found, raw=form == "stored", headers=lambda datatype: typed | {"Mirror-Datatype": str(datatype)}
-        )
-    return Budgeted(service, document.value, headers, media_type)
+    asked = DocumentRequest.of(service, request)
+    read = partial(asked.read, service, reader, LARGE_BYTES)
+    return asked.answer(service, await service.after(asked.tokens, asked.timeout_s, read))
 
 
 async def get_documents(request: Request) -> Response:
@@ -138,6 +190,8 @@ async def get_documents(request: Request) -> Response:
 
     def read() -> tuple[bytes, int]:
         service.judge(reader, collection, vbids, as_of)
+        if not keys and isinstance(collection, str):  # no key asks for it
+            collection_id(view.manifest(), collection)
         found = view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
         missing = [key for key in keys if key not in found]
         service.refuse_unpublished({view.vbid_of(key) for key in missing})
@@ -147,7 +201,7 @@ async def get_documents(request: Request) -> Response:
 
     body, count = await service.after(tokens, timeout_s, read, in_bulk=True)
     service.requests.gave(count)
-    return Budgeted(service, body, dict(PRIVATE), "application/json")
+    return Budgeted(service, body, PRIVATE, JSON)
 
 
 async def scan_documents(request: Request) -> Response:
@@ -237,7 +291,7 @@ async def _answer_page(service: Service, reader: Reader, page: Page, limit: int)
     at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
     tail = dumps({"next": following.text() if more else None, "at": at})
     body = b'{"documents":[' + b",".join(rows) + b"]," + tail[1:]
-    return Budgeted(service, body, dict(PRIVATE), "application/json")
+    return Budgeted(service, body, PRIVATE, JSON)
 
 
 def _next_pin(view: View, page: Page, vbid: int) -> Pin:

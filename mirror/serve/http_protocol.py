@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from mirror.serve.admission import Slot
@@ -30,6 +32,8 @@ FRAMING_BYTES_MAX = HEAD_BYTES_MAX
 """Of a chunked body, without a byte of the body in between: a chunk's extensions, or the trailers."""
 SLICE_BYTES = 4 * 1024
 """What is parsed at a time: as many requests as fit wait for their turn as objects, what follows them as bytes."""
+WITH_MORE = frozenset((b"content-length", b"expect", b"transfer-encoding", b"upgrade"))
+"""Headers of requests that may be more than their head."""
 LINGER_S = 2.0
 """How long what a refused client still sends is thrown away: closing at once would take the refusal away from it."""
 REQUEST_TIMEOUT_S = 20.0
@@ -51,6 +55,8 @@ class Gate:
     send_timeout_s: float = 30.0
     request_timeout_s: float = REQUEST_TIMEOUT_S
     changed: Callable[[int], None] = lambda _: None
+    answer_now: Callable[[Scope], Response | None] = lambda _: None
+    """The answer to a request that needs nothing to be waited for and is sent whole; None: call the application."""
     state: ServerState = field(default_factory=ServerState)
 
 
@@ -68,6 +74,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stuck: asyncio.TimerHandle | None = None
         self._refused = False
         self._in_head = True
+        self._request_begun = False
+        """Some of a request was parsed, and not all."""
+        self._answered_now = False
+        self._idle_since_s = 0.0
+        self._answer_now: Callable[[Scope], Response | None] | None = None
+        """Set while the first request is parsed of what was just received: only one of these is answered at once, so
+        that other connections have their turn.
+        """
+        self._is_only_head = False
         self._head_bytes = self._framing_bytes = 0
         self._unparsed = b""
         self._wrong: str | None = None
@@ -110,10 +125,33 @@ class BoundedProtocol(HttpToolsProtocol):
         """Let uvicorn read on; a request has so long to be whole."""
         if self._refused or self._wrong is not None or self.transport.is_closing():
             return
-        self._unset_keepalive_if_required()
-        self._wait_for_request()
+        self._answered_now = False
+        self._answer_now = self._gate.answer_now
         self._unparsed += data
         self._parse()
+        self._answer_now = None
+        if self._answered_now and not (self._answering or self._request_begun or self._refused):
+            self._stop_waiting()
+            self._idle_since_s = self.loop.time()
+            if self.timeout_keep_alive_task is None:
+                self._watch_idle(self.timeout_keep_alive)
+            return
+        self._unset_keepalive_if_required()
+        if not self._answering:
+            self._wait_for_request()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection, unless a request was answered at once since the time began: that does not set the timer
+        again, for its cost.
+        """
+        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._watch_idle(left_s)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _watch_idle(self, timeout_s: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(timeout_s, self.timeout_keep_alive_handler)
 
     def _parse(self) -> None:
         """Parse until a request waits for its turn; stop the clock once one is being answered: its own limits hold."""
@@ -150,6 +188,24 @@ class BoundedProtocol(HttpToolsProtocol):
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+        answer_now, self._answer_now = self._answer_now, None
+        if answer_now is not None and cycle.keep_alive and not self.flow.write_paused and self._is_only_head:
+            response = answer_now(cycle.scope)
+            if response is not None:
+                cycle.response_started = cycle.response_complete = True
+                self.server_state.total_requests += 1
+                self._answered_now = True
+                head = [b"%b: %b\r\n" % each for each in (*cycle.default_headers, *response.raw_headers)]
+                self.transport.write(b"".join((STATUS_LINE[response.status_code], *head, b"\r\n", response.body)))
+                return
+        super()._start_asgi_task(cycle, app)
+
+    def on_message_begin(self) -> None:
+        """The first bytes of a request."""
+        super().on_message_begin()
+        self._request_begun = True
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep one header."""
         if len(self.headers) >= HEADERS_MAX:
@@ -158,8 +214,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """One host, as RFC 9112 (section 3.2) has it; the rest is uvicorn's."""
-        if self.parser.get_http_version() == "1.1" and sum(name == b"host" for name, _ in self.headers) != 1:
+        names = [name for name, _ in self.headers]
+        if self.parser.get_http_version() == "1.1" and names.count(b"host") != 1:
             raise ValueError("it names no host, or several")
+        self._is_only_head = WITH_MORE.isdisjoint(names)
         super().on_headers_complete()
         self._in_head, self._head_bytes, self._framing_bytes = False, 0, 0
 
@@ -172,6 +230,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """What comes next is the next request's head."""
         super().on_message_complete()
         self._in_head, self._framing_bytes = True, 0
+        self._request_begun = False
 
     def on_response_complete(self) -> None:
         """The next request may take its time, but not for ever."""

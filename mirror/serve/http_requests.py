@@ -48,14 +48,25 @@ def _bad(detail: str, hint: str = "") -> Problem:
     return Problem("bad-request", detail, hint=hint)
 
 
+def header(request: Request, name: bytes) -> str | None:
+    """The first header of a name (in lower case)."""
+    for each, value in request.scope["headers"]:
+        if each == name:
+            return str(value, "latin-1")
+    return None
+
+
 class Parameters:
     """The query of a request."""
 
     def __init__(self, request: Request, known: Iterable[str]) -> None:
         """Refuse what is not `known`."""
-        if request.scope["query_string"].count(b"&") >= PARAMETERS_MAX:
-            raise _bad(f"a query has {PARAMETERS_MAX} parameters at most")
         self._found: dict[str, list[str]] = {}
+        query = request.scope["query_string"]
+        if not query:
+            return
+        if query.count(b"&") >= PARAMETERS_MAX:
+            raise _bad(f"a query has {PARAMETERS_MAX} parameters at most")
         for name, value in request.query_params.multi_items():
             self._found.setdefault(name, []).append(value)
         unknown = set(self._found) - set(known)

@@ -92,12 +92,18 @@ class HttpServer:
             streams_max=streams_max,
             streams_per_reader_max=max(1, streams_max // STREAMS_PER_READER_SHARE),
         )
-        self.gate = Gate(limits.idle_timeout_s, limits.send_timeout_s, changed=requests.open_connections.set)
+        app = make_app(self.service)
+        self.gate = Gate(
+            limits.idle_timeout_s,
+            limits.send_timeout_s,
+            changed=requests.open_connections.set,
+            answer_now=app.answer_now,
+        )
         self.admission = Admission(limits)
         self._settings = settings
         self._listening = list(listening)
         self._tls = server_tls(settings) if any(each.tls for each in listening) else None
-        self._config = protocol_config(make_app(self.service))
+        self._config = protocol_config(app)
         self._config.timeout_keep_alive = int(max(1, limits.idle_timeout_s))
         self._acceptors: list[Acceptor] = []
         self._stop = asyncio.Event()

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +28,7 @@ from mirror.serve.admission import Slot
 from mirror.serve.auth import Reader, Users
 from mirror.serve.budget import Budget
 from mirror.serve.http_problems import Problem
-from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters
+from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
 from mirror.serve.http_status import StatusReporter
 from mirror.serve.http_view import Mirror
 from mirror.serve.large import LargeReads, body_of, held_bytes, in_pieces
@@ -51,8 +51,16 @@ WATCH_INTERVAL_S = 0.05
 FEW = 8
 """Vbuckets up to this number are looked at one by one."""
 
+Header = tuple[bytes, bytes]
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+class Credentials(NamedTuple):
+    """A user and a password that is to be checked."""
+
+    name: str
+    password: str
 
 
 class PublishWatch:
@@ -106,12 +114,22 @@ def take(budget: Budget, byte_count: int) -> None:
         raise Problem("too-busy", "slow readers hold all the memory that answers may take")
 
 
-class Budgeted(Response):
+class Plain(Response):
+    """An answer from headers that are bytes already."""
+
+    def __init__(self, status: int, headers: Iterable[Header], body: bytes = b"") -> None:
+        """`headers` are all of them, their names in lower case."""
+        self.status_code, self.body, self.background = status, body, None
+        self.raw_headers = [*headers]
+
+
+class Budgeted(Plain):
     """An answer whose bytes count until its reader took them."""
 
-    def __init__(self, service: Service, body: bytes, headers: dict[str, str], media_type: str) -> None:
+    def __init__(self, service: Service, body: bytes, headers: Iterable[Header], media_type: bytes) -> None:
         """Raises Problem when too much is on its way already."""
-        super().__init__(body, 200, headers, media_type)
+        typed = (b"content-length", b"%d" % len(body)), (b"content-type", media_type)
+        super().__init__(200, (*headers, *typed), body)
         self._turns = service.turns
         self._budget = service.budget
         self._taken = len(body) if len(body) > BUDGETED_BYTES else 0
@@ -138,7 +156,7 @@ class LargeAnswer(Response):
     """A large document as an answer, whose bytes count from before it is read until its reader took them."""
 
     def __init__(
-        self, service: Service, found: LargeDocument, *, raw: bool, headers: Callable[[int], dict[str, str]]
+        self, service: Service, found: LargeDocument, *, raw: bool, headers: Callable[[int], list[Header]]
     ) -> None:
         """`headers` are those of a document with a datatype. Raises Problem when too much is on its way already."""
         super().__init__(None, 200)
@@ -154,7 +172,7 @@ class LargeAnswer(Response):
             body = memoryview(value)
             if not self._raw:
                 body, datatype = body_of(value, datatype)
-            self.init_headers(self._headers_of(datatype) | {"content-length": str(len(body))})
+            self.raw_headers = [*self._headers_of(datatype), (b"content-length", b"%d" % len(body))]
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if scope["method"] != "HEAD":
                 for piece in in_pieces(body):
@@ -212,15 +230,28 @@ class Service:
 
     async def reader(self, request: Request) -> Reader:
         """Who asks. Raises Problem."""
-        header = request.headers.get("authorization")
-        if header is None:
-            anonymous = self.users.anonymous if request.state.local else None
-            reader = certified_reader(self.users, request.state.transport) or anonymous
+        slot: Slot = request.scope["state"]["slot"]
+        found = self.reader_or_login(request)
+        if isinstance(found, Credentials):
+            reader = await self.logins.check(*found, slot.peer)
+            if reader is None:
+                raise _not_logged_in()
+            slot.establish()
+            return reader
+        return found
+
+    def reader_or_login(self, request: Request) -> Reader | Credentials:
+        """Who asks, or what has to be checked to know it. Raises Problem."""
+        state = request.scope["state"]
+        authorization = header(request, b"authorization")
+        if authorization is None:
+            anonymous = self.users.anonymous if state["local"] else None
+            reader = certified_reader(self.users, state["transport"]) or anonymous
             if reader is None:
                 raise Problem("not-authenticated", "this listener wants a user", hint="send Basic authentication")
-            request.state.slot.establish()
+            state["slot"].establish()
             return reader
-        scheme, _, text = header.partition(" ")
+        scheme, _, text = authorization.partition(" ")
         if scheme.lower() != "basic":
             raise Problem("not-authenticated", "only Basic authentication is known here")
         try:
@@ -229,12 +260,13 @@ class Service:
             )
         except (binascii.Error, ValueError):
             name = separator = password = ""
-        slot: Slot = request.state.slot
-        found = await self.logins.check(name, password, slot.peer) if separator else None
-        if found is None:
-            raise Problem("not-authenticated", "no such user, or another password")
-        slot.establish()
-        return found
+        if not separator:
+            raise _not_logged_in()
+        proven = self.users.proven(name, password)
+        if proven is None:
+            return Credentials(name, password)
+        state["slot"].establish()
+        return proven
 
     def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:
         """Refuse a collection that this reader may not read: a name as it is, an id by its name in these vbuckets."""
@@ -267,8 +299,9 @@ class Service:
 
     def refuse_unavailable(self, vbids: Iterable[int]) -> None:
         """Raise Problem for vbuckets that are resynced, unless their old copy is good enough, or not held here."""
+        view = self.view
         wanted = sorted(vbids)
-        held = self.view.vbids
+        held = view.vbids
         for vbid in wanted:
             if vbid not in held:
                 raise Problem(
@@ -283,7 +316,7 @@ class Service:
             published = dict(zip(self.view.vbids, self.view.published(), strict=True))
             stale = [vbid for vbid in wanted if published[vbid].stale]
         else:
-            stale = [vbid for vbid in wanted if self.view.stale(vbid)]
+            stale = [vbid for vbid in wanted if view.stale(vbid)]
         for vbid in stale:
             raise Problem(
                 "unavailable",
@@ -368,6 +401,10 @@ class Service:
         return True
 
 
+def _not_logged_in() -> Problem:
+    return Problem("not-authenticated", "no such user, or another password")
+
+
 def _may_not_read(reader: Reader) -> Problem:
     return Problem("forbidden", f"{reader.name or 'anonymous'} may not read that collection")
 
@@ -377,17 +414,16 @@ def refuse_websites(request: Request) -> None:
     cross-site (but for following a link to the status page), and one without a login by a name that the website made
     resolve to this machine. Raises Problem.
     """
-    headers = request.headers
-    if headers.get("sec-fetch-site") == "cross-site" and not (
-        headers.get("sec-fetch-mode") == "navigate" and request.url.path == "/"
+    if header(request, b"sec-fetch-site") == "cross-site" and not (
+        header(request, b"sec-fetch-mode") == "navigate" and request.url.path == "/"
     ):
         raise Problem("forbidden", "another website's page asks for this", hint="open the address itself")
-    if request.state.local and headers.get("authorization") is None:
+    if request.scope["state"]["local"] and header(request, b"authorization") is None:
         _refuse_strange_host(request)
 
 
 def _refuse_strange_host(request: Request) -> None:
-    host = request.headers.get("host", "")
+    host = header(request, b"host") or ""
     name = host[: host.rindex("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
     if not name or name == "localhost" or name.endswith(".localhost"):
         return

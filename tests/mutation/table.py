@@ -36,6 +36,7 @@ _OF_KV_LARGE = "tests/serve/test_kv_large.py -k 'behind or bounded'"
 _OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
 _OF_STREAMS = "tests/serve/test_dcp_requests.py -k no_more_streams"
+_OF_IDLE = "tests/serve/test_http_protocol.py -k begins_with_its_last"
 _OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
 _MAPS, _OF_MAPS = "mirror/supervise/maps.py", "tests/supervise/test_maps.py"
 _ENVIRONMENT, _OF_ENVIRONMENT = "storage/environment.py", "tests/storage/test_environment.py"
@@ -391,6 +392,19 @@ MUTATIONS = (
         "mirror/serve/dcp_producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
     ),
     Mutation("mirror/serve/http_protocol.py", "self._framing_bytes += len(data)", "pass", _OF_FRAMING),
+    Mutation(
+        "mirror/serve/http_protocol.py",
+        "answer_now, self._answer_now = self._answer_now, None",
+        "answer_now = self._answer_now",
+        "tests/serve/test_http_protocol.py -k came_together",
+    ),
+    Mutation(
+        "mirror/serve/http_documents.py",
+        "return None if isinstance(found, LargeDocument) else asked.answer(service, found)",
+        "return asked.answer(service, found)",
+        "tests/serve/test_http_protocol.py -k in_pieces",
+    ),
+    Mutation("mirror/serve/http_protocol.py", "if left_s > 0:", "if False:", _OF_IDLE),
     Mutation(
         "storage/point_reads.py",
         "visible if visible[0] == known[1] else reader.look(known[0])",

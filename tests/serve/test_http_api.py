@@ -18,7 +18,7 @@ from mirror.serve.auth import entry_of
 from mirror.serve.budget import Budget
 from mirror.serve.http_requests import Page
 from storage.model import Collection, Seqno
-from tests.serve.http_site import VBUCKETS, Site, Source, events, judged, running, service_report
+from tests.serve.http_site import VBUCKETS, Site, Source, events, judged, recorded_at_once, running, service_report
 from tests.supervise.conftest import eventually_now
 
 
@@ -46,6 +46,10 @@ def test_readers_get_what_they_may_read_and_nothing_else(guarded: Site) -> None:
     site.get(site.document("a"), 401, headers={"Authorization": "Bearer x"})
     site.get(site.document("a"), 401, headers={"Authorization": "Basic !!!"})
     assert site.get(site.document("a"), auth=("all", "secret")).content == b"1"
+    at_once = recorded_at_once(site)
+    site.get(site.document("a"), auth=("all", "secret"))
+    site.get(site.document("a"), 401, auth=("all", "other"))
+    assert at_once == [True, False], "a password is checked by the application, unless it was proven before"
     shop = ("shop", "secret")
     site.get(site.document("a"), 403, auth=shop)
     site.get(site.document("a", "0"), 403, auth=shop)

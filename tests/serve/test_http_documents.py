@@ -318,3 +318,10 @@ def test_more_than_one_answer_may_hold_is_refused(site: Site) -> None:
             break
         params = {"page": page["next"]}
     assert pages == 4, "a page ends where its bytes are many"
+
+
+def test_a_multi_get_of_no_keys_needs_a_collection_that_exists(site: Site) -> None:
+    """Any name was answered by 200."""
+    for collection, status in (("_default", 200), ("_default.none", 404), ("a b", 404)):
+        answer = site.client.post(f"/v1/collections/{collection}/multi-get", json={"keys": []})
+        assert answer.status_code == status, answer.text

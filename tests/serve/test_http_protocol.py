@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import threading
 from typing import Any
 
 import pytest
 
-from mirror.serve import http_requests
+from mirror.serve import http_protocol, http_requests
 from mirror.serve.http_protocol import (
     FRAMING_BYTES_MAX,
     HEAD_BYTES_MAX,
@@ -18,8 +19,9 @@ from mirror.serve.http_protocol import (
     SLICE_BYTES,
     BoundedProtocol,
 )
+from mirror.serve.http_service import BUDGETED_BYTES
 from mirror.serve.listener import Limits
-from tests.serve.http_site import Site
+from tests.serve.http_site import Site, recorded_at_once
 from tests.supervise.conftest import eventually_now
 
 
@@ -28,6 +30,123 @@ def read_all(line: socket.socket) -> bytes:
     while chunk := line.recv(65536):
         found += chunk
     return found
+
+
+def read_one(line: socket.socket) -> bytes:
+    """One answer, but for its date."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        found += line.recv(1)
+    length = re.search(rb"content-length: (\d+)", found)
+    for _ in range(int(length[1]) if length else 0):
+        found += line.recv(1)
+    return re.sub(rb"date: [^\r]*\r\n", b"", found)
+
+
+def counted(site: Site) -> dict[tuple[str, str], float]:
+    """Answers by route and code."""
+    return {
+        (sample.labels["route"], sample.labels["code"]): sample.value
+        for family in site.server.service.requests.registry.collect()
+        for sample in family.samples
+        if sample.name == "dcp_mirror_http_requests_total"
+    }
+
+
+def asked_for(path: str, headers: str = "Host: localhost\r\n") -> bytes:
+    return f"GET {path} HTTP/1.1\r\n{headers}".encode()
+
+
+@pytest.mark.parametrize(
+    ("key", "headers", "status"),
+    [
+        ("a", "", 200),
+        ("a?form=stored", "", 200),
+        ("a?as_of=1", "", 200),
+        ("a", "If-None-Match: *\r\n", 304),
+        ("none", "", 404),
+        ("a?unknown=1", "", 400),
+        ("a?as_of=soon", "", 400),
+        ("a", "Sec-Fetch-Site: cross-site\r\n", 403),
+        ("a", "Authorization: Basic !\r\n", 401),
+    ],
+)
+def test_what_is_answered_at_once_is_what_the_application_answers(
+    site: Site, key: str, headers: str, status: int
+) -> None:
+    """A body, even of no bytes, is for the application."""
+    site.source.put("a", b'{"v":1}', flags=7, expiry=2**32 - 1)
+    asked = asked_for(site.document(key), f"Host: localhost\r\n{headers}")
+    at_once = recorded_at_once(site)
+    with site.connect() as line:
+        line.sendall(asked + b"\r\n")
+        answer = read_one(line)
+        (once,) = counted(site).items()
+        line.sendall(asked + b"Content-Length: 0\r\n\r\n")
+        assert read_one(line) == answer
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        read_one(line)  # what was before is counted
+    assert counted(site)[once[0]] == 2 * once[1] == 2
+    assert at_once == [True, False]
+
+
+def test_what_may_wait_or_is_sent_in_pieces_is_not_answered_at_once(site: Site) -> None:
+    site.source.put("a", b"1")
+    site.source.put("large", b"x" * (BUDGETED_BYTES + 1), datatype=0)
+    at_once = recorded_at_once(site)
+    assert len(site.get(site.document("large")).content) == BUDGETED_BYTES + 1
+    token = f"{site.source.vbid_of(b'a')}:{0xABCD}:1"
+    site.get(site.document("a"), params={"token": token})
+    site.client.head(site.document("a"))
+    site.get("/livez")
+    site.get(site.document("a"), headers={"Connection": "close"})
+    assert at_once == [False] * 4
+
+
+def test_one_of_the_requests_that_came_together_is_answered_at_once(site: Site) -> None:
+    """Or the other connections would wait for all that one client asked ahead."""
+    site.source.put("a", b"1")
+    at_once = recorded_at_once(site)
+    with site.connect() as line:
+        line.sendall((asked_for(site.document("a")) + b"\r\n") * 3)
+        assert len({read_one(line) for _ in range(3)}) == 1
+    assert at_once == [True]
+
+
+def test_half_a_request_behind_one_that_was_answered_at_once_has_its_time(site: Site) -> None:
+    site.server.gate.request_timeout_s = 0.1
+    with site.connect() as line:
+        line.sendall(asked_for(site.document("a")) + b"\r\nGET /liv")
+        with contextlib.suppress(ConnectionResetError):
+            assert read_all(line).startswith(b"HTTP/1.1 404 ")
+
+
+def test_garbage_behind_a_request_that_was_answered_at_once_is_hung_up_on(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.1)
+    with site.connect() as line:
+        line.sendall(asked_for(site.document("a")) + b"\r\n\x00garbage\r\n\r\n")
+        assert [part[:3] for part in read_all(line).split(b"HTTP/1.1 ")[1:]] == [b"404", b"400"]
+        eventually_now(lambda: connections(site) == 0)
+
+
+def test_the_time_of_an_idle_connection_begins_with_its_last_answer(site: Site) -> None:
+    async def ask(idle_s: float) -> bool:
+        (protocol,) = site.server.gate.state.connections
+        assert isinstance(protocol, BoundedProtocol)
+        protocol._idle_since_s = protocol.loop.time() - idle_s
+        protocol.timeout_keep_alive_handler()
+        return protocol.transport.is_closing()
+
+    with site.connect() as line:
+        line.sendall(asked_for(site.document("a")) + b"\r\n")
+        assert read_one(line)
+        idle_max_s = site.server._config.timeout_keep_alive
+        assert not site.call(ask(idle_max_s - 1))
+        assert site.call(ask(idle_max_s + 1))
+        assert read_all(line) == b""
 
 
 def connections(site: Site) -> int:
@@ -107,11 +226,12 @@ def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(si
         assert site.server.admission.evicted_count == 1
 
 
-def test_an_idle_connection_is_closed_in_the_end(site: Site) -> None:
+@pytest.mark.parametrize("path", ["/livez", "/v1/collections/_default/documents/a"])
+def test_an_idle_connection_is_closed_in_the_end(site: Site, path: str) -> None:
     site.server._config.timeout_keep_alive = 0  # what `reader_idle_timeout_s` sets
     with site.connect() as line:
-        line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b"alive" in read_all(line)
+        line.sendall(asked_for(path) + b"\r\n")
+        assert read_all(line).startswith(b"HTTP/1.1 ")
 
 
 def test_what_is_no_http_is_told_so(site: Site) -> None:
