@@ -16,7 +16,6 @@ from typing import Any
 
 import httptools
 from starlette.responses import Response
-from starlette.types import ASGIApp, Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -55,7 +54,7 @@ class Gate:
     send_timeout_s: float = 30.0
     request_timeout_s: float = REQUEST_TIMEOUT_S
     changed: Callable[[int], None] = lambda _: None
-    answer_now: Callable[[Scope], Response | None] = lambda _: None
+    answer_now: Callable[[Any], Response | None] = lambda _: None
     """The answer to a request that needs nothing to be waited for and is sent whole; None: call the application."""
     state: ServerState = field(default_factory=ServerState)
 
@@ -78,7 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Some of a request was parsed, and not all."""
         self._answered_now = False
         self._idle_since_s = 0.0
-        self._answer_now: Callable[[Scope], Response | None] | None = None
+        self._answer_now: Callable[[Any], Response | None] | None = None
         """Set while the first request is parsed of what was just received: only one of these is answered at once, so
         that other connections have their turn.
         """
@@ -188,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         answer_now, self._answer_now = self._answer_now, None
         if answer_now is not None and cycle.keep_alive and not self.flow.write_paused and self._is_only_head:
             response = answer_now(cycle.scope)
