@@ -52,6 +52,7 @@ def test_ingest_prints_json_alone_on_stdout(tmp_path: Path) -> None:
     assert unpromised(shape) == []
 
 
+@pytest.mark.ci
 def test_ingest_prints_a_ratio_for_each_order_that_was_measured(tmp_path: Path) -> None:
     flags = ["--vbuckets", "4", "--rounds", "1", "--order", "both", "--folder", str(tmp_path)]
     result = bench("ingest", *FEW, *flags)
@@ -99,8 +100,8 @@ def test_rollback_prints_its_figures_and_leaves_nothing_behind(tmp_path: Path) -
     ("name", "few"),
     [
         ("lag", ["--rates", "200", "--seconds", "0.2"]),
-        ("start", ["--vbuckets", "8", "--nodes", "2", "--workers", "1"]),
-        ("get", [*FEW, "--reads", "1000", "--vbuckets", "4"]),
+        pytest.param("start", ["--vbuckets", "8", "--nodes", "2", "--workers", "1"], marks=pytest.mark.ci),
+        pytest.param("get", [*FEW, "--reads", "1000", "--vbuckets", "4"], marks=pytest.mark.ci),
         ("http", [*FEW, "--requests", "100", "--connections", "2"]),
         ("kv", [*FEW, "--reads", "1000", "--vbuckets", "4"]),
         pytest.param("restart", [*FEW, "--vbuckets", "8", "--missed", "10", "--workers", "1"], marks=pytest.mark.ci),

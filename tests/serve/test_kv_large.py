@@ -67,6 +67,7 @@ VALUES = {
     "xattrs": (XATTRS + BODY, 5, BODY),
     "both": (compressed(XATTRS + BODY), 7, BODY),
 }
+JSON_VALUES = ("json", "compressed", "both")
 
 
 @pytest.mark.parametrize("opcode", [Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_REPLICA])
@@ -88,7 +89,7 @@ async def test_a_large_document_is_answered_as_a_small_one(
     assert endpoint.server.large.budget.out_bytes == 0
 
 
-@pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in ("json", "compressed", "both")])
+@pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in JSON_VALUES], ids=JSON_VALUES)
 async def test_paths_and_metadata_of_a_large_document_are_those_of_a_small_one(
     endpoint: Endpoint, store: Store, value: bytes, datatype: int, body: bytes
 ) -> None:
@@ -283,7 +284,7 @@ async def test_a_client_that_leaves_lets_go_of_what_it_held_or_waited_for(store:
 
 
 @pytest.mark.parametrize("unordered", [False, True])
-@pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in ("json", "compressed", "both")])
+@pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in JSON_VALUES], ids=JSON_VALUES)
 async def test_a_scan_has_large_documents_as_pages_by_themselves(
     endpoint: Endpoint, store: Store, value: bytes, datatype: int, body: bytes, unordered: bool
 ) -> None:

@@ -253,7 +253,9 @@ def test_a_screen_reader_hears_changes_of_state_and_no_figures(page: Any, site: 
     assert page.locator("#map > [aria-selected=true]").count() == 0
 
 
-@pytest.mark.parametrize("height", [400, 600, 900])
+@pytest.mark.parametrize(
+    "height", [400, pytest.param(600, marks=pytest.mark.ci), pytest.param(900, marks=pytest.mark.ci)]
+)
 def test_the_map_is_not_covered_by_what_is_said_below_it(page: Any, site: Site, height: int) -> None:
     site.stands(report(1024))
     page.set_viewport_size({"width": 400, "height": height})
@@ -333,7 +335,7 @@ def test_a_vbucket_is_chosen_by_finger_or_keys(page: Any, site: Site) -> None:
     assert page.locator("#map button[tabindex='0']").count() == 1
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.ci)])
 def test_on_a_phone_nothing_is_wider_than_the_screen(page: Any, site: Site, scheme: str) -> None:
     site.stands(report(1024))
     page.set_viewport_size({"width": 360, "height": 740})

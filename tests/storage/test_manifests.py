@@ -98,7 +98,7 @@ def fill(path: Path, vbuckets: int, count: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     "vbuckets",
     [
-        16,
+        4,
         pytest.param(64, marks=pytest.mark.ci),
         pytest.param(1_024, marks=[pytest.mark.long, pytest.mark.timeout(3_600)]),
     ],

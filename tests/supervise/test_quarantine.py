@@ -39,7 +39,9 @@ def dying_command(descriptor: int) -> Sequence[str]:
     return [sys.executable, "-P", "-c", DIES_IN_GROUP_1, str(descriptor)]
 
 
-@pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGABRT"])
+@pytest.mark.parametrize(
+    "name", ["SIGBUS", *(pytest.param(each, marks=pytest.mark.ci) for each in ("SIGSEGV", "SIGABRT"))]
+)
 async def test_a_group_in_which_its_worker_dies_again_and_again_is_named_and_the_others_go_on(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

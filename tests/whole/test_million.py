@@ -58,7 +58,7 @@ def private_bytes(pid: int) -> int:
 @pytest.mark.parametrize(
     ("documents", "value_bytes"),
     [
-        (100_000, 3_000),
+        (15_000, 20_000),
         pytest.param(250_000, 1_200, marks=[pytest.mark.ci, pytest.mark.timeout(600)]),
         pytest.param(1_500_000, 200, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
