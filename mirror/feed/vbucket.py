@@ -21,7 +21,7 @@ from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, 
 from mirror.ingest.machine import Phase
 from mirror.ingest.selection import Resolved, StreamFilter
 from storage.history import History
-from storage.model import Vbid
+from storage.model import VbucketState, Vbid
 from storage.writer import GroupWriter, RollbackResult
 
 ERROR_STATES = frozenset(
@@ -143,6 +143,13 @@ class MirroredVbucket(VbucketHost):
     def forget_high_seqno(self) -> None:
         """The vbucket has another node, or none: the high seqno of the old one is no longer valid."""
         self._high_seqno = None
+
+    @staticmethod
+    def _lag(high_seqno: int, state: VbucketState) -> int:
+        """Seqnos that readers lack. What is served of another history than the one that is streamed counts for nothing.
+        What has come counts for the source: the end of a collection has no seqno in the high seqno of a filtered mirror.
+        """
+        return max(0, max(high_seqno, int(state.staged_seqno)) - int(state.staging_published_seqno))
 
     @property
     def refused(self) -> bool:
@@ -319,8 +326,7 @@ class MirroredVbucket(VbucketHost):
             "published_seqno": published,
             "staged_seqno": int(state.staged_seqno),
             "source_high_seqno": high,
-            # What is served of another history than the one that is streamed counts for nothing.
-            "lag_seqnos": None if high is None else max(0, high - int(state.staging_published_seqno)),
+            "lag_seqnos": None if high is None else self._lag(high, state),
             "received_documents": self.documents,
             "received_bytes": self.bytes,
             "requested_again_bytes": self.requested_again_bytes,

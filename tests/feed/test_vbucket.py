@@ -139,6 +139,22 @@ async def test_silence_inside_a_snapshot_shows_nothing_of_it_and_is_resumed_ther
     assert stored(mirror) == list(range(1, 101))
 
 
+async def test_what_has_come_and_is_not_published_is_lag_whatever_the_source_was_last_said_to_have(
+    tmp_path: Path,
+) -> None:
+    """Found by the simulation: the high seqno of a filtered mirror knows nothing of the end of a collection, so such a
+    mirror was "caught up" while it served what the collection had held.
+    """
+    mirror = mirror_at(tmp_path)
+    async with RecordedSource(script(success(*snapshot(1, 100)[:51]))) as source:
+        vbucket = mirror.start(source.connection_string).vbuckets[VBID]
+        await mirror.until(lambda: mirror.row(VBID)["staged_seqno"] == 50, "half of it")
+        assert vbucket.session is not None
+        vbucket.note_high_seqno(vbucket.session, 10)
+        assert mirror.row(VBID)["lag_seqnos"] == 50
+        await mirror.stop()
+
+
 async def test_source_that_breaks_the_order_harms_no_other_vbucket(tmp_path: Path) -> None:
     """Seqnos fall inside one run: nothing of that snapshot is kept, the stream is asked for again, others go on."""
     marker, *items = snapshot(1, 5)

@@ -292,6 +292,8 @@ class World:
             line, watched = self.source.vbucket(vbid).log, self.checker.watched[vbid]
             if self.mirror.writer_of(vbid).state(vbid).staging_branch != watched.branch:
                 return False
+            if self.mirror.view.manifest(vbid).collections.keys() - self.source.bucket.manifest.collections.keys():
+                return False  # the end of a collection is yet to be published
             newest = self.checker.seen(vbid, line, len(line))
             return watched.seqno <= len(line) and newest == self.checker.seen(vbid, line, watched.seqno)
         if self.source.collections:
