@@ -21,7 +21,7 @@ from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, 
 from mirror.ingest.machine import Phase
 from mirror.ingest.selection import Resolved, StreamFilter
 from storage.history import History
-from storage.model import VbucketState, Vbid
+from storage.model import Vbid, VbucketState
 from storage.writer import GroupWriter, RollbackResult
 
 ERROR_STATES = frozenset(
@@ -147,7 +147,7 @@ class MirroredVbucket(VbucketHost):
     @staticmethod
     def _lag(high_seqno: int, state: VbucketState) -> int:
         """Seqnos that readers lack. What is served of another history than the one that is streamed counts for nothing.
-        What has come counts for the source: the end of a collection has no seqno in the high seqno of a filtered mirror.
+        What has come counts for the source: the high seqno of a filtered mirror knows nothing of the end of a collection.
         """
         return max(0, max(high_seqno, int(state.staged_seqno)) - int(state.staging_published_seqno))
 
