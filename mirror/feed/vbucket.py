@@ -147,7 +147,7 @@ class MirroredVbucket(VbucketHost):
     @staticmethod
     def _lag(high_seqno: int, state: VbucketState) -> int:
         """Seqnos that readers lack. What is served of another history than the one that is streamed counts for nothing.
-        What has come counts for the source: the high seqno of a filtered mirror knows nothing of the end of a collection.
+        What has come counts: the high seqno of a filtered mirror knows nothing of the end of a collection.
         """
         return max(0, max(high_seqno, int(state.staged_seqno)) - int(state.staging_published_seqno))
 
