@@ -280,9 +280,15 @@ MUTATIONS = (
     ),
     Mutation(
         _VBUCKET,
-        "max(0, high - int(state.staging_published_seqno))",
-        "max(0, high - published)",
+        "int(state.staged_seqno)) - int(state.staging_published_seqno))",
+        "int(state.staged_seqno)) - int(state.published_seqno))",
         "tests/feed/test_consumer_commands.py -k old_copy",
+    ),
+    Mutation(
+        _VBUCKET,
+        "max(0, max(high_seqno, int(state.staged_seqno)) -",
+        "max(0, high_seqno -",
+        "tests/feed/test_vbucket.py -k is_lag",
     ),
     Mutation(
         _VBUCKET,
