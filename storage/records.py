@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from functools import wraps
+from mmap import mmap
 from typing import Any, NamedTuple, TypeVar
 
 import cramjam
@@ -242,16 +243,16 @@ def decompress(value: bytes) -> bytes:
         raise CorruptedError(f"a compressed value cannot be decompressed: {error}") from error
 
 
-def decompress_large(value: bytearray) -> bytearray:
-    """The same without a copy, and without the interpreter's lock: for a thread of its own."""
-    found = bytearray(decompressed_bytes(bytes(value[:5])))
+def decompress_into(value: bytes | mmap, found: bytes | mmap) -> None:
+    """The same into memory of the length that the data claims, without the interpreter's lock: for a thread of its
+    own.
+    """
     try:
         byte_count = cramjam.snappy.decompress_raw_into(value, found)
     except Exception as error:
         raise CorruptedError(f"a compressed value cannot be decompressed: {error}") from error
     if byte_count != len(found):
         raise CorruptedError(f"a compressed value claims {len(found)} bytes and has {byte_count}")
-    return found
 
 
 def encode_mutation(

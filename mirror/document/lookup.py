@@ -65,14 +65,10 @@ class Content:
         return Content(xattrs, body, about)
 
     @staticmethod
-    def of_large(value: bytearray, datatype: int, about: About) -> Content:
-        """The same of a value that is not compressed. The body is not copied: it becomes what is left of `value`."""
-        xattrs: values.Xattrs = {}
-        if datatype & values.XATTR:
-            end = 4 + int.from_bytes(value[:4])
-            xattrs, _ = values.split(bytes(value[:end]), datatype)
-            del value[:end]
-        return Content(xattrs, value, about)
+    def of_large(section: bytes, body: Buffer, about: About) -> Content:
+        """The same of a value that is not compressed: its xattr section (empty: none) and its body."""
+        xattrs, _ = values.split(section, values.XATTR) if section else ({}, b"")
+        return Content(xattrs, body, about)
 
     def lookup(self, opcode: int, path: str, flags: int) -> bytes:
         """What one path of a lookup gives. Raises PathError."""
@@ -83,7 +79,7 @@ class Content:
             except StopIteration as done:
                 return bytes(done.value)
 
-    def lookup_steps(self, opcode: int, path: str, flags: int) -> Steps[Buffer | memoryview]:
+    def lookup_steps(self, opcode: int, path: str, flags: int) -> Steps[bytes | memoryview]:
         """The same in steps; a large value as a part of the body, which is not copied. Raises PathError."""
         if opcode == Opcode.GET and not path:
             return memoryview(self.body)
@@ -106,7 +102,7 @@ class Content:
             if len(self.body) > JUDGED_BYTES_MAX and self.about is not None:
                 self._is_json = bool(self.about.datatype & values.JSON)
             else:
-                self._is_json = values.is_json(self.body)
+                self._is_json = values.is_json(bytes(self.body))
         if not self._is_json:
             raise PathError(Status.SUBDOC_DOC_NOT_JSON)
         return self.body
@@ -114,9 +110,10 @@ class Content:
     def body_text(self) -> str:
         """The body as text, if it is JSON."""
         if self._text is None:
-            if not values.is_json(self.body):
+            body = bytes(self.body)
+            if not values.is_json(body):
                 raise PathError(Status.SUBDOC_DOC_NOT_JSON)
-            self._text = self.body.decode()
+            self._text = body.decode()
         return self._text
 
     def attributes_text(self, path: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator, Sequence
+from mmap import mmap
 from typing import TypeVar
 
 from mirror.document.jsonpath import PATH_BYTES_MAX, Part, PathError
@@ -19,7 +20,7 @@ from mirror.wire.constants import Status
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-Buffer = bytes | bytearray
+Buffer = bytes | bytearray | mmap
 
 STEP_BYTES = 32 * 1024
 TOKEN_COST_BYTES = 128
@@ -165,8 +166,8 @@ class _JsonWalk:
 
     def _short_string(self, position: int) -> int:
         """The end of a string of no more than `STEP_BYTES` without escapes; 0: it is another one."""
-        end = self._data.find(_QUOTE, position + 1, position + STEP_BYTES)
-        return 0 if end < 0 or self._data.find(_BACKSLASH, position + 1, end) >= 0 else end + 1
+        end = self._data.find(b'"', position + 1, position + STEP_BYTES)
+        return 0 if end < 0 or self._data.find(b"\\", position + 1, end) >= 0 else end + 1
 
     def _value(self, position: int) -> Steps[int]:
         first = self._data[position]

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from starlette.requests import Request
@@ -31,13 +32,14 @@ from mirror.serve.http_problems import Problem
 from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
 from mirror.serve.http_status import StatusReporter
 from mirror.serve.http_view import Mirror
-from mirror.serve.large import LargeReads, body_of, held_bytes, in_pieces
+from mirror.serve.large import LargeReads, Pieces, cut_xattrs, drop, held_bytes, let_go, taken
 from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
 from mirror.serve.tls import certified_reader
 from mirror.serve.turns import Turns
 from storage.errors import StorageError
 from storage.large import LargeDocument
+from storage.records import DATATYPE_XATTR
 from storage.view import AsOf, Pin, ServedPosition, View
 from storage.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, standing
 
@@ -167,20 +169,21 @@ class LargeAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read it, and send it in pieces. Raises StorageError before anything was sent."""
         service = self._service
+        pieces: Pieces = []
         try:
-            value, datatype = await service.large.read(self._found, decompress=not self._raw)
-            body = memoryview(value)
-            if not self._raw:
-                body, datatype = body_of(value, datatype)
-            self.raw_headers = [*self._headers_of(datatype), (b"content-length", b"%d" % len(body))]
+            pieces, datatype = await service.large.pieces(self._found, decompress=not self._raw)
+            if not self._raw and datatype & DATATYPE_XATTR:
+                cut_xattrs(pieces)
+                datatype &= ~DATATYPE_XATTR
+            self.raw_headers = [*self._headers_of(datatype), (b"content-length", b"%d" % sum(map(len, pieces)))]
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if scope["method"] != "HEAD":
-                for piece in in_pieces(body):
+                for piece in taken(pieces):
                     await service.turns.turn()
-                    await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            service.budget.give_back(self._taken)
+            let_go(service.turns, partial(drop, pieces), partial(service.budget.give_back, self._taken))
 
 
 @dataclass(slots=True)

@@ -455,18 +455,21 @@ class KvConnection(asyncio.Protocol):
                 await self._send_pieces(reply)
 
     async def _send_pieces(self, reply: Reply) -> None:
+        pieces = reply.pieces
+        assert isinstance(pieces, list), "there are some"
         self._is_sending = True
         self._writable.clear()
         self._kept_bytes = reply.pieces_bytes
         try:
-            for piece in reply.pieces:
+            for at, piece in enumerate(pieces):
                 await self._host.turns.turn()
                 await self._takes.wait()
                 if self.transport.is_closing():
                     return
                 self._kept_bytes -= len(piece)
                 self._host.counters.bytes_sent += len(piece)
-                self.transport.write(piece)
+                pieces[at] = b""  # its memory is given back with it, not with all others at the end
+                self.transport.write(bytes(piece))  # a copy of what is part of a block, which may not wait for anybody
         finally:
             self._is_sending = False
             self._kept_bytes = 0

@@ -8,11 +8,13 @@ a value that cannot be read or taken apart is an error of its request alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from mirror.document.walk import Buffer
 from mirror.serve.budget import Budget
-from mirror.serve.large import LargeReads, held_bytes
+from mirror.serve.large import LargeReads, Pieces, drop, held_bytes, let_go
 from mirror.serve.turns import Turns
 from mirror.server.session import Later, Reply
 from storage.errors import StorageError
@@ -65,61 +67,79 @@ class LargeAnswers:
     def __init__(self, turns: Turns, bytes_max: int) -> None:
         """Nothing is held."""
         self.budget = Budget(bytes_max)
-        self._turns = turns
+        self.turns = turns
         self._reads = LargeReads(turns)
 
-    def answer(
+    def whole(
         self,
         found: LargeDocument,
-        steps: Callable[[bytearray, int], Steps],
+        reply_with: Callable[[Pieces, int], Reply],
         *,
         decompress: bool,
         failed: Callable[[StorageError], Exception],
     ) -> Later:
-        """The answer that `steps` end with, made of the value and its datatype; `failed` is what to raise where the
-        store cannot be read.
+        """The answer that `reply_with` makes of the value, whose pieces are let go of as they are sent, and of its
+        datatype; `failed` is what to raise where the store cannot be read.
         """
-        answer = _LargeAnswer(self, found, steps, decompress, failed)
+
+        async def read() -> _Held:
+            pieces, datatype = await self._reads.pieces(found, decompress=decompress)
+            return iter([reply_with(pieces, datatype)]), partial(drop, pieces)
+
+        return self._answer(read, held_bytes(found, decompress=decompress), failed)
+
+    def lookup(
+        self,
+        found: LargeDocument,
+        steps: Callable[[bytes, Buffer], Steps],
+        *,
+        failed: Callable[[StorageError], Exception],
+    ) -> Later:
+        """The answer that `steps` end with, made of the xattr section and the body."""
+
+        async def read() -> _Held:
+            section, body = await self._reads.body(found)
+            return steps(section, body.data), body.release
+
+        return self._answer(read, held_bytes(found, decompress=True), failed)
+
+    def _answer(
+        self, read: Callable[[], Awaitable[_Held]], byte_count: int, failed: Callable[[StorageError], Exception]
+    ) -> Later:
+        answer = _LargeAnswer(self, read, byte_count, failed)
         return Later(answer.step, wait=answer.wait, barrier=True, done=answer.done)
 
-    async def read(self, found: LargeDocument, *, decompress: bool) -> tuple[bytearray, int]:
-        """The value and its datatype. Raises StorageError."""
-        return await self._reads.read(found, decompress=decompress)
 
-    async def turn(self) -> None:
-        """Return when the caller's turn has come."""
-        await self._turns.turn()
+_Held = tuple[Steps, Callable[[], bool]]
+"""The steps of an answer, and what lets go of a piece of its value."""
 
 
 class _LargeAnswer:
     def __init__(
         self,
         answers: LargeAnswers,
-        found: LargeDocument,
-        make_steps: Callable[[bytearray, int], Steps],
-        decompress: bool,
+        read: Callable[[], Awaitable[_Held]],
+        byte_count: int,
         failed: Callable[[StorageError], Exception],
     ) -> None:
         self._answers = answers
-        self._found = found
-        self._make_steps = make_steps
-        self._decompress = decompress
+        self._read = read
+        self._byte_count = byte_count
         self._failed = failed
-        self._size = held_bytes(found, decompress=decompress)
         self._granted: asyncio.Future[None] | None = None
         self._steps: Steps | None = None
+        self._release: Callable[[], bool] = lambda: False
         self._error: Exception | None = None
 
     async def wait(self) -> None:
         """Read the value; after that, wait for the next turn."""
         if self._steps is not None:
-            await self._answers.turn()
+            await self._answers.turns.turn()
             return
-        self._granted = self._answers.budget.request(self._size)
+        self._granted = self._answers.budget.request(self._byte_count)
         await asyncio.wait({self._granted})
         try:
-            value, datatype = await self._answers.read(self._found, decompress=self._decompress)
-            self._steps = self._make_steps(value, datatype)
+            self._steps, self._release = await self._read()
         except ValueError as error:  # of the value, also where it is a StorageError
             self._error = error
         except StorageError as error:
@@ -135,5 +155,8 @@ class _LargeAnswer:
         """Let go of the value."""
         self._steps = None
         if self._granted is not None:
-            self._answers.budget.withdraw(self._size, self._granted)
+            let_go(self._answers.turns, self._release, partial(self._withdraw, self._granted))
             self._granted = None
+
+    def _withdraw(self, granted: asyncio.Future[None]) -> None:
+        self._answers.budget.withdraw(self._byte_count, granted)

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from mirror.document import values
 from mirror.serve.kv_scan_request import Scan, ScanBounds, parse
 from mirror.serve.kv_session import KvSession
-from mirror.serve.large import in_pieces
+from mirror.serve.large import Pieces
 from mirror.server.document_requests import outgoing
 from mirror.server.errors import Refused
 from mirror.server.session import JSON, Later, Operation, Reply
@@ -202,14 +202,14 @@ def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Rep
 def _large_item(session: KvSession, wanted: ScanBounds, large: LargeDocument, *, has_more: bool) -> Later:
     """The page that a large document is."""
 
-    def reply_with(body: memoryview, datatype: int) -> Reply:
+    def reply_with(body: Pieces, datatype: int) -> Reply:
         found = large.document
         item = ScanItem(found.key, b"", found.flags, found.expiry, found.seqno, found.cas, datatype)
         return Reply(
             Status.RANGE_SCAN_MORE if has_more else Status.RANGE_SCAN_COMPLETE,
             extras=_DOCUMENTS,
-            value=codec_kv.encode_scan_head(item, len(body)),
-            pieces=list(in_pieces(body)),
+            value=codec_kv.encode_scan_head(item, sum(map(len, body))),
+            pieces=body,
         )
 
     return session.large_body(large, reply_with, with_xattrs=wanted.xattrs)

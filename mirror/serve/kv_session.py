@@ -12,13 +12,14 @@ from typing import TypedDict, TypeVar
 
 from mirror.document import values
 from mirror.document.lookup import About, Content
+from mirror.document.walk import Buffer
 from mirror.serve.admission import LOCAL
 from mirror.serve.auth import Reader, Users
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_large import LargeAnswers, UnreadDocument
 from mirror.serve.kv_map import ServedMap
 from mirror.serve.kv_scan_request import Scan
-from mirror.serve.large import body_of, in_pieces
+from mirror.serve.large import Pieces, cut_xattrs
 from mirror.serve.logins import Attempt, Logins
 from mirror.server.document_requests import (
     ACCESS_DELETED,
@@ -267,30 +268,29 @@ class KvSession(DocumentSession):
         if not isinstance(document, UnreadDocument):
             return super().whole(document, reply_with)
 
-        def in_pieces_of(body: memoryview, datatype: int) -> Reply:
+        def in_pieces(body: Pieces, datatype: int) -> Reply:
             reply = reply_with(b"", datatype)
-            reply.pieces = list(in_pieces(body))
+            reply.pieces = body
             return reply
 
-        return self.large_body(document.large, in_pieces_of)
+        return self.large_body(document.large, in_pieces)
 
     def large_body(
-        self, large: LargeDocument, reply_with: Callable[[memoryview, int], Reply], *, with_xattrs: bool = False
+        self, large: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, with_xattrs: bool = False
     ) -> Later:
         """The answer that `reply_with` makes of a large document's body and datatype, as this client can take them; of
         all of its value `with_xattrs`.
         """
 
-        def steps(value: bytearray, datatype: int) -> LookupSteps:
-            body = memoryview(value)
+        def reply(pieces: Pieces, datatype: int) -> Reply:
             if not with_xattrs:
                 if datatype & values.XATTR:
-                    body, datatype = body_of(value, datatype)
-                datatype = datatype if self.json else datatype & ~values.JSON
-            yield reply_with(body, datatype)
+                    cut_xattrs(pieces)
+                datatype &= ~values.XATTR if self.json else ~(values.XATTR | values.JSON)
+            return reply_with(pieces, datatype)
 
         strips = bool(large.document.datatype & values.XATTR) and not with_xattrs
-        return self._large.answer(large, steps, decompress=strips or not self.snappy, failed=self.bucket.failed)
+        return self._large.whole(large, reply, decompress=strips or not self.snappy, failed=self.bucket.failed)
 
     def lookup(
         self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int
@@ -300,10 +300,10 @@ class KvSession(DocumentSession):
             return super().lookup(document, steps, path_count)
         about = self._about(document.large.document)
 
-        def of_value(value: bytearray, datatype: int) -> LookupSteps:
-            return steps(Content.of_large(value, datatype, about))
+        def of_body(section: bytes, body: Buffer) -> LookupSteps:
+            return steps(Content.of_large(section, body, about))
 
-        return self._large.answer(document.large, of_value, decompress=True, failed=self.bucket.failed)
+        return self._large.lookup(document.large, of_body, failed=self.bucket.failed)
 
     def _about(self, document: Document) -> About:
         log = self.bucket.state(document.vbid).failover_log

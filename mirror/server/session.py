@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -53,7 +53,7 @@ class Reply:
     """There is nothing but `before` yet: more answers to the same request follow. Only of a `Later`."""
     hang_up: bool = False
     """Close the connection when everything was sent."""
-    pieces: Sequence[Buffer] = ()
+    pieces: list[Buffer] | tuple[()] = ()
     """More of the value, behind `value`: sent one after the other, each when the client takes it. Only of a `Later`."""
 
     @property

@@ -111,6 +111,6 @@ def test_arrays() -> None:
     made.change(Opcode.SUBDOC_ARRAY_PUSH_FIRST, "", b"0", 0)
     made.change(Opcode.SUBDOC_ARRAY_INSERT, "[1]", b"1", 0)
     made.change(Opcode.SUBDOC_ARRAY_ADD_UNIQUE, "", b"4", 0)
-    assert json.loads(made.body) == [0, 1, 2, 3, 4]
+    assert json.loads(bytes(made.body)) == [0, 1, 2, 3, 4]
     assert made.lookup(Opcode.SUBDOC_GET_COUNT, "", 0) == b"5"
     assert made.lookup(Opcode.SUBDOC_EXISTS, "[4]", 0) == b""

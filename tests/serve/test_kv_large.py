@@ -12,7 +12,7 @@ import pytest
 
 from mirror.serve.kv_connection import KvConnection
 from mirror.serve.kv_server import CROWDED_SEND_TIMEOUT_S
-from mirror.serve.large import LARGE_BYTES
+from mirror.serve.large import LARGE_BYTES, Pieces, drop
 from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -183,7 +183,14 @@ async def test_a_document_is_sent_in_pieces_and_others_have_their_turn_between_t
             worked.append(iteration)
             yield piece
 
+    left = []
+
+    def noted(pieces: Pieces) -> bool:
+        left.append(any(pieces))
+        return drop(pieces)
+
     monkeypatch.setattr(LargeDocument, "pieces", pieces)
+    monkeypatch.setattr("mirror.serve.kv_large.drop", noted)
     clients = [await endpoint.connect() for _ in range(4)]
     for client in clients:
         assert (await client.get(b"small")).value == b"{}"
@@ -198,6 +205,7 @@ async def test_a_document_is_sent_in_pieces_and_others_have_their_turn_between_t
     heads = len(clients)
     assert len(worked) == heads + len(clients) * 2 * pieces_of_one
     assert len(set(worked)) >= len(worked) - heads, "no two pieces in one turn of the loop"
+    assert left == [False] * len(clients), "each piece was let go of when it was sent"
 
 
 async def test_what_else_is_written_meanwhile_comes_behind(endpoint: Endpoint, store: Store) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mmap import mmap
+
 import cramjam
 import pytest
 
@@ -66,7 +68,9 @@ def test_what_decompresses_to_a_large_value_is_large(writer: GroupWriter, view: 
     large = large_of(view, A, bytes_max=100_000)
     assert large is not None
     assert large.value_bytes == len(value) > large.stored_bytes
-    assert records.decompress_large(bytearray(b"".join(large.pieces()))) == value
+    found = mmap(-1, large.value_bytes)
+    records.decompress_into(b"".join(large.pieces()), found)
+    assert found[:] == value
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_what_decompresses_to_a_large_value_is_large(writer: GroupWriter, view: 
 )
 def test_what_cannot_be_decompressed_is_an_error(value: bytes) -> None:
     with pytest.raises(CorruptedError):
-        records.decompress_large(bytearray(value))
+        records.decompress_into(value, mmap(-1, records.decompressed_bytes(value)))
 
 
 def test_there_is_none_where_get_finds_none(writer: GroupWriter, view: View) -> None:
