@@ -9,9 +9,10 @@ more memory than a piece is cleared or given back: for 20 MiB that takes up to 1
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from mmap import MADV_DONTNEED, MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import TypeVar
 
 from mirror.serve.turns import Turns
 from mirror.server.session import Buffer
@@ -22,6 +23,7 @@ from storage.records import DATATYPE_SNAPPY, DATATYPE_XATTR, decompress_into, de
 LARGE_BYTES = 256 * 1024
 """A value of more is read in pieces."""
 
+T = TypeVar("T")
 Pieces = list[Buffer]
 """A value, or a part of it. An empty one stands in place of each that was let go of."""
 
@@ -67,27 +69,31 @@ class LargeReads:
         """The value with its xattrs, in pieces, and its datatype. Raises StorageError; UnreadableValue where it cannot
         be decompressed.
         """
-        async with self._one:
-            await self._turns.turn()
-            return await self._pieces(found, decompress=decompress)
+        return await self._alone(partial(self._pieces, found, decompress=decompress))
 
     async def body(self, found: LargeDocument) -> tuple[bytes, Block]:
         """The xattr section (empty where there is none) and the body, decompressed. Raises as `pieces`, and
         UnreadableValue where the value cannot be taken apart.
         """
-        datatype = found.document.datatype
+        return await self._alone(partial(self._body, found))
+
+    async def _alone(self, read: Callable[[], Awaitable[T]]) -> T:
         async with self._one:
             await self._turns.turn()
-            if datatype & DATATYPE_XATTR:
-                pieces, _ = await self._pieces(found, decompress=True)
-                try:
-                    section = b"".join(cut_xattrs(pieces))
-                    return section, await self._joined(sum(map(len, pieces)), taken(pieces))
-                finally:
-                    let_go(self._turns, partial(drop, pieces))
-            if datatype & DATATYPE_SNAPPY:
-                return b"", await self._decompressed(found)
-            return b"", await self._joined(found.stored_bytes, found.pieces())
+            return await read()
+
+    async def _body(self, found: LargeDocument) -> tuple[bytes, Block]:
+        datatype = found.document.datatype
+        if datatype & DATATYPE_XATTR:
+            pieces, _ = await self._pieces(found, decompress=True)
+            try:
+                section = b"".join(cut_xattrs(pieces))
+                return section, await self._joined(sum(map(len, pieces)), taken(pieces))
+            finally:
+                let_go(self._turns, partial(drop, pieces))
+        if datatype & DATATYPE_SNAPPY:
+            return b"", await self._decompressed(found)
+        return b"", await self._joined(found.stored_bytes, found.pieces())
 
     async def _pieces(self, found: LargeDocument, *, decompress: bool) -> tuple[Pieces, int]:
         datatype = found.document.datatype

@@ -33,6 +33,7 @@ _OF_GATE, _OF_STORE_SINK = "tests/feed/test_persistence.py", "tests/feed/test_st
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
 _OF_KV_LARGE = "tests/serve/test_kv_large.py -k 'behind or bounded'"
+_MEMORY = "tests/serve/test_large.py -k memory"
 _OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
 _OF_STREAMS = "tests/serve/test_dcp_requests.py -k no_more_streams"
@@ -419,6 +420,10 @@ MUTATIONS = (
     ),
     Mutation("storage/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
     Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
+    Mutation("mirror/serve/large.py", "if release():", "while release():\n        pass\n    if False:", _MEMORY),
+    Mutation(
+        "mirror/serve/kv_connection.py", 'pieces[at] = b""  #', "pass  #", "tests/serve/test_kv_large.py -k between"
+    ),
     Mutation(
         "mirror/serve/kv_connection.py", "self._deferred.append(data)", "self.transport.write(data)", _OF_KV_LARGE
     ),
