@@ -16,18 +16,19 @@ BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 class Latencies:
     """Requests by the time that they took."""
 
-    __slots__ = ("_counts", "_sum_s")
+    __slots__ = ("_bounds_s", "_counts", "_sum_s")
 
-    def __init__(self) -> None:
+    def __init__(self, bounds_s: tuple[float, ...] = BOUNDS_S) -> None:
         """None yet."""
-        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
     def observe(self, seconds: float, count: int = 1) -> None:
         """Count requests that took this long, each."""
-        self._counts[bisect_left(BOUNDS_S, seconds)] += count
+        self._counts[bisect_left(self._bounds_s, seconds)] += count
         self._sum_s += seconds * count
 
     def figures(self) -> dict[str, Any]:
         """`bounds_s`, `counts` (one more than bounds) and `sum_s`, as in cli/JSON.md."""
-        return {"bounds_s": list(BOUNDS_S), "counts": list(self._counts), "sum_s": round(self._sum_s, 6)}
+        return {"bounds_s": list(self._bounds_s), "counts": list(self._counts), "sum_s": round(self._sum_s, 6)}
