@@ -21,6 +21,7 @@ from cli import options, output
 from cli.exits import CommandEnded, complain
 from cli.pipeline import need, spark_session
 from mirror.bench import dcp as dcp_bench
+from mirror.bench import growth as growth_bench
 from mirror.bench import http as http_bench
 from mirror.bench import kv as kv_bench
 from mirror.bench import lag as lag_bench
@@ -228,6 +229,49 @@ def get(
     if not as_json:
         median = statistics.median(each["many_ratio"] for each in found)
         typer.echo(f"get_many of 100: {median:.2f} of 100 gets in a loop (median of {rounds})")
+
+
+@app.command()
+def growth(
+    documents: Annotated[
+        str, typer.Option(help="Sizes to measure at, separated by commas: multiples of the first, rising.")
+    ] = "1000000,5000000,20000000",
+    vbuckets: Annotated[int, typer.Option(min=1, max=1024, help="Vbuckets they are in.")] = 1024,
+    value_bytes: Annotated[int, typer.Option("--value-size", min=48, max=65_536, help="Bytes of a value.")] = 100,
+    reads: Annotated[int, typer.Option(min=100, max=10_000_000, help="Reads of random keys at each size.")] = 50_000,
+    folder: FolderOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """What a document costs as the mirror grows: stored by a worker's writer, and read; next to bare LMDB.
+
+    Documents of random keys come in waves; the last one before each size is measured, and as large as the first size.
+    """
+    sizes = _numbers("--documents", documents, 20_000_000)
+    if sizes != sorted(set(sizes)) or any(each % sizes[0] for each in sizes):
+        complain(f"--documents {documents!r}: must be multiples of the first, rising")
+        raise CommandEnded(ExitCode.USAGE)
+    found = []
+    with _folder(folder) as path:
+        for figures in growth_bench.growth(sizes, vbuckets, value_bytes, reads, path):
+            found.append(
+                {
+                    "documents": figures.documents,
+                    "documents_per_s": round(figures.stored.per_second),
+                    "limit_documents_per_s": round(figures.limit.per_second),
+                    "cpu_us": round(figures.stored.cpu_us, 3),
+                    "limit_cpu_us": round(figures.limit.cpu_us, 3),
+                    "get_us": round(1e6 / figures.got.per_second, 2),
+                    "limit_get_us": round(1e6 / figures.limit_got.per_second, 2),
+                }
+            )
+            _say_round(found[-1], as_json)
+    costs = {f"{name}_growth": round(found[-1][name] / found[0][name], 3) for name in list(found[0])[3:]}
+    if as_json:
+        shape = {"bench": "growth", "vbuckets": vbuckets, "value_bytes": value_bytes, "rounds": found}
+        output.print_json(shape | costs)
+    else:
+        said = "  ".join(f"{name.removesuffix('_growth')} {value:.2f}" for name, value in costs.items())
+        typer.echo(f"growth, {sizes[-1]:,} documents to {sizes[0]:,}: {said}")
 
 
 @app.command()

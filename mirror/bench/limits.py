@@ -10,8 +10,8 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import lmdb
 
@@ -23,6 +23,8 @@ from storage.view import open_view
 from storage.writer import GroupWriter
 
 Row = tuple[bytes, bytes]
+COMMIT_BYTES = 8 << 20
+"""Of rows, in one transaction."""
 
 
 class RollbackFigures(NamedTuple):
@@ -56,6 +58,11 @@ class Timing(NamedTuple):
         """Rate."""
         return self.documents / self.seconds if self.seconds else 0.0
 
+    @property
+    def cpu_us(self) -> float:
+        """Processor time of a document."""
+        return self.cpu_s / self.documents * 1e6
+
 
 def document_rows(vbid: int, vbuckets: int, count: int, value_bytes: int, seed: int = 1) -> list[Row]:
     """`count` mutations of one vbucket (branch 1), seqnos from 1, keys of 20 bytes in random order."""
@@ -80,11 +87,7 @@ def write_limit(path: str, rows: dict[int, list[Row]], *, deferred: bool, batch_
     """
     key_rows = {vbid: records.key_rows(each) for vbid, each in rows.items()}
     rows = {vbid: seal.sealed_rows([key for key, _ in each], each) for vbid, each in rows.items()}
-    os.makedirs(path, exist_ok=True)
-    env = lmdb.open(path, map_size=64 << 30, max_dbs=2 * len(rows) + 2, metasync=False, readahead=False, meminit=False)
-    with env.begin(write=True) as txn:
-        row_trees = {vbid: env.open_db(keys.rows_db(vbid), txn=txn) for vbid in rows}
-        key_trees = {vbid: env.open_db(keys.keys_db(vbid), txn=txn, dupsort=True, dupfixed=True) for vbid in rows}
+    env, row_trees, key_trees = _bare_trees(path, rows)
     count = sum(map(len, rows.values()))
     start, cpu_start = time.perf_counter(), time.process_time()
     for vbid, each in rows.items():
@@ -105,6 +108,50 @@ def write_limit(path: str, rows: dict[int, list[Row]], *, deferred: bool, batch_
     timing = Timing(count, time.perf_counter() - start, time.process_time() - cpu_start)
     env.close()
     return timing
+
+
+def _bare_trees(path: str, vbids: Iterable[int]) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+    """A bare environment at `path` with the trees of rows and of keys of these vbuckets."""
+    vbids = list(vbids)
+    os.makedirs(path, exist_ok=True)
+    env = lmdb.open(path, map_size=64 << 30, max_dbs=2 * len(vbids) + 2, metasync=False, readahead=False, meminit=False)
+    with env.begin(write=True) as txn:
+        row_trees = {vbid: env.open_db(keys.rows_db(vbid), txn=txn) for vbid in vbids}
+        key_trees = {vbid: env.open_db(keys.keys_db(vbid), txn=txn, dupsort=True, dupfixed=True) for vbid in vbids}
+    return env, row_trees, key_trees
+
+
+class BareTrees:
+    """The trees of a mirror in one bare environment that grows: each call adds rows to every vbucket."""
+
+    def __init__(self, path: str, vbuckets: int) -> None:
+        """A new one at `path`."""
+        self._env, self._row_trees, self._key_trees = _bare_trees(path, range(vbuckets))
+
+    def add(self, rows: dict[int, list[Row]]) -> Timing:
+        """Put these rows and their keys, sorted, with a transaction whenever `COMMIT_BYTES` are written. As in
+        `write_limit`, key rows are decoded and checksums computed before the time begins.
+        """
+        key_rows = {vbid: records.key_rows(each) for vbid, each in rows.items()}
+        sealed = {vbid: seal.sealed_rows([key for key, _ in each], each) for vbid, each in rows.items()}
+        start, cpu_start = time.perf_counter(), time.process_time()
+        left = list(rows)
+        while left:
+            size_bytes = 0
+            with self._env.begin(write=True) as txn:
+                while left and size_bytes < COMMIT_BYTES:
+                    vbid = left.pop(0)
+                    txn.cursor(self._row_trees[vbid]).putmulti(sealed[vbid], append=True)
+                    sort_key_rows(key_rows[vbid])
+                    txn.cursor(self._key_trees[vbid]).putmulti(key_rows[vbid], dupdata=False)
+                    size_bytes += sum(len(row) for _, row in sealed[vbid])
+        self._env.sync(True)
+        count = sum(map(len, rows.values()))
+        return Timing(count, time.perf_counter() - start, time.process_time() - cpu_start)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
 
 
 class BareStore:
@@ -180,22 +227,43 @@ def append_rows(path: str, count: int, *, seed: int) -> dict[int, int]:
     return highs
 
 
+def add_rows(path: str, rows: dict[int, list[Row]], run_rows: int = 500) -> Timing:
+    """Write a snapshot more into each of these vbuckets of a store that nobody else writes, until all is published and
+    synced. The time begins with the first row: the groups are open.
+    """
+    identity = directory.load(path)
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(_writing(path, identity, group)) for group in range(identity.group_count)]
+        start, cpu_start = time.perf_counter(), time.process_time()
+        for writer in writers:
+            for vbid in writer.environment.vbids:
+                if rows.get(vbid):
+                    _store_snapshot(writer, vbid, rows[vbid], int(writer.served(vbid).published_seqno), run_rows)
+            _commit_all(writer)
+            writer.environment.env.sync(True)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+    return Timing(sum(map(len, rows.values())), seconds, cpu_s)
+
+
 @contextlib.contextmanager
 def _writing(path: str, identity: Identity, group: int) -> Iterator[GroupWriter]:
     """A group's writer; at the end everything is committed and it is closed."""
-    vbids = directory.group_vbids(identity, group)
     writer = GroupWriter.open(
         directory.group_path(path, group),
         group=group,
-        vbids=list(vbids),
+        vbids=list(directory.group_vbids(identity, group)),
         identity=identity,
         clock_ms=lambda: int(time.time() * 1000),
     )
     yield writer
-    writer.commit()
-    while writer.step() or any(writer.publishing(vbid) for vbid in vbids):
-        writer.commit()
+    _commit_all(writer)
     writer.close()
+
+
+def _commit_all(writer: GroupWriter) -> None:
+    writer.commit()
+    while writer.step() or any(writer.publishing(vbid) for vbid in writer.environment.vbids):
+        writer.commit()
 
 
 def _store_snapshot(writer: GroupWriter, vbid: int, rows: list[Row], before: int, run_rows: int) -> None:
@@ -204,7 +272,7 @@ def _store_snapshot(writer: GroupWriter, vbid: int, rows: list[Row], before: int
     for first in range(0, len(rows), run_rows):
         run = rows[first : first + run_rows]
         writer.stage(vbid, run, sum(len(frame) for _, frame in run), SnapshotRange(Seqno(before + 1), Seqno(end)))
-        if writer.pending_bytes >= 8 << 20:
+        if writer.pending_bytes >= COMMIT_BYTES:
             writer.commit(flush_open=True)
     writer.publish(vbid, end, before + 1)
 

@@ -73,6 +73,8 @@ def test_ingest_prints_a_ratio_for_each_order_that_was_measured(tmp_path: Path) 
         (["ingest", "--order", "any"], "--order 'any': must be turn, stream or both"),
         (["get", "--folder", "/no/such/folder"], "--folder /no/such/folder: no such directory"),
         (["get", "--documents", "5"], "documents"),
+        (["growth", "--documents", "10,25"], "--documents '10,25': must be multiples of the first, rising"),
+        (["growth", "--documents", "20,10"], "--documents '20,10': must be multiples of the first, rising"),
         (["nothing"], "nothing"),
     ],
 )
@@ -114,6 +116,21 @@ def test_every_field_that_is_printed_is_promised(name: str, few: list[str], tmp_
     assert result.code == 0, result.err
     assert result.json["bench"] == name
     assert unpromised(result.json) == []
+
+
+def test_growth_prints_the_cost_at_each_size_and_how_it_grew(tmp_path: Path) -> None:
+    flags = ["--documents", "400,1200", "--vbuckets", "4", "--reads", "100", "--folder", str(tmp_path)]
+    first, second, grown = bench("growth", *flags).out.splitlines()
+    assert first.startswith("documents 400  ")
+    assert second.startswith("documents 1,200  ")
+    assert grown.startswith("growth, 1,200 documents to 400: cpu_us ")
+    shape = bench("growth", *flags, "--json").json
+    assert [each["documents"] for each in shape["rounds"]] == [400, 1200]
+    costs = {f"{name}_growth" for name in ("cpu_us", "limit_cpu_us", "get_us", "limit_get_us")}
+    assert {name for name in shape if name.endswith("_growth")} == costs
+    assert all(shape[name] > 0 for name in costs)
+    assert unpromised(shape) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_start_times_a_start_that_makes_the_mirror_and_one_that_goes_on(tmp_path: Path) -> None:
