@@ -22,6 +22,8 @@ ROLLBACK_KEY = struct.Struct(">HI")
 VBID_KEY = struct.Struct(">H")
 PUB = struct.Struct(">IQQIQB")
 """served branch u32, published_seqno u64, history_floor u64, manifest branch u32, manifest seqno u64, flags u8."""
+PUB_MANIFEST = slice(20, 32)
+"""Manifest branch and seqno in a row of `pub`: `MANIFEST_KEY` without the vbid."""
 PURGE = struct.Struct(">QQQI")
 """purged seqno u64 (rows up to it were looked at), local_purge_seqno u64, chain id u64, refills that are gone u32."""
 SPAN_KEY = struct.Struct(">HIQ")

@@ -21,7 +21,7 @@ from storage.collection_names import CollectionName, collection_id_of
 from storage.environment import Environment
 from storage.errors import AnswerTooLarge
 from storage.groups import Groups
-from storage.large import LargeDocument, large_row
+from storage.large import HEAD_BYTES_MAX, LargeDocument, large_row
 from storage.model import Branch, Document, Manifest
 from storage.records import MUTATION, ROW_KEY
 from storage.tokens import AsOf
@@ -327,6 +327,25 @@ class PointReads:
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """Return whether `get` would return a document."""
         return self.get(key, collection, raw=True) is not None
+
+    def key_at(self, vbid: int, seqno: int) -> bytes | None:
+        """Return collection id and key, as they stand on the wire, of the document that changed at a seqno of what is
+        served. The value is not read.
+        """
+        reader = self.reader(vbid)
+        with reader.environment.read() as txn:
+            links = reader.readable(txn).links
+        branch = next((each.branch for each in links if each.base_seqno < seqno <= each.cut), None)
+        if branch is None:
+            return None
+        views = reader.begin_read(buffers=True)
+        try:
+            stored = views.get(keys.ROW.pack(branch, seqno), None, reader.rows)
+            head = b"" if stored is None else bytes(stored[:HEAD_BYTES_MAX])
+            del stored
+        finally:
+            reader.environment.end(views)
+        return records.key_of(head) if head and not records.is_system_event(head) else None
 
     def find(
         self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, large_bytes: int | None = None

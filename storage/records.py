@@ -459,6 +459,10 @@ def decode_state(data: bytes | None) -> StateRow:
     )
 
 
+_MANIFEST_UID_END = 16
+"""Behind it in a row of `manifest`, whatever it is: it takes 9 bytes at most, behind two others."""
+
+
 def encode_manifest(change: ManifestChange) -> bytes:
     """A row of `manifest`."""
     collections = [
@@ -479,6 +483,20 @@ def decode_manifest(data: bytes | None) -> ManifestChange:
         tuple(emptied),
         bool(whole),
     )
+
+
+def manifest_uid(data: bytes | None) -> int:
+    """The uid of a manifest from its row, of which nothing else is decoded."""
+    if data is None:
+        raise CorruptedError("the manifest record is missing", hint="run `dcp-mirror check`")
+    try:
+        unpacker = msgpack.Unpacker()
+        unpacker.feed(data[:_MANIFEST_UID_END])
+        unpacker.read_array_header()
+        unpacker.skip()
+        return int(unpacker.unpack())
+    except (msgpack.UnpackException, TypeError, ValueError) as error:
+        raise CorruptedError(f"the manifest record is damaged: {error}", hint="run `dcp-mirror check`") from error
 
 
 def encode_rollback(

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from storage import branches, chain, keys, validity
+from storage import branches, chain, keys, records, validity
+from storage.environment import Environment
 from storage.errors import CorruptedError, UnknownCollection
 from storage.groups import Groups
 from storage.highs import newest_of_collection
-from storage.model import Boundary, Branch, Seqno, VbucketState
+from storage.model import Boundary, Branch, Manifest, Seqno, VbucketState
 from storage.tokens import Pin, Token
+from storage.transaction import Transaction
 from storage.vbucket_reader import Served, VbucketReader
 
 
@@ -61,6 +63,40 @@ def published(groups: Groups) -> list[ServedPosition]:
                 branch, seqno, floor = Branch(pub.branch), Seqno(pub.seqno), Seqno(pub.floor_seqno)
                 found[vbid] = ServedPosition(branch, seqno, floor, pub.is_stale, history_id)
     return [found[vbid] for vbid in groups.vbids]
+
+
+KnownUids = dict[int, tuple[Environment, dict[bytes, tuple[bytes, int]]]]
+"""By group: by vbucket, where in the file the row of its manifest lies, and the uid in it."""
+
+
+def manifest_uids(groups: Groups, known: KnownUids) -> dict[int, int]:
+    """The uid of the manifest that each vbucket serves. `known` of an earlier call makes it cheap: the row of a
+    manifest is read only where it is another one now, and decoded as far as its uid.
+    """
+    found = {}
+    for first in groups.vbids[: groups.count]:  # one of each group
+        environment = groups.environment(first)
+        if first not in known or known[first][0] is not environment:
+            known[first] = environment, {}
+        uids = known[first][1]
+        with environment.read() as txn:
+            for key, data in txn.cursor(keys.DB_PUB).iternext():
+                at = data[keys.PUB_MANIFEST]
+                seen = uids.get(key)
+                if seen is None or seen[0] != at:
+                    seen = uids[key] = at, _manifest_uid(txn, key, at)
+                found[int.from_bytes(key)] = seen[1]
+    return found
+
+
+def _manifest_uid(txn: Transaction, vbid_key: bytes, at: bytes) -> int:
+    if not any(at):
+        return Manifest.initial().uid
+    try:
+        return records.manifest_uid(txn.get(keys.DB_MANIFEST, vbid_key + at))
+    except CorruptedError as error:
+        vbid = int.from_bytes(vbid_key)
+        raise CorruptedError(error.message, path=txn.path, vbid=vbid, hint=error.hint) from error
 
 
 def token(reader: VbucketReader, branch: int | None = None, seqno: int | None = None) -> Token:

@@ -97,6 +97,7 @@ class View(PointReads):
         self.identity: Identity = self.groups.identity
         self.vbids = self.identity.vbids
         """The vbuckets that this mirror holds: all of the bucket's, unless several mirrors share them."""
+        self._known_uids: states.KnownUids = {}
         _views.add(self)
 
     def __enter__(self) -> View:
@@ -122,6 +123,12 @@ class View(PointReads):
         reader = self.reader(self.vbids[0] if vbid is None else vbid)
         with reader.environment.read() as txn:
             return reader.manifest(txn, reader.served(txn).manifest_key)
+
+    def manifest_uids(self) -> dict[int, int]:
+        """Return the uid of the manifest of each vbucket. Next to nothing is read where none changed since the last
+        call.
+        """
+        return states.manifest_uids(self.groups, self._known_uids)
 
     def manifest_of(self, pin: Pin) -> Manifest:
         """Scopes and collections as they were at the boundary of a pin. Raises ViewInvalidated."""

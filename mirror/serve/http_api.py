@@ -31,10 +31,9 @@ from mirror.serve.objects import dumps, rollback_object
 from storage.errors import StorageError
 
 BOUNDARIES_SHOWN = 100
-VBUCKETS_PER_STEP = 32
-"""Vbuckets whose manifest is looked at before other clients have their turn."""
 COLLECTIONS_PER_STEP = 128
-"""The same, of the collections of one manifest."""
+"""Collections of a manifest that are described before other clients have their turn; each different manifest of a
+vbucket is decoded in a turn as well (4 ms for 1,000 collections, once after each change)."""
 FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -62,14 +61,12 @@ async def get_collections(request: Request) -> Response:
     reader = await service.reader(request)
     Parameters(request, ())
     found: dict[int, bytes] = {}
-    seen = set()
-    for vbid in service.view.vbids:
-        if vbid % VBUCKETS_PER_STEP == 0:
-            await service.turns.turn()
+    one_of: dict[int, int] = {}
+    for vbid, uid in service.view.manifest_uids().items():
+        one_of.setdefault(uid, vbid)
+    for vbid in one_of.values():
+        await service.turns.turn()
         manifest = service.view.manifest(vbid)
-        if manifest.uid in seen:
-            continue
-        seen.add(manifest.uid)
         for number, entry in enumerate(list(manifest.collections.values()), 1):
             if number % COLLECTIONS_PER_STEP == 0:
                 await service.turns.turn()

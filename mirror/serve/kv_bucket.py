@@ -19,15 +19,16 @@ from mirror.serve.auth import Reader
 from mirror.serve.large import LARGE_BYTES
 from mirror.server.errors import Refused, unknown_collection
 from mirror.wire.constants import Status
-from storage import directory, keys, stream
+from storage import directory, stream
 from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
 from storage.large import LargeDocument
-from storage.model import Document, Kind, Manifest, VbucketState
+from storage.model import Document, Manifest, VbucketState
 from storage.stream import ServedState
 from storage.view import Pin, ServedPosition, View, open_view
 
 MANIFEST_FRESH_S = 0.5
-"""For so long the newest manifest is believed; looking through all vbuckets for each question would cost too much."""
+"""For so long the newest manifest is believed. To look through 1,024 vbuckets for it takes 0.8 ms; once after a change
+in all of them, with 1,000 collections, 12 ms, in which one manifest is decoded. To decode all of them takes 4 s."""
 
 MANIFEST_TEXTS_MAX = 16
 """Texts of the newest manifest that are kept, for readers with different rights."""
@@ -60,6 +61,8 @@ class KvBucket:
         self.name = identity.bucket_name
         self.identity = identity
         self._manifest: tuple[float, Manifest] | None = None
+        self._manifest_vbid = self.view.vbids[0]
+        """The vbucket whose manifest that is."""
         self._manifest_json: tuple[Manifest, dict[tuple[str, ...], bytes]] | None = None
         """The newest manifest as it was sent, by the patterns of readers."""
 
@@ -143,14 +146,14 @@ class KvBucket:
     def holds_seqno(self, vbid: int, seqno: int) -> bool:
         """Whether the newest version of some document has this seqno."""
         try:
-            for row in self.view.scan_seqno(vbid, seqno - 1, seqno, raw=True):
-                if row.seqno == seqno and row.kind is not Kind.SYSTEM_EVENT:
-                    wire_key = keys.encode_collection_id(row.collection_id) + row.key
-                    document = self.view.find(wire_key, deletions=True).document
-                    return document is not None and document.seqno == seqno
+            wire_key = self.view.key_at(vbid, seqno)
+            if wire_key is None:
+                return False
+            found = self.view.find(wire_key, deletions=True, large_bytes=LARGE_BYTES)
         except StorageError as error:
             raise self.failed(error) from error
-        return False
+        document = found.document if found.large is None else found.large.document
+        return document is not None and document.seqno == seqno
 
     def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
         """Seqno of a collection's newest event, and where to go on with looking (0: that was it). Raises Refused.
@@ -216,10 +219,13 @@ class KvBucket:
         now = self.clock.monotonic()
         if self._manifest is None or now - self._manifest[0] > MANIFEST_FRESH_S:
             try:
-                newest = max((self.view.manifest(vbid) for vbid in self.view.vbids), key=lambda m: m.uid)
+                uids = self.view.manifest_uids()
+                newest = max(uids.values())
+                if uids.get(self._manifest_vbid) != newest:
+                    self._manifest_vbid = next(vbid for vbid, uid in uids.items() if uid == newest)
+                self._manifest = (now, self.view.manifest(self._manifest_vbid))
             except StorageError as error:
                 raise self.failed(error) from error
-            self._manifest = (now, newest)
         return self._manifest[1]
 
     def visible_manifest(self, reader: Reader) -> Manifest:

@@ -33,6 +33,7 @@ _OF_GATE, _OF_STORE_SINK = "tests/feed/test_persistence.py", "tests/feed/test_st
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
 _OF_KV_LARGE = "tests/serve/test_kv_large.py -k 'behind or bounded'"
+_OF_KV_BUCKET = "tests/serve/test_kv_bucket.py -k 'manifest or replaced'"
 _MEMORY = "tests/serve/test_large.py -k memory"
 _OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
@@ -419,6 +420,8 @@ MUTATIONS = (
         "tests/storage/test_vbucket_reader.py -k once_a_commit",
     ),
     Mutation("storage/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
+    Mutation("storage/states.py", "seen is None or seen[0] != at", "seen is None", _OF_KV_BUCKET),
+    Mutation("storage/states.py", "known[first][0] is not environment", "False", _OF_KV_BUCKET),
     Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
     Mutation("mirror/serve/large.py", "if release():", "while release():\n        pass\n    if False:", _MEMORY),
     Mutation(

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mirror.serve.auth import entry_of
+from mirror.serve.auth import Reader, entry_of
 from mirror.serve.budget import Budget
 from mirror.serve.http_requests import Page
-from storage.model import Collection, Seqno
+from storage import records
+from storage.model import Collection, ManifestChange, Seqno
 from tests.serve.http_site import VBUCKETS, Site, Source, events, judged, recorded_at_once, running, service_report
 from tests.supervise.conftest import eventually_now
 
@@ -63,6 +65,37 @@ def test_readers_get_what_they_may_read_and_nothing_else(guarded: Site) -> None:
         site.get(path, 401)
     for path in ("/livez", "/", "/page.js", "/page.css", "/openapi.json"):
         site.get(path)
+
+
+def test_collections_are_described_in_steps(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 in each turn of the loop, and each manifest that several vbuckets have is decoded once."""
+    for vbid in range(VBUCKETS):
+        site.source.collections(vbid, *[Collection(number, 8, f"c{number}", Seqno(0)) for number in range(8, 508)])
+    turns, may_read, decode = site.server.service.turns, Reader.may_read, records.decode_manifest
+    turn, described, decoded = 0, Counter[int](), 0
+    plain = turns.turn
+
+    async def counted_turn() -> None:
+        nonlocal turn
+        await plain()
+        turn += 1
+
+    def counted_may_read(self: Reader, scope: str, collection: str) -> bool:
+        described[turn] += 1
+        return may_read(self, scope, collection)
+
+    def counted_decode(data: bytes | None) -> ManifestChange:
+        nonlocal decoded
+        decoded += 1
+        return decode(data)
+
+    monkeypatch.setattr(turns, "turn", counted_turn)
+    monkeypatch.setattr(Reader, "may_read", counted_may_read)
+    monkeypatch.setattr(records, "decode_manifest", counted_decode)
+    assert len(site.get("/v1/collections").json()["collections"]) == 501
+    assert sum(described.values()) == 501
+    assert max(described.values()) <= 128
+    assert decoded == 1
 
 
 def test_changes_of_other_collections_are_not_told(guarded: Site) -> None:

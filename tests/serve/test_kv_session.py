@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from mirror.serve.logins import Logins
 from mirror.serve.turns import Turns
 from mirror.server.errors import Refused
 from mirror.wire import codec_kv
-from mirror.wire.constants import Feature, Status
-from tests.serve.kv_rig import Store, users
+from mirror.wire import frame as fr
+from mirror.wire.constants import Feature, Opcode, Status
+from storage.model import VbucketState
+from tests.serve.kv_rig import Store, serving, users
 
 
 @pytest.fixture
@@ -99,3 +102,35 @@ def test_a_changed_map_is_told_as_it_was_asked_for(
     assert frame is not None
     config = getattr(changed, told) if told else b""
     assert codec_kv.decode_clustermap_notification(frame) == (1, 2, b"orders" if bucket else b"", config)
+
+
+@pytest.mark.parametrize(("group", "names"), [("vbucket", 1), ("vbucket-seqno", 7), ("failovers", 3)])
+async def test_statistics_of_many_vbuckets_come_in_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, names: int
+) -> None:
+    """Eight vbuckets in each, with other clients' requests between two."""
+    store = Store(tmp_path, vbuckets=64)
+    store.logs()
+    async with serving(store.path) as endpoint:
+        client = await endpoint.connect()
+        turns, read = endpoint.server.turns, Counter[int]()
+        turn, granted, state = 0, turns._grant, KvBucket.state
+
+        def counted_grant() -> None:
+            nonlocal turn
+            turn += 1
+            granted()
+
+        def counted_state(self: KvBucket, vbid: int) -> VbucketState:
+            read[turn] += 1
+            return state(self, vbid)
+
+        monkeypatch.setattr(turns, "_grant", counted_grant)
+        monkeypatch.setattr(KvBucket, "state", counted_state)
+        await client.send(fr.request(Opcode.STAT, key=group.encode()))
+        found = {}
+        while (answer := await client.receive()) is not None and answer.key:
+            found[answer.key] = answer.value
+    store.close()
+    assert len(found) == 64 * names
+    assert (sum(read.values()), max(read.values())) == (64, 8)
