@@ -124,7 +124,8 @@ def newest_row_key(
     reader: VbucketReader, txn: Any, branch: int, seqno: int, begin_seqno: int, wire_key: bytes
 ) -> bytes | None:
     """The key of the row of a document of a collection that began at `begin_seqno`; empty: there is no such document;
-    None: the newest version of the key does not say all, and the general way has it. `get` has this written out.
+    None: the newest version of the key does not say all, and the general way has it. `get` and `get_many` have this
+    written out.
     """
     cursor = txn.cursor(reader.keys)
     if not cursor.set_key(wire_key) or not cursor.last_dup():
@@ -223,31 +224,42 @@ class PointReads:
         vbucket_count, reader_of = self._vbucket_count, self.reader
         found: dict[bytes, Document] = {}
         byte_count = 0
+        found_in: dict[int, tuple[VbucketReader, Any, Any, Visible]] = {}
+        """By vbucket: its reader, the transaction, a cursor over its keys, and what is visible."""
         with ReadRun() as run:
             for key in document_keys:
                 if isinstance(key, str):
                     key = key.encode()
-                reader = reader_of(((crc32(key) >> 16) & 0x7FFF) % vbucket_count)
+                vbid = ((crc32(key) >> 16) & 0x7FFF) % vbucket_count
+                known = found_in.get(vbid)
+                reader = reader_of(vbid) if known is None else known[0]
                 document: Document | None
                 try:
-                    txn, visible = run.begun(reader)
-                    _, branch, seqno, begin_seqno, _, _ = visible
+                    if known is None:
+                        txn, visible = run.begun(reader)
+                        known = found_in[vbid] = reader, txn, txn.cursor(reader.keys), visible
+                    _, txn, cursor, (_, branch, seqno, begin_seqno, _, _) = known
                     row_key = None
-                    if is_plain and begin_seqno >= 0:
-                        row_key = newest_row_key(reader, txn, branch, seqno, begin_seqno, b"\0" + key)
-                    if row_key:
+                    if is_plain and begin_seqno >= 0:  # from here on as in `newest_row_key`
+                        if not cursor.set_key(b"\0" + key) or not cursor.last_dup():
+                            continue
+                        dup = cursor.value()
+                        dup_branch, dup_seqno, kind = _unpack_dup(dup)
+                        if dup_branch == branch and begin_seqno < dup_seqno <= seqno:
+                            if kind != MUTATION:
+                                continue
+                            row_key = dup[ROW_KEY]
+                    if row_key is not None:
                         stored = txn.get(row_key, b"", reader.rows)
                         if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
                             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
                         document = decode_row(reader.vbid, branch, stored, raw, True, SEAL_BYTES)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             continue
-                    elif row_key is None:
+                    else:
                         document = self._get(reader, Transaction(reader.environment, txn), key, options)
                         if document is None:
                             continue
-                    else:
-                        continue
                 except (struct.error, lmdb.Error) as error:
                     raise reader.damaged(error) from error
                 found[key] = document
