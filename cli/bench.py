@@ -242,7 +242,7 @@ def growth(
     folder: FolderOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """What a document costs as the mirror grows: stored by a worker's writer, and read; next to bare LMDB.
+    """Processor time of a document as the mirror grows: stored by a worker's writer, and read; next to bare LMDB.
 
     Documents of random keys come in waves; the last one before each size is measured, and as large as the first size.
     """
@@ -260,8 +260,8 @@ def growth(
                     "limit_documents_per_s": round(figures.limit.per_second),
                     "cpu_us": round(figures.stored.cpu_us, 3),
                     "limit_cpu_us": round(figures.limit.cpu_us, 3),
-                    "get_us": round(1e6 / figures.got.per_second, 2),
-                    "limit_get_us": round(1e6 / figures.limit_got.per_second, 2),
+                    "get_us": round(figures.got.cpu_us, 2),
+                    "limit_get_us": round(figures.limit_got.cpu_us, 2),
                 }
             )
             _say_round(found[-1], as_json)

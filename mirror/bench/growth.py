@@ -4,7 +4,7 @@ Knows two stores that get the same documents, wave by wave: a mirror's, by the w
 received: how a message reaches it costs the same at every size), and a bare one. Keys are random, so each wave touches
 all of every vbucket's tree of keys; both stores are one LMDB environment. The wave that is measured is as large as the
 smallest size, so what is done in it is the same at every size; it ends with all of it published and synced. Reads are
-of random keys of all, in the mirror's own files.
+of random keys of all, in the mirror's own files, which the system has in its memory as far as that goes.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def growth(sizes: Sequence[int], vbuckets: int, value_bytes: int, reads: int, fo
                 end += step
             rng = Random(size)
             sample = [key_of(rng.randrange(size)) for _ in range(reads)]
+            limits.get_limit(path, sample, vbuckets)  # both sides find the files in the system's memory
             limit_got = limits.get_limit(path, sample, vbuckets)
             yield GrowthFigures(size, stored, limit, limits.get_view(path, sample), limit_got)
     finally:
