@@ -180,11 +180,11 @@ def files_to_merge(sizes: Sequence[int]) -> list[int]:
     return sorted(at for _, at in ascending[:count])
 
 
-def batches_of(folder: Folder, name: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file, some at a time. Raises MirrorError."""
+def batches_of(folder: Folder, name: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file (only these columns), some at a time. Raises MirrorError."""
     try:
         with folder.open(name) as file:
-            yield from pq.ParquetFile(file).iter_batches(READ_ROWS)
+            yield from pq.ParquetFile(file).iter_batches(READ_ROWS, columns=columns)
     except (OSError, pa.ArrowInvalid) as error:
         raise MirrorError(
             f"{folder.child(name)}: cannot be read: {plain(error)}", hint="the table is damaged"

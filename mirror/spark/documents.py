@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -181,6 +182,8 @@ class DocumentsTable:
         self._failed: MirrorError | None = None
         self._folded_to = -1
         """The newest batch that this object has folded, or found nothing in."""
+        self._vbids: set[int] | None = None
+        """Vbuckets that the table may have rows of; None: it was not looked at yet."""
         table = open_table(folder)
         if table is None:
             self.table = self._make(selection)
@@ -287,13 +290,16 @@ class DocumentsTable:
         """
         self._misfits = self._bodies_read = 0
         left, done = list(names), NOTHING
-        while left and not self.table.file_uris():
+        while left:
             first = batch_of(left[0])
-            rest = [name for name in left if batch_of(name) != first]
+            batch, rest = ([name for name in left if (batch_of(name) == first) is own] for own in (True, False))
+            if self._vbids_of(changes, batch) & self._vbids_there():
+                break
             mark = [Transaction(BATCH_MARK, first)] if rest and first is not None else marks
-            done = done.plus(self._load(changes, [name for name in left if batch_of(name) == first], mark))
+            done = done.plus(self._load(changes, batch, mark))
             left = rest
         if left:
+            self._vbids_there().update(self._vbids_of(changes, left))
             with opened(changes, left) as files:
                 one_batch = len({batch_of(name) for name in left}) == 1
                 done = done.plus(self._merge(number, marks, files, one_batch=one_batch))
@@ -305,10 +311,10 @@ class DocumentsTable:
         self._folded_to = number
 
     def _load(self, changes: Folder, names: list[str], marks: list[Transaction]) -> Applied:
-        """Fold one batch into the empty table.
+        """Fold one batch into a table that has no rows of its vbuckets: each batch of a first load is one.
 
-        There is nothing to compare with: rows are written as they come, file by file. A merge would hold all of them,
-        and a first load is the largest batch there is.
+        There is nothing to compare with: rows are written as they come. A merge would hold all of them, and compare
+        them with the whole table.
         """
         with PartWriter(self.folder.url, f"part-{run_name()}-00000", self._layout.schema) as parts:
             for name in names:
@@ -316,6 +322,7 @@ class DocumentsTable:
                     for batch in self._folds_of([file], one_batch=True):
                         rows = self._source_rows(batch.filter(batch.column("live")))
                         parts.write(rows.select(self._layout.schema.names))
+                        self._vbids_there().update(pc.unique(rows.column(f"{self._layout.mark}vbid")).to_pylist())
             self._check_misfits()
         if not parts.finished:
             return NOTHING
@@ -386,24 +393,45 @@ class DocumentsTable:
 
     def _folds_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
         with readable():
-            tables = (self._read(file, FOLD_COLUMNS) for file in files)
-            for table, _ in fold_files(tables) if one_batch else [fold_batches(tables)]:
+            pieces = (self._read(file, FOLD_COLUMNS) for file in files)
+            folds = fold_files(pieces) if one_batch else [fold_batches(chain.from_iterable(pieces))]
+            for table, _ in folds:
                 yield from table.to_batches(max_chunksize=_MERGE_ROWS)
 
-    def _read(self, file: pq.ParquetFile, columns: list[str]) -> pa.Table:
-        """The events of a file that concern this table."""
-        events = file.read(columns)
-        if self._collection is None:
-            return events
-        own, resync = pc.equal(events["collection"], self._collection), pc.equal(events["kind"], RESYNC)
-        return events.filter(pc.or_kleene(own, resync))
+    def _read(self, file: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
+        """The events of a file that concern this table, a row group at a time."""
+        for number in range(file.num_row_groups):
+            events = file.read_row_group(number, columns)
+            if self._collection is not None:
+                own, resync = pc.equal(events["collection"], self._collection), pc.equal(events["kind"], RESYNC)
+                events = events.filter(pc.or_kleene(own, resync))
+            yield events
+
+    def _vbids_of(self, changes: Folder, names: list[str]) -> set[int]:
+        """The vbuckets that files of `changes` have events of."""
+        found: set[int] = set()
+        with opened(changes, names) as files, readable():
+            for events in chain.from_iterable(self._read(file, ["kind", "collection", "vbid"]) for file in files):
+                found.update(pc.unique(events.column("vbid")).to_pylist())
+        return found
+
+    def _vbids_there(self) -> set[int]:
+        """The vbuckets that the table may have rows of: it is looked at once, and its writer is this object alone."""
+        if self._vbids is None:
+            column = f"{self._layout.mark}vbid"
+            paths = pa.table(self.table.get_add_actions()).column("path").to_pylist() if self.table.file_uris() else []
+            self._vbids = set()
+            for path in paths:
+                for batch in batches_of(self.folder, path, [column]):
+                    self._vbids.update(pc.unique(batch.column(column)).to_pylist())
+        return self._vbids
 
     def _voids_of(self, files: Iterable[pq.ParquetFile]) -> Voids:
         """What the events of a batch void, without reading their values."""
         voids = Voids()
         with readable():
-            for file in files:
-                voids.add(voids_in(self._read(file, ["kind", "collection", "vbid"])))
+            for events in chain.from_iterable(self._read(file, ["kind", "collection", "vbid"]) for file in files):
+                voids.add(voids_in(events))
         return voids
 
 

@@ -4,7 +4,7 @@ Knows the columns of `changes` (columns.py) and their order; never a table, a fi
 a vbucket in their order. Of each key only its last event counts: a mutation or restoration puts the row, everything
 else takes it away. An event about many documents (a dropped or flushed collection, a resync) takes away what stood
 before it, in the batch as in the table. Invariants: a key comes out at most once; rows are kept in Arrow, so that a
-fold costs the memory of the batch's keys and not of its values a second time.
+fold costs the memory of its keys and not of its values a second time.
 """
 
 from __future__ import annotations
@@ -77,14 +77,36 @@ def fold_batches(tables: Iterable[pa.Table]) -> tuple[pa.Table, Voids]:
     return fold(pa.concat_tables(tables))
 
 
-def fold_files(tables: Iterable[pa.Table]) -> Iterator[tuple[pa.Table, Voids]]:
-    """Fold files of one batch, which share no vbucket, one after another."""
+def fold_files(files: Iterable[Iterable[pa.Table]]) -> Iterator[tuple[pa.Table, Voids]]:
+    """Fold files of one batch, each of them given in pieces. A vbucket's events are in one file, without another's
+    between, so no more is held than a piece and the vbucket that the one before ended with.
+    """
     seen: set[int] = set()
-    for table in tables:
-        vbids = set(pc.unique(table.column("vbid")).to_pylist())
-        assert not vbids & seen, "a vbucket's events of one batch are in one file, in their order"
-        seen |= vbids
-        yield fold(table)
+    for pieces in files:
+        for events in _whole_vbuckets(pieces):
+            vbids = set(pc.unique(events.column("vbid")).to_pylist())
+            assert not vbids & seen, "a vbucket's events of one batch are in one file, in their order"
+            seen |= vbids
+            yield fold(events)
+
+
+def _whole_vbuckets(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The pieces of a file, cut where a vbucket ends."""
+    held: list[pa.Table] = []
+    for piece in pieces:
+        if not piece.num_rows:
+            continue
+        vbids = piece.column("vbid")
+        if held and vbids[0] != held[-1].column("vbid")[-1]:
+            yield pa.concat_tables(held)
+            held = []
+        last = pc.index(vbids, vbids[-1]).as_py()
+        if last:
+            yield pa.concat_tables([*held, piece.slice(0, last)])
+            held = []
+        held.append(piece.slice(last))
+    if held:
+        yield pa.concat_tables(held)
 
 
 def _bytes_of(column: pa.ChunkedArray) -> list[bytes | None]:

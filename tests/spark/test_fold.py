@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mirror.spark.fold import fold, fold_files
+from mirror.spark.fold import Voids, fold, fold_files
 from tests.spark.events import History, event, table_of
 
 
@@ -88,4 +92,37 @@ def test_an_empty_batch_folds_to_nothing() -> None:
 def test_files_that_share_a_vbucket_are_refused_as_their_order_is_not_known() -> None:
     one = table_of([event("mutation", "a", (1, 1))])
     with pytest.raises(AssertionError, match="in one file"):
-        list(fold_files([one, one]))
+        list(fold_files([[one], [one]]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.booleans()), max_size=30), st.data())
+def test_a_file_in_pieces_folds_as_in_one_and_a_vbucket_is_in_one_fold(
+    rows: list[tuple[int, int, bool]], data: st.DataObject
+) -> None:
+    rows.sort(key=lambda row: row[0])
+    events = table_of(
+        [
+            event("mutation" if put else "deletion", f"{vbid} {key}", (1, at), vbid=vbid)
+            for at, (vbid, key, put) in enumerate(rows)
+        ]
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=6)))
+    pieces = [events.slice(a, b - a) for a, b in pairwise([0, *cuts, len(rows)])]
+    whole, _ = fold(events)
+    folds = [table for table, _ in fold_files([pieces])]
+    assert [row for each in folds for row in each.to_pylist()] == whole.to_pylist()
+    vbids = [vbid for each in folds for vbid in set(each.column("vbid").to_pylist())]
+    assert len(vbids) == len(set(vbids))
+
+
+def test_no_more_is_folded_at_once_than_a_piece_and_a_vbucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [table_of([event("mutation", "a", (1, at), vbid=at // 3) for at in (two, two + 1)]) for two in (0, 2, 4)]
+    folded: list[int] = []
+
+    def counted(events: pa.Table) -> tuple[pa.Table, Voids]:
+        folded.append(events.num_rows)
+        return fold(events)
+
+    monkeypatch.setattr("mirror.spark.fold.fold", counted)
+    list(fold_files([pieces]))
+    assert folded == [3, 3]

@@ -190,6 +190,27 @@ def test_a_first_load_is_written_and_not_merged(tmp_path: Path, monkeypatch: pyt
         assert lake.documents.transaction_version(BATCH_MARK) == 2
 
 
+def test_each_batch_of_a_first_load_is_written_and_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vbuckets that the table has nothing of: also where it was opened again between them."""
+    merges: list[int] = []
+    merge = DocumentsTable._merge
+
+    def counted(table: DocumentsTable, number: int, *rest: Any, **more: Any) -> Any:
+        merges.append(number)
+        return merge(table, number, *rest, **more)
+
+    monkeypatch.setattr(DocumentsTable, "_merge", counted)
+    for number in range(3):
+        with Lake(folder_at(tmp_path), "the checkpoint" if number else None) as lake:
+            files = [[event("mutation", f"{number} {vbid}", (1, 1), vbid=4 * number + vbid)] for vbid in range(2)]
+            assert apply(lake, batch(2 * number), files[:1]) == Applied(1, 1, 0, 0)
+            assert apply(lake, batch(2 * number + 1), files[1:]) == Applied(1, 1, 0, 0)
+    assert merges == []
+    with Lake(folder_at(tmp_path), "the checkpoint") as lake:
+        assert apply(lake, batch(6), [[event("mutation", "1 1", (1, 2), vbid=5, value=b"new")]]) == Applied(1, 0, 1, 0)
+        assert merges == [6]
+
+
 def test_tables_of_an_older_version_get_the_columns_that_came_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
