@@ -290,7 +290,8 @@ class World:
             if not self.mirror.consumer.shown.streams:  # it waits for collections that there are none of
                 return True
             line, watched = self.source.vbucket(vbid).log, self.checker.watched[vbid]
-            if self.mirror.writer_of(vbid).state(vbid).staging_branch != watched.branch:
+            state = self.mirror.writer_of(vbid).state(vbid)
+            if state.staging_branch != watched.branch or state.staged_seqno > state.staging_published_seqno:
                 return False
             if self.mirror.view.manifest(vbid).collections.keys() - self.source.bucket.manifest.collections.keys():
                 return False  # the end of a collection is yet to be published
