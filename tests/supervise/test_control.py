@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import stat
 from pathlib import Path
@@ -131,13 +132,18 @@ async def test_a_client_that_takes_nothing_is_hung_up_on_with_one_answer_kept(
     server = ControlServer(tmp_path, talk)
     await server.start()
     with socket_address(tmp_path) as address:
-        _, writer = await asyncio.open_unix_connection(address, limit=1024)
+        reader, writer = await asyncio.open_unix_connection(address, limit=1024)
     writer.write(b'{"op": "one"}\n' * 20)
     async with asyncio.timeout(20):
         await asked.wait()
         await asyncio.wait(set(server._clients))
     assert answered == [True]
     assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
+    taken = 0
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            taken += len(data)
+    assert taken < 1024 * 1024, "what it had not taken is not kept for it"
     writer.close()
     await server.stop()
 
