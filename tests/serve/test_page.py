@@ -122,6 +122,25 @@ def picture(page: Any, name: str) -> None:
         page.screenshot(path=f"{PICTURES}/{name}.png", full_page=True)
 
 
+@pytest.mark.parametrize(
+    ("lags", "text"), [((0, 0), "nothing"), ((0, 4), "up to 4 seqnos, 2 s"), ((4, 0), "up to 4 seqnos, 2 s")]
+)
+def test_vbuckets_that_were_rolled_back_are_as_far_behind_as_the_worst_of_them(
+    page: Any, site: Site, lags: tuple[int, int], text: str
+) -> None:
+    """It said "up to 0 seqnos, 0 s", of the one that was rolled back last."""
+    stands = report()
+    rolled_ms = stands["vbuckets"][5]["last_rollback_ms"]
+    for vbid, lag, ago_ms in ((5, lags[0], 0), (6, lags[1], 5000)):
+        stands["vbuckets"][vbid] |= {
+            "rollback_count": 1, "last_rollback_ms": rolled_ms - ago_ms, "lag_seqnos": lag, "lag_s": lag / 2,
+        }  # fmt: skip
+    site.stands(stands)
+    opened(page, site)
+    (line,) = [each for each in page.locator("#attention tbody tr").all_inner_texts() if "rolled back" in each]
+    assert line.split("\t")[:3] == ["2: 5, 6", "↺ rolled back", text]
+
+
 def test_a_lagging_a_rolled_back_and_a_dead_vbucket_are_called_so(page: Any, site: Site) -> None:
     site.stands(report())
     opened(page, site)

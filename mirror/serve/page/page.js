@@ -89,7 +89,7 @@ function why(row, kind, workers) {
   return row.state + (said ? `: ${said}` : "");
 }
 
-const behind = (row) => known(row.lag_seqnos) ? `${seqnos(row.lag_seqnos)}, ${span(row.lag_s)}` : "unknown";
+const behind = (row) => !known(row.lag_seqnos) ? "unknown" : row.lag_seqnos ? `${seqnos(row.lag_seqnos)}, ${span(row.lag_s)}` : "nothing";
 
 function describe(row, kind, workers) {
   return `Vbucket ${row.vbid}: ${KINDS[kind].word}; ${why(row, kind, workers)}; published ${number(row.published_seqno)}` +
@@ -140,11 +140,11 @@ function drawMap(report) {
   const lines = [...attention.values()];
   lines.sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind) || (b.worst.lag_seqnos || 0) - (a.worst.lag_seqnos || 0));
   table.hidden = !lines.length;
-  table.tBodies[0].replaceChildren(...lines.slice(0, 30).map(({ kind, worst, vbids, text }) => {
+  table.tBodies[0].replaceChildren(...lines.slice(0, 30).map(({ kind, worst, newest_ms, vbids, text }) => {
     const line = make("tr");
     const what = make("td");
     what.append(make("span", KINDS[kind].sign, `sign ${kind}`), ` ${KINDS[kind].word}`);
-    line.append(make("td", named(vbids), "vbids"), what, make("td", (vbids.length > 1 && known(worst.lag_seqnos) ? "up to " : "") + behind(worst)), make("td", kind === "rolled" ? `the last at ${moment(worst.last_rollback_ms)}` : text, "long"));
+    line.append(make("td", named(vbids), "vbids"), what, make("td", (vbids.length > 1 && worst.lag_seqnos ? "up to " : "") + behind(worst)), make("td", kind === "rolled" ? `the last at ${moment(newest_ms)}` : text, "long"));
     return line;
   }));
   if (lines.length > 30) table.caption.textContent = `In need of a look: ${lines.length}, of which the worst 30`;
@@ -156,9 +156,10 @@ function drawMap(report) {
 function note(lines, kind, row, text) {
   const name = `${kind} ${text}`;
   const line = lines.get(name);
-  if (!line) { lines.set(name, { kind, text, worst: row, vbids: [row.vbid] }); return; }
+  if (!line) { lines.set(name, { kind, text, worst: row, newest_ms: row.last_rollback_ms, vbids: [row.vbid] }); return; }
   line.vbids.push(row.vbid);
-  if (kind === "rolled" ? row.last_rollback_ms > line.worst.last_rollback_ms : (row.lag_seqnos ?? Infinity) > (line.worst.lag_seqnos ?? Infinity)) line.worst = row;
+  line.newest_ms = Math.max(line.newest_ms, row.last_rollback_ms);
+  if ((row.lag_seqnos ?? Infinity) > (line.worst.lag_seqnos ?? Infinity)) line.worst = row;
 }
 
 const named = (vbids) => (vbids.length === 1 ? number(vbids[0])
