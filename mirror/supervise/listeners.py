@@ -159,8 +159,12 @@ class Listeners:
         return [f"{kind} {url_of(kind, address)}" for address in new]
 
     def urls(self) -> dict[str, list[str]]:
-        """Where each kind listens."""
-        return {kind: [url_of(kind, each.address) for each in held.values()] for kind, held in self._held.items()}
+        """Where each kind listens: the addresses at which a process of it has said that it does."""
+        found: dict[str, list[str]] = {}
+        for kind, _, each in _each(self._held):
+            if (kind, each.address) in self._announced:
+                found.setdefault(kind, []).append(url_of(kind, each.address))
+        return found
 
 
 def _each(held: Held) -> Iterator[tuple[str, Address, Reserved]]:

@@ -76,7 +76,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         service = stack.enter_context(Service(source.connection_string, folder / "data", *flags))
         service.start()
         until("the mirror to be filled", lambda: (service.status() or {}).get("state") == "caught up")
-        target = (service.status() or {})["listeners"]["http"][0].removeprefix("http://")
+        listeners = until("HTTP to listen", lambda: (service.status() or {}).get("listeners", {}).get("http"))
+        target = listeners[0].removeprefix("http://")
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(ASSETS / "alerts.yml")],
