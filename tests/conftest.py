@@ -86,11 +86,8 @@ def default_logs() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """How many processes `-n auto` means. One more than cores: tests wait for other processes a part of their time.
-
-    With two more, tests that start Java and services of their own run into their time limits.
-    """
-    return len(os.sched_getaffinity(0)) + 1
+    """How many processes `-n auto` means. Two more than cores: tests wait for other processes a part of their time."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
