@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 import tomllib
+import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from mirror.config_reader import ENV_PREFIX, NAMES, NOT_SETTINGS
 from tests.cli.conftest import call
+from tests.crash.service import until
+from tests.processes import ProcessGroup
+from tests.whole.test_cascade import free_port
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "container"
@@ -92,3 +106,95 @@ def test_the_mirror_of_the_compose_file_has_no_rights_and_waits_for_its_source()
     for line in ("read_only: true", "cap_drop: [ALL]", "no-new-privileges:true", "condition: service_healthy"):
         assert line in mirror
     assert "image: dcp-mirror" in mirror
+
+
+def flow(text: str) -> list[str]:
+    """A list as YAML writes it in one line, with plain and quoted words."""
+    return [json.loads(word) if word[0] == '"' else word for word in re.findall(r'"(?:[^"\\]|\\.)*"|[^\s,\[\]]+', text)]
+
+
+@dataclass(frozen=True)
+class Containers:
+    """What the two containers of the compose file run, with ports and folders of a test in place of theirs."""
+
+    source: list[str]
+    source_check: list[str]
+    mirror: list[str]
+    mirror_check: list[str]
+    variables: dict[str, str]
+
+
+def containers(replaced: dict[str, str]) -> Containers:
+    def here(text: str) -> str:
+        for old, new in replaced.items():
+            text = text.replace(old, new)
+        return text
+
+    image = stages()[-1]
+    (check,) = of("HEALTHCHECK", image)
+    entry, command = (json.loads(of(name, image)[0]) for name in ("ENTRYPOINT", "CMD"))
+    (set_in_image,) = of("ENV", image)
+    services = here((FOLDER / "compose.yaml").read_text())
+    source, mirror = (re.split(rf"\n  {name}:\n", services)[1].split("\n\n")[0] for name in ("source", "mirror"))
+    (asked,), (tested,) = re.findall(r"\n    command: (.+)", "\n" + source), re.findall(r"\n      test: (.+)", source)
+    variables = dict(word.split("=", 1) for word in here(set_in_image).split() if not word.startswith("PATH="))
+    variables |= dict(re.findall(rf'\n      ({ENV_PREFIX}\w+): "?([^"\n]+)"?', mirror))
+    kind, *source_check = flow(tested)
+    assert kind == "CMD"
+    return Containers(
+        [*entry, *flow(asked)],
+        source_check,
+        [*entry, *command],
+        json.loads(here(check)[check.index("CMD") + 3 :]),
+        variables,
+    )
+
+
+@pytest.mark.ci
+def test_the_commands_of_image_and_compose_file_do_what_they_are_for(tmp_path: Path) -> None:
+    """Those of source, mirror and both health checks, with the variables of image and compose file and no others."""
+    secret = tmp_path / "password"
+    secret.write_text("demo")
+    secret.chmod(0o600)
+    http, source_port, kv = (str(free_port()) for _ in range(3))
+    there = {
+        "8080": http,
+        "11310": source_port,
+        "11410": kv,
+        "/data": f"{tmp_path}/mirror",
+        "/run/secrets/password": str(secret),
+    }
+    found = containers(there)
+    assert set(re.findall(r"\b\d{4,5}\b", " ".join([*found.source[1:4], *found.mirror_check]))) == {http, source_port}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    base = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def healthy(check: list[str]) -> bool:
+        return subprocess.run(check, env=base, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0
+
+    assert not healthy(found.source_check)
+    assert not healthy(found.mirror_check)
+    log = (tmp_path / "log").open("w")
+    more: Any = {"stdout": log, "stderr": subprocess.STDOUT, "process_group": 0, "cwd": tmp_path}
+    with (
+        ProcessGroup(found.source, env=base, **more),
+        ProcessGroup(found.mirror, env=base | found.variables, **more) as mirror,
+    ):
+        until("the source to be healthy", lambda: healthy(found.source_check))
+        until("the mirror to be healthy", lambda: healthy(found.mirror_check))
+        ready = f"http://127.0.0.1:{http}/readyz"
+        until("the mirror to be ready", lambda: answers(ready))
+        socket.create_connection(("127.0.0.1", int(kv))).close()
+        (stop,) = of("STOPSIGNAL", stages()[-1])
+        mirror.send_signal(signal.Signals[stop])
+        assert mirror.wait(40) == 0, "within stop_grace_period"
+        assert not healthy(found.mirror_check)
+        assert healthy(found.source_check)
+    log.close()
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with success."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10):
+        return True
+    return False
