@@ -112,6 +112,13 @@ def test_each_step_is_bounded(text: bytes, path: str) -> None:
     assert count >= len(text) // walk.STEP_BYTES - 2
 
 
+def test_a_bracket_costs_more_than_its_byte() -> None:
+    """Of a value that is passed over: 80,000 brackets are 100 kB, and more work than three steps."""
+    text = b"[[" + b"[[]]," * 20_000 + b"0],1]"
+    _, count = run(walk.find(text, jsonpath.parse_path("[1]")))
+    assert count >= 80_000 * walk.TOKEN_COST_BYTES // walk.STEP_BYTES - 2
+
+
 @pytest.mark.parametrize(
     "text", [b"", b" ", b"{", b"[1", b'["', b'{"a" 1}', b'{"a":}', b"[1 2]", b"{1:2}", b'{"\\x":1}']
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import cramjam
@@ -250,6 +250,14 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
         server = endpoint.server
         assert server._sweeper is not None
         server._sweeper.cancel()
+        reads = []
+        pieces = server.large._reads.pieces
+
+        def counted(found: LargeDocument, *, decompress: bool) -> Awaitable[tuple[Pieces, int]]:
+            reads.append(found)
+            return pieces(found, decompress=decompress)
+
+        monkeypatch.setattr(server.large._reads, "pieces", counted)
         slow = [await slow_reader(endpoint) for _ in range(2)]
         assert server.large.budget.out_bytes == 2 * len(body)
         assert all(connection.unsent_bytes > 4 * LARGE_BYTES for _, connection in slow)
@@ -257,6 +265,7 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
         answer = asyncio.create_task(other.ask(get(b"large")))
         await until(lambda: server.large.budget.waiting_count == 1)
         assert (await (await endpoint.connect()).get(b"small")).value == b"{}", "small ones need none of it"
+        assert len(reads) == 2, "a value is not read before there is memory for it"
         begun_s = server.now_s
         server.now_s = begun_s + CROWDED_SEND_TIMEOUT_S - 1
         server.sweep()
