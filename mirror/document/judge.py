@@ -20,9 +20,11 @@ DEPTH_MAX = 900
 """Containers within each other: programs that read JSON have a bound of their own, mostly near this one."""
 NUMBER_BYTES_MAX = 4096
 
+# Groups that must not be tried again are atomic, not possessive: Python 3.11.2, which Debian 12 has, matches possessive
+# ones wrongly (cpython issue 106052, fixed in 3.11.5).
 _BLANKS = rb"[ \t\r\n]*+"
-_STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
-_NUMBER = rb"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][-+]?[0-9]++)?+"
+_STRING = rb'"(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"'
+_NUMBER = rb"(?>-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?)"
 _SCALAR = rb"(?:%b|%b|true|false|null)" % (_STRING, _NUMBER)
 LEVELS = 3
 """Containers within each other that the regular expression goes through by itself, many at once."""
@@ -32,7 +34,7 @@ def _nested(inner: bytes) -> bytes:
     """A value whose containers, if it is one, hold values as `inner` describes them."""
     member = _STRING + _BLANKS + b":" + _BLANKS + inner
     array, members = (
-        b"%b(?:%b%b(?:,%b%b%b)*+)?+" % (_BLANKS, of, _BLANKS, _BLANKS, of, _BLANKS) for of in (inner, member)
+        b"%b(?>(?:%b%b(?>(?:,%b%b%b)*))?)" % (_BLANKS, of, _BLANKS, _BLANKS, of, _BLANKS) for of in (inner, member)
     )
     return rb"(?:%b|\[%b\]|\{%b\})" % (_SCALAR, array, members)
 
@@ -45,14 +47,14 @@ def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     value = _SCALAR
     for _ in range(LEVELS):
         value = _nested(value)
-    items = rb"(?:%b%b,%b)*+" % (value, _BLANKS, _BLANKS)
-    members = rb"(?:%b%b:%b%b%b,%b)*+" % (_STRING, _BLANKS, _BLANKS, value, _BLANKS, _BLANKS)
+    items = rb"(?>(?:%b%b,%b)*)" % (value, _BLANKS, _BLANKS)
+    members = rb"(?>(?:%b%b:%b%b%b,%b)*)" % (_STRING, _BLANKS, _BLANKS, value, _BLANKS, _BLANKS)
     return re.compile(items), re.compile(members)
 
 
 _SPACE = re.compile(_BLANKS)
 _WORD = re.compile(rb"(?:%b|true|false|null)" % _NUMBER)
-_IN_STRING = re.compile(rb'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
+_IN_STRING = re.compile(rb'(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)')
 _ESCAPE_BYTES_MAX = 6
 _QUOTE, _COLON, _COMMA = b'":,'
 _ARRAY, _OBJECT, _END_ARRAY, _END_OBJECT = b"[{]}"

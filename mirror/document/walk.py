@@ -30,11 +30,11 @@ NAME_BYTES_MAX = 6 * PATH_BYTES_MAX
 """No longer name can be part of a path, also where each byte of it is written as an escape."""
 
 _BLANKS = re.compile(rb"[ \t\r\n]*+")
-_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_IN_STRING = re.compile(rb'(?>(?:[^"\\]++|\\.)*)', re.DOTALL)
 _PLAIN = re.compile(rb"[-+.0-9A-Za-z]*+")
 """Numbers, true, false and null."""
 _TOKEN = re.compile(rb'[\[\]{}"]')
-_FLAT = re.compile(rb'[\[{][^\[\]{}"\\]*+(?:"[^"\\]*+"[^\[\]{}"\\]*+)*+[\]}]')
+_FLAT = re.compile(rb'[\[{][^\[\]{}"\\]*+(?>(?:"[^"\\]*+"[^\[\]{}"\\]*+)*)[\]}]')
 """A container without another in it and without escapes: most are, and this is the fast way past them."""
 
 _QUOTE, _COLON, _COMMA, _BACKSLASH, _BLANK_MAX = b'":,\\ '
