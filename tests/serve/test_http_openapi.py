@@ -72,6 +72,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @schema.parametrize()
 @settings(
+    max_examples=60,
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
