@@ -167,16 +167,22 @@ def follow(folder: Path, seed: int, per_collection: bool) -> None:
     lake.close()
 
 
-def test_a_first_load_is_written_and_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merge holds all rows of its batch, and nothing is there that they could meet."""
-    merges: list[int] = []
+@pytest.fixture
+def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batches that were merged."""
+    found: list[int] = []
     merge = DocumentsTable._merge
 
     def counted(table: DocumentsTable, number: int, *rest: Any, **more: Any) -> Any:
-        merges.append(number)
+        found.append(number)
         return merge(table, number, *rest, **more)
 
     monkeypatch.setattr(DocumentsTable, "_merge", counted)
+    return found
+
+
+def test_a_first_load_is_written_and_not_merged(tmp_path: Path, merges: list[int]) -> None:
+    """A merge holds all rows of its batch, and nothing is there that they could meet."""
     with Lake(folder_at(tmp_path), None) as lake:
         deleted = [[event("mutation", "x", (1, 1), value=b"0"), event("deletion", "x", (1, 2))]]
         first = [[event("mutation", "a", (1, 3), value=b"1"), event("mutation", "a", (1, 4), value=b"2")]]
@@ -190,16 +196,8 @@ def test_a_first_load_is_written_and_not_merged(tmp_path: Path, monkeypatch: pyt
         assert lake.documents.transaction_version(BATCH_MARK) == 2
 
 
-def test_each_batch_of_a_first_load_is_written_and_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_batch_of_a_first_load_is_written_and_not_merged(tmp_path: Path, merges: list[int]) -> None:
     """Of vbuckets that the table has nothing of: also where it was opened again between them."""
-    merges: list[int] = []
-    merge = DocumentsTable._merge
-
-    def counted(table: DocumentsTable, number: int, *rest: Any, **more: Any) -> Any:
-        merges.append(number)
-        return merge(table, number, *rest, **more)
-
-    monkeypatch.setattr(DocumentsTable, "_merge", counted)
     for number in range(3):
         with Lake(folder_at(tmp_path), "the checkpoint" if number else None) as lake:
             files = [[event("mutation", f"{number} {vbid}", (1, 1), vbid=4 * number + vbid)] for vbid in range(2)]
