@@ -172,7 +172,7 @@ class Story:
             "rolled_back": len(rollbacks),
             "retracted_seqnos": retracted,
             "sent_again_seqnos": again,
-            "refilled_from_0": len(vbids) - len(rollbacks),
+            "resynced": len(vbids) - len(rollbacks),
         }
         self.say(f"{len(rollbacks)} vbuckets rolled back to a kept boundary, at once for readers")
         self.say(f"{retracted} seqnos retracted: {retracted - again} lost, {again} above the boundary and sent again")

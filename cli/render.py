@@ -27,7 +27,7 @@ from mirror.config_reader import Description
 
 DASH = "-"
 GOOD_STATES = {"streaming", "caught up", "running", "catching up", "up"}
-BUSY_STATES = {"backfilling", "requesting", "starting", "stopping", "stored", "waiting", "refilling", "rolling-back"}
+BUSY_STATES = {"backfilling", "requesting", "starting", "stopping", "stored", "waiting", "resyncing", "rolling-back"}
 PLAIN_INTERVAL_S = 2.0
 VBUCKET_ROWS_MAX = 8
 """Vbuckets that a summary names: the worst; `--all` shows every one."""

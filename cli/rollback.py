@@ -39,7 +39,7 @@ def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) 
         identity=identity,
         sync="full",
         clock_ms=SystemClock().wall_ms,
-        refill_reads=settings.refill_reads,
+        resync_reads=settings.resync_reads,
     )
     try:
         writer.check_rollback(vbid, to_seqno)

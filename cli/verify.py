@@ -22,7 +22,7 @@ from mirror.errors import BucketChanged, ConfigError, ExitCode
 from mirror.feed.reader import SourceReader
 from mirror.ingest.selection import Selection
 from mirror.inspection.comparison import Difference, VbucketResult, not_said
-from mirror.inspection.repair import refill
+from mirror.inspection.repair import resync
 from mirror.inspection.verify import WAIT_S
 from mirror.inspection.verify import verify as compare
 from mirror.messages import Ping
@@ -99,10 +99,10 @@ def verify(
         broken = [result.vbid for result in results if result.state in REPAIRED] if repair else []
         if broken:
 
-            def refilled(done: int, of: int) -> None:
+            def resynced(done: int, of: int) -> None:
                 screen.show(line := f"{done} of {of} vbuckets fetched again", line)
 
-            refill(str(path), url, settings, broken, progress=refilled)
+            resync(str(path), url, settings, broken, progress=resynced)
             results = sorted([result for result in results if result.vbid not in broken] + look(broken), key=by_vbid)
     facts = {
         "data": str(path),

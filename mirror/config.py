@@ -194,7 +194,7 @@ class Settings:
     ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     """A mirror that is further behind its source than this is not ready (`/readyz`), and the status page shows the
     vbucket as lagging."""
-    refill_reads: Literal["unavailable", "stale"] = "unavailable"
+    resync_reads: Literal["unavailable", "stale"] = "unavailable"
     """What readers get from a vbucket during a resync. `unavailable`: a temporary error until the new copy is complete.
     `stale`: the old copy, which contains writes that the source has lost. In-process readers can request the old copy
     with `stale_reads=True` in either case."""

@@ -77,7 +77,7 @@ class RollBack:
 class Resync:
     """Read a vbucket again from 0, next to its old copy. Answer: `result`."""
 
-    op: ClassVar[str] = "refill"
+    op: ClassVar[str] = "resync"
     vbid: int
 
 

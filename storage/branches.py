@@ -1,4 +1,4 @@
-"""Opening branches: rollback, abandoning staged rows, refill; and reading a vbucket's state back.
+"""Opening branches: rollback, abandoning staged rows, resync; and reading a vbucket's state back.
 
 Each function works inside one write transaction given by the writer and leaves the vbucket whole: `branch`, `pub`,
 `state`, `rollback` and the boundary row change together or not at all. Rows of the branch that is left are not touched;
@@ -60,8 +60,8 @@ class PurgeRow(NamedTuple):
     """The newest tombstone that it took."""
     chain_id: int = 0
     """Drawn at random whenever branches were merged or forgotten: what was known of chains is void."""
-    refills_gone: int = 0
-    """Refills that readers saw and whose branches were forgotten."""
+    resyncs_gone: int = 0
+    """Resyncs that readers saw and whose branches were forgotten."""
 
 
 Known = dict[int, records.BranchRow]
@@ -209,8 +209,8 @@ def get_branch(txn: Transaction, vbid: int, branch: int) -> records.BranchRow:
     return records.decode_branch(txn.get(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, branch)))
 
 
-def refills(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
-    """When readers first saw a refilled copy, as far as branches of it are left; and how often they ever did."""
+def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
+    """When readers first saw a resynced copy, as far as branches of it are left; and how often they ever did."""
     vbid_key = keys.VBID_KEY.pack(vbid)
     moments = []
     cursor = txn.cursor(keys.DB_BRANCH)
@@ -219,9 +219,9 @@ def refills(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
             if key[:2] != vbid_key:
                 break
             row = records.decode_branch(value)
-            if row.reason == BranchReason.REFILL and row.time_ms:
+            if row.reason == BranchReason.RESYNC and row.time_ms:
                 moments.append(row.time_ms)
-    return tuple(moments), purge_row(txn, vbid).refills_gone + len(moments)
+    return tuple(moments), purge_row(txn, vbid).resyncs_gone + len(moments)
 
 
 def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
@@ -230,10 +230,10 @@ def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
 
     Their numbers are not used again: the newest branch is never one of them.
     """
-    refills = 0
+    resyncs = 0
     for number in numbers:
         row = get_branch(txn, vbid, number)
-        refills += row.reason == BranchReason.REFILL and row.time_ms > 0
+        resyncs += row.reason == BranchReason.RESYNC and row.time_ms > 0
         txn.delete(keys.rows_db(vbid), keys.ROW.pack(number, row.base_seqno) + keys.BOUNDARY_SUFFIX)
         txn.delete(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, number))
         prefix = keys.BRANCH_KEY.pack(vbid, number)
@@ -244,7 +244,7 @@ def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
                 there = cursor.delete()
     prepares.forget_branches(txn, vbid, frozenset(numbers))
     purged = purge_row(txn, vbid)
-    put_purge_row(txn, vbid, purged._replace(refills_gone=purged.refills_gone + refills))
+    put_purge_row(txn, vbid, purged._replace(resyncs_gone=purged.resyncs_gone + resyncs))
     draw_chain_id(txn, vbid)
 
 
@@ -348,7 +348,7 @@ def put_published(
 ) -> BoundaryCounters:
     """Make `branch` up to `seqno` what readers see, and keep that boundary.
 
-    The branch of a refill, an OSO snapshot or a deferred rollback gets its time now, by which the purger knows that
+    The branch of a resync, an OSO snapshot or a deferred rollback gets its time now, by which the purger knows that
     readers have seen it, and since when; where it has no parent the purger then starts on it from its beginning.
     """
     if branch != state.branch:
@@ -466,7 +466,7 @@ def _put_state(txn: Transaction, state: VbucketState, branch: int, seqno: int, *
 def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Moment) -> None:
     """Open a branch at a kept boundary of the served chain and serve it.
 
-    While a refill is under way the failover log is that of its stream, which the served copy may share nothing with:
+    While a resync is under way the failover log is that of its stream, which the served copy may share nothing with:
     then the vbuuid kept with the boundary is all that is known of its history.
     """
     vbid, at = state.vbid, boundary.seqno
@@ -479,7 +479,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     txn.put_pub(vbid, records.Pub(branch, at, min(state.history_floor_seqno, at), *manifest_key))
     _copy_boundary(txn, vbid, branch, boundary, to_vbuuid)
     _put_rollback(txn, state, branch, at, to_vbuuid, now.wall_ms)
-    # What the streams of the served copy were filtered to was forgotten when the refill began: then nobody knows.
+    # What the streams of the served copy were filtered to was forgotten when the resync began: then nobody knows.
     other_copy = state.staging_branch != state.branch and not state.rollback_deferred
     unknown = state.stream_filter is not None and other_copy
     _put_state(
@@ -543,8 +543,8 @@ def abandon(txn: Transaction, state: VbucketState, manifest_key: ManifestKey, no
     if state.rollback_deferred:
         defer_rollback(txn, state, _boundary_at(txn, state, state.staging_published_seqno))
         return
-    if staging_reason(txn, state) is BranchReason.REFILL:
-        begin_refill(txn, state, BranchReason.REFILL)
+    if staging_reason(txn, state) is BranchReason.RESYNC:
+        begin_copy(txn, state, BranchReason.RESYNC)
         return
     # Also for a broken OSO snapshot: rows of its branch are in the tree, so going on needs a newer branch to append to.
     # Its failover log is not that of the copy which is served again: that one's was replaced, so it names no history.
@@ -578,7 +578,7 @@ def _boundary_at(txn: Transaction, state: VbucketState, seqno: int) -> Boundary:
 
 
 def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> bool:
-    """Have readers of a vbucket that is being refilled refused, or not; False when nothing had to be changed."""
+    """Have readers of a vbucket that is being resynced refused, or not; False when nothing had to be changed."""
     pub = txn.pub(vbid)
     if not pub.is_stale or pub.is_unavailable == unavailable:
         return False
@@ -589,19 +589,19 @@ def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> bool:
 def staging_reason(txn: Transaction, state: VbucketState) -> BranchReason:
     """Why the staging branch was opened."""
     reason = BranchReason(get_branch(txn, state.vbid, state.staging_branch).reason)
-    assert (state.staging_branch == state.branch) or reason in (BranchReason.REFILL, BranchReason.OSO), state
-    # A published refill or OSO branch is served like any other.
+    assert (state.staging_branch == state.branch) or reason in (BranchReason.RESYNC, BranchReason.OSO), state
+    # A published resync or OSO branch is served like any other.
     return reason if state.staging_branch != state.branch else BranchReason.FIRST
 
 
-def begin_refill(txn: Transaction, state: VbucketState, reason: BranchReason, *, unavailable: bool = False) -> None:
+def begin_copy(txn: Transaction, state: VbucketState, reason: BranchReason, *, unavailable: bool = False) -> None:
     """A staging branch without parent, next to what is served; its time stays 0 until readers see it.
 
-    The flag in `pub` says that a refill is under way. An OSO snapshot keeps the failover log: it is that of its stream,
+    The flag in `pub` says that a resync is under way. An OSO snapshot keeps the failover log: it is that of its stream,
     which was accepted, and its log saved, before its first message.
     """
     branch = _open_branch(txn, state.vbid, None, 0, 0, reason, Moment(0, 0))
-    if reason is BranchReason.REFILL:
+    if reason is BranchReason.RESYNC:
         pub = txn.pub(state.vbid)
         flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
         txn.put_pub(state.vbid, pub._replace(flags=pub.flags | flags))

@@ -138,7 +138,7 @@ class ViewInvalidated(StorageError):
 
 
 class Unavailable(StorageError):
-    """The vbucket is being resynced, and the setting `refill_reads` withholds its old copy."""
+    """The vbucket is being resynced, and the setting `resync_reads` withholds its old copy."""
 
     retryable = True
 

@@ -47,7 +47,7 @@ def of(txn: Transaction, vbid: int) -> History:
     rows, references = (txn.stat(tree(vbid)) for tree in (keys.rows_db, keys.keys_db))
     all_indexed = loaded.indexed_seqno == loaded.state.staged_seqno
     purged_seqno, local_purge_seqno, *_ = branches.purge_row(txn, vbid)
-    refills_ms, refill_count = branches.refills(txn, vbid)
+    resyncs_ms, resync_count = branches.resyncs(txn, vbid)
     return History(
         floor_seqno=Seqno(floor),
         floor_ms=boundary.time_ms if boundary is not None else None,
@@ -57,8 +57,8 @@ def of(txn: Transaction, vbid: int) -> History:
         key_bytes=_bytes_of(references),
         purged_seqno=Seqno(purged_seqno),
         local_purge_seqno=Seqno(local_purge_seqno),
-        resync_count=refill_count,
-        last_resync_ms=max(refills_ms, default=None),
+        resync_count=resync_count,
+        last_resync_ms=max(resyncs_ms, default=None),
     )
 
 

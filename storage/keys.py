@@ -25,7 +25,7 @@ PUB = struct.Struct(">IQQIQB")
 PUB_MANIFEST = slice(20, 32)
 """Manifest branch and seqno in a row of `pub`: `MANIFEST_KEY` without the vbid."""
 PURGE = struct.Struct(">QQQI")
-"""purged seqno u64 (rows up to it were looked at), local_purge_seqno u64, chain id u64, refills that are gone u32."""
+"""purged seqno u64 (rows up to it were looked at), local_purge_seqno u64, chain id u64, resyncs that are gone u32."""
 SPAN_KEY = struct.Struct(">HIQ")
 """vbid u16, branch u32, end seqno u64: key of a row of `span`."""
 PREPARE_KEY = struct.Struct(">HIQ")
@@ -38,7 +38,7 @@ ROW_KEY_SIZE = ROW.size
 BOUNDARY_KEY_SIZE = ROW_KEY_SIZE + 1
 
 PUB_STALE = 1
-"""Flag of `pub`: a refill from 0 is under way next to what is served."""
+"""Flag of `pub`: a resync is under way next to what is served."""
 PUB_UNAVAILABLE = 2
 """Flag of `pub`, only with PUB_STALE: readers are refused meanwhile."""
 

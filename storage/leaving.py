@@ -1,4 +1,4 @@
-"""Leaving what was staged or served: rollback, abandoned snapshots, and resyncs from 0.
+"""Leaving what was staged or served: rollback, abandoned snapshots, and resyncs.
 
 Knows when a branch may be opened and what of memory goes with it; `branches` knows what is written. The writer commits
 first, so that what was complete before is not lost. Invariant: each operation is one transaction at most, after which
@@ -112,13 +112,13 @@ class Leaving:
         with self._owner.environment.read() as txn:
             vbucket.drop_above(txn, seqno)
 
-    def begin_refill(self, vbid: int, reason: BranchReason, *, unavailable: bool) -> None:
+    def begin_copy(self, vbid: int, reason: BranchReason, *, unavailable: bool) -> None:
         """Start again from 0 on a branch without parent. `unavailable`: readers wait for its first publish."""
         vbucket = self._vbuckets[vbid]
         self._discard_pending(vbucket)
         state = vbucket.state
         withheld = unavailable and state.published_seqno > 0
-        self._owner.write(lambda txn: branches.begin_refill(txn, state, reason, unavailable=withheld))
+        self._owner.write(lambda txn: branches.begin_copy(txn, state, reason, unavailable=withheld))
         self._reread(vbid)
 
     def _discard_pending(self, vbucket: PendingVbucket) -> None:

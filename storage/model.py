@@ -42,7 +42,7 @@ class BranchReason(IntEnum):
 
     FIRST = 1
     ROLLBACK = 2
-    REFILL = 3
+    RESYNC = 3
     ABANDONED = 4
     OSO = 5
     DEFERRED_ROLLBACK = 6
@@ -246,7 +246,7 @@ class VbucketState:
     published_seqno: Seqno
     history_floor_seqno: Seqno
     staging_branch: Branch
-    """Where rows are written; not `branch` while a refill, an OSO snapshot or a deferred rollback is under way."""
+    """Where rows are written; not `branch` while a resync, an OSO snapshot or a deferred rollback is under way."""
     staged_seqno: Seqno
     """Position on the staging branch: rows (or seqno advances) received and accepted, published or not."""
     staging_published_seqno: Seqno

@@ -35,7 +35,7 @@ STEP_ROWS = 4_000
 """Rows removed, and twice as many visited, in one step at most."""
 STEP_MS_MAX = 20
 """No step should take longer, milliseconds: one that comes near it halves the next."""
-NOT_SEEN_AT_FIRST = (BranchReason.REFILL, BranchReason.OSO, BranchReason.DEFERRED_ROLLBACK)
+NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.OSO, BranchReason.DEFERRED_ROLLBACK)
 """Branches that readers see from their first publish on; until then they have no time."""
 SHARE_MIN = 0.05
 """Of STEP_ROWS, the least that a step is halved to: below it, what takes the time is the disk's own sync."""
@@ -447,7 +447,7 @@ def dead_ranges(txn: Transaction, vbid: Vbid) -> list[Dead]:
     links: list[list[int]] = []  # of what was served, root to tip: branch, base seqno, cut
     for branch, row in known.items():
         if is_unseen(row):
-            if branch != staging:  # a refill, OSO snapshot or deferred rollback that was given up
+            if branch != staging:  # a resync, OSO snapshot or deferred rollback that was given up
                 found.append(Dead(branch, 0, SEQNO_MAX, None))
             continue
         if branch > served:
@@ -473,7 +473,7 @@ def is_unseen(row: records.BranchRow) -> bool:
 def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
     """Branches whose rows in `branch` nobody needs: none of their own rows is left (`with_rows`), and either readers
     never saw them, or nothing was published on them and a later one has taken their place (`branches.abandon`), or a
-    refill has. Newest first: they may go in several steps, and a parent is older than what goes on from it.
+    resync has. Newest first: they may go in several steps, and a parent is older than what goes on from it.
     """
     found = {
         branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
@@ -491,7 +491,7 @@ def forgettable(known: branches.Known, served: int, staging: int, with_rows: set
 
 
 def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Branches of copies that a refill has taken the place of, once no row of any branch of that copy is left: until
+    """Branches of copies that a resync has taken the place of, once no row of any branch of that copy is left: until
     then it takes all of them to know what of it is there still (`View._check_left`).
     """
     copy_of: dict[int, int] = {}

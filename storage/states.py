@@ -35,11 +35,11 @@ class Past:
 
     floor: Boundary | None
     """The oldest kept boundary; None: nothing was published yet."""
-    refills_ms: tuple[int, ...]
+    resyncs_ms: tuple[int, ...]
     """When readers first saw a resynced copy, milliseconds since 1970, oldest first: the one that is served, and those
     whose old copies are not gone yet.
     """
-    refill_count: int
+    resync_count: int
     """All of them."""
 
 
@@ -141,8 +141,8 @@ def past(reader: VbucketReader) -> Past:
     with reader.environment.read() as txn:
         served = reader.served(txn)
         floor = chain.newest_boundary(txn, reader.vbid, served.links, served.floor_seqno)
-        refills_ms, refill_count = branches.refills(txn, reader.vbid)
-    return Past(floor, refills_ms, refill_count)
+        resyncs_ms, resync_count = branches.resyncs(txn, reader.vbid)
+    return Past(floor, resyncs_ms, resync_count)
 
 
 def boundaries(reader: VbucketReader) -> list[Boundary]:

@@ -232,7 +232,7 @@ def _check(reader: VbucketReader, txn: Transaction, pinned: ServedState, tombsto
     if branch != pinned.branch or seqno < pinned.seqno:
         links = reader.chain_at(txn, branch, seqno)
         if not chain.sees(links, pinned.branch, pinned.seqno):
-            raise Left(f"a rollback or refill passed seqno {pinned.seqno}", rolled_back=True)
+            raise Left(f"a rollback or resync passed seqno {pinned.seqno}", rolled_back=True)
     if floor > pinned.seqno:
         raise Left(f"history before seqno {floor} is gone", rolled_back=False)
     if tombstones_from is not None and tombstones_from < branches.purge_row(txn, reader.vbid).local_purge_seqno:

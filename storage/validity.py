@@ -38,7 +38,7 @@ def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
     if pub.branch != tip.branch or pub.seqno < pinned.seqno:
         links = reader.chain_at(txn, pub.branch, pub.seqno)
         if not chain.sees(links, tip.branch, pinned.seqno):
-            raise ViewInvalidated(f"a rollback or refill passed seqno {pinned.seqno}", vbid=reader.vbid, hint=_AGAIN)
+            raise ViewInvalidated(f"a rollback or resync passed seqno {pinned.seqno}", vbid=reader.vbid, hint=_AGAIN)
     if pub.floor_seqno > pinned.seqno:
         raise ViewInvalidated(f"history before seqno {pub.floor_seqno} is gone", vbid=reader.vbid, hint=_AGAIN)
     return None

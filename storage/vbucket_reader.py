@@ -209,7 +209,7 @@ class VbucketReader:
             raise Unavailable(
                 "temporarily unavailable: it is being resynced",
                 vbid=self.vbid,
-                hint="wait, or set refill_reads to stale to have the old copy meanwhile",
+                hint="wait, or set resync_reads to stale to have the old copy meanwhile",
             )
         return served
 

@@ -57,7 +57,7 @@ def open_view(
     """Open the mirror in the data directory `path` for reading, whether its service runs or not.
 
     `map_size` is how much address space each group gets at first, in bytes; it grows by itself. With `stale_reads` a
-    vbucket that is resynced is read from its old copy, also where the setting `refill_reads` withholds that.
+    vbucket that is resynced is read from its old copy, also where the setting `resync_reads` withholds that.
 
     `verify_reads`: compare the checksum of each row that is read, and raise CorruptedError where it does not match.
 
@@ -194,7 +194,7 @@ class View(PointReads):
 
         One transaction and bounded work, so a page may hold fewer documents than `limit`, even none, before the end;
         their values are no more than `bytes_max`, but for a first one that is larger by itself.
-        Raises ViewInvalidated when a rollback, a refill or the purger passed the pin.
+        Raises ViewInvalidated when a rollback, a resync or the purger passed the pin.
         """
         selection = scans.KeySelection(prefix, start, end, deletions, raw)
         return scans.page(self.groups, pin, collection, selection, limit, bytes_max)
@@ -274,7 +274,7 @@ class View(PointReads):
             return history.of(txn, vbid)
 
     def stale(self, vbid: int) -> bool:
-        """True while a refill from 0 is under way next to what is served."""
+        """True while a resync is under way next to what is served."""
         reader = self.reader(vbid)
         txn = reader.begin_read()
         try:
@@ -315,7 +315,7 @@ class View(PointReads):
         A token below the history floor resumes too, as long as no tombstone above it was purged: older versions of
         what it has yet to see are left out, as the source's own dedup does. When the token's history was rolled back,
         the rollback comes first, with what it retracted and restored; the last of these carries the first token of the
-        new history. Raises ViewInvalidated when the history the token stood on was replaced whole (a refill) or is no
+        new history. Raises ViewInvalidated when the history the token stood on was replaced whole (a resync) or is no
         longer kept, or when a rollback happens while the generator runs.
 
         With `pieces` the generator holds no more than one piece, and none of the documents that it returned.
@@ -333,7 +333,7 @@ class View(PointReads):
 
         `end` need not be on the history that is served now: rows and branches never change, so the two positions alone
         decide what is between them, as long as all of it is kept. Raises ViewInvalidated when it is not, or when a
-        refill lies between.
+        resync lies between.
         """
         return events.between(self.reader(end.vbid), start, end, raw)
 

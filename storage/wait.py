@@ -105,8 +105,8 @@ def standing(view: Histories, token: MutationToken) -> WriteStatus:
 
 def standing_in(state: VbucketState, token: MutationToken) -> WriteStatus | None:
     """How the write stands by one state of its vbucket; None: its history is not in the failover log."""
-    refilling = state.staging_branch != state.branch
-    here = WriteStatus.PUBLISHED if state.published_seqno >= token.seqno and not refilling else WriteStatus.WAITING
+    resyncing = state.staging_branch != state.branch
+    here = WriteStatus.PUBLISHED if state.published_seqno >= token.seqno and not resyncing else WriteStatus.WAITING
     if not token.vbuuid:
         return here
     if state.rollback_deferred:  # the log is of the history that is staged: whether it has the write is not known yet

@@ -94,7 +94,7 @@ class GroupWriter:
         monotonic_ms: Callable[[], int] | None = None,
         map_size: int = MAP_SIZE,
         window: Window = KEEP_ALL,
-        refill_reads: str = "stale",
+        resync_reads: str = "stale",
     ) -> None:
         """Use `open`."""
         self.path = path
@@ -104,7 +104,7 @@ class GroupWriter:
         self.vbids = [Vbid(vbid) for vbid in vbids]
         self.identity = identity
         self.clock_ms = clock_ms
-        self.refill_reads = refill_reads
+        self.resync_reads = resync_reads
         self._bytes = PendingBytes()
         self._vbuckets: dict[int, PendingVbucket] = {}
         self.owner = self._new_owner(
@@ -141,11 +141,11 @@ class GroupWriter:
         monotonic_ms: Callable[[], int] | None = None,
         map_size: int = MAP_SIZE,
         window: Window = KEEP_ALL,
-        refill_reads: str = "stale",
+        resync_reads: str = "stale",
     ) -> GroupWriter:
         """Take the group's lock and read its states. `clock_ms`: the wall clock; `monotonic_ms`: one that is never set
         (without it `clock_ms`, whose steps ahead then age history). `window`: how much
-        history to keep. `refill_reads`: what readers get of a vbucket that is being resynced: its old copy
+        history to keep. `resync_reads`: what readers get of a vbucket that is being resynced: its old copy
         (`stale`), or an error (`unavailable`).
 
         Raises Locked, ReadOnly, CorruptedError, FormatTooNew, WrongBucket.
@@ -160,7 +160,7 @@ class GroupWriter:
             monotonic_ms=monotonic_ms,
             map_size=map_size,
             window=window,
-            refill_reads=refill_reads,
+            resync_reads=resync_reads,
         )
 
     def _new_owner(self, path: str, **options: Any) -> GroupOwner:
@@ -181,17 +181,17 @@ class GroupWriter:
         self.background.restart()
         self.background.finish_complete(self._vbuckets.values())
         if not before:
-            self.owner.write_while_opening(self._settle_refill_reads)
+            self.owner.write_while_opening(self._settle_resync_reads)
         now = {vbid: vbucket.base for vbid, vbucket in self._vbuckets.items()}
         return any(
             (now[vbid].branch, now[vbid].published_seqno) < (known.branch, known.published_seqno)
             for vbid, known in before.items()
         )
 
-    def _settle_refill_reads(self, txn: Transaction) -> None:
+    def _settle_resync_reads(self, txn: Transaction) -> None:
         """Resyncs that are under way follow the setting as it is now."""
         for vbid in self.vbids:
-            branches.set_unavailable(txn, vbid, self.refill_reads == "unavailable")
+            branches.set_unavailable(txn, vbid, self.resync_reads == "unavailable")
 
     def _forget(self) -> None:
         self.background.cancel_jobs()
@@ -481,11 +481,15 @@ class GroupWriter:
         return self._leaving.abandon(vbid, keep_complete=keep_complete)
 
     @_contained
-    def begin_refill(self, vbid: int, reason: BranchReason = BranchReason.REFILL) -> None:
+    def begin_resync(self, vbid: int) -> None:
         """Start again from 0 on a branch without parent; the served copy stays until the new one is published."""
-        self.commit()
-        self._leaving.begin_refill(vbid, reason, unavailable=self.refill_reads == "unavailable")
+        self._begin_copy(vbid, BranchReason.RESYNC)
 
+    @_contained
     def begin_oso(self, vbid: int) -> None:
         """Start an out-of-sequence snapshot: a branch of its own that is published whole or never."""
-        self.begin_refill(vbid, BranchReason.OSO)
+        self._begin_copy(vbid, BranchReason.OSO)
+
+    def _begin_copy(self, vbid: int, reason: BranchReason) -> None:
+        self.commit()
+        self._leaving.begin_copy(vbid, reason, unavailable=self.resync_reads == "unavailable")

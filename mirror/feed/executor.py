@@ -122,7 +122,7 @@ def _execute_one(vbucket: Executing, sink: Sink, instruction: ins.Instruction) -
             return sink.roll_back(instruction)
         case ins.AbandonStaged():
             return sink.abandon(instruction)
-        case ins.BeginRefill():
+        case ins.BeginResync():
             return sink.begin_resync(instruction.cause)
         case ins.BeginOso():
             sink.begin_oso(instruction)

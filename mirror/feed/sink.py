@@ -16,8 +16,8 @@ from mirror.ingest.events import (
     NoBoundary,
     PrepareMissing,
     Published,
-    RefillBegun,
-    RefillRefused,
+    ResyncOpened,
+    ResyncRefused,
     RolledBack,
     StagingRefused,
 )
@@ -79,7 +79,7 @@ class Sink(Protocol):
         """Drop the staged rows of the open snapshot; None: later, once a complete one before it is published."""
         ...
 
-    def begin_resync(self, cause: str) -> RefillBegun | RefillRefused | None:
+    def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused | None:
         """Begin a second copy; None where nothing more is read of the vbucket."""
         ...
 

@@ -17,8 +17,8 @@ from mirror.ingest.events import (
     Abandoned,
     NoBoundary,
     PrepareMissing,
-    RefillBegun,
-    RefillRefused,
+    ResyncOpened,
+    ResyncRefused,
     RolledBack,
     StagingRefused,
 )
@@ -199,24 +199,24 @@ class StoreSink:
         self._owner.branch_changed()
         return Abandoned(self.state())
 
-    def begin_resync(self, cause: str) -> RefillBegun | RefillRefused:
+    def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused:
         """Open an empty branch next to the copy that is served, if the disk has space for both."""
         writer = self.writer
         if self.state().published_seqno:  # there is a copy to keep: the new one is stored next to it for a while
             share_bytes = writer.figures()["file_bytes"] // max(1, len(writer.vbids))
             free_bytes = shutil.disk_usage(writer.path).free
             if free_bytes < share_bytes + FREE_BYTES_MIN:
-                return RefillRefused(
-                    f"a refill needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB next to the old copy, "
+                return ResyncRefused(
+                    f"a resync needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB next to the old copy, "
                     f"{free_bytes >> 20} MiB are free"
                 )
         self._owner.commit()
         self.drop_held()
-        writer.begin_refill(self.vbid)
+        writer.begin_resync(self.vbid)
         self.resyncs_begun += 1
         self.resync_why = cause
         self._owner.branch_changed()
-        return RefillBegun(self.state())
+        return ResyncOpened(self.state())
 
     def begin_oso(self, begin: ins.BeginOso) -> None:
         """Open a branch for the out-of-order snapshot."""

@@ -25,7 +25,7 @@ from storage.model import Vbid, VbucketState
 from storage.writer import GroupWriter, RollbackResult
 
 ERROR_STATES = frozenset(
-    (VbucketStatus.REFUSED, VbucketStatus.ROLLING_BACK, VbucketStatus.REFILLING, VbucketStatus.WAITING)
+    (VbucketStatus.REFUSED, VbucketStatus.ROLLING_BACK, VbucketStatus.RESYNCING, VbucketStatus.WAITING)
 )
 """The text of these states is kept as the last error."""
 
@@ -226,7 +226,7 @@ class MirroredVbucket(VbucketHost):
 
     def answered(self, answer: events.Answer) -> Sequence[Instruction]:
         """Hand the answer of an instruction to the machine; returns what follows from it."""
-        if isinstance(answer, (events.RolledBack, events.RefillBegun)):
+        if isinstance(answer, (events.RolledBack, events.ResyncOpened)):
             self._held_seqno = min(self._held_seqno, answer.state.staged_seqno)
         elif isinstance(answer, events.StagingRefused):
             self.last_error = answer.text

@@ -163,15 +163,15 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
-class RefillBegun:
-    """BeginRefill was executed: `state.staging_branch` is a new, empty branch next to the served one."""
+class ResyncOpened:
+    """BeginResync was executed: `state.staging_branch` is a new, empty branch next to the served one."""
 
     state: VbucketState
 
 
 @dataclass(frozen=True, slots=True)
-class RefillRefused:
-    """BeginRefill was not executed (too little free space, say): the old copy is kept."""
+class ResyncRefused:
+    """BeginResync was not executed (too little free space, say): the old copy is kept."""
 
     text: str
 
@@ -218,8 +218,8 @@ LocalEvent = (
     | RolledBack
     | NoBoundary
     | Abandoned
-    | RefillBegun
-    | RefillRefused
+    | ResyncOpened
+    | ResyncRefused
     | StagingRefused
     | KeyRefused
     | PrepareMissing
@@ -232,8 +232,8 @@ Answer = (
     | RolledBack
     | NoBoundary
     | Abandoned
-    | RefillBegun
-    | RefillRefused
+    | ResyncOpened
+    | ResyncRefused
     | StagingRefused
     | PrepareMissing
 )
@@ -252,8 +252,8 @@ __all__ = [
     "NoBoundary",
     "PrepareMissing",
     "Published",
-    "RefillBegun",
-    "RefillRefused",
+    "ResyncOpened",
+    "ResyncRefused",
     "RetryDue",
     "RolledBack",
     "Row",

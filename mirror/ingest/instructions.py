@@ -31,7 +31,7 @@ class VbucketStatus(StrEnum):
     BACKFILLING = "backfilling"
     STREAMING = "streaming"
     ROLLING_BACK = "rolling-back"
-    REFILLING = "refilling"
+    RESYNCING = "resyncing"
     REFUSED = "refused"
     NO_ACTIVE_NODE = "no-active-node"
     FINISHED = "finished"
@@ -181,7 +181,7 @@ class AbortPrepare(InstructionFields):
 class PublishSnapshot(InstructionFields):
     """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
 
-    With seqno 0 (only while a refill or an OSO snapshot is under way): the source holds nothing at all.
+    With seqno 0 (only while a resync or an OSO snapshot is under way): the source holds nothing at all.
     """
 
     seqno: Seqno
@@ -220,8 +220,8 @@ class AbandonStaged(InstructionFields):
 
 
 @dataclass(slots=True)
-class BeginRefill(InstructionFields):
-    """Open a branch without a parent, to be filled next to the served one. Answered by RefillBegun or RefillRefused."""
+class BeginResync(InstructionFields):
+    """Open a branch without a parent next to the served one. Answered by ResyncOpened or ResyncRefused."""
 
 
 @dataclass(slots=True)
@@ -267,7 +267,7 @@ Instruction = (
     | SaveFilter
     | RollbackTo
     | AbandonStaged
-    | BeginRefill
+    | BeginResync
     | BeginOso
     | RetryAfter
     | ReportStatus

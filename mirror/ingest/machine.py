@@ -9,7 +9,7 @@ Theory of operation. A phase says whose turn it is:
     REQUESTING   a stream was asked for: waiting for its answer
     STREAMING    the stream is open: waiting for its messages
     ASKING_LOG   rolled back to 0 by the source: waiting for the source's failover log, to look for common history first
-    ROLLING_BACK, ABANDONING, OPENING_REFILL   waiting for the store; nothing is said to the source meanwhile
+    ROLLING_BACK, ABANDONING, OPENING_RESYNC   waiting for the store; nothing is said to the source meanwhile
     WAITING      waiting for RetryDue
     REFUSED      waiting for people (a new Start)
     FINISHED     a stream with an end reached it
@@ -19,7 +19,7 @@ from a peer that breaks the rules, and is counted and ignored: the machine is to
 
 A handshake is a chain of requests until one is accepted. In it, each ROLLBACK must be to less than what was asked, and
 so, because what is asked next is at or below it, to less than the one before. If not, or if it is to 0, the source's
-failover log is searched for common history, once, and asked there; only after that a refill from 0 begins, next to the
+failover log is searched for common history, once, and asked there; only after that a resync begins, next to the
 old copy.
 
 Invariants: see `validate`. Of the order of instructions: a stream is requested only when the store holds exactly what
@@ -38,7 +38,7 @@ from mirror.ingest.assembler import Assembler, Violation
 from mirror.ingest.instructions import (
     AbandonStaged,
     AnswerMarker,
-    BeginRefill,
+    BeginResync,
     CloseStream,
     GetFailoverLog,
     Instruction,
@@ -87,7 +87,7 @@ MARKER_ACKS_MAX = 1024
 
 
 _STREAMING_TEXTS = {
-    VbucketStatus.REFILLING: "fetching the vbucket again next to the old copy",
+    VbucketStatus.RESYNCING: "fetching the vbucket again next to the old copy",
     VbucketStatus.BACKFILLING: "the source reads a snapshot from its disk",
     VbucketStatus.STREAMING: "following the source",
 }
@@ -102,13 +102,13 @@ class Phase(Enum):
     ASKING_LOG = auto()
     ROLLING_BACK = auto()
     ABANDONING = auto()
-    OPENING_REFILL = auto()
+    OPENING_RESYNC = auto()
     WAITING = auto()
     REFUSED = auto()
     FINISHED = auto()
 
 
-STORE_PHASES = frozenset((Phase.ROLLING_BACK, Phase.ABANDONING, Phase.OPENING_REFILL))
+STORE_PHASES = frozenset((Phase.ROLLING_BACK, Phase.ABANDONING, Phase.OPENING_RESYNC))
 """The store is at work and will answer, whatever happens to the connection."""
 
 
@@ -139,7 +139,7 @@ class VbucketMachine:
         "ignored_count",
         "opaque",
         "phase",
-        "refilling",
+        "resyncing",
         "status",
         "text",
         "vbid",
@@ -155,7 +155,7 @@ class VbucketMachine:
         self.text = "not started"
         self.failover_log = FailoverLog()
         self.durable_seqno = state.staging_published_seqno
-        self.refilling = False
+        self.resyncing = False
         self.high_seqno: int | None = None
         self.ignored_count = 0
         self.violation_count = 0
@@ -200,7 +200,7 @@ class VbucketMachine:
     @property
     def caught_up(self) -> bool:
         """True if everything up to the source's last known high seqno is durable and visible."""
-        return not self.refilling and self.high_seqno is not None and self.durable_seqno >= self.high_seqno
+        return not self.resyncing and self.high_seqno is not None and self.durable_seqno >= self.high_seqno
 
     # --- input ---
 
@@ -304,7 +304,7 @@ class VbucketMachine:
         elif self._filter_continues:
             self._request(cause, out)
         else:
-            self._refill("the collections that are asked for are not those of what is held", out)
+            self._resync("the collections that are asked for are not those of what is held", out)
 
     @property
     def _filter_continues(self) -> bool:
@@ -404,7 +404,7 @@ class VbucketMachine:
         """Before everything is fetched again, look for common history, once."""
         self._next_vbuuid = None
         if self._common_tried:
-            self._refill(why, out)
+            self._resync(why, out)
         elif self._connected:
             self.phase = Phase.ASKING_LOG
             self._report(
@@ -421,7 +421,7 @@ class VbucketMachine:
         # what is not lost. Asking again with the common vbuuid has the source say it.
         common = common_history(self.failover_log, boundary_seqno, event.failover_log)
         if common is None:
-            self._refill("no common history with the source", out)
+            self._resync("no common history with the source", out)
             return
         cause = f"common history {common.vbuuid:#x} up to {common.seqno}"
         self._next_vbuuid = common.vbuuid
@@ -444,13 +444,13 @@ class VbucketMachine:
             reaction = Reaction(Action.RETRY, reaction.text)
         self._react(reaction, f"failover log: status {event.status:#x}", b"", out)
 
-    def _refill(self, why: str, out: list[Instruction]) -> None:
+    def _resync(self, why: str, out: list[Instruction]) -> None:
         if self._assembler.boundary_seqno == 0:  # nothing to keep next to it
             self._begin(why, out)
             return
-        self.phase = Phase.OPENING_REFILL
-        self._report(VbucketStatus.REFILLING, f"{why}: fetching the vbucket again next to the old copy", out)
-        out.append(BeginRefill(self.vbid, why))
+        self.phase = Phase.OPENING_RESYNC
+        self._report(VbucketStatus.RESYNCING, f"{why}: fetching the vbucket again next to the old copy", out)
+        out.append(BeginResync(self.vbid, why))
 
     # --- the store's answers ---
 
@@ -475,18 +475,18 @@ class VbucketMachine:
         else:
             self._begin("abandoned", out)
 
-    def _refill_begun(self, event: ev.RefillBegun, out: list[Instruction]) -> None:
+    def _resync_opened(self, event: ev.ResyncOpened, out: list[Instruction]) -> None:
         self._load(event.state)
-        self._begin("refill", out)
+        self._begin("resync", out)
 
-    def _refill_refused(self, event: ev.RefillRefused, out: list[Instruction]) -> None:
+    def _resync_refused(self, event: ev.ResyncRefused, out: list[Instruction]) -> None:
         """The old copy stays, and from time to time it is tried again: space may have been made."""
         if not self._connected:
             self._idle(out)
             return
         self._new_handshake()
         self._report(VbucketStatus.REFUSED, event.text, out)
-        self._wait(RetryReason.REFUSED_FOR_NOW, "refill refused", out)
+        self._wait(RetryReason.REFUSED_FOR_NOW, "resync refused", out)
 
     def _published(self, event: ev.Published, out: list[Instruction]) -> None:
         if event.seqno > self._assembler.boundary_seqno:
@@ -504,7 +504,7 @@ class VbucketMachine:
         text = f"a durable write that is committed at {event.seqno} was prepared before such writes were tracked here"
         self._close_stream("prepare missing", out)
         if self._assembler.boundary_seqno:
-            self._refill(text, out)
+            self._resync(text, out)
         else:
             self._report(VbucketStatus.WAITING, text, out)
             self._abandon("prepare missing", RetryReason.VIOLATION, out)
@@ -577,7 +577,7 @@ class VbucketMachine:
         if out and type(out[-1]) is PublishSnapshot:
             self._attempt = 0
             self.failing_text = None
-            self.refilling = False
+            self.resyncing = False
             self._report_streaming(out)
 
     def _violated(self, text: str, out: list[Instruction]) -> None:
@@ -663,8 +663,8 @@ class VbucketMachine:
         self.failover_log = state.failover_log
         self._source_purge_seqno = int(state.source_purge_seqno)
         self._stored_filter = state.stream_filter
-        self.refilling = state.staging_branch != state.branch and not self._assembler.boundary_seqno
-        self._told_empty = bool(state.failover_log) and not self.refilling
+        self.resyncing = state.staging_branch != state.branch and not self._assembler.boundary_seqno
+        self._told_empty = bool(state.failover_log) and not self.resyncing
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
     def _is_stale(self, opaque: int) -> bool:
@@ -675,8 +675,8 @@ class VbucketMachine:
 
     def _report_streaming(self, out: list[Instruction]) -> None:
         status = (
-            VbucketStatus.REFILLING
-            if self.refilling
+            VbucketStatus.RESYNCING
+            if self.resyncing
             else VbucketStatus.BACKFILLING
             if self._assembler.from_disk
             else VbucketStatus.STREAMING
@@ -708,7 +708,7 @@ class VbucketMachine:
         assert self._retry_reason is None or self.phase is Phase.ABANDONING
         assert not self._marker_acks or self.phase is Phase.STREAMING
         assert len(self._marker_acks) <= MARKER_ACKS_MAX
-        assert not (self.refilling and assembler.boundary_seqno), "a published refill is no longer one"
+        assert not (self.resyncing and assembler.boundary_seqno), "a published resync is no longer one"
         assert self.durable_seqno <= assembler.boundary_seqno
 
 
@@ -770,10 +770,10 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Move]] = {
         ev.NoBoundary: VbucketMachine._no_boundary,
     },
     Phase.ABANDONING: _ALWAYS | {ev.Abandoned: VbucketMachine._abandoned},
-    Phase.OPENING_REFILL: _ALWAYS
+    Phase.OPENING_RESYNC: _ALWAYS
     | {
-        ev.RefillBegun: VbucketMachine._refill_begun,
-        ev.RefillRefused: VbucketMachine._refill_refused,
+        ev.ResyncOpened: VbucketMachine._resync_opened,
+        ev.ResyncRefused: VbucketMachine._resync_refused,
     },
     Phase.WAITING: _ALWAYS | {ev.RetryDue: VbucketMachine._retry_due},
     Phase.REFUSED: _ALWAYS,

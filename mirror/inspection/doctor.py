@@ -477,13 +477,13 @@ class Doctor:
     ) -> None:
         assert view is not None, "states are of a view"
         undone: list[int] = []
-        refilled: list[int] = []
+        resynced: list[int] = []
         for vbid, answer in answers.items():
             if isinstance(answer, StreamRollback):
                 kept = [each for each in view.boundaries(vbid) if each.seqno and each.seqno <= answer.seqno]
-                (undone if kept else refilled).append(vbid)
+                (undone if kept else resynced).append(vbid)
         fresh = sum(1 for state in states.values() if not state.published_seqno)
-        on = len(answers) - len(undone) - len(refilled)
+        on = len(answers) - len(undone) - len(resynced)
         text = f"{on - fresh} vbuckets go on where they are" + (f", {fresh} begin" if fresh else "")
         self._say("positions", StepVerdict.OK, text)
         if undone:
@@ -493,11 +493,11 @@ class Doctor:
                 f"{len(undone)} vbuckets would go back to a kept boundary: the source lost history in a failover",
                 "nothing to do: the service does it in an instant",
             )
-        if refilled:
+        if resynced:
             self._say(
                 "positions",
                 StepVerdict.WARN,
-                f"{len(refilled)} vbuckets would be resynced, the first is {refilled[0]}: the source has purged "
+                f"{len(resynced)} vbuckets would be resynced, the first is {resynced[0]}: the source has purged "
                 "deletions since, or lost more history than is kept here",
                 "keep space for a second copy of them; keep downtimes below the bucket's metadata purge interval, "
                 "and history_s above the time of a failover",
@@ -542,7 +542,7 @@ class Doctor:
                 "disk",
                 StepVerdict.OK if enough else StepVerdict.WARN,
                 f"the mirror takes {_size(held)}, {free}",
-                "" if enough else "a refill of everything needs the space of a second copy: free some",
+                "" if enough else "a resync of everything needs the space of a second copy: free some",
             )
             return
         size = await self._bucket_bytes()

@@ -2,7 +2,7 @@
 
 Knows how to ask a service, or to own the groups for as long as it takes, and when a new copy is served; must never know
 why a vbucket is to be fetched again. Invariants: what is served stays as it was until the new copy is whole; a service
-that runs keeps its groups; an end before the time leaves every vbucket either as it was or with a refill that the next
+that runs keeps its groups; an end before the time leaves every vbucket either as it was or with a resync that the next
 start goes on with.
 """
 
@@ -31,7 +31,7 @@ POLL_S = 0.05
 Progress = Callable[[int, int], None]
 
 
-def refill(
+def resync(
     path: str,
     source: str,
     settings: Settings,
@@ -49,13 +49,13 @@ def refill(
         return
     answer = client.ask(Path(path), Resync(first))
     if answer is None:
-        asyncio.run(_refill_here(path, source, settings, vbids, timeout_s, progress, SystemClock()))
+        asyncio.run(_resync_here(path, source, settings, vbids, timeout_s, progress, SystemClock()))
         return
     wanted = {first: int(answer["result"]["staging_branch"])}
     for vbid in vbids[1:]:
         answer = client.ask(Path(path), Resync(vbid))
         if answer is None:
-            raise SupervisionError("the service went away", hint="start it again: it goes on with the refills")
+            raise SupervisionError("the service went away", hint="start it again: it goes on with the resyncs")
         wanted[vbid] = int(answer["result"]["staging_branch"])
     with open_view(path, stale_reads=True) as view:
         _wait(view, wanted, timeout_s, progress)
@@ -75,7 +75,7 @@ def _wait(view: View, wanted: dict[int, int], timeout_s: float, progress: Progre
         time.sleep(POLL_S)
 
 
-async def _refill_here(
+async def _resync_here(
     path: str,
     source: str,
     settings: Settings,
@@ -98,7 +98,7 @@ async def _refill_here(
                 sync=settings.sync,
                 clock_ms=clock.wall_ms,
                 monotonic_ms=lambda: int(clock.monotonic() * 1000),
-                refill_reads=settings.refill_reads,
+                resync_reads=settings.resync_reads,
             )
             for group in groups
         )
@@ -132,5 +132,5 @@ def _late(left: Sequence[int] | set[int] | dict[int, int], timeout_s: float, why
     more = f": {why}" if why else ""
     return SourceTimeout(
         f"vb {min(left)} and {len(left) - 1} more are not whole again after {timeout_s:g} s{more}",
-        hint="`dcp-mirror status` says why; the refill goes on while the service runs",
+        hint="`dcp-mirror status` says why; the resync goes on while the service runs",
     )

@@ -88,7 +88,7 @@ class HttpServer:
             budget=Budget(limits.unsent_bytes_max),
             watch=PublishWatch(mirror, clock),
             clock=clock,
-            stale_reads=settings.refill_reads == "stale",
+            stale_reads=settings.resync_reads == "stale",
             streams_max=streams_max,
             streams_per_reader_max=max(1, streams_max // STREAMS_PER_READER_SHARE),
         )

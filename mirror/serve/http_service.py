@@ -324,7 +324,7 @@ class Service:
             raise Problem(
                 "unavailable",
                 f"vbucket {vbid} is resynced after its history was lost at the source",
-                hint="wait, or have the service serve the old copy (refill_reads = stale)",
+                hint="wait, or have the service serve the old copy (resync_reads = stale)",
                 vbid=int(vbid),
             )
 

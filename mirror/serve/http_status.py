@@ -131,7 +131,7 @@ class StatusReporter:
             self._surroundings_at = float("-inf")
 
     async def whole(self) -> Report:
-        """The report with disk, history, rollbacks and refills, and the lag that counts as too much."""
+        """The report with disk, history, rollbacks and resyncs, and the lag that counts as too much."""
         report = await self.report()
         async with self._lock:
             if self._clock.monotonic() - self._surroundings_at >= SURROUNDINGS_FRESH_S:
@@ -145,8 +145,8 @@ class StatusReporter:
         disk = {"mirror_bytes": self._mirror.file_bytes(), "free_bytes": usage.free, "total_bytes": usage.total}
         floors: dict[int, int] = {}
         reaches_back_ms: list[int] = []
-        refill_count = 0
-        refills: list[Report] = []
+        resync_count = 0
+        resyncs: list[Report] = []
         rollbacks: list[Report] = []
         for row in report["vbuckets"]:
             vbid = row["vbid"]
@@ -158,13 +158,13 @@ class StatusReporter:
             if past.floor is not None:
                 floors[vbid] = past.floor.seqno
                 reaches_back_ms.append(past.floor.time_ms)
-            refills += [{"vbid": vbid, "time_ms": moment} for moment in past.refills_ms]
-            refill_count += past.refill_count
+            resyncs += [{"vbid": vbid, "time_ms": moment} for moment in past.resyncs_ms]
+            resync_count += past.resync_count
             rollbacks += [
                 {"vbid": vbid, "from_seqno": each.from_seqno, "to_seqno": each.to_seqno, "time_ms": each.time_ms}
                 for each in found
             ]
-        for events in (refills, rollbacks):
+        for events in (resyncs, rollbacks):
             events.sort(key=lambda event: -event["time_ms"])
         return {
             "disk": disk,
@@ -172,11 +172,11 @@ class StatusReporter:
                 "floor_seqnos": floors,
                 "floor_oldest_ms": min(reaches_back_ms, default=None),
                 "floor_newest_ms": max(reaches_back_ms, default=None),
-                "refill_count": refill_count,
-                "refills": refills[:ROLLBACKS_SHOWN],
+                "resync_count": resync_count,
+                "resyncs": resyncs[:ROLLBACKS_SHOWN],
                 "rollbacks": rollbacks[:ROLLBACKS_SHOWN],
                 "past": sorted(
-                    [*_together("rollback", rollbacks), *_together("resync-done", refills)],
+                    [*_together("rollback", rollbacks), *_together("resync-done", resyncs)],
                     key=lambda entry: -entry["time_ms"],
                 )[:PAST_SHOWN],
             },

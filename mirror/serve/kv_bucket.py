@@ -190,8 +190,8 @@ class KvBucket:
     def served_state(self, vbid: int) -> VbucketState:
         """The state of a vbucket that clients may rely on: something of its source's history is served."""
         state = self.state(vbid)
-        refilling = state.staging_branch != state.branch and not self._stale_allowed
-        if refilling or not state.failover_log:
+        resyncing = state.staging_branch != state.branch and not self._stale_allowed
+        if resyncing or not state.failover_log:
             raise Refused(Status.ETMPFAIL, "the vbucket is being filled")
         return state
 

@@ -21,7 +21,7 @@ from mirror.serve.latency import Latencies
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 STATES = (
-    "starting", "waiting", "requesting", "backfilling", "streaming", "rolling-back", "refilling", "refused",
+    "starting", "waiting", "requesting", "backfilling", "streaming", "rolling-back", "resyncing", "refused",
     "no-active-node", "stalled", "failing", "finished", "damaged", "stored",
 )  # fmt: skip
 """Every state of cli/JSON.md; each has its series even at 0, so that an alert on one does not lack it."""

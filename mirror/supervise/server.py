@@ -46,7 +46,7 @@ class KvServing:
         self._bucket = KvBucket(
             str(settings.data),
             clock,
-            stale_allowed=settings.refill_reads == "stale",
+            stale_allowed=settings.resync_reads == "stale",
             verify_reads=settings.verify_reads,
             tracks_prepares=settings.track_prepares,
         )

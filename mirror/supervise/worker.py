@@ -251,7 +251,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
                     monotonic_ms=lambda: int(clock.monotonic() * 1000),
                     map_size=settings.map_size_bytes or MAP_SIZE,
                     window=window,
-                    refill_reads=settings.refill_reads,
+                    resync_reads=settings.resync_reads,
                 )
             writer.at_work = mark.word
             writers.append(writer)

@@ -27,7 +27,7 @@ def test_the_whole_story_ends_well(tmp_path: Path) -> None:
     lost = told["failover"]["retracted_seqnos"] - told["failover"]["sent_again_seqnos"]
     most = LOST_CHANGES + 1  # a failover that would part a durable write from its prepare loses the prepare too
     assert 0 < lost <= most * told["failover"]["rolled_back"], "what the source lost, and no more"
-    assert told["failover"]["refilled_from_0"] == 0
+    assert told["failover"]["resynced"] == 0
     assert told["documents"]["source"] == told["documents"]["mirror"] > 3000
     assert told["check_problems"] == []
     for line in ("SIGKILL to worker", "is back", "fails over", "rolled back", "writes stop"):

@@ -71,7 +71,7 @@ def test_no_two_messages_of_a_kind_share_an_op(kinds: Any) -> None:
 def test_a_client_sends_what_the_first_release_sent() -> None:
     assert json.dumps(encode(RollBack(3, 5))) == '{"op": "rollback", "vbid": 3, "to": 5}'
     assert json.dumps(encode(GetEvents(7, 20))) == '{"op": "events", "after": 7, "wait_s": 20}'
-    assert json.dumps(encode(Resync(3))) == '{"op": "refill", "vbid": 3}'
+    assert json.dumps(encode(Resync(3))) == '{"op": "resync", "vbid": 3}'
 
 
 def test_keys_that_are_not_known_are_ignored_and_defaults_apply() -> None:
@@ -84,7 +84,7 @@ def test_keys_that_are_not_known_are_ignored_and_defaults_apply() -> None:
     [
         ({"op": "rollback", "vbid": "x", "to": 1}, "rollback: vbid is 'x' (give a whole number)"),
         ({"op": "rollback", "vbid": True, "to": 1}, "rollback: vbid is True (give a whole number)"),
-        ({"op": "refill", "vbid": True}, "refill: vbid is True (give a whole number)"),
+        ({"op": "resync", "vbid": True}, "resync: vbid is True (give a whole number)"),
         ({"op": "lease", "id": "a", "name": "job", "seconds": True, "positions": []}, "True (give a number)"),
         ({"op": "rollback", "vbid": 1}, "rollback: to is missing (give a whole number)"),
         ({"op": "lease", "id": 5, "name": "job", "seconds": 1, "positions": []}, "lease: id is 5 (give a text)"),

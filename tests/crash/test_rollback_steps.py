@@ -234,11 +234,11 @@ def abandon(data: str) -> None:
     target.close()
 
 
-def refill(data: str) -> None:
+def resync(data: str) -> None:
     target = open_writer(data)
     state = target.state(VBID)
     if state.failover_log == OLD_LOG:  # the source knows nothing of our history
-        target.begin_refill(VBID)
+        target.begin_resync(VBID)
     target.save_failover_log(VBID, OTHER_LOG)
     fetch(target, OTHER_SNAPSHOTS)
     target.close()
@@ -280,8 +280,8 @@ CASES = {
     "rollback": Case(prepared, roll_back, 30, (30, 20, 26, 33)),
     "rollback inside a staged snapshot": Case(prepared_with_part, roll_back, 30, (30, 20, 26, 33)),
     "abandon": Case(prepared_with_part, abandon, 20, (30, 40)),
-    "refill and swap": Case(prepared, refill, 30, (30, 14, 17)),
-    "refill over a staged snapshot": Case(prepared_with_part, refill, 30, (30, 14, 17)),
+    "resync and swap": Case(prepared, resync, 30, (30, 14, 17)),
+    "resync over a staged snapshot": Case(prepared_with_part, resync, 30, (30, 14, 17)),
     "purge of retracted rows": Case(prepared_and_rolled_back, purge_retracted, 30, (33,)),
     "purge of versions": Case(prepared, purge_versions, 20, (30,)),
     "purge of versions after a rollback": Case(prepared_and_rolled_back, purge_versions, 30, (33,)),

@@ -207,7 +207,7 @@ async def test_garbage_is_survived_and_leaves_a_sound_store(cluster: SandboxClus
     write(cluster, 20, "after")
     await mirror.until(
         lambda: all(
-            row["state"] in ("streaming", "backfilling", "refilling", "refused")
+            row["state"] in ("streaming", "backfilling", "resyncing", "refused")
             for row in consumer.status()["vbuckets"]
         ),
         "streams again",

@@ -47,7 +47,7 @@ async def test_rollback_on_command_and_streaming_on_from_there(cluster: SandboxC
 
 async def test_resync_on_command_while_the_old_copy_is_served(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 200)
-    mirror = mirror_of(cluster, tmp_path, settings={"refill_reads": "stale"})
+    mirror = mirror_of(cluster, tmp_path, settings={"resync_reads": "stale"})
     consumer = mirror.start(cluster.connection_string)
     await follow(mirror, cluster)
     await mirror.until(lambda: mirror.row(3)["lag_seqnos"] == 0, "all of it is published")

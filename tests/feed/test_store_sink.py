@@ -96,7 +96,7 @@ def test_what_a_gate_holds_stays_staged_and_a_rollback_of_it_alone_is_none_to_re
     )  # what readers have seen was lost, and nothing older is kept
 
 
-def test_a_refill_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_to(
+def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_to(
     vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by the simulation: while its key rows were made, the source rolled back; the copy that was still served, of
@@ -105,7 +105,7 @@ def test_a_refill_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
     monkeypatch.setattr("storage.commit.INLINE_INDEX_ROWS", 0)
     execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
-    vbucket.writer.begin_refill(0)
+    vbucket.writer.begin_resync(0)
     execute(vbucket, [stage(vbucket, 5, 6)])
     vbucket.writer.commit(flush_open=True)
     execute(vbucket, [publish(6)])
@@ -207,9 +207,9 @@ def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_d
     assert (answer.state.published_seqno, answer.state.staged_seqno) == (4, 4)
 
 
-@pytest.mark.parametrize("asked", [ins.BeginRefill, ins.AbandonStaged])
+@pytest.mark.parametrize("asked", [ins.BeginResync, ins.AbandonStaged])
 def test_ends_that_were_held_are_forgotten_with_what_was_staged(vbucket: FakeVbucket, asked: Any) -> None:
-    """A refill or an abandoned snapshot: an end of what is gone would be published on the branch that follows."""
+    """A resync or an abandoned snapshot: an end of what is gone would be published on the branch that follows."""
     execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
     gate = vbucket.sink.gate = PersistenceGate()
@@ -218,15 +218,15 @@ def test_ends_that_were_held_are_forgotten_with_what_was_staged(vbucket: FakeVbu
     assert gate.release(9) is None
 
 
-def test_refill_needs_room_beside_the_old_copy(vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resync_needs_room_beside_the_old_copy(vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch) -> None:
     execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1024))
-    execute(vbucket, [ins.BeginRefill(VBID, "t")])
-    assert isinstance(vbucket.answers_given[-1], events.RefillRefused)
+    execute(vbucket, [ins.BeginResync(VBID, "t")])
+    assert isinstance(vbucket.answers_given[-1], events.ResyncRefused)
     assert vbucket.writer.state(0).staging_branch == vbucket.writer.state(0).branch
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    execute(vbucket, [ins.BeginRefill(VBID, "t")])
-    assert isinstance(vbucket.answers_given[-1], events.RefillBegun)
+    execute(vbucket, [ins.BeginResync(VBID, "t")])
+    assert isinstance(vbucket.answers_given[-1], events.ResyncOpened)
     assert vbucket.writer.state(0).published_seqno == 2, "the old copy is served on"

@@ -109,7 +109,7 @@ async def test_after_every_refusal_it_is_asked_for_again_unless_people_must_act(
     assert stored(mirror) == ([] if action is Action.STOP else [1, 2, 3])
 
 
-async def test_out_of_range_is_answered_by_a_search_for_common_history_and_then_a_refill(tmp_path: Path) -> None:
+async def test_out_of_range_is_answered_by_a_search_for_common_history_and_then_a_resync(tmp_path: Path) -> None:
     """ERANGE at a position that is held: the log has no common history, so everything comes again next to the old."""
     mirror = mirror_at(tmp_path)
     async with RecordedSource(script(success(*snapshot(1, 3)))) as source:

@@ -293,7 +293,7 @@ def test_a_commit_whose_prepare_came_before_anybody_tracked_them_is_fetched_from
     rig = streaming_at(100)
     marker(rig, 101, 102)
     done = rig.tell(Commit(0, b"\0k", 90, 101, opaque=rig.opaque_counter))
-    assert kinds(done) == [ins.CommitPrepare, ins.CloseStream, ins.BeginRefill, ins.RequestStream]
+    assert kinds(done) == [ins.CommitPrepare, ins.CloseStream, ins.BeginResync, ins.RequestStream]
     assert asked(rig) == (0, 0, 0, 0)
     assert rig.store.served.seqno == 100
     assert any("before such writes were tracked" in report.text for report in rig.reports)
@@ -386,7 +386,7 @@ def test_the_same_filter_goes_on_where_it_was() -> None:
 def test_a_collection_that_was_left_out_till_now_is_fetched_from_the_start() -> None:
     """Its documents between its creation and our position would never come."""
     rig = filtered_at(AIRLINE, 100)
-    assert filtered(rig, BOTH) == [ins.CloseStream, ins.BeginRefill, ins.RequestStream]
+    assert filtered(rig, BOTH) == [ins.CloseStream, ins.BeginResync, ins.RequestStream]
     assert asked(rig) == (0, 0, 0, 0)
     assert rig.store.served.seqno == 100
     assert kinds(rig.tell(ev.StreamAccepted(rig.opaque_counter, LOG)))[-1] is ins.SaveFilter
@@ -394,7 +394,7 @@ def test_a_collection_that_was_left_out_till_now_is_fetched_from_the_start() -> 
     rows(rig, 110)
     rig.tell(ev.ConnectionLost())
     assert filtered(rig, BOTH) == [ins.RequestStream]
-    assert asked(rig)[0] == 110, "the refill is of the new filter"
+    assert asked(rig)[0] == 110, "the resync is of the new filter"
 
 
 def test_a_collection_whose_end_was_seen_may_be_left_out() -> None:
@@ -408,7 +408,7 @@ def test_a_collection_whose_end_was_seen_may_be_left_out() -> None:
 def test_a_collection_that_is_gone_without_a_word_is_not_kept_for_ever() -> None:
     """It was dropped while nobody listened, and a stream that leaves it out will never say so."""
     rig = filtered_at(BOTH, 50, 100)
-    assert filtered(rig, AIRLINE) == [ins.CloseStream, ins.BeginRefill, ins.RequestStream]
+    assert filtered(rig, AIRLINE) == [ins.CloseStream, ins.BeginResync, ins.RequestStream]
 
 
 @pytest.mark.parametrize("stored", [None, "", "scope 8", "of a later version"])
@@ -416,7 +416,7 @@ def test_what_is_not_known_to_have_been_shown_counts_as_left_out(stored: str | N
     store = ToyStore().holding(100, LOG)
     store.stream_filter = stored
     rig = Rig(store)
-    assert filtered(rig, AIRLINE) == [ins.BeginRefill, ins.RequestStream]
+    assert filtered(rig, AIRLINE) == [ins.BeginResync, ins.RequestStream]
 
 
 def test_part_of_a_snapshot_of_another_filter_is_dropped() -> None:
@@ -443,7 +443,7 @@ def test_when_all_that_is_mirrored_was_dropped_it_waits_for_another_of_that_name
     dropped(rig, 110, 8)
     assert kinds(ended(rig, StreamEndReason.FILTER_EMPTY)) == [ins.RefreshCollections]
     assert rig.machine.phase is Phase.REFUSED
-    assert filtered(rig, StreamFilter(collection_ids=(10,))) == [ins.BeginRefill, ins.RequestStream]
+    assert filtered(rig, StreamFilter(collection_ids=(10,))) == [ins.BeginResync, ins.RequestStream]
 
 
 # --- rollback ---
@@ -525,44 +525,44 @@ def test_after_the_retry_at_common_history_rollbacks_go_on_to_fall() -> None:
     assert asked(rig) == (50, 50, 50, 0xA)
     assert kinds(rollback(rig, 30)) == [ins.RollbackTo, ins.RequestStream]
     assert asked(rig) == (20, 20, 20, 0xA)
-    assert kinds(rollback(rig, 30)) == [ins.BeginRefill, ins.RequestStream]
+    assert kinds(rollback(rig, 30)) == [ins.BeginResync, ins.RequestStream]
 
 
-def test_only_after_common_history_was_tried_a_refill_begins_beside_the_old_copy() -> None:
+def test_only_after_common_history_was_tried_a_resync_begins_beside_the_old_copy() -> None:
     rig = rig_at(80, 100)
     rollback(rig, 0)
     rig.tell(ev.FailoverLogReceived(LOG))
     assert asked(rig) == (100, 100, 100, 0xA)
     done = rollback(rig, 0)
-    assert kinds(done) == [ins.BeginRefill, ins.RequestStream]
+    assert kinds(done) == [ins.BeginResync, ins.RequestStream]
     assert asked(rig) == (0, 0, 0, 0)
     assert rig.store.served.seqno == 100
-    assert rig.machine.refilling
+    assert rig.machine.resyncing
     assert not rig.machine.caught_up
 
 
-def test_without_common_history_a_refill_begins_at_once() -> None:
+def test_without_common_history_a_resync_begins_at_once() -> None:
     rig = rig_at(80, 100)
     rollback(rig, 0)
-    assert kinds(rig.tell(ev.FailoverLogReceived(log((0xC, 0))))) == [ins.BeginRefill, ins.RequestStream]
+    assert kinds(rig.tell(ev.FailoverLogReceived(log((0xC, 0))))) == [ins.BeginResync, ins.RequestStream]
 
 
-def test_a_refill_is_swapped_in_by_its_publish() -> None:
+def test_a_resync_is_swapped_in_by_its_publish() -> None:
     rig = rig_at(100)
     rollback(rig, 0)
     rig.tell(ev.FailoverLogReceived(log()))
     rig.tell(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
-    assert status_of(rig) is ins.VbucketStatus.REFILLING
+    assert status_of(rig) is ins.VbucketStatus.RESYNCING
     marker(rig, 0, 30, DISK)
     rows(rig, 10)
     assert rig.store.served.seqno == 100
     rows(rig, 30)
     assert rig.store.served.seqno == 30
-    assert not rig.machine.refilling
+    assert not rig.machine.resyncing
     assert status_of(rig) is ins.VbucketStatus.STREAMING
 
 
-def test_a_refill_that_broke_goes_on_after_a_restart() -> None:
+def test_a_resync_that_broke_goes_on_after_a_restart() -> None:
     rig = rig_at(100)
     rollback(rig, 0)
     rig.tell(ev.FailoverLogReceived(log()))
@@ -572,14 +572,14 @@ def test_a_refill_that_broke_goes_on_after_a_restart() -> None:
     rig.restart()
     rig.tell(ev.Start())
     assert asked(rig) == (10, 0, 30, 0xC)
-    assert rig.machine.refilling
+    assert rig.machine.resyncing
     assert kinds(rollback(rig, 0)) == [ins.AbandonStaged, ins.RequestStream]
     assert asked(rig) == (0, 0, 0, 0)
     assert rig.store.served.seqno == 100
 
 
 @pytest.mark.parametrize("how", ["poll", "marker"])
-def test_a_refill_from_an_empty_source_is_complete_at_zero(how: str) -> None:
+def test_a_resync_from_an_empty_source_is_complete_at_zero(how: str) -> None:
     """No snapshot will ever say so, and the old copy would be shown for ever."""
     rig = rig_at(100)
     rollback(rig, 0)
@@ -588,7 +588,7 @@ def test_a_refill_from_an_empty_source_is_complete_at_zero(how: str) -> None:
     done = rig.tell(ev.HighSeqno(0)) if how == "poll" else marker(rig, 0, 0)
     assert kinds(done) == [ins.PublishSnapshot]
     assert rig.store.served.seqno == 0
-    assert not rig.machine.refilling
+    assert not rig.machine.resyncing
     assert kinds(rig.tell(ev.HighSeqno(0))) == []
 
 
@@ -600,18 +600,18 @@ def test_that_a_fresh_vbucket_is_empty_at_its_source_is_told_once() -> None:
     assert rig.store.served.seqno == 0
 
 
-def test_a_source_that_has_lost_all_is_not_taken_for_complete_without_a_refill() -> None:
+def test_a_source_that_has_lost_all_is_not_taken_for_complete_without_a_resync() -> None:
     rig = streaming_at(100)
     assert kinds(rig.tell(ev.HighSeqno(0))) == []
 
 
-def test_where_no_boundary_is_kept_that_far_back_common_history_is_looked_for_and_then_refilled() -> None:
+def test_where_no_boundary_is_kept_that_far_back_common_history_is_looked_for_and_then_resynced() -> None:
     rig = rig_at(80, 100)
     assert kinds(rollback(rig, 30)) == [ins.RollbackTo, ins.GetFailoverLog]
     assert rig.store.served.seqno == 100
     assert kinds(rig.tell(ev.FailoverLogReceived(log((0xC, 30), (0xA, 0))))) == [
         ins.RollbackTo,
-        ins.BeginRefill,
+        ins.BeginResync,
         ins.RequestStream,
     ]
 
@@ -678,13 +678,13 @@ def test_where_a_rollback_leaves_no_entry_of_the_log_the_common_vbuuid_is_asked_
     assert asked(rig) == (80, 80, 80, 0xB)
 
 
-def test_a_refill_that_finds_no_room_keeps_the_old_copy_and_tries_again_later() -> None:
+def test_a_resync_that_finds_no_room_keeps_the_old_copy_and_tries_again_later() -> None:
     rig = rig_at(100)
     machine = rig.machine
     rollback(rig, 0)
     done = machine.handle(ev.FailoverLogReceived(log()))
-    assert kinds(done) == [ins.BeginRefill]
-    done = machine.handle(ev.RefillRefused("5 GiB are needed, 1 GiB is free"))
+    assert kinds(done) == [ins.BeginResync]
+    done = machine.handle(ev.ResyncRefused("5 GiB are needed, 1 GiB is free"))
     assert kinds(done) == [ins.RetryAfter]
     assert (machine.status, machine.text) == (ins.VbucketStatus.REFUSED, "5 GiB are needed, 1 GiB is free")
     assert kinds(machine.handle(ev.RetryDue())) == [ins.RequestStream]
@@ -782,18 +782,18 @@ def test_a_stream_without_end_is_not_at_its_end_when_the_source_says_so() -> Non
     assert rig.store.served.seqno == 100
 
 
-def test_a_refill_that_is_published_just_before_the_source_breaks_the_protocol_is_no_longer_one() -> None:
-    """Found by the simulation: the run ended the snapshot and went on beyond it; the machine still said "refilling"."""
+def test_a_resync_that_is_published_just_before_the_source_breaks_the_protocol_is_no_longer_one() -> None:
+    """Found by the simulation: the run ended the snapshot and went on beyond it; the machine still said "resyncing"."""
     rig = Rig(ToyStore().holding(100, LOG))
     rig.tell(ev.Start())
     rig.tell(ev.StreamRollback(rig.opaque_counter, 0))
     rig.tell(ev.FailoverLogReceived(FailoverLog.of([(0xEE, 0)])))
     rig.tell(ev.StreamAccepted(rig.opaque_counter, FailoverLog.of([(0xEE, 0)])))
-    assert rig.machine.refilling
+    assert rig.machine.resyncing
     marker(rig, 0, 3)
     rows(rig, 1, 3, 4)
     assert rig.machine.violation_count == 1
-    assert not rig.machine.refilling
+    assert not rig.machine.resyncing
     rig.machine.validate()
 
 
@@ -955,7 +955,7 @@ def test_a_refusal_outlives_the_connection() -> None:
     assert status_of(rig) is ins.VbucketStatus.REFUSED
 
 
-@pytest.mark.parametrize("answer", ["rolled back", "abandoned", "refill begun", "refill refused", "no boundary"])
+@pytest.mark.parametrize("answer", ["rolled back", "abandoned", "resync opened", "resync refused", "no boundary"])
 def test_a_connection_lost_while_the_store_is_at_work_waits_for_both(answer: str) -> None:
     rig = rig_at(80, 100, staged=105, open_snapshot=(101, 120)) if answer == "abandoned" else rig_at(80, 100)
     machine, store = rig.machine, rig.store
@@ -970,7 +970,7 @@ def test_a_connection_lost_while_the_store_is_at_work_waits_for_both(answer: str
     assert machine.handle(ev.ConnectionLost("the cable")) == []
     assert machine.phase in STORE_PHASES
     deed = next(instruction for instruction in done if not isinstance(instruction, ins.ReportStatus))
-    done = machine.handle(ev.RefillRefused("full") if answer == "refill refused" else store.perform(deed))
+    done = machine.handle(ev.ResyncRefused("full") if answer == "resync refused" else store.perform(deed))
     assert ins.RequestStream not in kinds(done)
     assert machine.phase is Phase.IDLE
     assert machine.text == "the cable"
@@ -1015,7 +1015,7 @@ LEGAL = {
     Phase.ASKING_LOG: {"FailoverLogReceived", "FailoverLogRefused"},
     Phase.ROLLING_BACK: {"RolledBack", "NoBoundary"},
     Phase.ABANDONING: {"Abandoned"},
-    Phase.OPENING_REFILL: {"RefillBegun", "RefillRefused"},
+    Phase.OPENING_RESYNC: {"ResyncOpened", "ResyncRefused"},
     Phase.WAITING: {"RetryDue"},
     Phase.REFUSED: set(),
     Phase.FINISHED: set(),

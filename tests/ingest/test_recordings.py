@@ -110,10 +110,10 @@ def test_after_a_crash_of_the_source_the_lost_tail_is_gone(server: str) -> None:
     assert not any(key.startswith("lost-") for key in seen)
 
 
-def test_without_a_kept_boundary_a_rollback_is_a_refill_beside_the_old_copy() -> None:
+def test_without_a_kept_boundary_a_rollback_is_a_resync_beside_the_old_copy() -> None:
     store = ToyStore(9).holding(210)
     [rig] = Replay("605_d2_rollback_after_crash", stores={9: store}).run().rigs.values()
-    assert rig.machine.refilling
+    assert rig.machine.resyncing
     assert store.served.seqno == 210
     assert rig.last(ins.RequestStream).offset.start_seqno == 0
 
@@ -121,7 +121,7 @@ def test_without_a_kept_boundary_a_rollback_is_a_refill_beside_the_old_copy() ->
 def test_below_the_purge_seqno_everything_is_fetched_anew_and_the_tombstones_go() -> None:
     replay = Replay("605_l2_rollback_after_purge").run()
     [rig] = replay.rigs.values()
-    assert not rig.machine.refilling
+    assert not rig.machine.resyncing
     assert all(isinstance(event, Mutation) for event in rig.store.served.documents.values())
     assert len(rig.store.served.documents) == 110
 

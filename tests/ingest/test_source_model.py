@@ -280,7 +280,7 @@ class Mirrored(RuleBasedStateMachine):
             ev.StreamRefused(opaque, 4),
             ev.RowsRun(opaque, [row(first, b"a", b"never")], 1),
             ev.NoBoundary(),
-            ev.RefillRefused("never asked"),
+            ev.ResyncRefused("never asked"),
         ):
             assert self.rig.tell(event) == []
         assert self.rig.machine.phase is status
@@ -301,7 +301,7 @@ class Mirrored(RuleBasedStateMachine):
 
     def check_history(self) -> None:
         store = self.rig.store
-        if self.rig.machine.refilling:
+        if self.rig.machine.resyncing:
             return  # the old copy is shown, and said to be stale
         held = {key[1:]: event.value for key, event in store.served.documents.items() if isinstance(event, Mutation)}
         assert held == self.source.state_at(store.served.seqno), f"at {store.served.seqno}"

@@ -192,7 +192,7 @@ class ToyStore:
             self.purge_seqno = asked.source_purge_seqno
 
     def _RollbackTo(self, asked: ins.RollbackTo) -> Any:
-        assert self.staging_branch == self.served_branch, "a refill has nothing to roll back"
+        assert self.staging_branch == self.served_branch, "a resync has nothing to roll back"
         line = self.staging
         kept = [boundary for boundary in line.boundaries if boundary.seqno <= asked.seqno]
         if kept[-1].seqno == 0:
@@ -218,11 +218,11 @@ class ToyStore:
             self.served_branch = self.staging_branch
         return ev.Abandoned(self.state())
 
-    def _BeginRefill(self, _asked: ins.BeginRefill) -> Any:
-        assert self.served.seqno, "a refill without anything to keep"
+    def _BeginResync(self, _asked: ins.BeginResync) -> Any:
+        assert self.served.seqno, "a resync without anything to keep"
         self._open_branch(Line())
         self.stream_filter = None
-        return ev.RefillBegun(self.state())
+        return ev.ResyncOpened(self.state())
 
     def _BeginOso(self, _asked: ins.BeginOso) -> None:
         self._open_branch(Line())

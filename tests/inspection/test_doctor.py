@@ -95,10 +95,10 @@ async def test_what_resuming_would_cost_is_foretold(cluster: SandboxCluster, tmp
     cluster.bucket.to_disk(1)
     cluster.bucket.purge(1)
     steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
-    going, undone, refilled = (finding.text for finding in steps["positions"])
+    going, undone, resynced = (finding.text for finding in steps["positions"])
     assert going.startswith("2 vbuckets go on")
     assert undone.startswith("1 vbuckets would go back to a kept boundary")
-    assert refilled.startswith("1 vbuckets would be resynced, the first is 1")
+    assert resynced.startswith("1 vbuckets would be resynced, the first is 1")
 
 
 async def test_another_bucket_is_said(cluster: SandboxCluster, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mirror.errors import AuthRejected, MirrorError
-from mirror.inspection.repair import refill
+from mirror.inspection.repair import resync
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import Status
 from storage.check import check
@@ -19,8 +19,8 @@ from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, s
 __all__ = ["cluster"]
 
 
-def refill_now(path: str, source: str, settings: object, vbids: list[int], **options: object) -> None:
-    refill(path, source, settings, vbids, **options)  # type: ignore[arg-type]
+def resync_now(path: str, source: str, settings: object, vbids: list[int], **options: object) -> None:
+    resync(path, source, settings, vbids, **options)  # type: ignore[arg-type]
 
 
 async def test_vbuckets_are_whole_again_on_branches_of_their_own(cluster: SandboxCluster, tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ async def test_vbuckets_are_whole_again_on_branches_of_their_own(cluster: Sandbo
     write(cluster, 20, "later")
     told: list[tuple[int, int]] = []
     await asyncio.to_thread(
-        refill_now,
+        resync_now,
         mirror.path,
         cluster.connection_string,
         mirror.settings,
@@ -49,7 +49,7 @@ async def test_nothing_to_do_asks_nobody(tmp_path: Path, cluster: SandboxCluster
     mirror = await filled(cluster, tmp_path)
     with open_view(mirror.path) as view:
         before = view.published()
-        refill_now(mirror.path, "couchbase://demo@127.0.0.1:1/demo", mirror.settings, [])  # nobody is there to be asked
+        resync_now(mirror.path, "couchbase://demo@127.0.0.1:1/demo", mirror.settings, [])  # nobody is there to be asked
         assert view.published() == before
 
 
@@ -58,25 +58,25 @@ async def test_a_group_that_somebody_owns_is_left_alone(cluster: SandboxCluster,
     mirror = mirror_of(cluster, tmp_path)
     mirror.start(cluster.connection_string)
     with pytest.raises(Locked):
-        await asyncio.to_thread(refill_now, mirror.path, cluster.connection_string, mirror.settings, [1])
+        await asyncio.to_thread(resync_now, mirror.path, cluster.connection_string, mirror.settings, [1])
     await mirror.stop()
 
 
-async def test_a_source_that_refuses_leaves_the_old_copy_and_a_refill_to_go_on_with(
+async def test_a_source_that_refuses_leaves_the_old_copy_and_a_resync_to_go_on_with(
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
     write(cluster, 100)
     mirror = await filled(cluster, tmp_path)
     cluster.faults.refuse_streams(Status.ETMPFAIL, [1])
     with pytest.raises(MirrorError, match="vb 1 and 0 more are not whole"):
-        await asyncio.to_thread(refill_now, mirror.path, cluster.connection_string, mirror.settings, [1], timeout_s=0.5)
+        await asyncio.to_thread(resync_now, mirror.path, cluster.connection_string, mirror.settings, [1], timeout_s=0.5)
     with open_view(mirror.path, stale_reads=True) as view:
         assert view.count(1) == sum(1 for _ in cluster.vbucket(1).state_at())
     cluster.faults.clear()
     mirror.start(cluster.connection_string)
-    await mirror.until(lambda: mirror.row(1)["branch"] > 1 and mirror.row(1)["state"] == "streaming", "refilled")
+    await mirror.until(lambda: mirror.row(1)["branch"] > 1 and mirror.row(1)["state"] == "streaming", "resynced")
     await mirror.stop()
     assert states(await verified(mirror, cluster, service=False)) == ["equal"] * VBUCKETS
     mirror.password_file.write_text("wrong")
     with pytest.raises(AuthRejected):
-        await asyncio.to_thread(refill_now, mirror.path, cluster.connection_string, mirror.settings, [1])
+        await asyncio.to_thread(resync_now, mirror.path, cluster.connection_string, mirror.settings, [1])

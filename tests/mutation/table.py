@@ -150,8 +150,8 @@ MUTATIONS = (
     ),
     Mutation(
         _STORE_SINK,
-        "        self.drop_held()\n        writer.begin_refill(",
-        "        writer.begin_refill(",
+        "        self.drop_held()\n        writer.begin_resync(",
+        "        writer.begin_resync(",
         f"{_OF_STORE_SINK} -k were_held",
     ),
     Mutation(
@@ -221,7 +221,7 @@ MUTATIONS = (
         _BRANCHES,
         "pub._replace(flags=pub.flags | flags)",
         "pub",
-        "tests/storage/test_refill_reads.py",
+        "tests/storage/test_resync_reads.py",
     ),
     Mutation(_PURGE, "target = max(floor, min(target, base))", "pass", _OF_GATE),
     Mutation(_PURGE, "target = max(floor, min(target, held))", "pass", "tests/storage/test_leases.py"),

@@ -104,7 +104,7 @@ class World:
         self.manifest = Manifest.initial()
         self.expected: dict[tuple[int, int], State] = {}
         """(branch, seqno) of everything that the mirror served -> what was alive there."""
-        self.refilling = False
+        self.resyncing = False
         self.kept_rows = 0
         self.writer.save_failover_log(0, self.log)
         self.writer.commit()
@@ -210,32 +210,32 @@ class World:
     def publish(self, end_seqno: int) -> None:
         self.writer.publish(0, end_seqno, 0)
         self.writer.commit()
-        self.refilling = False
+        self.resyncing = False
         self._served()
 
     def follow_failover(self) -> None:
         """What the mirror's consumer does once the source has failed over."""
         state = self.writer.state(0)
         common = self.log[0].seqno
-        if state.staging_branch != state.branch:  # the refill that was under way may hold what is lost
+        if state.staging_branch != state.branch:  # the resync that was under way may hold what is lost
             if self.held_seqno > common:
-                self.refill()
+                self.resync()
         elif state.staged_seqno > state.published_seqno:
             self.writer.abandon(0)
         if self.writer.state(0).staging_branch == self.writer.state(0).branch:
             published = int(self.writer.state(0).published_seqno)
             if published > common and not self.writer.rollback(0, common).boundary_seqno:
-                self.refill()
+                self.resync()
         self.writer.save_failover_log(0, self.log)
         self.writer.commit()
         self._served()
 
-    def refill(self) -> None:
+    def resync(self) -> None:
         """Everything from 0, beside the old copy."""
-        self.writer.begin_refill(0)
+        self.writer.begin_resync(0)
         self.writer.save_failover_log(0, self.log)
         self.writer.commit()
-        self.refilling = True
+        self.resyncing = True
 
     def go_back(self) -> None:
         """An operator's rollback: the source knows nothing of it, and its log stays what it was."""

@@ -106,7 +106,7 @@ def whole_report(path: Path) -> dict[str, Any]:
     )
     disk = {"mirror_bytes": 5, "free_bytes": 6, "total_bytes": 11}
     report["totals"] |= {"documents_per_s": 1.0, "bytes_per_s": 2.0, "lag_s": 0.0, "lag_seqnos": 0}
-    return report | {"disk": disk, "history": {"floor_newest_ms": 1, "refill_count": 0}}
+    return report | {"disk": disk, "history": {"floor_newest_ms": 1, "resync_count": 0}}
 
 
 @pytest.fixture

@@ -157,14 +157,14 @@ async def test_a_new_history_ends_the_streams_before_anything_of_it_is_sent(
     await client.until_end(2)
 
 
-async def test_a_refill_ends_the_streams_and_its_copy_is_judged_by_its_own_history(
+async def test_a_resync_ends_the_streams_and_its_copy_is_judged_by_its_own_history(
     store: Store, endpoint: DcpEndpoint
 ) -> None:
     store.put(b"a", b"1", 5)
     client = await endpoint.client()
     assert (await client.stream(0)).status == 0
     await client.until_end(5)
-    store.writer.begin_refill(0)
+    store.writer.begin_resync(0)
     assert await client.event() == ev.StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=0x77)
     store.log(0, (UUID + 9, 0))
     store.put(b"z", b"1", 7)

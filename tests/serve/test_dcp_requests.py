@@ -138,7 +138,7 @@ async def test_a_vbucket_without_anything_complete_is_not_here_yet(store: Store,
     vbid = store.put(b"a", b"1", 5, publish=False)
     other = store.put(b"b", b"1", 5)
     assert other != vbid
-    store.writer.begin_refill(other)
+    store.writer.begin_resync(other)
     for each in (vbid, other):
         refused = await client.stream(each)
         assert (refused.status, refused.value) == (Status.NOT_MY_VBUCKET, b"")

@@ -64,9 +64,9 @@ def step(world: World, rng: Random) -> None:
     elif roll < 0.05:
         world.purge_source()
         if world.writer.state(0).open_snapshot is None:
-            world.refill()
+            world.resync()
     elif roll < 0.08:
-        if world.writer.state(0).open_snapshot is None and not world.refilling:
+        if world.writer.state(0).open_snapshot is None and not world.resyncing:
             world.go_back()
     elif roll < 0.18:
         world.purge()

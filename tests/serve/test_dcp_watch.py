@@ -67,7 +67,7 @@ async def test_it_looks_by_itself_while_somebody_follows(store: Store, view: Vie
     told: list[int] = []
     watch.follow(0, told.append)
     await until(lambda: told == [0])
-    store.writer.begin_refill(0)
+    store.writer.begin_resync(0)
     await until(lambda: told == [0, 0])
     await watch.stop()
     assert told == [0, 0]

@@ -164,14 +164,14 @@ def test_from_now_on_nothing_old_comes(site: Site) -> None:
         assert told(listener.event()) == ("mutation", 2)
 
 
-def test_a_refill_ends_the_stream_with_a_reset_and_refuses_its_position(site: Site) -> None:
+def test_a_resync_ends_the_stream_with_a_reset_and_refuses_its_position(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
     with listening(site, vbid=2) as listener:
         listener.event()
         last = listener.last_id
         writer = site.source.writer(2)
-        writer.begin_refill(2)
+        writer.begin_resync(2)
         writer.commit()
         site.source.seqnos[2] = 0
         site.source.put(key, b"9")

@@ -101,7 +101,7 @@ def test_a_vbucket_that_is_filled_anew_is_unavailable(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key)
     site.stands(service_report(site.data))
-    site.source.writer(2).begin_refill(2)
+    site.source.writer(2).begin_resync(2)
     site.source.writer(2).commit()
     assert site.get(site.document(key.decode()), 503).json()["type"] == "urn:dcp-mirror:unavailable"
     assert site.get("/v1/collections/_default/documents", 503, params={"limit": 1000}).json()["vbid"] == 2

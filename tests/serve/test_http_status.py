@@ -117,7 +117,7 @@ def test_a_failover_of_many_vbuckets_is_one_entry_of_the_past() -> None:
     ]
 
 
-async def test_rollbacks_refills_history_and_disk(source: Source) -> None:
+async def test_rollbacks_resyncs_history_and_disk(source: Source) -> None:
     key = source.key_of(2)
     for _ in range(3):
         source.put(key)
@@ -135,7 +135,7 @@ async def test_rollbacks_refills_history_and_disk(source: Source) -> None:
             "first": whole["history"]["rollbacks"][0],
         }
     ]
-    assert whole["history"]["refill_count"] == 0
+    assert whole["history"]["resync_count"] == 0
     assert whole["history"]["floor_oldest_ms"] is not None
     assert 0 < whole["disk"]["mirror_bytes"] < whole["disk"]["total_bytes"]
     assert whole["lag_limit_s"] == 30

@@ -274,7 +274,7 @@ async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint, monkey
 async def test_a_vbucket_that_is_not_whole_has_no_seqnos_to_rely_on(store: Store, endpoint: Endpoint) -> None:
     store.put(b"a", b"1", 1)
     vbid = endpoint.bucket.view.vbid_of(b"a")
-    store.writer.begin_refill(vbid)
+    store.writer.begin_resync(vbid)
     store.log(vbid, (99, 0))
     client = await endpoint.connect()
     assert (await client.ask(codec_kv.observe_seqno(vbid, 99))).status == Status.ETMPFAIL
@@ -309,7 +309,7 @@ async def test_vbuckets_that_serve_nothing_complete_are_left_out_of_the_seqnos(
         store.writer.publish(2, 5, 5)
         store.writer.commit()
         assert await seqnos(modern, 1) == {1: 5, 2: 5, 3: 0}
-        store.writer.begin_refill(1)
+        store.writer.begin_resync(1)
         assert await seqnos(modern, 1) == {2: 5, 3: 0}
         store.collections(9, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(9)), vbids=(2,))
         assert await seqnos(modern, 1, 8) == {2: 9}, "a vbucket that does not know the collection yet is left out"

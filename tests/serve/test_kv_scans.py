@@ -147,9 +147,9 @@ async def test_a_rollback_cancels_a_scan_whose_moment_it_took_back(store: Store,
     assert len(await keys(client, between())) == 20
 
 
-async def test_a_refill_cancels_scans_and_new_ones_wait_for_its_end(store: Store, client: Client) -> None:
+async def test_a_resync_cancels_scans_and_new_ones_wait_for_its_end(store: Store, client: Client) -> None:
     name = await begin(client, between())
-    store.writer.begin_refill(0)
+    store.writer.begin_resync(0)
     store.writer.commit()
     assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_CANCELLED
     assert (await client.ask(create(between()))).status == Status.ETMPFAIL

@@ -381,14 +381,14 @@ def test_with_the_service_down_it_shows_what_is_stored(page: Any, site: Site) ->
     picture(page, "down-dark")
 
 
-def test_rollbacks_and_refills_are_told(page: Any, site: Site) -> None:
+def test_rollbacks_and_resyncs_are_told(page: Any, site: Site) -> None:
     key = site.source.key_of(2)
     for _ in range(3):
         site.source.put(key)
     site.source.rollback(2, 1)
     writer = site.source.writer(4)
     site.source.put(site.source.key_of(4))
-    writer.begin_refill(4)
+    writer.begin_resync(4)
     writer.commit()
     site.source.seqnos[4] = 0
     site.source.put(site.source.key_of(4))

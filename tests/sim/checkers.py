@@ -4,12 +4,12 @@ After a commit, for each vbucket that it may have changed:
 - what is published is the source's state at that seqno of that history, key by key and field by field, tombstones
   included (above the purges), and the seqno is one at which the source announced a snapshot's end;
 - branches only move as they may: forward on the same branch, back to the newest kept boundary that a rollback allowed,
-  to an equal copy after abandoning, to a whole new copy after a refill;
+  to an equal copy after abandoning, to a whole new copy after a resync;
 - the kept boundaries are exactly those that were published, less what was rolled back and what the floor has passed;
   each of them, read as of its seqno, is what the source was there; below the floor there is an error that names it.
 After a step: machines are valid, and what is published under an open stream is part of that stream's history.
 Followers hold a copy and a token: following the changes brings the copy up to date exactly, or is refused where
-history was purged or refilled since the token; never while a lease holds it.
+history was purged or resynced since the token; never while a lease holds it.
 After a power cut each group is as it was after its last commit or, with `sync=safe`, after the one before; and sound.
 What is mirrored of a bucket is what its selection names.
 
@@ -76,7 +76,7 @@ class Watched:
     floor: int = 0
     boundaries: list[int] = field(default_factory=list)
     """Published and not rolled back, oldest first."""
-    refills: int = 0
+    resyncs: int = 0
     dead_removed: list[tuple[int, int]] = field(default_factory=list)
     """(branch, from which seqno) of retracted rows that the purger took."""
     merges: int = 0
@@ -95,12 +95,12 @@ class Follower:
     vbid: int
     token: Token | None = None
     copy: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
-    refills: int = 0
+    resyncs: int = 0
     removed: int = 0
     merges: int = 0
 
     def catches_up_with(self, watched: Watched) -> None:
-        self.refills, self.removed, self.merges = watched.refills, len(watched.dead_removed), watched.merges
+        self.resyncs, self.removed, self.merges = watched.resyncs, len(watched.dead_removed), watched.merges
 
     def apply(self, change: Change, rollbacks: list[Rollback], counts: Counter[str]) -> None:
         document = change.document
@@ -171,7 +171,7 @@ class Checker:
 
     def on_lease_lost(self, lease: HeldLease) -> None:
         """What was held cannot be held after a restart."""
-        assert lease.undone or self.watched[lease.vbid].refills > lease.refills, f"{lease} is not kept any more"
+        assert lease.undone or self.watched[lease.vbid].resyncs > lease.resyncs, f"{lease} is not kept any more"
 
     def on_merged(self, vbid: int) -> None:
         self.watched[vbid].merges += 1
@@ -221,7 +221,7 @@ class Checker:
             self._proven.pop(vbid, None)
             self.watched[vbid] = replace(
                 old,
-                refills=newer.refills + 1,  # positions that were read since are none of this history
+                resyncs=newer.resyncs + 1,  # positions that were read since are none of this history
                 dead_removed=newer.dead_removed,
                 merges=newer.merges,
                 recreated=old.recreated or newer.recreated,
@@ -270,8 +270,8 @@ class Checker:
             self._is_persisted(vbid, seqno)
             watched.recreated = False
             watched.boundaries = [seqno]
-            watched.refills += 1
-            self.counts["out-of-order snapshots published" if reason == 5 else "refills published"] += 1
+            watched.resyncs += 1
+            self.counts["out-of-order snapshots published" if reason == 5 else "resyncs published"] += 1
         if floor > watched.floor and branch == watched.branch and watched.floor:
             self.counts["floors raised"] += 1
         watched.pub, watched.branch, watched.seqno, watched.floor = pub, branch, seqno, floor
@@ -309,7 +309,7 @@ class Checker:
         assert sorted(kept) == expected, f"vb {vbid}: boundaries {sorted(kept)}, published were {expected}"
         assert not expected or expected[0] == watched.floor, f"vb {vbid}: floor {watched.floor}, boundaries {expected}"
         for lease in self.mirror.active_leases(vbid):
-            if lease.refills == watched.refills and lease.boundary in watched.boundaries:
+            if lease.resyncs == watched.resyncs and lease.boundary in watched.boundaries:
                 assert lease.boundary in kept, f"vb {vbid}: {lease} is held, and {sorted(kept)} are kept"
                 self.counts["boundaries under a lease"] += 1
         self.compare(view, vbid, watched.seqno, int(kept[watched.seqno].vbuuid) if watched.seqno else 0, None)
@@ -428,7 +428,7 @@ class Checker:
     def _check_line(self, vbid: int, opaque: int) -> None:
         """Under an accepted stream nothing is published that is not of its history."""
         watched = self.watched[vbid]
-        if self.mirror.actors[vbid].machine.refilling or not watched.seqno:  # type: ignore[union-attr]
+        if self.mirror.actors[vbid].machine.resyncing or not watched.seqno:  # type: ignore[union-attr]
             return
         if self.mirror.writers[vbid % len(self.mirror.writers)].state(vbid).staging_branch != watched.branch:
             return
@@ -486,9 +486,9 @@ class Checker:
         assert follower.token is not None, f"reading from the beginning was refused: {error}"
         held = self.lease_of(follower)
         if held is not None and held.position == (follower.token.branch, follower.token.seqno):
-            assert held.undone or watched.refills > held.refills, f"refused what {held} holds: {error}"
-        if watched.refills > follower.refills:
-            self.counts["followers refused after a refill"] += 1
+            assert held.undone or watched.resyncs > held.resyncs, f"refused what {held} holds: {error}"
+        if watched.resyncs > follower.resyncs:
+            self.counts["followers refused after a resync"] += 1
             return
         if watched.merges > follower.merges and ("no branch" in str(error) or "of a history" in str(error)):
             self.counts["followers refused after branches were merged"] += 1
@@ -527,7 +527,7 @@ class Checker:
             boundary = below[-1] if below and token.branch == watched.branch else None
             undone = not below and token.branch == watched.branch and token.seqno > watched.seqno
             held = HeldLease(
-                self.name_of(follower), follower.vbid, position, boundary, undone, watched.refills, until_ms
+                self.name_of(follower), follower.vbid, position, boundary, undone, watched.resyncs, until_ms
             )
         held.until_wall_ms = until_ms
         try:

@@ -102,7 +102,7 @@ class HeldLease:
     """The newest kept boundary at or below it, where that is on the branch that was served then."""
     undone: bool
     """A power cut had undone what it is ahead of, and nothing below it was kept: the first publish may pass it."""
-    refills: int
+    resyncs: int
     until_wall_ms: int
     until_ms: int = 0
     """By the clock that is never set."""

@@ -172,7 +172,7 @@ def test_as_of_an_older_boundary_the_copy_serves_that_one(path: str, filled: Gro
 
 
 def test_a_vbucket_that_is_resynced_has_no_older_boundary_to_go_back_to(path: str, filled: GroupWriter) -> None:
-    filled.begin_refill(0)
+    filled.begin_resync(0)
     assert made(path)
     with pytest.raises(StorageError, match="resynced"):
         made(path, as_of_ms=2_000_000)

@@ -41,7 +41,7 @@ def test_branch_numbers_rise_through_everything_that_opens_one(path: str) -> Non
     writer.commit(flush_open=True)
     writer.abandon(0)
     seen.append(writer.state(0).staging_branch)
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     seen.append(writer.state(0).staging_branch)
     writer.abandon(0)  # nothing was written to it: it stays
     assert writer.state(0).staging_branch == seen[-1]
@@ -49,7 +49,7 @@ def test_branch_numbers_rise_through_everything_that_opens_one(path: str) -> Non
     writer.commit(flush_open=True)
     writer.abandon(0)
     seen.append(writer.state(0).staging_branch)
-    writer.rollback(0, 1)  # gives the refill up
+    writer.rollback(0, 1)  # gives the resync up
     seen.append(writer.state(0).staging_branch)
     assert seen == sorted(set(seen))
     assert writer.state(0).branch == writer.state(0).staging_branch
@@ -60,7 +60,7 @@ class Interrupted(BaseException):
     """The machine went away here."""
 
 
-@pytest.mark.parametrize("operation", ["rollback", "abandon", "begin_refill"])
+@pytest.mark.parametrize("operation", ["rollback", "abandon", "begin_resync"])
 def test_an_operation_that_is_cut_off_before_its_commit_changed_nothing(
     path: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,10 +227,10 @@ def test_power_cuts_without_number_keep_a_branch_small(path: str, monkeypatch: p
     assert refused(path, newest) == [False]
 
 
-def test_a_refill_that_a_power_cut_undid_leaves_no_position_behind(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resync_that_a_power_cut_undid_leaves_no_position_behind(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(path, range(1, 3))
     writer = open_writer(path)
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.close()
     before = data_of(path).read_bytes()
     fill(path, range(1, 6))

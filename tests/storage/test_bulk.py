@@ -98,7 +98,7 @@ def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_th
 
 
 @pytest.mark.parametrize("rolled_back_to", [None, 60])
-def test_history_that_the_purger_was_at_is_not_read_after_a_refill_either(
+def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
     writer: GroupWriter, view: View, clock: Clock, way: None, rolled_back_to: int | None
 ) -> None:
     """The floor of then is forgotten, and what the purger left behind stays for a while."""
@@ -117,7 +117,7 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_refill_either(
             writer.background.purge(vbid, clock.now)
 
     purge(boundaries=41, time_ms=10**9)  # from 60 on
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.save_failover_log(0, log(88))
     fill(writer, 3, 1, 1)
     with pytest.raises(ViewInvalidated, match="history at seqno 50 is gone"):
@@ -131,7 +131,7 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_refill_either(
         assert sorted(met) == [row.key for row in contents]
 
 
-def test_after_a_refill_also_what_the_history_then_served_had_left_is_not_read_once_the_purger_was_at_it(
+def test_after_a_resync_also_what_the_history_then_served_had_left_is_not_read_once_the_purger_was_at_it(
     writer: GroupWriter, view: View, clock: Clock, way: None
 ) -> None:
     fill(writer, 1, 1, 100)
@@ -141,7 +141,7 @@ def test_after_a_refill_also_what_the_history_then_served_had_left_is_not_read_o
     writer.background.purger.window = Window(boundaries=31, time_ms=10**9)  # from 70 on
     while (vbid := writer.background.purger.plan(clock.now)) is not None:
         writer.background.purge(vbid, clock.now)
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.save_failover_log(0, log(88))
     fill(writer, 3, 1, 1)
     with pytest.raises(ViewInvalidated, match="history at seqno 60 is gone"):

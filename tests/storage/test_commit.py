@@ -78,10 +78,10 @@ def test_a_complete_snapshot_without_its_key_rows_is_published_by_the_next_write
         assert len(list(view.scan(0))) == 9
 
 
-def test_a_refill_from_an_empty_source_is_published_at_zero(path: str, writer: GroupWriter) -> None:
+def test_a_resync_from_an_empty_source_is_published_at_zero(path: str, writer: GroupWriter) -> None:
     key = keys_of(0, 1)[0]
     publish(writer, 0, [(key, b"gone", 5)])
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.save_failover_log(0, log(9))
     writer.publish(0, 0, 0)
     assert writer.commit().published == [(0, 0)]

@@ -128,10 +128,10 @@ def test_what_is_below_the_floor_or_of_no_known_branch_is_refused_and_nothing_is
     assert writer.leases.of(0, clock.now) == []
 
 
-def test_a_refill_ends_what_a_lease_can_hold(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_a_resync_ends_what_a_lease_can_hold(writer: GroupWriter, view: View, clock: Clock) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     writer.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.stage(0, [row(writer.row_prefix(0), B, b"2", 1)], 0, span(1, 1))
     writer.save_failover_log(0, log(88))
     writer.publish(0, 1, 0)

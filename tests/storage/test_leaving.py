@@ -77,7 +77,7 @@ def test_what_a_copy_was_filtered_to_is_unknown_once_an_oso_snapshot_beside_it_b
     (key,) = keys_of(0, 1)
     writer.save_filter(0, "collections 8")
     publish(writer, 0, [(key, b"1", 1)])
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.begin_oso(0)
     writer.save_failover_log(0, log())
     writer.save_filter(0, "collections 9")
@@ -85,7 +85,7 @@ def test_what_a_copy_was_filtered_to_is_unknown_once_an_oso_snapshot_beside_it_b
     writer.commit(flush_open=True)
     writer.abandon(0)
     assert writer.state(0).published_seqno == 1
-    assert writer.state(0).stream_filter == "", "no filter goes on from it: a refill follows"
+    assert writer.state(0).stream_filter == "", "no filter goes on from it: a resync follows"
 
 
 def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer: GroupWriter) -> None:
@@ -101,7 +101,7 @@ def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer:
 
 
 def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
-    """A reader must know what was left out: a refill begins again, what is served next to it claims nothing."""
+    """A reader must know what was left out: a resync begins again, what is served next to it claims nothing."""
     assert writer.state(0).stream_filter is None
     writer.save_filter(0, "collections 8")
     publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
@@ -110,7 +110,7 @@ def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, write
     assert writer.state(0).stream_filter == "collections 8"
     writer.begin_oso(0)
     assert writer.state(0).stream_filter == "collections 8"
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     assert writer.state(0).stream_filter is None
     writer.save_filter(0, "collections 8,9")
     writer.commit()
@@ -122,15 +122,15 @@ def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, write
     writer.close()
 
 
-def test_the_copy_that_is_served_beside_a_refill_is_of_its_own_history(path: str, writer: GroupWriter) -> None:
-    """A rollback on command during a refill gave the old copy the failover log of the refill's stream: the source took
+def test_the_copy_that_is_served_beside_a_resync_is_of_its_own_history(path: str, writer: GroupWriter) -> None:
+    """A rollback on command during a resync gave the old copy the failover log of the resync's stream: the source took
     its documents for its own past, and they stayed for ever.
     """
     key = keys_of(0, 1)[0]
     writer.save_failover_log(0, log(77))
     publish(writer, 0, [(key, b"1", 5)])
     publish(writer, 0, [(key, b"2", 9)])
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.save_failover_log(0, log(88))
     writer.commit()
     writer.rollback(0, 6)
@@ -141,10 +141,10 @@ def test_the_copy_that_is_served_beside_a_refill_is_of_its_own_history(path: str
 
 
 def test_the_boundary_of_an_empty_copy_is_none_to_go_back_to(writer: GroupWriter) -> None:
-    """A refill from an empty source is published at 0; "went to 0" means that nothing was changed."""
+    """A resync from an empty source is published at 0; "went to 0" means that nothing was changed."""
     writer.save_failover_log(0, log(77))
     publish(writer, 0, [(keys_of(0, 1)[0], b"1", 5)])
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.publish(0, 0, 0)
     settle(writer)
     branch = writer.state(0).branch
@@ -152,12 +152,12 @@ def test_the_boundary_of_an_empty_copy_is_none_to_go_back_to(writer: GroupWriter
     assert writer.state(0).branch == branch
 
 
-def test_a_token_of_a_refilled_vbucket_is_refused(path: str, writer: GroupWriter) -> None:
+def test_a_token_of_a_resynced_vbucket_is_refused(path: str, writer: GroupWriter) -> None:
     key = keys_of(0, 1)[0]
     publish(writer, 0, [(key, b"1", 5)])
     with open_view(path) as view:
         token = view.token(0)
-        writer.begin_refill(0)
+        writer.begin_resync(0)
         assert view.stale(0)
         assert list(view.changes(0, since=token)) == []
         publish(writer, 0, [(key, b"2", 3)])

@@ -242,7 +242,7 @@ def test_manifests_and_open_prepares_go_where_the_rows_go(
     assert check(path).problems == []
 
 
-def test_branches_of_a_copy_that_a_refill_replaced_go_with_its_last_row(
+def test_branches_of_a_copy_that_a_resync_replaced_go_with_its_last_row(
     writer: GroupWriter, view: View, clock: Clock
 ) -> None:
     for number in range(5):
@@ -250,7 +250,7 @@ def test_branches_of_a_copy_that_a_refill_replaced_go_with_its_last_row(
     held = view.token(0)
     clock.now += HOUR_MS
     writer.lease("job", {0: (int(held.branch), int(held.seqno))}, clock.now + 10 * HOUR_MS)
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     publish(writer, 0, [(NAMES[0], b"new", 1)])
     purger = purge.Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.leases)
     for expected in (7, 1):
@@ -264,11 +264,11 @@ def test_branches_of_a_copy_that_a_refill_replaced_go_with_its_last_row(
         clock.now += 2 * HOUR_MS
     with pytest.raises(ViewInvalidated, match="no branch"):
         list(view.changes(0, since=held))
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     publish(writer, 0, [(NAMES[0], b"newer", 1)])
     clock.now += 2 * HOUR_MS
     purge_all(writer, Window(time_ms=HOUR_MS))
-    assert (len(view.past(0).refills_ms), view.past(0).refill_count) == (1, 2)
+    assert (len(view.past(0).resyncs_ms), view.past(0).resync_count) == (1, 2)
     publish(writer, 0, [(NAMES[1], b"new", 2)])
     assert writer.state(0).branch == 8
 
@@ -278,7 +278,7 @@ def test_branches_that_are_forgotten_in_several_steps_never_lack_a_parent(
 ) -> None:
     for number in range(5):
         fail_over(writer, number)
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     publish(writer, 0, [(NAMES[0], b"new", 1)])
     clock.now += 2 * HOUR_MS
     monkeypatch.setattr(purge.Pace, "rows", 2)

@@ -147,5 +147,5 @@ def test_find_gives_the_document_and_what_an_answer_needs_beside_it(writer: Grou
     system_event(writer, 6, DEFAULT, scopes={0: "_default"})
     commit(writer, 6)
     assert not view.find(b"\xac\x02" + A).collection_exists
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     assert view.find(b"\0" + A).stale

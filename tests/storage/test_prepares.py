@@ -74,7 +74,7 @@ class StoreWithPrepares(Store):
         self.line: dict[int, list[Event]] = {vbid: [] for vbid in VBIDS}
         """What came on the staging branch's history."""
         self.served_line: dict[int, list[Event]] = {}
-        """The same of what is served beside a refill."""
+        """The same of what is served beside a resync."""
 
     def expected(self, vbid: int) -> dict[bytes, int]:
         return open_after(self.line[vbid], self.writer.state(vbid).staged_seqno)
@@ -137,8 +137,8 @@ class StoreWithPrepares(Store):
         self.cut_lines()
 
     @rule(vbid=st.sampled_from(VBIDS))
-    def begin_refill(self, vbid: int) -> None:
-        super().begin_refill(vbid)
+    def begin_resync(self, vbid: int) -> None:
+        super().begin_resync(vbid)
         self.served_line.setdefault(vbid, self.line[vbid])
         self.line[vbid] = []
 

@@ -176,9 +176,9 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
     assert seqnos(view) == [1]
 
 
-def test_a_refill_that_was_given_up_leaves_nothing_behind(writer: GroupWriter, view: View) -> None:
+def test_a_resync_that_was_given_up_leaves_nothing_behind(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.stage(0, [row(writer.row_prefix(0), B, b"2", 1), row(writer.row_prefix(0), C, b"2", 2)], 0, span(1, 9))
     writer.commit(flush_open=True)
     purge(writer, Window(time_ms=HOUR_MS))
@@ -190,9 +190,9 @@ def test_a_refill_that_was_given_up_leaves_nothing_behind(writer: GroupWriter, v
     assert seqnos(view) == [1]
 
 
-def test_the_old_copy_goes_when_a_refill_took_its_place(writer: GroupWriter, view: View) -> None:
+def test_the_old_copy_goes_when_a_resync_took_its_place(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"old", 1), (B, b"old", 2)])
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     purge(writer, Window(time_ms=HOUR_MS))
     with writer.environment.read() as txn:
         assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(b"v0")) == 3
@@ -279,10 +279,10 @@ def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view
     ]
 
 
-def test_refills_that_are_given_up_leave_no_branches_behind(writer: GroupWriter) -> None:
+def test_resyncs_that_are_given_up_leave_no_branches_behind(writer: GroupWriter) -> None:
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     for _ in range(50):
-        writer.begin_refill(0)
+        writer.begin_resync(0)
         writer.stage(0, [row(writer.row_prefix(0), C, b"staged", 1)], 0, span(1, 9))
         writer.commit(flush_open=True)
     newest = writer.state(0).staging_branch
@@ -402,7 +402,7 @@ def test_the_counters_of_boundaries_hold_through_whatever_made_them(writer: Grou
     assert [b.row_bytes for b in found] == [two + sizes[3] + sizes[7], two + sizes[3], two]
 
 
-def test_a_flushed_and_refilled_collection_is_purged_in_bounded_steps_of_linear_work_in_all(
+def test_a_flushed_and_resynced_collection_is_purged_in_bounded_steps_of_linear_work_in_all(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage.purge, "STEP_ROWS", 40)
@@ -445,7 +445,7 @@ def test_a_resynced_copy_begins_a_purge_record_of_its_own(writer: GroupWriter, v
     publish(writer, 0, [(B, b"2", 9)])
     purge(writer, Window(boundaries=1))
     assert view.state(0).local_purge_seqno == 8
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     publish(writer, 0, [(A, b"1", 3), (B, None, 4)])
     publish(writer, 0, [(C, b"1", 5)])
     assert view.state(0).local_purge_seqno == 0

@@ -22,8 +22,8 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     first = view.published()
     assert [each.seqno for each in first] == [1, 0, 0, 0]
     past = view.past(0)
-    assert (past.floor, past.refills_ms) == (view.boundaries(0)[-1], ())
-    writer.begin_refill(0)
+    assert (past.floor, past.resyncs_ms) == (view.boundaries(0)[-1], ())
+    writer.begin_resync(0)
     writer.commit()
     assert [each.stale for each in view.published()] == [True, False, False, False]
     clock.now = 6_000
@@ -31,5 +31,5 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     commit(writer, 7)
     assert view.published()[0].seqno == 7
     assert view.published()[0].branch > first[0].branch
-    assert len(view.past(0).refills_ms) == 1
-    assert view.past(0).refills_ms[0] >= 6_000
+    assert len(view.past(0).resyncs_ms) == 1
+    assert view.past(0).resyncs_ms[0] >= 6_000

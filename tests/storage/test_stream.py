@@ -119,11 +119,11 @@ def test_a_rollback_below_what_is_read_is_told_and_one_above_is_not(store: Store
     assert seqnos(stream.rows(view, 0, low, 0, bytes_max=1 << 20)[0]) == [1, 2]
 
 
-def test_a_refill_is_not_whole_and_shares_nothing(store: Store, view: View) -> None:
+def test_a_resync_is_not_whole_and_shares_nothing(store: Store, view: View) -> None:
     store.put(b"a", b"v", 5)
     before = stream.standing(view, 0)
     assert before.whole
-    store.writer.begin_refill(0)
+    store.writer.begin_resync(0)
     assert not stream.standing(view, 0).whole
     assert seqnos(stream.rows(view, 0, before, 0, bytes_max=1 << 20)[0]) == [5], "the old copy is still there"
     store.log(0, (9, 0))

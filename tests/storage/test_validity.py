@@ -46,7 +46,7 @@ def test_a_rollback_ends_a_scan_above_its_boundary_but_not_a_position(writer: Gr
     fill(writer)
     served, standing = served_and_standing(view)
     writer.rollback(0, 2)
-    with pytest.raises(ViewInvalidated, match="a rollback or refill passed seqno 3"):
+    with pytest.raises(ViewInvalidated, match="a rollback or resync passed seqno 3"):
         check(view, served)
     check(view, standing)
     for each in served_and_standing(view):

@@ -1,4 +1,4 @@
-"""Waiting for one's own writes: through publishes, rollbacks, failovers not heard of yet, and refills."""
+"""Waiting for one's own writes: through publishes, rollbacks, failovers not heard of yet, and resyncs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_history_nobody_heard_of_is_waited_for(view: View, writer: GroupWriter
 
 
 def test_while_a_vbucket_is_filled_anew_nothing_counts(view: View, writer: GroupWriter) -> None:
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.save_failover_log(0, log_of((NEW, 0)))
     writer.commit()
     assert standing(view, token(NEW, 3)) is WriteStatus.WAITING

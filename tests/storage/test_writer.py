@@ -1,4 +1,4 @@
-"""The store against a model: random staging, publishing, rollbacks, refills and crashes; every view at every step."""
+"""The store against a model: random staging, publishing, rollbacks, resyncs and crashes; every view at every step."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Store(RuleBasedStateMachine):
         """Events of the open snapshot."""
         self.complete: dict[int, list[tuple[int, list[tuple[int, bytes, bytes | None]]]]] = {v: [] for v in VBIDS}
         """Complete snapshots that no commit has published yet."""
-        self.refill = {vbid: self.writer.state(vbid).staging_branch != self.writer.state(vbid).branch for vbid in VBIDS}
+        self.resync = {vbid: self.writer.state(vbid).staging_branch != self.writer.state(vbid).branch for vbid in VBIDS}
 
     def teardown(self) -> None:
         if hasattr(self, "view"):
@@ -155,10 +155,10 @@ class Store(RuleBasedStateMachine):
             ready = self.complete[vbid]
             assert ready
             assert ready[-1][0] == seqno, (ready, seqno)
-            if self.refill[vbid]:
+            if self.resync[vbid]:
                 self.model[vbid] = ModelVbucket(vbid)
                 self.tokens = [entry for entry in self.tokens if entry[0].vbid != vbid]
-                self.refill[vbid] = False
+                self.resync[vbid] = False
             self.model[vbid].publish(seqno, [event for _, events in ready for event in events])
             self.complete[vbid] = []
 
@@ -185,7 +185,7 @@ class Store(RuleBasedStateMachine):
         assert result.boundary_seqno == expected
         state = self.writer.state(vbid)
         if expected:
-            self.open[vbid], self.complete[vbid], self.refill[vbid] = [], [], False
+            self.open[vbid], self.complete[vbid], self.resync[vbid] = [], [], False
             assert (state.published_seqno, state.staged_seqno) == (expected, expected)
             assert state.branch > before.branch
             assert state.rollback_count == before.rollback_count + 1
@@ -213,10 +213,10 @@ class Store(RuleBasedStateMachine):
             assert state.staged_seqno > end
 
     @rule(vbid=st.sampled_from(VBIDS))
-    def begin_refill(self, vbid: int) -> None:
+    def begin_resync(self, vbid: int) -> None:
         self.settle_first()
-        self.writer.begin_refill(vbid)
-        self.open[vbid], self.complete[vbid], self.refill[vbid] = [], [], True
+        self.writer.begin_resync(vbid)
+        self.open[vbid], self.complete[vbid], self.resync[vbid] = [], [], True
         assert self.writer.state(vbid).staged_seqno == 0
         self.writer.save_failover_log(vbid, log(88))
 
@@ -235,7 +235,7 @@ class Store(RuleBasedStateMachine):
             kept = [event for _, events in self.complete[vbid] for event in events] + self.open[vbid]
             self.open[vbid] = [event for event in kept if event[0] <= after.staged_seqno]
             self.complete[vbid] = []
-            self.refill[vbid] = after.staging_branch != after.branch
+            self.resync[vbid] = after.staging_branch != after.branch
             if after.staged_seqno > after.staging_published_seqno and after.open_snapshot is None:
                 # Complete on disk, without its key rows: the new writer makes them and publishes it.
                 assert self.writer.publishing(vbid)

@@ -59,7 +59,7 @@ async def test_a_question_gets_its_answer(tmp_path: Path) -> None:
     child, events = await start(tmp_path)
     question = asyncio.create_task(child.request(Resync(1), timeout_s=30))
     child.answered(await until(events, Answer))
-    assert await question == {"heard": {"op": "refill", "vbid": 1}}
+    assert await question == {"heard": {"op": "resync", "vbid": 1}}
     child.answered(Answer(999))
     child.send(StopWork())
     assert (await until_gone(events)).status == 0

@@ -286,7 +286,7 @@ async def test_a_server_without_data_or_with_a_taken_address_says_so(tmp_path: P
     taken.close()
     work = await open_server(replace(start, listeners=[["127.0.0.1:0", None]]), lambda _message: None)
     assert work.status()["vbuckets"] == []
-    with pytest.raises(ConfigError, match="no command 'refill'"):
+    with pytest.raises(ConfigError, match="no command 'resync'"):
         await work.request(Resync(1))
     running = asyncio.create_task(work.run())
     await work.stop()

@@ -81,7 +81,7 @@ async def test_it_beats_answers_and_stops_when_told(worker: Ends, tmp_path: Path
     assert answer.value is not None
     assert [row["vbid"] for row in answer.value["vbuckets"]] == [0, 1, 4, 5]
     channel.send(Request(8, Resync(1)))
-    assert (await expect(channel, Answer)).value == {"heard": {"op": "refill", "vbid": 1}}
+    assert (await expect(channel, Answer)).value == {"heard": {"op": "resync", "vbid": 1}}
     channel.send(StopWork())
     assert await process.wait() == 0
 

@@ -17,7 +17,7 @@ from tests.crash.load import Load
 from tests.crash.service import Service
 
 VBUCKETS = 8
-FLAGS = ("--groups", "3", "--workers", "2", "--set", "refill_reads=stale")
+FLAGS = ("--groups", "3", "--workers", "2", "--set", "resync_reads=stale")
 
 
 def alter(data: Path, vbid: int) -> None:

@@ -21,7 +21,7 @@ const KINDS = {
 const BAD = ["dead", "rolled", "stalled", "lagging"];
 const ATTENTION = [...BAD, "waiting"];
 const DEAD = new Set(["damaged", "refused", "no-active-node", "finished"]);
-const FILLING = new Set(["starting", "requesting", "backfilling", "rolling-back", "refilling"]);
+const FILLING = new Set(["starting", "requesting", "backfilling", "rolling-back", "resyncing"]);
 const WELL = new Set(["starting", "catching up", "caught up", "stopping"]);
 
 const $ = (id) => document.getElementById(id);
@@ -256,7 +256,7 @@ function drawPast(report) {
   events.sort((a, b) => b[0] - a[0]);
   $("history").textContent = (known(history.floor_newest_ms)
     ? `Every vbucket can be read as of any kept boundary since ${moment(history.floor_newest_ms)}; the oldest floor is of ${moment(history.floor_oldest_ms)}.`
-    : "Nothing is published yet.") + ` Rollbacks: ${number(totals.rollback_count)}; resyncs: ${number(history.refill_count)}.`;
+    : "Nothing is published yet.") + ` Rollbacks: ${number(totals.rollback_count)}; resyncs: ${number(history.resync_count)}.`;
   drawLines("leases", (report.leases || []).map((lease) =>
     `${lease.name} holds the history of ${number(lease.vbuckets)} vbuckets until ${moment(lease.until_ms)} at least`));
   $("past").hidden = !events.length;

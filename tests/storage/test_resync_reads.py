@@ -17,14 +17,14 @@ from tests.storage.model import IDENTITY, keys_of, log, row, span
 KEY, OTHER = keys_of(0, 2)
 
 
-def open_writer(path: str, refill_reads: str) -> GroupWriter:
+def open_writer(path: str, resync_reads: str) -> GroupWriter:
     return GroupWriter.open(
         directory.group_path(path, 0),
         group=0,
         vbids=directory.group_vbids(IDENTITY, 0),
         identity=IDENTITY,
         clock_ms=lambda: 5,
-        refill_reads=refill_reads,
+        resync_reads=resync_reads,
     )
 
 
@@ -59,19 +59,19 @@ READS: dict[str, Callable[[View], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_unavailable_until_the_refill_is_published(path: str, read: Callable[[View], Any]) -> None:
+def test_unavailable_until_the_resync_is_published(path: str, read: Callable[[View], Any]) -> None:
     writer = open_writer(path, "unavailable")
     with open_view(path) as view, open_view(path, stale_reads=True) as patient:
         assert read(view)
-        writer.begin_refill(0)
-        with pytest.raises(Unavailable, match=r"vbucket 0: temporarily unavailable.*refill_reads") as caught:
+        writer.begin_resync(0)
+        with pytest.raises(Unavailable, match=r"vbucket 0: temporarily unavailable.*resync_reads") as caught:
             read(view)
         assert caught.value.retryable
         assert view.stale(0)
         assert read(patient)
         assert view.get(keys_of(2, 1)[0]) is not None  # the other vbuckets are well
         assert view.state(0).published_seqno == 3
-        writer.abandon(0)  # a new try at the same refill
+        writer.abandon(0)  # a new try at the same resync
         with pytest.raises(Unavailable):
             read(view)
         publish(writer, 0, KEY, b"new", 3)
@@ -83,7 +83,7 @@ def test_unavailable_until_the_refill_is_published(path: str, read: Callable[[Vi
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_the_old_copy_marked_stale(path: str, read: Callable[[View], Any]) -> None:
     writer = open_writer(path, "stale")
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     with open_view(path) as view:
         assert read(view)
         assert (view.stale(0), view.stale(2)) == (True, False)
@@ -91,9 +91,9 @@ def test_the_old_copy_marked_stale(path: str, read: Callable[[View], Any]) -> No
     writer.close()
 
 
-def test_a_refill_that_is_under_way_follows_the_setting_of_the_next_start(path: str) -> None:
+def test_a_resync_that_is_under_way_follows_the_setting_of_the_next_start(path: str) -> None:
     writer = open_writer(path, "stale")
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     writer.close()
     for setting, refused in (("unavailable", True), ("unavailable", True), ("stale", False)):
         open_writer(path, setting).close()
@@ -109,7 +109,7 @@ def test_a_vbucket_that_never_published_has_nothing_to_withhold(tmp_path: Path) 
     path = str(tmp_path / "data")
     directory.create(path, IDENTITY)
     writer = open_writer(path, "unavailable")
-    writer.begin_refill(0)
+    writer.begin_resync(0)
     with open_view(path) as view:
         assert view.get(KEY) is None
         assert view.get(KEY, as_of=Time(5)) is None
