@@ -370,7 +370,7 @@ def _begin_history(
     work: str, identity: Identity, group: int, rollbacks: dict[int, int], clock_ms: Callable[[], int]
 ) -> None:
     """Make a copied group one of its own: positions above what it has published are of another history than those of
-    the original, which may go on. Then go back to the boundaries that were asked for.
+    the original, which may go on. Then go back to the requested boundaries.
     """
     path, vbids = directory.group_path(work, group), directory.group_vbids(identity, group)
     if not vbids:

@@ -7,9 +7,9 @@ is read in one transaction and holds `rows_max` rows or `CHUNK_BYTES` at most (a
 the purger nor memory is held up by a long read.
 
 Two ways: rows from the newest to the oldest, taking the first that is met of each key, is some times faster than
-looking each row up; but it needs the keys remembered, and it walks over older versions and over what nobody asked for.
+looking each row up; but it needs the keys remembered, and it walks over older versions and over what is not requested.
 It begins so, and goes on by keys where that does not pay. A damaged row is an error either way, unless nothing tells it
-from one that is not wanted; a row that is not there at all is missed by keys alone (and by `check`).
+from one that is not requested; a row that is not there at all is missed by keys alone (and by `check`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def documents(
     view: View,
     pin: Pin,
     collection_ids: Collection[int] | None = None,
-    wanted: KeyRange = EVERY_KEY,
+    key_range: KeyRange = EVERY_KEY,
     *,
     rows_max: int = ROWS_MAX,
 ) -> Iterator[Chunk]:
@@ -84,15 +84,15 @@ def documents(
 
     Raises ViewInvalidated once the purger has been at what `pin` sees. A rollback does not end it.
     """
-    read = _Read(view, pin, collection_ids, wanted, rows_max)
-    return read.in_order_of_rows() if wanted == EVERY_KEY else read.in_order_of_keys(frozenset())
+    read = _Read(view, pin, collection_ids, key_range, rows_max)
+    return read.in_order_of_rows() if key_range == EVERY_KEY else read.in_order_of_keys(frozenset())
 
 
 class _Read:
     """One vbucket of one pin, being read."""
 
     def __init__(
-        self, view: View, pin: Pin, collection_ids: Collection[int] | None, wanted: KeyRange, rows_max: int
+        self, view: View, pin: Pin, collection_ids: Collection[int] | None, key_range: KeyRange, rows_max: int
     ) -> None:
         self._vbid = pin.vbid
         self._reader = view.reader(pin.vbid)
@@ -100,12 +100,12 @@ class _Read:
         with self._environment.read() as txn:
             self._standing = validity.standing(self._reader, txn, pin)
             manifest = self._reader.manifest(txn, self._standing.manifest_key)
-        asked = manifest.collections if collection_ids is None else manifest.collections.keys() & set(collection_ids)
+        selected = manifest.collections if collection_ids is None else manifest.collections.keys() & set(collection_ids)
         self._collections = sorted(
             (keys.encode_collection_id(each), each, manifest.collections[each].begin_seqno.to_bytes(8, "big"))
-            for each in asked
+            for each in selected
         )
-        self._wanted = wanted
+        self._key_range = key_range
         self._rows_max = rows_max
         self._limits = {
             keys.PREFIX.pack(each.branch): keys.ROW.pack(each.branch, each.cut) + _FOREVER
@@ -199,11 +199,11 @@ class _Read:
         return CorruptedError("a row is cut short", path=self._environment.path, vbid=self._vbid)
 
     def in_order_of_keys(self, done: Set[bytes]) -> Iterator[Chunk]:
-        """Walk the keys that are wanted, and look up the rows of those that are not `done`."""
+        """Walk the requested keys, and look up the rows of those that are not `done`."""
         for collection_prefix, collection_id, begin_seqno in self._collections:
-            prefix = collection_prefix + self._wanted.prefix
-            end = None if self._wanted.end is None else collection_prefix + self._wanted.end
-            position = collection_prefix + max(self._wanted.prefix, self._wanted.start)
+            prefix = collection_prefix + self._key_range.prefix
+            end = None if self._key_range.end is None else collection_prefix + self._key_range.end
+            position = collection_prefix + max(self._key_range.prefix, self._key_range.start)
             while position:
                 with self._transaction() as txn:
                     versions, following = self._versions(txn, position, prefix, end)

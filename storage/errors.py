@@ -10,8 +10,8 @@
     |-- DeviceFailed     the device gave an input/output error
     |-- Full             no space left on the device, or a file size limit
     |-- SeqnoOrder       rows were offered out of order (the source broke its rules)
-    |-- UnknownCollection, NoSuchBoundary   a reader asked for something that is not there
-    |-- AnswerTooLarge   a reader asked for more bytes at once than it allowed itself
+    |-- UnknownCollection, NoSuchBoundary   what a reader requested is not there
+    |-- AnswerTooLarge   a reader requested more bytes at once than its own limit
     |-- WriteLost        a write that a reader waits for was rolled back
     |-- NotPublished     a write that a reader waits for is not here yet
     |-- ViewInvalidated  a rollback or the purger passed a reader's position
@@ -114,11 +114,11 @@ class UnknownCollection(StorageError):
 
 
 class NoSuchBoundary(StorageError):
-    """No kept boundary at or below the asked one; the message names the floor."""
+    """No kept boundary at or below the requested one; the message names the floor."""
 
 
 class AnswerTooLarge(StorageError):
-    """The documents asked for are larger than the caller's own limit."""
+    """The requested documents are larger than the caller's own limit."""
 
 
 class WriteLost(StorageError):

@@ -22,7 +22,7 @@ def newest_of_collection(
     """Seqno of the collection's newest row with down_to < seqno <= below (0: none was found), and where to go on
     (`below` of the next call; 0: there is nothing more to look at).
     """
-    wanted = keys.encode_collection_id(collection_id)
+    collection_prefix = keys.encode_collection_id(collection_id)
     cursor = txn.cursor(keys.rows_db(vbid))
     left = rows_max
     for link in links:
@@ -41,7 +41,7 @@ def newest_of_collection(
                     return 0, seqno
                 left -= 1
                 frame = cursor.value()
-                if not records.is_system_event(frame) and records.key_of(frame).startswith(wanted):
+                if not records.is_system_event(frame) and records.key_of(frame).startswith(collection_prefix):
                     return seqno, 0
             more = cursor.prev()
     return 0, 0

@@ -1,10 +1,10 @@
 """Leases: positions that readers hold for a while, so that history does not leave them.
 
-Knows branches and positions of the vbuckets of one group, and until when each is held; must never know who asked, nor
-how. What a lease of (vbid, branch, seqno) promises, until it ends: the floor of that vbucket does not pass the newest
-kept boundary at or below that position, nor, after a rollback, the point where the history that is served then left
-the held one; and rows that such a rollback retracts stay. So reading as of the position goes on, and changes since it
-can be listed. It holds nothing when a vbucket is resynced: no history is common then; nor at seqno 0, since all that
+Knows branches and positions of the vbuckets of one group, and until when each is held; must never know who holds it,
+nor how. What a lease of (vbid, branch, seqno) promises, until it ends: the floor of that vbucket does not pass the
+newest kept boundary at or below that position, nor, after a rollback, the point where the history that is served then
+left the held one; and rows that such a rollback retracts stay. So reading as of the position goes on, and changes since
+it can be listed. It holds nothing when a vbucket is resynced: no history is common then; nor at seqno 0, since all that
 followed can always be listed. A position ahead of what is published, which a power cut has undone, is granted too: it
 holds what is kept below it, and the position itself once it is published again; where nothing was kept below it, the
 first boundary that is published may be beyond it. Invariants: granted only for what is still kept; a lease that ended,
@@ -102,11 +102,11 @@ def check_kept(txn: Transaction, vbid: Vbid, position: Position) -> None:
     branch, published, floor, *_ = txn.pub(vbid)
     served = chain.load(txn, vbid, branch, published)
     try:
-        wanted = chain.load(txn, vbid, *position)
+        held = chain.load(txn, vbid, *position)
     except CorruptedError:
-        wanted = ()
-    common = chain.common_seqno(served, wanted)
-    gap = common is not None and any(link.kept_seqno < link.cut and common < link.cut for link in wanted)
+        held = ()
+    common = chain.common_seqno(served, held)
+    gap = common is not None and any(link.kept_seqno < link.cut and common < link.cut for link in held)
     if common is None or common < floor or gap:
         raise NoSuchBoundary(
             f"{position[0]}:{position[1]} is not kept; history begins at {branch}:{floor}",

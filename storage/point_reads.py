@@ -267,7 +267,7 @@ class PointReads:
                     byte_count += len(document.value)
                     if byte_count > bytes_max:
                         raise AnswerTooLarge(
-                            f"the documents asked for are more than {bytes_max} bytes", hint="ask for fewer at once"
+                            f"the requested documents are more than {bytes_max} bytes", hint="ask for fewer at once"
                         )
         return found
 

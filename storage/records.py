@@ -212,7 +212,7 @@ def body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def value_problem(document: Document) -> str | None:
-    """Why the value of a document stayed as it is stored where its body was asked for; None: it can be taken apart."""
+    """Why the value of a document stayed as it is stored where its body was requested; None: it can be taken apart."""
     if document.datatype & (DATATYPE_SNAPPY | DATATYPE_XATTR):
         try:
             body_of(document.value, document.datatype)

@@ -157,9 +157,9 @@ def page_or_large(
     if collection_id not in manifest.collections:
         return [], None, b""
     served = Served(at.branch, at.seqno, 0, manifest_key, False, links)
-    wanted = selection.within(manifest, collection_id)
+    wire_range = selection.within(manifest, collection_id)
     with reader.environment.read() as txn:
-        newest, following = references(reader, txn, served, wanted, deletions=False, rows_max=limit)
+        newest, following = references(reader, txn, served, wire_range, deletions=False, rows_max=limit)
     bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
     skip = len(keys.encode_collection_id(collection_id))
     found: list[Document] = []
@@ -186,7 +186,7 @@ def page_or_large(
 def chunk(
     reader: VbucketReader,
     served: Served,
-    wanted: WireRange,
+    wire_range: WireRange,
     *,
     deletions: bool = False,
     raw: bool,
@@ -197,7 +197,7 @@ def chunk(
     rows_max = CHUNK_ROWS if rows_max is None else rows_max
     bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
     with reader.environment.read() as txn:
-        newest, following = references(reader, txn, served, wanted, deletions=deletions, rows_max=rows_max)
+        newest, following = references(reader, txn, served, wire_range, deletions=deletions, rows_max=rows_max)
         found: list[Document] = []
         byte_count = 0
         for wire_key, dup in newest:
@@ -210,7 +210,7 @@ def chunk(
 
 
 def references(
-    reader: VbucketReader, txn: Transaction, served: Served, wanted: WireRange, *, deletions: bool, rows_max: int
+    reader: VbucketReader, txn: Transaction, served: Served, wire_range: WireRange, *, deletions: bool, rows_max: int
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
     """The newest visible version of each key, among the next `rows_max` references, and the key to go on from.
 
@@ -218,13 +218,13 @@ def references(
     """
     validity.check(reader, txn, served)
     cuts = {link.branch: link.cut for link in served.links}
-    current, prefix, end, begin_seqno = wanted
+    current, prefix, end, begin_seqno = wire_range
     prefix_length = len(prefix)
     found: list[tuple[bytes, bytes]] = []
     newest: bytes | None = None
     following = b""
     cursor = txn.raw.cursor(reader.keys)
-    if not cursor.set_range(current) or not wanted.has(cursor.key()):
+    if not cursor.set_range(current) or not wire_range.has(cursor.key()):
         return [], b""
     for seen, (wire_key, dup) in enumerate(cursor.iternext()):
         if wire_key != current:

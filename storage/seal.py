@@ -2,7 +2,7 @@
 
 Knows bytes, and positions for its errors; never LMDB. LMDB has no checksums of its own. Little-endian on purpose: the
 CRC-32C of a message and its own CRC-32C is then the same number for all, so that a row is verified by one call on what
-LMDB returns. Invariant: nothing is given to a reader that the writer did not accept, unless it asked for that.
+LMDB returns. Invariant: nothing is given to a reader that the writer did not accept, unless it requested that.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def rows(
 ) -> tuple[list[Row], int]:
     """The next rows of (after_seqno, pinned.seqno], and the seqno up to which that was all.
 
-    `begins` names the collections that are wanted, and the seqno that their rows must be above; None: all there are.
+    `begins` names the selected collections, and the seqno that their rows must be above; None: all there are.
     With `tombstones_from` the reader holds documents from before that seqno, so no tombstone above it may be missing.
     With `sync_writes` the prepares that are open at the end, and the aborts, are among them.
     Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises Left.
@@ -169,8 +169,8 @@ def rows(
         if begins is None and pinned.manifest.uid:
             begins = begins_of(pinned.manifest)
         if begins is not None:
-            found = [row for row in found if _is_wanted(row, begins)]
-            others = [row for row in others if _is_wanted(row, begins)]
+            found = [row for row in found if _is_selected(row, begins)]
+            others = [row for row in others if _is_selected(row, begins)]
         kept = _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
         frames = [(key, reader.frame(key, stored)) for key, stored in kept]
         return (sorted(frames + others) if others else frames), position
@@ -205,7 +205,7 @@ def last_document_seqno(
                 _check(reader, txn, pinned, None)
                 found = _look_back(reader, txn, keys.PREFIX.pack(link.branch), low, high)
             for row in found:
-                if row[1][1] != SYSTEM_EVENT and _is_wanted(row, begins):
+                if row[1][1] != SYSTEM_EVENT and _is_selected(row, begins):
                     return seqno_of(row[0])
             high = seqno_of(found[-1][0]) - 1 if len(found) == PIECE_ROWS else low
     return after_seqno
@@ -218,7 +218,7 @@ def _last_prepare(reader: VbucketReader, pinned: ServedState, after_seqno: int, 
         with reader.environment.read() as txn:
             _check(reader, txn, pinned, None)
             found, at = _look_at_prepares(txn, reader.vbid, pinned, (at, pinned.seqno), PIECE_ROWS, PIECE_BYTES)
-        last = max((int.from_bytes(row[0][4:]) for row in found if _is_wanted(row, begins)), default=last)
+        last = max((int.from_bytes(row[0][4:]) for row in found if _is_selected(row, begins)), default=last)
     return last
 
 
@@ -301,8 +301,8 @@ def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int,
     return found
 
 
-def _is_wanted(row: Row, begins: Mapping[int, int]) -> bool:
-    """Whether it is a system event, or of a collection that is wanted."""
+def _is_selected(row: Row, begins: Mapping[int, int]) -> bool:
+    """Whether it is a system event, or of a selected collection."""
     key, frame = row
     if frame[1] == SYSTEM_EVENT:
         return True

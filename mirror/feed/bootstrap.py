@@ -62,7 +62,7 @@ FEATURES = (
 
 PROPOSED_NAME = "dcp-mirror"
 REVISION_MAX = 2**63 - 1
-"""Requests carry signed numbers; a map with a larger one is asked for whole."""
+"""Requests carry signed numbers; a map with a larger one is requested whole."""
 CERTIFICATE_HINT = (
     "have client certificates enabled at the cluster, check how it finds the user's name in them, that this user "
     "exists and that it may read the bucket; or name a user and a password"
@@ -212,17 +212,17 @@ async def fetch_high_seqnos(
 
     A collection that the node does not know (yet, or any more) has none. Raises ClusterError.
     """
-    wanted: Sequence[int | None] = [None] if collection_ids is None else collection_ids
-    asked = [
+    queried_ids: Sequence[int | None] = [None] if collection_ids is None else collection_ids
+    queries = [
         link.request(
             Opcode.GET_ALL_VB_SEQNOS,
             extras=encode_all_vb_seqnos_request(VbucketRole.ACTIVE, collection_id),
             timeout_s=settings.request_timeout_s,
         )
-        for collection_id in wanted
+        for collection_id in queried_ids
     ]
     highest: dict[int, int] = {}
-    for answer in await asyncio.gather(*asked):
+    for answer in await asyncio.gather(*queries):
         if answer.status == Status.UNKNOWN_COLLECTION and collection_ids is not None:
             continue
         if answer.status != Status.SUCCESS:

@@ -1,4 +1,4 @@
-"""Which collections a mirror's streams are asked for: its names, found in the source's manifest and found again.
+"""Which collections a mirror's streams request: its names, found in the source's manifest and found again.
 
 Knows a selection, the newest manifest that any node gave, and who waits for another; must never know streams or the
 store. Invariants: manifests only ever move forward in their uid; a name that does not exist is waited for, and said;
@@ -26,7 +26,7 @@ log = get_logger("feed")
 
 HIDDEN = (
     "the source's own collections (scope _system) are not mirrored: the user may not look them up, so the source "
-    "leaves them out; grant it the privilege SystemCollectionLookup if they are wanted (role data_dcp_reader)"
+    "leaves them out; grant it the privilege SystemCollectionLookup if they are needed (role data_dcp_reader)"
 )
 PAUSE_MIN_S = 0.2
 """Between two looks at the manifest, for all callers."""
@@ -36,7 +36,7 @@ class CollectionOwner(Protocol):
     """Whose collections these are."""
 
     def ready_sessions(self) -> Sequence[NodeSession]:
-        """Connections that can be asked."""
+        """Connections that can be queried."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class CollectionOwner(Protocol):
         ...
 
     def on_collections(self, waiting: set[int]) -> None:
-        """There is something to ask for that was not asked for; these vbuckets wait for it in particular."""
+        """There is something to request that was not requested before; these vbuckets wait for it in particular."""
         ...
 
 
@@ -61,7 +61,7 @@ class CollectionWatch:
         self._mirroring = mirroring
         self._settings = settings
         self._clock = clock
-        self._wanted = asyncio.Event()
+        self._wake = asyncio.Event()
         self._waiting: set[int] = set()
         self._turn = 0
         self._said: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class CollectionWatch:
 
     @property
     def text(self) -> str:
-        """Why nothing is asked for, for people."""
+        """Why nothing is requested, for people."""
         if self.resolved.uid < 0:
             return "asking the source which collections there are"
         names = ", ".join(self.resolved.missing)
@@ -97,7 +97,7 @@ class CollectionWatch:
         """Look at the manifest before long; the vbucket is notified when there is something to ask for."""
         if vbid is not None:
             self._waiting.add(vbid)
-        self._wanted.set()
+        self._wake.set()
 
     async def run(self) -> None:
         """Follow the manifest until cancelled. Raises NotSupported where the source has no collections to choose."""
@@ -105,10 +105,10 @@ class CollectionWatch:
             polls = bool(self.selection.collections or self.resolved.missing or self._waiting or self.hidden)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.map_poll_interval_s if polls else None):
-                    await self._wanted.wait()
-            self._wanted.clear()
+                    await self._wake.wait()
+            self._wake.clear()
             await self._look_once()
-            if self.selection.whole and self._waiting:  # nothing can be missing: its stream is asked for as before
+            if self.selection.whole and self._waiting:  # nothing can be missing: its stream is requested as before
                 self._tell()
             await self._clock.sleep(PAUSE_MIN_S)
 

@@ -92,7 +92,7 @@ class Connections:
         session.with_oso = self.with_oso
         return session
 
-    # -- which of them can be asked -------------------------------------------------------------------------------
+    # -- which of them can be queried -----------------------------------------------------------------------------
 
     def session_at(self, address: NodeAddress | None) -> NodeSession | None:
         """The open session of a node, if there is one."""

@@ -10,7 +10,7 @@ Invariants:
 - with a supervisor, a newer map is followed once that has recorded it, by all workers alike; a map of another bucket
   than the stored one ends the consumer with `BucketChanged`; local data is never deleted for anything that a connection
   or a map says;
-- a vbucket whose source is ahead and that receives nothing is noticed, reported and asked for again (`watch`);
+- a vbucket whose source is ahead and that receives nothing is noticed, reported and requested again (`watch`);
 - a mirror of some collections asks for streams once it knows which these are (`collection_watch`).
 """
 
@@ -245,7 +245,7 @@ class Consumer:
         return self.connections.session_at(address)
 
     def ready_sessions(self) -> list[NodeSession]:
-        """Connections that can be asked."""
+        """Connections that can be queried."""
         return self.connections.ready_sessions()
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:
@@ -377,7 +377,7 @@ class Consumer:
 
     @property
     def shown(self) -> Resolved:
-        """What of the bucket streams are asked for."""
+        """What of the bucket streams request."""
         return self._collections.resolved
 
     @property
@@ -390,7 +390,7 @@ class Consumer:
         self._collections.look(vbid)
 
     def on_collections(self, waiting: set[int]) -> None:
-        """There is something to ask for that was not asked for."""
+        """There is something to request that was not requested before."""
         for vbid, vbucket in self.vbuckets.items():
             if self._group_of[vbid].error is not None:
                 continue

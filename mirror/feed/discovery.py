@@ -1,10 +1,10 @@
 """Which cluster map to begin with: that of the first node that answers, checked against all others that can be reached.
 
-Knows in which order nodes are asked and how long the others are waited for; which map is newer is `topology`'s. A
+Knows in which order nodes are queried and how long the others are waited for; which map is newer is `topology`'s. A
 single node is not believed: one that was failed over and comes back still has its old map, and may be the first host
 of the connection string.
 
-Invariants: after the first map every other host of the source, and every node that any of the maps names, is asked
+Invariants: after the first map every other host of the source, and every node that any of the maps names, is queried
 once; they have `SURVEY_S` together, so that dead ones do not delay a start for longer; a refusal of user or bucket
 before the first map ends it, since all nodes share them.
 """
@@ -70,9 +70,9 @@ async def survey(
     hosts = list(dict.fromkeys(addresses))
     answers: dict[NodeAddress, ClusterMap] = {}
     last: ClusterError = ConnectFailed(f"no address in {access.source}")
-    asked: set[NodeAddress] = set()
+    queried: set[NodeAddress] = set()
     for address in hosts:
-        asked.add(address)
+        queried.add(address)
         try:
             answers[address] = await ask_for_map(access, address, clock, network)
             break
@@ -83,7 +83,7 @@ async def survey(
                 last = error
     if not answers:
         raise last
-    await _ask_the_others(access, clock, [each for each in hosts if each not in asked], asked, answers)
+    await _ask_the_others(access, clock, [each for each in hosts if each not in queried], queried, answers)
     newest = newest_of(list(answers.values()), bucket_uuid)
     check_ports(newest, access, next(address for address, each in answers.items() if each is newest))
     return Survey(newest, answers)
@@ -102,7 +102,7 @@ async def _ask_the_others(
     access: Access,
     clock: Clock,
     hosts: list[NodeAddress],
-    asked: set[NodeAddress],
+    queried: set[NodeAddress],
     answers: dict[NodeAddress, ClusterMap],
 ) -> None:
     """Add the maps of `hosts`, and of all nodes that any map names, as far as they come within `SURVEY_S`."""
@@ -111,8 +111,8 @@ async def _ask_the_others(
 
     def ask(addresses: Iterable[NodeAddress | None]) -> None:
         for address in addresses:
-            if address is not None and address not in asked:
-                asked.add(address)
+            if address is not None and address not in queried:
+                queried.add(address)
                 waiting[asyncio.create_task(ask_for_map(access, address, clock, network))] = address
 
     ask(hosts)
@@ -138,7 +138,7 @@ async def _ask_the_others(
 
 
 def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None:
-    """Refuse a map of which no node can be reached in the way that is asked for. Raises NotSupported."""
+    """Refuse a map of which no node can be reached in the requested way. Raises NotSupported."""
     tls = access.source.tls
     if not found.network_offered:
         raise NotSupported(

@@ -80,7 +80,7 @@ class GroupCommits:
     def __init__(
         self, groups: Sequence[Group], settings: Settings, clock: Clock, on_reopened: Callable[[MirroredVbucket], None]
     ) -> None:
-        """`on_reopened` is called for each vbucket of a group that works again: its stream is to be asked for."""
+        """`on_reopened` is called for each vbucket of a group that works again: its stream is to be requested."""
         self.groups = groups
         self.free_bytes = 0
         """How much may be received before the groups' pending bytes must be summed: never too much."""

@@ -2,9 +2,9 @@
 
 Knows maps as they arrive (`discovery`, `map_poll`, sessions), the newest one, and the address of a vbucket's node; must
 never know streams or the store: what follows from a map is its user's. Invariants: no map is followed that is older
-than one followed before, or than the floor (`NewestMap`); a map of another bucket is refused before anything is asked
-of the node that sent it (docs/protocol.md 2.5), unless a host that is no member of the cluster sent it, which says
-nothing about ours; each newer map is given to the user once.
+than one followed before, or than the floor (`NewestMap`); a map of another bucket is refused before anything is
+requested of the node that sent it (docs/protocol.md 2.5), unless a host that is no member of the cluster sent it, which
+says nothing about ours; each newer map is given to the user once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class MapFollower:
 
     @property
     def error(self) -> str | None:
-        """Why no node gives a map; None where one does, or where none was asked yet."""
+        """Why no node gives a map; None where one does, or where none was queried yet."""
         return self._search_error or self._poller.error
 
     def address_of(self, vbid: int) -> NodeAddress | None:
@@ -195,7 +195,7 @@ class MapFollower:
             self._user.on_map_refused(error)
 
     def on_first_map(self, found: ClusterMap) -> None:
-        """The map of a node that a session is opened to, before anything is asked of it."""
+        """The map of a node that a session is opened to, before anything is requested of it."""
         try:
             self.offer(found)
         except MirrorError as error:

@@ -1,12 +1,12 @@
-"""Cluster maps as they arrive: asked of all nodes in rounds, announced, or sent along with a refusal.
+"""Cluster maps as they arrive: queried from all nodes in rounds, announced, or sent along with a refusal.
 
 Knows nodes, the hosts of the connection string, connections and pauses; which map is followed is the owner's to decide.
 A node that was failed over while it was stopped still announces and answers its old map. A worker whose vbuckets lie on
 such a node alone is connected to no other, so what it is connected to cannot be all that it asks.
 
-Invariants: in each round every node of the followed map and every host of the source is asked, whichever answers first;
-a node is asked over its open session, else over a connection of its own that stays open for announcements; a node that
-is slow or away delays no other; after failures it is tried with growing pauses.
+Invariants: in each round every node of the followed map and every host of the source is queried, whichever answers
+first; a node is queried over its open session, else over a connection of its own that stays open for announcements; a
+node that is slow or away delays no other; after failures it is tried with growing pauses.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ log = get_logger("feed")
 ROUND_PAUSE_S = 0.05
 """Between two rounds at least: a thousand vbuckets that ask for a newer map have it looked for once."""
 ROUND_PAUSE_MAX_S = 1.0
-"""Up to here the pause doubles while a newer map is asked for again and again and there is none: the vbuckets of a
+"""Up to here the pause doubles while a newer map is requested again and again and there is none: the vbuckets of a
 source that is a mirror and not filled yet are refused for minutes."""
 MAP_TIMEOUT_S = 2.0
-"""A node that takes longer to send its map is asked again in the next round."""
+"""A node that takes longer to send its map is queried again in the next round."""
 
 
 class MapOwner(Protocol):
@@ -56,7 +56,7 @@ class MapOwner(Protocol):
 
 
 class _Node:
-    """One node that is asked."""
+    """One node that is queried."""
 
     def __init__(self, address: NodeAddress) -> None:
         self.address = address
@@ -67,7 +67,7 @@ class _Node:
         """What it sent last: servers before 7.6 send the whole map each time."""
         self.failures = 0
         self.not_before_s = 0.0
-        self.error: str | None = "not asked yet"
+        self.error: str | None = "not queried yet"
 
     def close(self) -> None:
         """Close the node's own connection."""
@@ -98,17 +98,17 @@ class MapPoller:
         self._on_defect = on_defect
         self._nodes: dict[NodeAddress, _Node] = {}
         self._hosts: tuple[NodeAddress, ...] = ()
-        self._wanted = asyncio.Event()
+        self._wake = asyncio.Event()
 
     @property
     def error(self) -> str | None:
-        """Why no node gives a map; None where one does, or where none was asked yet."""
+        """Why no node gives a map; None where one does, or where none was queried yet."""
         errors = [node.error for node in self._nodes.values() if node.failures or node.error is None]
         return None if None in errors or not errors else errors[-1]
 
     def wake(self) -> None:
         """Ask now instead of at the end of the interval."""
-        self._wanted.set()
+        self._wake.set()
 
     def on_notice(self, address: NodeAddress, frame: Frame) -> None:
         """A node announces a map, or sends it along (SDK RFC 75)."""
@@ -151,10 +151,10 @@ class MapPoller:
             while True:
                 try:
                     async with asyncio.timeout(interval_s):
-                        await self._wanted.wait()
+                        await self._wake.wait()
                 except TimeoutError:
                     pause_s = ROUND_PAUSE_S
-                self._wanted.clear()
+                self._wake.clear()
                 await self._find_hosts()
                 self._begin_round()
                 if self._maps.current is not known:
@@ -184,9 +184,9 @@ class MapPoller:
             node = self._nodes.setdefault(address, _Node(address))
             if node.task is None and now_s >= node.not_before_s:
                 node.task = asyncio.create_task(self._ask(node), name=f"map of {address}")
-                node.task.add_done_callback(partial(self._asked, node))
+                node.task.add_done_callback(partial(self._answered, node))
 
-    def _asked(self, node: _Node, task: asyncio.Task[None]) -> None:
+    def _answered(self, node: _Node, task: asyncio.Task[None]) -> None:
         node.task = None
         self._on_defect(task)
 

@@ -1,4 +1,4 @@
-"""Keeping a connection to each node: open it, and open it again with growing pauses for as long as it is wanted.
+"""Keeping a connection to each node: open it, and open it again with growing pauses for as long as it is needed.
 
 Knows sessions, failures and pauses; must never know vbuckets or the store. Invariants: at most one session per node;
 the pause after a failure doubles up to its cap and starts again once a session was ready; a failure is remembered until

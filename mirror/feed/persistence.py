@@ -4,7 +4,7 @@ Knows snapshot ends that are complete and not yet visible, the cluster map's cop
 (docs/protocol.md 3.4; kv_engine docs/BinaryProtocol.md). Must never know rows: what waits stays staged in the store,
 so memory holds a few numbers for each vbucket. Invariants: an end is released only when the active copy and every
 replica that the map names have said, of the history of the open stream and since the end was complete, that they
-persisted it; of a failover in between only what both histories share counts; nobody is asked while nothing waits.
+persisted it; of a failover in between only what both histories share counts; no node is queried while nothing waits.
 
 After a rollback nothing that was persisted need be lost: a replica that is promoted with part of a snapshot on its
 disk says that its history begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md),
@@ -139,26 +139,26 @@ class PersistencePoller:
         try:
             while True:
                 await self._clock.sleep(self._settings.persistence_poll_interval_ms / 1000)
-                asked = {
+                vbuuids = {
                     vbucket.vbid: vbuuid for vbucket in vbuckets if (vbuuid := vbucket.observed_vbuuid) is not None
                 }
-                if asked:
-                    copies = {vbid: self._copies.copies_of(vbid) for vbid in asked}
-                    found = await self.ask(asked)
+                if vbuuids:
+                    copies = {vbid: self._copies.copies_of(vbid) for vbid in vbuuids}
+                    found = await self.ask(vbuuids)
                     for vbucket in vbuckets:
                         if vbucket.vbid in found and self._copies.copies_of(vbucket.vbid) == copies[vbucket.vbid]:
-                            vbucket.persisted(asked[vbucket.vbid], found[vbucket.vbid])
+                            vbucket.persisted(vbuuids[vbucket.vbid], found[vbucket.vbid])
         finally:
             for link in self._links.values():
                 link.close()
 
-    async def ask(self, asked: Mapping[int, int]) -> dict[int, int]:
+    async def ask(self, vbuuids: Mapping[int, int]) -> dict[int, int]:
         """For each vbid and vbuuid what every copy has persisted; without those of which a copy did not answer."""
         by_node: dict[NodeAddress, list[int]] = {}
-        for vbid in asked:
+        for vbid in vbuuids:
             for address in self._copies.copies_of(vbid):
                 by_node.setdefault(address, []).append(vbid)
-        answers = await asyncio.gather(*(self._ask_node(address, vbids, asked) for address, vbids in by_node.items()))
+        answers = await asyncio.gather(*(self._ask_node(address, vbids, vbuuids) for address, vbids in by_node.items()))
         found: dict[int, int] = {}
         missing: set[int] = set()
         for vbids, seen in zip(by_node.values(), answers, strict=True):
@@ -169,13 +169,13 @@ class PersistencePoller:
                     missing.add(vbid)
         return {vbid: seqno for vbid, seqno in found.items() if vbid not in missing}
 
-    async def _ask_node(self, address: NodeAddress, vbids: Sequence[int], asked: Mapping[int, int]) -> dict[int, int]:
+    async def _ask_node(self, address: NodeAddress, vbids: Sequence[int], vbuuids: Mapping[int, int]) -> dict[int, int]:
         """What one node says; empty when it cannot be reached."""
         try:
             link = await self._link(address)
             if link is None:
                 return {}
-            frames = await self._observe(link, vbids, asked)
+            frames = await self._observe(link, vbids, vbuuids)
         except NotSupported:
             raise
         except ClusterError as error:
@@ -184,7 +184,7 @@ class PersistencePoller:
         self._failures.pop(address, None)
         found = {}
         for vbid, frame in frames.items():
-            if (seqno := self._read(address, vbid, asked[vbid], frame)) is not None:
+            if (seqno := self._read(address, vbid, vbuuids[vbid], frame)) is not None:
                 found[vbid] = seqno
         return found
 
@@ -205,7 +205,7 @@ class PersistencePoller:
         if failures & (failures - 1) == 0:
             log.warning("a node does not say what it persisted", node=str(address), error=str(error), failures=failures)
 
-    async def _observe(self, link: Link, vbids: Sequence[int], asked: Mapping[int, int]) -> dict[int, Frame]:
+    async def _observe(self, link: Link, vbids: Sequence[int], vbuuids: Mapping[int, int]) -> dict[int, Frame]:
         frames: dict[int, Frame] = {}
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -218,7 +218,7 @@ class PersistencePoller:
                 done.set_exception(outcome)
 
         for vbid in vbids:
-            request = codec_kv.observe_seqno(vbid, asked[vbid], opaque=link.next_opaque())
+            request = codec_kv.observe_seqno(vbid, vbuuids[vbid], opaque=link.next_opaque())
             link.ask(request, lambda outcome, at=vbid: settle(at, outcome))  # type: ignore[misc]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.request_timeout_s):

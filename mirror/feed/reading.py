@@ -141,7 +141,7 @@ class ReadVbucket(VbucketHost):
         """Started; `attach` gives it a session."""
         super().__init__(vbid, SpoolSink(vbid, position, reading, self._lost), reading.clock)
         self.until = until
-        self.text = "not asked for yet"
+        self.text = "not requested yet"
         self.progress_at = reading.clock.monotonic()
         self._reading = reading
         self.start_machine()
@@ -153,7 +153,7 @@ class ReadVbucket(VbucketHost):
 
     def start_event(self, session: NodeSession) -> events.Start:
         """Ask for what follows the position, up to the end of the read."""
-        # A stream with an end below its start is out of range: where all is held, an endless one is asked for and
+        # A stream with an end below its start is out of range: where all is held, an endless one is requested and
         # closed at once, so that the source says whether it still has what was read.
         position = self.sink.position
         end_seqno = self.until if self.until is not None and self.until > position.seqno else SEQNO_MAX
@@ -192,7 +192,7 @@ class ReadVbucket(VbucketHost):
         """Any other message of the stream."""
         self.progress_at = self._clock.monotonic()
         if isinstance(event, ev.StreamEnd) and event.reason == StreamEndReason.FILTER_EMPTY:
-            self._end("every collection that was asked for is dropped")
+            self._end("every requested collection is dropped")
         elif isinstance(event, ev.StreamEnd) and event.reason == StreamEndReason.LOST_PRIVILEGES:
             self._reading.fail(PrivilegeMissing("the user lost the privilege to stream this bucket"))
         else:
@@ -209,7 +209,7 @@ class ReadVbucket(VbucketHost):
         self._reading.refresh_map(config, self.vbid)
 
     def refresh_collections(self) -> None:
-        """Nothing to do: the reader was given them once, and the stream is asked for again after a pause."""
+        """Nothing to do: the reader was given them once, and the stream is requested again after a pause."""
 
     def report(self, status: VbucketStatus, text: str) -> None:
         """A refusal ends the whole read, the end of the stream that of the vbucket."""

@@ -8,9 +8,9 @@ must never know what a stream's messages mean, nor the store. Invariants:
 - a connection that is silent for twice the noop interval is ended; while the source sends no noops at that interval,
   ours keep a sound one alive.
 
-One stream for each vbucket and connection is all that a mirror needs (it has one filter), so stream ids are not asked
-for: they would exclude sync writes, and every request and close would have to name one. Messages that carry one are
-understood all the same.
+One stream for each vbucket and connection is all that a mirror needs (it has one filter), so stream ids are not
+requested: they would exclude sync writes, and every request and close would have to name one. Messages that carry one
+are understood all the same.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MapWatch(Protocol):
         ...
 
     def on_first_map(self, found: ClusterMap) -> None:
-        """The map as the node has it, before any stream is asked for. Raises where this is not the right bucket."""
+        """The map as the node has it, before any stream is requested. Raises where this is not the right bucket."""
         ...
 
     def on_push(self, session: NodeSession, frame: Frame) -> None:
@@ -196,12 +196,12 @@ class NodeSession:
         return flags
 
     async def _dcp_open(self, link: Link, flags: DcpOpenFlag) -> bool:
-        asked = to_frame(ev.DcpOpen(self.name.encode(), int(flags)))
+        request = to_frame(ev.DcpOpen(self.name.encode(), int(flags)))
         answer = await link.request(
             Opcode.DCP_OPEN,
-            extras=asked.extras,
-            key=asked.key,
-            value=asked.value,
+            extras=request.extras,
+            key=request.key,
+            value=request.value,
             timeout_s=self._access.settings.request_timeout_s,
         )
         if answer.status == Status.EINVAL:
@@ -245,11 +245,11 @@ class NodeSession:
             await self._control(link, ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS, b"true", OPTIONAL)
 
     async def _set_noop_interval(self, link: Link) -> None:
-        wanted = self.noop_interval_s
-        if wanted != int(wanted):
-            if await self._control(link, ControlKey.SET_NOOP_INTERVAL, f"{wanted:g}".encode(), OPTIONAL):
+        interval_s = self.noop_interval_s
+        if interval_s != int(interval_s):
+            if await self._control(link, ControlKey.SET_NOOP_INTERVAL, f"{interval_s:g}".encode(), OPTIONAL):
                 return
-            self.noop_interval_s = float(math.ceil(wanted))
+            self.noop_interval_s = float(math.ceil(interval_s))
         whole = str(int(self.noop_interval_s)).encode()
         await self._control(link, ControlKey.SET_NOOP_INTERVAL, whole, OPTIONAL)
 
@@ -291,24 +291,24 @@ class NodeSession:
 
     @property
     def stream_count(self) -> int:
-        """Streams that were asked for and have not ended."""
+        """Streams that were requested and have not ended."""
         return len(self._streams)
 
-    def request_stream(self, asked: RequestStream, row_prefix: bytes) -> int:
+    def request_stream(self, request: RequestStream, row_prefix: bytes) -> int:
         """Send a stream request and return its opaque; the answer comes through `on_answer`."""
         link = self.link
         opaque = link.next_opaque()
-        wanted = dict(self.stream_filter)
-        if asked.purge_seqno is not None:
-            wanted["purge_seqno"] = str(asked.purge_seqno)
-        value = json.dumps(wanted, separators=(",", ":")).encode() if wanted else b""
-        offset = asked.offset
+        stream_filter = dict(self.stream_filter)
+        if request.purge_seqno is not None:
+            stream_filter["purge_seqno"] = str(request.purge_seqno)
+        value = json.dumps(stream_filter, separators=(",", ":")).encode() if stream_filter else b""
+        offset = request.offset
         frame = to_frame(
             ev.StreamRequest(
-                asked.vbid,
-                asked.flags,
+                request.vbid,
+                request.flags,
                 offset.start_seqno,
-                asked.end_seqno,
+                request.end_seqno,
                 offset.vbuuid,
                 offset.snap_start_seqno,
                 offset.snap_end_seqno,
@@ -316,14 +316,14 @@ class NodeSession:
                 opaque=opaque,
             )
         )
-        self._streams[opaque] = asked.vbid
+        self._streams[opaque] = request.vbid
         link.routes[opaque] = row_prefix
 
         def settle(outcome: Frame | ClusterError) -> None:
             if isinstance(outcome, Frame):
-                self._stream_answered(asked.vbid, opaque, outcome)
+                self._stream_answered(request.vbid, opaque, outcome)
 
-        self._ask(frame, settle, f"the stream request of vb {asked.vbid}")
+        self._ask(frame, settle, f"the stream request of vb {request.vbid}")
         return opaque
 
     def close_stream(self, vbid: int, opaque: int | None) -> None:
@@ -358,7 +358,7 @@ class NodeSession:
         self.link.ask(frame, settle)
 
     def answer_marker(self, vbid: int, opaque: int) -> None:
-        """Answer a snapshot marker that asked for it."""
+        """Answer a snapshot marker that requests it."""
         marker = request(Opcode.DCP_SNAPSHOT_MARKER, vbucket=vbid, opaque=opaque)
         self.link.send(encode_frame(response(marker)))
 

@@ -27,7 +27,7 @@ class Position:
 class Snapshot:
     """A whole snapshot of a vbucket: everything that changed in (start_seqno, end_seqno].
 
-    Valid until the next item is asked for. Rows are whole messages in stored form (`storage.records` decodes them):
+    Valid until the next item is requested. Rows are whole messages in stored form (`storage.records` decodes them):
     mutations, deletions, expirations and system events.
     """
 
@@ -104,7 +104,7 @@ class Snapshot:
 
     @property
     def _open(self) -> Spool:
-        assert self._spool is not None, "a snapshot is valid until the next item is asked for"
+        assert self._spool is not None, "a snapshot is valid until the next item is requested"
         return self._spool
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class SourceRolledBack:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """All that was asked for of the vbucket was handed out, up to `position`."""
+    """All that was requested of the vbucket was handed out, up to `position`."""
 
     vbid: int
     position: Position

@@ -36,7 +36,7 @@ class SourceQueries:
     ) -> None:
         """`timeout_s`: for each question."""
         self.refusal: MirrorError | None = None
-        """Raised by every question once it is set: nothing more can be asked of the source."""
+        """Raised by every question once it is set: no further query can reach the source."""
         self.stream_filter: dict[str, Any] = {}
         """What every stream request says in its JSON value; see `resolve`."""
         self._maps = maps

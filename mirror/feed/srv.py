@@ -30,7 +30,7 @@ async def first_addresses(source: ConnectionString, dns_server: str | None = Non
 
 
 async def look_up(record: str, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
-    """The targets of an SRV record, the most wanted first; empty where there is none, or no answer."""
+    """The targets of an SRV record, the most preferred first; empty where there is none, or no answer."""
     import dns.asyncresolver  # here: a twentieth of a second that only such names need
     import dns.exception
     import dns.rdtypes.IN.SRV

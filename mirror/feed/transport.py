@@ -51,7 +51,7 @@ class Receiver(Protocol):
     """Receives what a connection brings, in the order of the bytes."""
 
     def on_batch(self, items: list[Run | Frame]) -> None:
-        """Called with everything that one read brought and nobody asked for."""
+        """Called with everything that one read brought that answers no request."""
         ...
 
     def on_lost(self, error: ClusterError) -> None:

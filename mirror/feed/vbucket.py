@@ -1,6 +1,6 @@
 """A vbucket of a mirror: the host of its stream, over the store, and the figures that status shows of it.
 
-Knows when a commit is to be made, what of the bucket its stream is asked for, and how snapshots wait to be persisted;
+Knows when a commit is to be made, what of the bucket its stream requests, and how snapshots wait to be persisted;
 decides nothing about the stream. Invariants: counters only rise; what was published when the process began, or after a
 rollback, is counted when it is sent again (`requested_again_bytes`).
 """
@@ -30,7 +30,7 @@ ERROR_STATES = frozenset(
 """The text of these states is kept as the last error."""
 
 POLLS_MIN = 2
-"""The first high seqno after a stream was accepted may have been asked for before."""
+"""The first high seqno after a stream was accepted may have been requested before."""
 
 
 class VbucketServices(Protocol):
@@ -48,7 +48,7 @@ class VbucketServices(Protocol):
 
     @property
     def shown(self) -> Resolved:
-        """What of the bucket streams are asked for."""
+        """What of the bucket streams request."""
         ...
 
     def refresh_collections(self, vbid: int) -> None:
@@ -94,7 +94,7 @@ class MirroredVbucket(VbucketHost):
         self.violations = 0
         self._services = services
         self._high_seqno: tuple[NodeSession, int] | None = None
-        """The source's high seqno, and the session over which it was asked."""
+        """The source's high seqno, and the session over which it was queried."""
         self._highs: list[int] = []
         """The source's high seqnos that were polled since the stream was accepted, the last ones."""
         self._last_data: float | None = None
@@ -133,11 +133,11 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def source_high_seqno(self) -> int | None:
-        """The source's high seqno; None where it is unknown: its node was not asked yet, or is away."""
+        """The source's high seqno; None where it is unknown: its node was not queried yet, or is away."""
         return self._high_seqno[1] if self._high_seqno is not None and self._high_seqno[0].ready else None
 
     def note_high_seqno(self, session: NodeSession, seqno: int | None) -> None:
-        """The vbucket's node was asked for its high seqno; None: it does not count the vbucket as its own."""
+        """The vbucket's node was queried for its high seqno; None: it does not count the vbucket as its own."""
         self._high_seqno = None if seqno is None else (session, seqno)
 
     def forget_high_seqno(self) -> None:
@@ -157,7 +157,7 @@ class MirroredVbucket(VbucketHost):
         return self.machine is not None and self.machine.phase is Phase.REFUSED
 
     def note_rollback(self, result: RollbackResult) -> None:
-        """The store was rolled back by a command: what lies above may come again without being asked for again."""
+        """The store was rolled back by a command: what lies above may come again without a new request."""
         self._held_seqno = min(self._held_seqno, result.boundary_seqno)
         self.sink.note_rollback(result)
 
@@ -269,7 +269,7 @@ class MirroredVbucket(VbucketHost):
     def _after_pause(self) -> events.RetryDue | events.Start:
         expected = self._services.shown.filter
         if self.session is not None and expected is not None and expected != self._filter:
-            return self.start_event(self.session)  # what was asked for no longer exists: no node would stream it
+            return self.start_event(self.session)  # what was requested no longer exists: no node would stream it
         return super()._after_pause()
 
     # -- publish=persisted ----------------------------------------------------------------------------------------

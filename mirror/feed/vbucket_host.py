@@ -35,7 +35,7 @@ MachineEvent = events.LocalEvent | ev.Event
 
 
 class VbucketHost(ABC):
-    """One vbucket that is streamed, once it has a machine and a session. A subclass says what a stream is asked for."""
+    """One vbucket that is streamed, once it has a machine and a session. A subclass says what a stream requests."""
 
     def __init__(self, vbid: int, sink: Sink, clock: Clock) -> None:
         """Idle: without a machine and without a session."""

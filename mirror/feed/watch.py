@@ -1,7 +1,7 @@
-"""How far the source is, and which streams have stalled: asked of every node, judged for every vbucket.
+"""How far the source is, and which streams have stalled: queried from every node, judged for every vbucket.
 
 Knows the source's high seqnos, what each vbucket holds, and when its connection brought what; must never know what a
-message means. A stalled stream is asked for again, and the second time in a row the whole connection is recreated: a
+message means. A stalled stream is requested again, and the second time in a row the whole connection is recreated: a
 window that leaked shut, or a node that answers and does not stream, is fixed by nothing less (docs/protocol.md 3).
 Invariants: a vbucket is called stalled from then on until its stream brings something or the source turns out not to be
 ahead; while a connection is busy with a disk snapshot of one vbucket, the others that wait for their turn are not
@@ -30,7 +30,7 @@ log = get_logger("feed")
 STREAMS_BEFORE_RECONNECT = 2
 """Streams of a vbucket that may stall in a row before the connection is blamed."""
 COLLECTIONS_PER_S = 50
-"""High seqnos of collections asked of a node in a second at most; more collections are asked for more rarely."""
+"""Queries of a collection's high seqno that a node gets in a second, at most: many collections take longer turns."""
 
 
 class Watched(Protocol):
@@ -82,8 +82,8 @@ class SourceWatch:
                         self._polls[address] = task
                         task.add_done_callback(partial(self._ended, address))
                 self.judge()
-                asked = self._watched.polled_collections or ()
-                await self._clock.sleep(max(self._settings.seqno_poll_interval_s, len(asked) / COLLECTIONS_PER_S))
+                collections = self._watched.polled_collections or ()
+                await self._clock.sleep(max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S))
         finally:
             polls = list(self._polls.values())
             for task in polls:
@@ -113,7 +113,7 @@ class SourceWatch:
                 self._watched.guarded(vbucket.vbid, partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
 
     def judge(self) -> None:
-        """A stream that is open and brings nothing although its source is ahead is asked for again."""
+        """A stream that is open and brings nothing although its source is ahead is requested again."""
         for address in list(self._watched.keepers):
             for vbucket in list(self._watched.vbuckets_at(address)):
                 self._judge(vbucket)

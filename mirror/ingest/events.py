@@ -24,7 +24,7 @@ Row = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A connection to the active node is ready (DCP opened, controls sent): streams may be asked for.
+    """A connection to the active node is ready (DCP opened, controls sent): streams may be requested.
 
     Also the way to end `refused` once its cause was fixed. A machine that had a stream is sent Stop or
     ConnectionLost before; if not, it closes that stream first.
@@ -36,14 +36,14 @@ class Start:
     """V2.2 markers were granted (8.0): a mid-snapshot request may say which purge seqno its rows were taken at."""
     end_seqno: int = SEQNO_MAX
     filter: StreamFilter | None = None
-    """What streams are asked for; None: the whole bucket."""
+    """What streams request; None: the whole bucket."""
     scope_names: Mapping[int, str] = field(default_factory=dict)
     """By id, for streams of single collections: those bring no scope's events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The stream is to be closed and none asked for until Start: the vbucket moves, or the program stops."""
+    """The stream is to be closed and none requested until Start: the vbucket moves, or the program stops."""
 
     text: str = "stopped"
 
@@ -62,7 +62,7 @@ class NoActiveNode:
 
 @dataclass(frozen=True, slots=True)
 class RetryDue:
-    """The delay asked for by RetryAfter is over."""
+    """The delay requested by RetryAfter is over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class VbucketStatus(StrEnum):
 
 
 class RetryReason(StrEnum):
-    """Why a stream is asked for again later; `backoff` has a schedule for each."""
+    """Why a stream is requested again later; `backoff` has a schedule for each."""
 
     STREAM_ENDED = "stream-ended"
     SOURCE_BUSY = "source-busy"
@@ -84,7 +84,7 @@ class GetFailoverLog(InstructionFields):
 
 @dataclass(slots=True)
 class AnswerMarker(InstructionFields):
-    """Answer the snapshot marker that asked for it, with its opaque. Its snapshot is durable."""
+    """Answer the snapshot marker that requested it, with its opaque. Its snapshot is durable."""
 
     opaque: int
 

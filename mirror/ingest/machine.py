@@ -6,7 +6,7 @@ know connections, opaques' making, delays or how the store works.
 Theory of operation. A phase says whose turn it is:
 
     IDLE         no connection: waiting for Start
-    REQUESTING   a stream was asked for: waiting for its answer
+    REQUESTING   a stream was requested: waiting for its answer
     STREAMING    the stream is open: waiting for its messages
     ASKING_LOG   rolled back to 0 by the source: waiting for the source's failover log, to look for common history first
     ROLLING_BACK, ABANDONING, OPENING_RESYNC   waiting for the store; nothing is said to the source meanwhile
@@ -17,10 +17,10 @@ Theory of operation. A phase says whose turn it is:
 TRANSITIONS is the truth about what is legal in which phase; an event that is not in its phase's row is stale or comes
 from a peer that breaks the rules, and is counted and ignored: the machine is total in its inputs.
 
-A handshake is a chain of requests until one is accepted. In it, each ROLLBACK must be to less than what was asked, and
-so, because what is asked next is at or below it, to less than the one before. If not, or if it is to 0, the source's
-failover log is searched for common history, once, and asked there; only after that a resync begins, next to the
-old copy.
+A handshake is a chain of requests until one is accepted. In it, each ROLLBACK must be to less than what was requested,
+and so, because what is requested next is at or below it, to less than the one before. If not, or if it is to 0, the
+source's failover log is searched for common history, once, and a stream requested there; only after that a resync
+begins, next to the old copy.
 
 Invariants: see `validate`. Of the order of instructions: a stream is requested only when the store holds exactly what
 the request says; the failover log is saved before the first row of its stream is staged; a marker is answered only
@@ -120,6 +120,7 @@ class VbucketMachine:
         "_attempt",
         "_common_tried",
         "_connected",
+        "_empty_reported",
         "_features",
         "_idle_text",
         "_marker_acks",
@@ -131,7 +132,6 @@ class VbucketMachine:
         "_rollback_rounds",
         "_source_purge_seqno",
         "_stored_filter",
-        "_told_empty",
         "durable_seqno",
         "failing_text",
         "failover_log",
@@ -176,7 +176,7 @@ class VbucketMachine:
         self._next_vbuuid: Vbuuid | None = None
         self._common_tried = False
         self._rollback_rounds = 0
-        self._told_empty = False
+        self._empty_reported = False
         """The store was given that the source has nothing; matters only while nothing is held."""
         self._load(state)
 
@@ -287,9 +287,9 @@ class VbucketMachine:
 
     def _perhaps_empty(self, out: list[Instruction]) -> None:
         assembler = self._assembler
-        if self._told_empty or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
+        if self._empty_reported or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
             return
-        self._told_empty = True
+        self._empty_reported = True
         assembler.source_is_empty(out)
         self._noticed(out)
 
@@ -304,19 +304,19 @@ class VbucketMachine:
         elif self._filter_continues:
             self._request(cause, out)
         else:
-            self._resync("the collections that are asked for are not those of what is held", out)
+            self._resync("the requested collections are not those of what is held", out)
 
     @property
     def _filter_continues(self) -> bool:
         """True if a stream may go on from what is held: what its filter shows was not left out before."""
-        asked, stored = self._features.filter, self._stored_filter
+        requested, stored = self._features.filter, self._stored_filter
         if not self._assembler.position_seqno:
             return True
-        if asked is None:
+        if requested is None:
             return stored is None
         if self._assembler.holds_part:  # perhaps rows of a collection that the manifest does not know yet
-            return asked.text == stored
-        return asked.continues(stored, self._assembler.manifest.collections)
+            return requested.text == stored
+        return requested.continues(stored, self._assembler.manifest.collections)
 
     def _request(self, cause: str, out: list[Instruction]) -> None:
         assembler = self._assembler
@@ -581,7 +581,7 @@ class VbucketMachine:
             self._report_streaming(out)
 
     def _violated(self, text: str, out: list[Instruction]) -> None:
-        """The stream cannot be trusted: nothing of its open snapshot is kept, and it is asked for again."""
+        """The stream cannot be trusted: nothing of its open snapshot is kept, and it is requested again."""
         self._noticed(out)  # what was complete before the break stays so
         self.violation_count += 1
         self.failing_text = (
@@ -664,7 +664,7 @@ class VbucketMachine:
         self._source_purge_seqno = int(state.source_purge_seqno)
         self._stored_filter = state.stream_filter
         self.resyncing = state.staging_branch != state.branch and not self._assembler.boundary_seqno
-        self._told_empty = bool(state.failover_log) and not self.resyncing
+        self._empty_reported = bool(state.failover_log) and not self.resyncing
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
     def _is_stale(self, opaque: int) -> bool:
@@ -704,7 +704,7 @@ class VbucketMachine:
             assert not assembler.oso, "part of an out-of-order snapshot outlived its stream"
         if self.phase is Phase.REQUESTING:
             held = self._offset.start_seqno
-            assert held == assembler.position_seqno, f"asked from {held}, holding {assembler.position_seqno}"
+            assert held == assembler.position_seqno, f"requested from {held}, holding {assembler.position_seqno}"
         assert self._retry_reason is None or self.phase is Phase.ABANDONING
         assert not self._marker_acks or self.phase is Phase.STREAMING
         assert len(self._marker_acks) <= MARKER_ACKS_MAX

@@ -1,4 +1,4 @@
-"""The point a stream is asked to begin at, and the one rule that holds for it.
+"""The point from which a stream is requested, and the one rule that holds for it.
 
 Knows what a stream request says about the consumer's position, and how to derive it from what is stored. Must never
 know streams, answers or rows.
@@ -27,7 +27,7 @@ class OffsetInvalid(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StreamOffset:
-    """Where a stream is asked to begin: everything up to `start_seqno` is held, on the history `vbuuid`."""
+    """Where a requested stream begins: everything up to `start_seqno` is held, on the history `vbuuid`."""
 
     vbuuid: Vbuuid
     start_seqno: Seqno

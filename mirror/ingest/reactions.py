@@ -92,7 +92,7 @@ REFUSALS: dict[int, Reaction] = {
     Status.NO_BUCKET: Reaction(Action.RECONNECT, "the bucket is gone from that connection; selecting it again", _BUSY),
     Status.AUTH_STALE: Reaction(Action.RECONNECT, "the login is too old; logging in again"),
     Status.ERANGE: Reaction(Action.GO_BACK, "the source calls the position out of range"),
-    Status.ROLLBACK: Reaction(Action.GO_BACK, "the source asked for a rollback without saying where to"),
+    Status.ROLLBACK: Reaction(Action.GO_BACK, "the source demands a rollback without saying where to"),
     Status.EACCESS: Reaction(
         Action.STOP,
         "the user may not stream this bucket; grant it DcpProducer and DcpStream (role data_dcp_reader) and restart",
@@ -107,13 +107,13 @@ REFUSALS: dict[int, Reaction] = {
     ),
     Status.UNKNOWN_COLLECTION: Reaction(
         Action.REFRESH_COLLECTIONS,
-        "the node does not know a collection that was asked for: its manifest is older, or the collection is dropped; "
+        "the node does not know a requested collection: its manifest is older, or the collection is dropped; "
         "looking at what there is and asking again",
         RetryReason.COLLECTION_UNKNOWN,
     ),
     Status.UNKNOWN_SCOPE: Reaction(
         Action.REFRESH_COLLECTIONS,
-        "the node does not know a scope that was asked for: its manifest is older, or the scope is dropped; "
+        "the node does not know a requested scope: its manifest is older, or the scope is dropped; "
         "looking at what there is and asking again",
         RetryReason.COLLECTION_UNKNOWN,
     ),

@@ -2,7 +2,7 @@
 
 Knows names, ids and the source's manifest (GET_COLLECTIONS_MANIFEST; kv_engine docs/Collections.md). Must never know
 connections, nor where a vbucket stands. Names are what people choose and what identifies a mirror; ids are what a
-stream is asked for, and a name that is dropped and made again has another one. Invariants: a selection has one
+stream requests, and a name that is dropped and made again has another one. Invariants: a selection has one
 canonical text, and a filter too; a filter names only what the manifest holds, since a source refuses any other.
 """
 
@@ -19,7 +19,7 @@ from mirror.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9_%-]{1,251}")
 COLLECTIONS_MAX = 1000
-"""Collections that one mirror is asked for by name; a bucket holds no more."""
+"""Collections that one mirror selects by name; a bucket holds no more."""
 SYSTEM_SCOPE = "_system"
 """Where the server's own services keep their documents, since 7.6 in every bucket."""
 
@@ -66,7 +66,7 @@ class SourceManifest:
 
 @dataclass(frozen=True, slots=True)
 class StreamFilter:
-    """What streams are asked for: a scope by id, or collections by id."""
+    """What streams request: a scope by id, or collections by id."""
 
     scope_id: int | None = None
     collection_ids: tuple[int, ...] = ()
@@ -145,7 +145,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What people asked for, by name; neither: the whole bucket."""
+    """What users requested, by name; neither: the whole bucket."""
 
     scope: str | None = None
     collections: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ NO_NODE = -1
 """In `active`: the map names no active node for the vbucket."""
 
 HOST_PLACEHOLDER = "$HOST"
-"""Stands for the address that the map was asked from."""
+"""Stands for the address that the map was requested from."""
 
 VIEWS = "couchapi"
 """The capability of buckets that have views, as only persistent ones have."""
@@ -187,8 +187,8 @@ def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> Clu
 
     Maps of another bucket count only where there is no other; without `bucket_uuid` the bucket is that of the first.
     """
-    wanted = bucket_uuid or maps[0].bucket_uuid
-    ours = [each for each in maps if each.bucket_uuid == wanted] or maps
+    expected_uuid = bucket_uuid or maps[0].bucket_uuid
+    ours = [each for each in maps if each.bucket_uuid == expected_uuid] or maps
     return max(
         ours, key=lambda each: (each.vbucket_count > 0, not each.of_mirror, () if each.of_mirror else each.revision)
     )

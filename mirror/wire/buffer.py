@@ -19,7 +19,7 @@ __all__ = ["FrameBuffer"]
 class FrameBuffer:
     """A queue of bytes that knows how long the frame at its front is."""
 
-    __slots__ = ("_data", "_pieces", "_pos", "_size", "_wanted", "body_length_max")
+    __slots__ = ("_bytes_needed", "_data", "_pieces", "_pos", "_size", "body_length_max")
 
     def __init__(self, body_length_max: int = BODY_LENGTH_MAX) -> None:
         """Empty; `body_length_max` is the largest body believed."""
@@ -29,7 +29,7 @@ class FrameBuffer:
         self._pos = 0
         self._pieces: list[bytes] = []
         self._size = 0
-        self._wanted = 1
+        self._bytes_needed = 1
 
     def __len__(self) -> int:
         """Bytes that came and did not leave."""
@@ -44,7 +44,7 @@ class FrameBuffer:
     @property
     def ready(self) -> bool:
         """True when `take` has something new to look at; False: more bytes have to come first."""
-        return self._size >= self._wanted
+        return self._size >= self._bytes_needed
 
     def take(self) -> tuple[bytes, int]:
         """All bytes here, and the position in them of the first that did not leave. To be followed by `release`."""
@@ -62,24 +62,24 @@ class FrameBuffer:
         self._size -= pos - self._pos
         self._pos = pos
         if self._size == 0:
-            self._data, self._pos, self._wanted = b"", 0, 1
+            self._data, self._pos, self._bytes_needed = b"", 0, 1
             return
         size = frame_size(self._data, pos, self.body_length_max)
-        self._wanted = size or HEADER_SIZE
+        self._bytes_needed = size or HEADER_SIZE
 
     def next_frame(self) -> Frame | None:
         """The frame at the front, or None when it is not whole yet."""
-        if self._size < self._wanted:
+        if self._size < self._bytes_needed:
             return None
         data, pos = self.take()
         size = frame_size(data, pos, self.body_length_max)
         if size == 0 or size > self._size:
-            self._wanted = size or HEADER_SIZE
+            self._bytes_needed = size or HEADER_SIZE
             return None
         frame, end = decode(data, pos, self.body_length_max)
         self._size -= size
         self._pos = end
-        self._wanted = 1
+        self._bytes_needed = 1
         if self._size == 0:
             self._data, self._pos = b"", 0
         return frame

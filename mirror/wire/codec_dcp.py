@@ -514,8 +514,8 @@ def decode(frame: Frame) -> ev.DcpEvent:
     if frame.is_response:
         return _RESPONSES.get(frame.opcode, _decode_response)(frame)
     if len(frame.extras) not in row.extras:
-        wanted = " or ".join(map(str, row.extras))
-        raise _error(frame, f"extras of {len(frame.extras)} bytes, not {wanted}")
+        expected = " or ".join(map(str, row.extras))
+        raise _error(frame, f"extras of {len(frame.extras)} bytes, not {expected}")
     if bool(frame.key) not in _PRESENT[row.key]:
         raise _error(frame, f"a key of {len(frame.key)} bytes: there {row.key} be one")
     if bool(frame.value) not in _PRESENT[row.value]:

@@ -266,7 +266,7 @@ def encode_features(features: Iterable[int]) -> bytes:
 
 
 def decode_features(value: bytes) -> tuple[int, ...]:
-    """The features asked for, or granted, in their order; unknown ones included."""
+    """The features requested, or granted, in their order; unknown ones included."""
     if len(value) % _U16.size:
         raise RemoteProtocolError(f"a list of features of {len(value)} bytes", op=Opcode.HELLO)
     return tuple(feature for (feature,) in _U16.iter_unpack(value))
@@ -386,7 +386,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Extras of the answer to GET_META; `datatype` only where version 2 was asked for."""
+    """Extras of the answer to GET_META; `datatype` only where version 2 was requested."""
 
     deleted: bool
     flags: int

@@ -112,12 +112,12 @@ class Mutation(StreamEvent):
     value: bytes = b""
     nru: int = 0
     metadata: bytes = b""
-    """Extended metadata after the value: servers before 7.0, when asked for."""
+    """Extended metadata after the value: servers before 7.0, on request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deletion(StreamEvent):
-    """A tombstone. `datatype` describes `value` (xattrs, if asked for), not the old document."""
+    """A tombstone. `datatype` describes `value` (xattrs, if requested), not the old document."""
 
     vbid: int
     key: bytes

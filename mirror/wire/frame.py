@@ -135,8 +135,8 @@ def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) ->
     size = frame_size(buf, pos, body_length_max)
     available = len(buf) - pos
     if size == 0 or size > available:
-        wanted = size or HEADER_SIZE
-        raise RemoteProtocolError(f"truncated frame: {max(available, 0)} of {wanted} bytes")
+        needed = size or HEADER_SIZE
+        raise RemoteProtocolError(f"truncated frame: {max(available, 0)} of {needed} bytes")
     magic, opcode, key_length, extras_length, datatype, vbucket, _, opaque, cas = HEADER.unpack_from(buf, pos)
     framing_length = 0
     if _KIND[magic] == _FLEX:

@@ -185,8 +185,8 @@ def _other(data: bytes, pos: int, body_length_max: int) -> Frame | None:
 def _check_data(opcode: int, extras_length: int, key_length: int, body_length: int, vbid: int) -> None:
     legal = _EXTRAS[opcode]
     if extras_length not in legal:
-        wanted = " or ".join(map(str, legal))
-        detail = f"extras of {extras_length} bytes, not {wanted} (key {key_length}, body {body_length})"
+        expected = " or ".join(map(str, legal))
+        detail = f"extras of {extras_length} bytes, not {expected} (key {key_length}, body {body_length})"
         raise RemoteProtocolError(detail, op=opcode, vbid=vbid)
     if key_length == 0:
         raise RemoteProtocolError(f"no key (extras {extras_length}, body {body_length})", op=opcode, vbid=vbid)

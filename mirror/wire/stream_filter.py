@@ -26,7 +26,7 @@ _STREAM_ID_MAX = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class FilterRequest:
-    """What is asked for: a scope, some collections, or with neither of them everything."""
+    """What is requested: a scope, some collections, or with neither of them everything."""
 
     scope_id: int | None = None
     collections: frozenset[int] | None = None
@@ -36,26 +36,26 @@ class FilterRequest:
 
 def parse_filter(value: bytes, *, has_stream_ids: bool, known: frozenset[str] = KEYS) -> FilterRequest:
     """Take the value of a client that knows collections apart; `known` are the keys that the server reads."""
-    asked = {key: content for key, content in _object(value).items() if key in known} if value else {}
-    if value and not asked:
+    fields = {key: content for key, content in _object(value).items() if key in known} if value else {}
+    if value and not fields:
         raise _wrong("The value of the request has no known key")
-    stream_id = asked.get("sid")
+    stream_id = fields.get("sid")
     if (stream_id is not None) != has_stream_ids:
         raise _wrong("A stream id is for a connection that has turned them on", Status.DCP_STREAM_ID_INVALID)
     if stream_id is not None and not (type(stream_id) is int and 0 < stream_id <= _STREAM_ID_MAX):
         raise _wrong("`sid` is a number of 16 bits, and not 0", Status.DCP_STREAM_ID_INVALID)
-    if "uid" in asked:
-        _hex(asked["uid"])
-    purge_seqno = asked.get("purge_seqno")
+    if "uid" in fields:
+        _hex(fields["uid"])
+    purge_seqno = fields.get("purge_seqno")
     if purge_seqno is not None and not (isinstance(purge_seqno, str) and _DECIMAL.fullmatch(purge_seqno)):
         raise _wrong("`purge_seqno` is a decimal string")
-    if "scope" in asked and "collections" in asked:
-        raise _wrong("A scope and collections cannot both be asked for")
+    if "scope" in fields and "collections" in fields:
+        raise _wrong("A scope and collections cannot both be requested")
     scope_id = collections = None
-    if "scope" in asked:
-        scope_id = _hex(asked["scope"])
-    elif "collections" in asked:
-        names = asked["collections"]
+    if "scope" in fields:
+        scope_id = _hex(fields["scope"])
+    elif "collections" in fields:
+        names = fields["collections"]
         if not isinstance(names, list) or not names:
             raise _wrong("`collections` must be a list of ids")
         collections = frozenset(_hex(name) for name in names)
@@ -64,12 +64,12 @@ def parse_filter(value: bytes, *, has_stream_ids: bool, known: frozenset[str] = 
 
 def _object(value: bytes) -> dict[str, object]:
     try:
-        asked = json.loads(value)
+        fields = json.loads(value)
     except (ValueError, RecursionError):
-        asked = None
-    if not isinstance(asked, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise _wrong("The value of the request must be a JSON object")
-    return asked
+    return fields
 
 
 def _hex(text: object) -> int:

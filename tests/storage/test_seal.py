@@ -35,7 +35,9 @@ READS: dict[str, Callable[[View], object]] = {
     "scan": lambda view: list(view.scan(0)),
     "changes": lambda view: list(view.changes(0)),
     "documents in bulk": lambda view: list(bulk.documents(view, view.pin(0))),
-    "documents in bulk by key": lambda view: list(bulk.documents(view, view.pin(0), wanted=bulk.KeyRange(start=b"\0"))),
+    "documents in bulk by key": lambda view: list(
+        bulk.documents(view, view.pin(0), key_range=bulk.KeyRange(start=b"\0"))
+    ),
     "rows for DCP": lambda view: stream.rows(view, 0, stream.standing(view, 0), 0, bytes_max=1 << 20),
 }
 
