@@ -53,6 +53,8 @@ from storage.model import FailoverLog
 
 log = get_logger("feed")
 
+SILENCE_MAX_S = 5.0
+"""A node that answers nothing for longer is not in contact, though its connection lives on for some time."""
 ACK_INTERVAL_S = 5.0
 """Whatever may be acked is acked this often even below the threshold; the server's own consumer does the same."""
 REQUIRED, OPTIONAL = True, False
@@ -283,6 +285,16 @@ class NodeSession:
         """The connection; only while `ready`."""
         assert self._link is not None, "the session is not open"
         return self._link
+
+    @property
+    def answers(self) -> bool:
+        """True while the connection is ready and the node answers what it is sent."""
+        return self.ready and self.link.silence_s <= SILENCE_MAX_S
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything came from the node; only while `ready`."""
+        return self._clock.monotonic() - self.link.last_received
 
     @property
     def sends_purge_seqno(self) -> bool:

@@ -106,7 +106,7 @@ class Link(asyncio.BufferedProtocol):
         self.read_bytes_max = READ_BYTES_MAX
         self.received_bytes = 0
         self._clock = clock
-        self.last_received = clock.monotonic()
+        self.last_received = self._waits_since = clock.monotonic()
         self._transport: asyncio.Transport | None = None
         self._pieces: list[bytes] = []
         self._have = 0
@@ -187,6 +187,11 @@ class Link(asyncio.BufferedProtocol):
         return found if isinstance(found, ssl.SSLObject) else None
 
     @property
+    def silence_s(self) -> float:
+        """Seconds for which requests have waited while nothing came; 0 while none waits."""
+        return self._clock.monotonic() - max(self.last_received, self._waits_since) if self._pending else 0.0
+
+    @property
     def unanswered_count(self) -> int:
         """How many requests wait for their answer."""
         return len(self._pending)
@@ -218,6 +223,8 @@ class Link(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(on_answer, error)
             return
         assert frame.opaque not in self._pending, "an opaque is used once"
+        if not self._pending:
+            self._waits_since = self._clock.monotonic()
         self._pending[frame.opaque] = on_answer
         self.send(encode(frame))
 

@@ -97,7 +97,6 @@ class MirroredVbucket(VbucketHost):
         """The source's high seqno, and the session over which it was queried."""
         self._highs: list[int] = []
         """The source's high seqnos that were polled since the stream was accepted, the last ones."""
-        self._last_data: float | None = None
         self._filter: StreamFilter | None = None
         """Of the machine's last Start."""
         self._held_seqno: int = writer.state(vbid).published_seqno
@@ -133,8 +132,8 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def source_high_seqno(self) -> int | None:
-        """The source's high seqno; None where it is unknown: its node was not queried yet, or is away."""
-        return self._high_seqno[1] if self._high_seqno is not None and self._high_seqno[0].ready else None
+        """The source's high seqno; None where it is unknown: its node sent none yet, is away, or does not answer."""
+        return self._high_seqno[1] if self._high_seqno is not None and self._high_seqno[0].answers else None
 
     def note_high_seqno(self, session: NodeSession, seqno: int | None) -> None:
         """The vbucket's node was queried for its high seqno; None: it does not count the vbucket as its own."""
@@ -196,7 +195,6 @@ class MirroredVbucket(VbucketHost):
         self.progressed()
         if self.session is not None and self.machine.status is not VbucketStatus.STREAMING:
             self.session.backfill_at = self.last_progress
-        self._last_data = self.last_progress
         if self._held_seqno and int.from_bytes(rows[0][0][4:12]) <= self._held_seqno:
             self.requested_again_bytes += sum(
                 len(value) for key, value in rows if int.from_bytes(key[4:12]) <= self._held_seqno
@@ -330,8 +328,6 @@ class MirroredVbucket(VbucketHost):
             "received_documents": self.documents,
             "received_bytes": self.bytes,
             "requested_again_bytes": self.requested_again_bytes,
-            "last_data_ms": self._last_data_ms(),
-            "last_error": self.last_error,
             "stalls": self.stalls,
             "open_prepares": len(self.writer.open_prepares(self.vbid)),
             "rollback_count": state.rollback_count,
@@ -351,11 +347,14 @@ class MirroredVbucket(VbucketHost):
             "versions": history.versions if history is not None else None,
             "row_bytes": history.row_bytes if history is not None else None,
             "key_bytes": history.key_bytes if history is not None else None,
-            "node": str(self.session.address) if self.session is not None else None,
-        }
+        } | self._contact()
 
-    def _last_data_ms(self) -> int | None:
-        """When data came last, by the wall clock as it is now."""
-        if self._last_data is None:
-            return None
-        return self._clock.wall_ms() - int((self._clock.monotonic() - self._last_data) * 1000)
+    def _contact(self) -> dict[str, Any]:
+        """What status says of the contact with the vbucket's node: none while that answers nothing."""
+        session = self.session
+        if session is None or not session.ready:
+            return {"node": None, "silent_ms": None, "last_error": self.last_error}
+        silent_ms = round(session.silent_s * 1000)
+        if session.answers:
+            return {"node": str(session.address), "silent_ms": silent_ms, "last_error": self.last_error}
+        return {"node": None, "silent_ms": silent_ms, "last_error": f"{session.address} does not answer"}

@@ -116,6 +116,7 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
         "stalls": report.get("stalls"),
         "open_prepares": report.get("open_prepares"),
         "node": report.get("node"),
+        "silent_ms": report.get("silent_ms"),
         "last_error": report.get("last_error"),
     }
 
@@ -174,7 +175,7 @@ class Trend:
         self._reports: deque[tuple[int, dict[int, int], dict[str, int]]] = deque(maxlen=TREND_REPORTS_MAX)
         self._behind_since_ms: dict[int, deque[tuple[int, int]]] = {}
         self._contact_ms: dict[int, int] = {}
-        """When the source's position was last known, by vbucket."""
+        """When the source's position was last known, by vbucket: when its node last sent something, not when it was read here."""
 
     def observe(self, rows: Sequence[Row], counters: Mapping[str, int], now_ms: int) -> None:
         """Take in a report: rows as of now, and counters that only rise while the workers live."""
@@ -192,7 +193,7 @@ class Trend:
             waits.popleft()
         if high is None:
             return
-        self._contact_ms[row["vbid"]] = now_ms
+        self._contact_ms[row["vbid"]] = now_ms - (row["silent_ms"] or 0)
         if waits and high < waits[-1][1]:
             waits.clear()  # the source itself went back: a failover lost the seqnos that were waited for
         if high > row["published_seqno"] and (not waits or high > waits[-1][1]):

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from mirror.clock import SystemClock
+from mirror.clock import ManualClock, SystemClock
 from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
 from mirror.feed.connection_string import NodeAddress
 from mirror.feed.transport import OPAQUE_MAX, Link, Opaques, open_link
@@ -179,6 +179,27 @@ async def test_request_without_an_answer_is_a_timeout_and_leaves_nothing_behind(
             await link.request(Opcode.NOOP, timeout_s=0.02)
         assert link.unanswered_count == 0
         link.close()
+
+
+async def test_a_connection_is_silent_only_while_something_waits_for_an_answer() -> None:
+    clock = ManualClock()
+    link = Link(NodeAddress("node", 1), clock)
+    link.routes[9] = b"\0\0\0\1"
+    clock.advance(100)
+    assert link.silence_s == 0, "nothing was requested"
+    link.ask(request(Opcode.GET_ALL_VB_SEQNOS, opaque=5), lambda _outcome: None)
+    assert link.silence_s == 0, "it counts from the request"
+    clock.advance(3)
+    assert link.silence_s == 3
+    link.data_received(mutation(1, 9))
+    assert link.silence_s == 0, "anything that comes is a sign of life"
+    clock.advance(2)
+    link.ask(request(Opcode.GET_ALL_VB_SEQNOS, opaque=6), lambda _outcome: None)
+    assert link.silence_s == 2, "the first request still waits"
+    for opaque in (5, 6):
+        link.data_received(encode(response(request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque))))
+    clock.advance(100)
+    assert link.silence_s == 0
 
 
 async def test_request_whose_connection_ends_fails_with_the_reason() -> None:

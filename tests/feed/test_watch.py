@@ -171,6 +171,36 @@ async def test_a_proxy_that_stops_forwarding_is_noticed_within_twice_the_noop_in
         await mirror.stop()
 
 
+async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connection_still_stands(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.feed.session.SILENCE_MAX_S", 0.5)
+    node = cluster.nodes[0]
+    assert node.port is not None
+    async with Proxy(node.port) as proxy:
+        cluster.bucket.map.nodes = [replace(each, port=proxy.port) for each in cluster.bucket.map.nodes]
+        cluster.bucket.map_changed()
+        mirror = mirror_of(cluster, tmp_path, noop_interval_s=60, request_timeout_s=60, seqno_poll_interval_s=0.1)
+        consumer = mirror.start(f"couchbase://demo@127.0.0.1:{proxy.port}/{cluster.bucket.name}")
+        await mirror.until(lambda: mirror.row(1)["source_high_seqno"] == 0, "a figure")
+        address = mirror.row(1)["node"]
+        assert address == f"127.0.0.1:{proxy.port}"
+        proxy.deaf.set()
+        await mirror.until(lambda: mirror.row(1)["node"] is None, "the loss of contact")
+        row = mirror.row(1)
+        assert (row["state"], row["source_high_seqno"], row["lag_seqnos"]) == ("streaming", None, None)
+        assert row["last_error"] == f"{address} does not answer"
+        assert row["silent_ms"] > 500
+        assert consumer.ready_sessions()
+        reported = reported_row(row, 0) | {"lag_s": 0.6}
+        health = assess([reported], 1, lag_limit_s=30)
+        assert (health.state, *health.reasons) == (
+            "source unreachable",
+            f"no contact with the source: {address} does not answer",
+        )
+        await mirror.stop()
+
+
 # --- the judgement, without a source ---
 
 

@@ -37,6 +37,8 @@ _OF_KV_BUCKET = "tests/serve/test_kv_bucket.py -k 'manifest or replaced'"
 _MEMORY = "tests/serve/test_large.py -k memory"
 _OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
+_STATUS, _OF_STATUS = "mirror/supervise/status.py", "tests/supervise/test_status.py"
+_OF_WATCH = "tests/feed/test_watch.py -k nothing_is_not_in_contact"
 _OF_STREAMS = "tests/serve/test_dcp_requests.py -k no_more_streams"
 _OF_IDLE = "tests/serve/test_http_protocol.py -k begins_with_its_last"
 _OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
@@ -456,5 +458,14 @@ MUTATIONS = (
         "if self._processes.working and running == len(self._processes.desired)",
         "if running == len(self._processes.desired)",
         _OF_CHANNELS,
+    ),
+    Mutation(_STATUS, '= now_ms - (row["silent_ms"] or 0)', "= now_ms", _OF_STATUS),
+    Mutation(_VBUCKET, "self._high_seqno[0].answers", "self._high_seqno[0].ready", _OF_WATCH),
+    # --- a vbucket without a node gets one as soon as there is one
+    Mutation(
+        "mirror/feed/map_poll.py",
+        "asyncio.timeout(interval_s)",
+        "asyncio.timeout(None)",
+        "tests/feed/test_map_poll.py -k alone_that_gets",
     ),
 )

@@ -155,3 +155,12 @@ def test_without_contact_the_lag_counts_from_the_last_one() -> None:
     assert seconds(22_000, 5, 8) == 0.0
     assert seconds(24_000, 5, 8) == 2.0
     assert seconds(30_000, 5, None) == 8.0, "what was missing then is still missing"
+
+
+def test_the_last_contact_was_when_the_node_sent_something_and_not_when_that_was_reported() -> None:
+    trend = Trend()
+    trend.observe([row(0, 5, 5, silent_ms=4_500)], {}, 10_000)
+    rows = [row(0, 5, None)]
+    trend.observe(rows, {}, 11_000)
+    trend.fill(rows, 11_000)
+    assert rows[0]["lag_s"] == 5.5
