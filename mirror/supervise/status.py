@@ -175,7 +175,7 @@ class Trend:
         self._reports: deque[tuple[int, dict[int, int], dict[str, int]]] = deque(maxlen=TREND_REPORTS_MAX)
         self._behind_since_ms: dict[int, deque[tuple[int, int]]] = {}
         self._contact_ms: dict[int, int] = {}
-        """When the source's position was last known, by vbucket: when its node last sent something, not when it was read here."""
+        """When the node last sent something while the source's position was known, by vbucket."""
 
     def observe(self, rows: Sequence[Row], counters: Mapping[str, int], now_ms: int) -> None:
         """Take in a report: rows as of now, and counters that only rise while the workers live."""

@@ -212,6 +212,7 @@ async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_pa
             cluster.bucket.map.owners[vbid] = -1
         cluster.bucket.map_changed(*ours)
         await mirror.until(lambda: not consumer.ready_sessions(), "no session")
+        await asyncio.sleep(0.5)  # the requests for a map that this led to are over
         for vbid in ours:
             cluster.bucket.map.owners[vbid] = 0
         cluster.bucket.map.bump()  # silently
