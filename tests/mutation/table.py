@@ -278,7 +278,7 @@ MUTATIONS = (
     Mutation(_MAPS, "None if accept_older else map_record.load(data, bucket_uuid)", "None", _OF_MAPS),
     Mutation(
         _VBUCKET,
-        "self._high_seqno is not None and self._high_seqno[0].ready",
+        "self._high_seqno is not None and self._high_seqno[0].answers",
         "self._high_seqno is not None",
         "tests/feed/test_consumer_status.py",
     ),
