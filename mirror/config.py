@@ -62,7 +62,7 @@ class Settings:
 
     commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
     """The longest that a complete snapshot waits for others to be committed with it. It is committed at once while
-    commits take less than a third of the worker's time, and in larger batches as load rises."""
+    commits take less than half of the worker's time, averaged over this time, and in larger batches as load rises."""
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
     """Received rows that a worker keeps in memory before it writes down its fullest group; bounds the worker's memory
     and the size of an LMDB transaction."""
