@@ -351,6 +351,12 @@ MUTATIONS = (
         "tests/supervise/test_quarantine.py -k say_nothing",
     ),
     Mutation(
+        "mirror/feed/pace.py",
+        "started - self._wait_max_s)",
+        "self._paid_at)",
+        "tests/feed/test_pace.py",
+    ),
+    Mutation(
         "mirror/feed/group_commits.py",
         "self._retry_later(group, self._settings.storage_retry_interval_s * factor)",
         "pass",
