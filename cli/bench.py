@@ -469,9 +469,9 @@ def bar_lines(ratios: Sequence[Ratio]) -> list[str]:
     """What was found of each bar, in a line."""
     lines = []
     for bar, median, least, most in ratios:
-        wanted = "" if bar.at_most is None else f"at most {bar.at_most:g} wanted; "
+        limit = "" if bar.at_most is None else f"at most {bar.at_most:g} required; "
         missed = "" if bar.at_most is None or median <= bar.at_most else "MISSED "
-        lines.append(f"{missed}{bar.name}: {median:.2f} of its time ({wanted}{least:.2f} to {most:.2f})")
+        lines.append(f"{missed}{bar.name}: {median:.2f} of its time ({limit}{least:.2f} to {most:.2f})")
     return lines
 
 

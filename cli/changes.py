@@ -112,7 +112,7 @@ class Pump:
                 for change in self._view.changes(vbid, since=self.tokens.get(vbid)):
                     if self.done:
                         return
-                    if self._wanted(change, collection_id):
+                    if self._is_selected(change, collection_id):
                         print_change(change, as_json=self._as_json)
                         if self._left is not None:
                             self._left -= 1
@@ -141,7 +141,7 @@ class Pump:
                 f"no collection {self._collection!r}", path=self._view.path, hint="give it as scope.name, or its id"
             )
 
-    def _wanted(self, change: Change, collection_id: int | None) -> bool:
+    def _is_selected(self, change: Change, collection_id: int | None) -> bool:
         if self._collection is None or change.document is None:
             return True
         return change.document.kind is not Kind.SYSTEM_EVENT and change.document.collection_id == collection_id

@@ -38,7 +38,7 @@ LOST_CHANGES = 20
 
 
 class Story:
-    """What happens, step by step: a generator that is asked to go on with each new status."""
+    """What happens, step by step: a generator that goes on with each new status."""
 
     def __init__(self, stage: Stage, length_s: float) -> None:
         """The killing begins after a third of `length_s`, the failover after two thirds."""
@@ -131,9 +131,9 @@ class Story:
             "vbuckets": len(vbids),
             "back_s": round(lag_s, 1),
             "requested_again_bytes": again,
-            "vbuckets_asked_below_published": len(lower),
+            "vbuckets_requested_below_published": len(lower),
         }
-        self.say(f"worker {victim['slot']} is back and caught up after {lag_s:.1f} s; asked for again: {again} bytes")
+        self.say(f"worker {victim['slot']} is back and caught up after {lag_s:.1f} s; requested again: {again} bytes")
         self.say(
             f"the source's account: {len(vbids) - len(lower)} of {len(vbids)} streams resumed where the mirror stood"
         )
@@ -191,27 +191,27 @@ class Story:
         """Silence the source, let the mirror arrive, compare; then end the service and check what it left."""
         self._stage.ask_source("rate", rate=0)
         until_s = time.monotonic() + STEP_TIMEOUT_S
-        documents = wanted = -1
+        documents = sent = -1
         while time.monotonic() < until_s:
             status = self._stage.status()
-            wanted = self._stage.ask_source("status")["documents"]
+            sent = self._stage.ask_source("status")["documents"]
             if status is not None and status["totals"]["lag_seqnos"] == 0:
                 counter.fill(status)
                 documents = status["totals"]["documents"]
-                if documents == wanted:
+                if documents == sent:
                     break
             time.sleep(LOOK_INTERVAL_S)
         code = self._stage.end_service()
         problems = storage_check.check(str(self._stage.data)).problems
-        self.facts["documents"] = {"source": wanted, "mirror": documents}
+        self.facts["documents"] = {"source": sent, "mirror": documents}
         self.facts["check_problems"] = problems
         self.say(
-            f"writes stop. documents in the source: {render.number(wanted)}, in the mirror: {render.number(documents)}"
+            f"writes stop. documents in the source: {render.number(sent)}, in the mirror: {render.number(documents)}"
         )
         self.say(f"the stored data is {'sound' if not problems else f'NOT sound: {problems[0]}'} (dcp-mirror check)")
         kill = self.facts.get("kill") or {}
-        held = kill.get("requested_again_bytes", 0) == 0 and kill.get("vbuckets_asked_below_published", 0) == 0
-        return documents == wanted and not problems and code == 0 and held
+        held = kill.get("requested_again_bytes", 0) == 0 and kill.get("vbuckets_requested_below_published", 0) == 0
+        return documents == sent and not problems and code == 0 and held
 
 
 def demo(

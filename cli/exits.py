@@ -2,7 +2,7 @@
 
 Knows the three roots of errors (the service's, the store's, the protocol's), typer's usage errors and the keyboard;
 never what a command does. Exit codes: 0 done; 1 failed while running; 2 wrong usage or configuration; 3 the mirror's
-data is damaged or belongs to another bucket; 4 the source refused; 5 the document asked for is absent; 130 interrupted.
+data is damaged or belongs to another bucket; 4 the source refused; 5 the requested document is absent; 130 interrupted.
 Invariants: a user's mistake is one line on stderr, never a traceback; a bug is one line too, which names the way to its
 traceback (`DCP_MIRROR_LOG_LEVEL=debug`).
 """
@@ -26,7 +26,7 @@ UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ =
 
 
 class Absent(Exception):
-    """The document asked for is not there: exit 5."""
+    """The requested document is not there: exit 5."""
 
 
 class CommandEnded(Exception):

@@ -74,13 +74,13 @@ def get(
     as_json: options.JsonOption = False,
 ) -> None:
     """Print one document. Exit code 5 when there is none."""
-    wanted = as_of_from(as_of)
+    moment = as_of_from(as_of)
     key_bytes = key.encode(errors="surrogateescape")
     with open_view(str(options.data_directory(data, config))) as view:
-        document = view.get(key_bytes, options.collection_from(collection), as_of=wanted)
-        if wanted is not None:
+        document = view.get(key_bytes, options.collection_from(collection), as_of=moment)
+        if moment is not None:
             vbid = view.vbid_of(key_bytes)
-            announce(boundary_of(view, vbid, wanted), vbid)
+            announce(boundary_of(view, vbid, moment), vbid)
     if document is None or document.kind is not Kind.MUTATION:
         raise Absent(f"no document {output.for_people(key_bytes)!r}" + (f" in {collection}" if collection else ""))
     if as_json:

@@ -2,7 +2,7 @@
 
 Knows the questions, the files and what comes next; whether the source is good, `doctor` finds out, and what settings
 mean, they say themselves. Invariants: nothing is written before the source was tried; a file that is there is never
-overwritten unless that was asked for; a password is never written into the settings, and only its owner may read its
+overwritten unless that was requested; a password is never written into the settings, and only its owner may read its
 own file.
 """
 
@@ -65,12 +65,12 @@ def init(
 ) -> None:
     """Write a commented settings file for a source that was tried, and say what comes next. Asks for what is missing.
 
-    The password is taken from DCP_MIRROR_PASSWORD or a file, or is asked for and kept in a file of its own.
+    The password is taken from DCP_MIRROR_PASSWORD or a file, or typed in and kept in a file of its own.
     """
-    source = source or asked("Source (couchbases://user@host/bucket)", "--source", parse)
+    source = source or prompt_for("Source (couchbases://user@host/bucket)", "--source", parse)
     bucket = parse(source).bucket
     if systemd is None:
-        data = data or Path(asked("Data directory", "--data", check_directory, default=bucket)).absolute()
+        data = data or Path(prompt_for("Data directory", "--data", check_directory, default=bucket)).absolute()
         to = to.absolute()
     elif "/" in systemd or systemd in ("", ".", ".."):
         raise ConfigError(f"--systemd {systemd!r} cannot be a unit's instance", hint="give a plain name")
@@ -100,8 +100,8 @@ def init(
         typer.echo(f"next     {command}")
 
 
-def asked(question: str, option: str, judge: Callable[[str], object], default: str | None = None) -> str:
-    """An answer from the terminal, which is asked for until `judge` raises no ConfigError.
+def prompt_for(question: str, option: str, judge: Callable[[str], object], default: str | None = None) -> str:
+    """An answer from the terminal, which is requested until `judge` raises no ConfigError.
 
     Raises ConfigError where there is no terminal.
     """
@@ -112,7 +112,7 @@ def asked(question: str, option: str, judge: Callable[[str], object], default: s
         try:
             judge(answer)
         except ConfigError as error:
-            raise typer.BadParameter(str(error)) from None  # which has the question asked again
+            raise typer.BadParameter(str(error)) from None  # which repeats the question
         return answer
 
     return str(typer.prompt(question, default=default, err=True, value_proc=judged))
@@ -144,7 +144,7 @@ def typed_password(question: str) -> str:
 
 
 def try_source(settings: Settings, source: str, password: str | None) -> str | None:
-    """Let `doctor` look at the source. A typed password that is refused is asked for again, a few times; returns the
+    """Let `doctor` look at the source. A typed password that is refused is requested again, a few times; returns the
     one that was accepted. Raises CommandEnded with the exit code of the first failure.
     """
     for attempts_left in reversed(range(ATTEMPTS_MAX)):

@@ -50,9 +50,9 @@ MODULES = {"top": "status"}
 """Modules that are not called as their command."""
 
 
-def show_version(wanted: bool) -> None:
+def show_version(requested: bool) -> None:
     """Print the version and end."""
-    if wanted:
+    if requested:
         typer.echo(f"dcp-mirror {__version__}")
         raise typer.Exit
 

@@ -287,8 +287,8 @@ def export(
     """Write the mirror's documents as Parquet files or a Delta table, each vbucket at one boundary."""
     if form not in ("parquet", "delta"):
         raise ConfigError(f"--format {form!r}: must be parquet or delta", hint="parquet files need nothing to be read")
-    wanted = as_of_from(as_of)
-    if isinstance(wanted, int):
+    moment = as_of_from(as_of)
+    if isinstance(moment, int):
         raise ConfigError("--as-of takes a time here: seqnos are a vbucket's own", hint="for example 2026-05-01T12:00Z")
     path = data_from(data, config)
     check_destination(to)
@@ -302,7 +302,7 @@ def export(
             runner,
             delta_table=form == "delta",
             collections=collections_from(collection),
-            as_of_ms=wanted.ms if wanted is not None else None,
+            as_of_ms=moment.ms if moment is not None else None,
             fields=None if schema is None else fields_of(schema),
             reading=reading_from(mode, permissive, time_zone, epoch),
             misfits_max=max_misfits,
@@ -405,7 +405,7 @@ def sync(
     With --schema documents has columns out of the body. Columns may be added later: they are filled in all rows.
     """
     need("pyspark", "pyarrow", "deltalake")
-    wanted = {
+    source_options = {
         "maxRowsPerBatch": str(max_rows),
         "maxBytesPerBatch": max_bytes,
         "onLostHistory": on_lost_history,
@@ -432,7 +432,7 @@ def sync(
         ),
     )
     checkpoint_for(folder_at(to), how)
-    check_source(wanted, options.settings_from({"source": source}, config=config).settings)
+    check_source(source_options, options.settings_from({"source": source}, config=config).settings)
     with spark_session("sync", master) as spark, render.Screen(to_stderr=True) as screen, ending() as stop:
 
         def show(figures: BatchFigures) -> None:
@@ -445,7 +445,7 @@ def sync(
         def warn(line: str) -> None:
             typer.echo(f"warning: {line}", err=True)
 
-        done = run(spark, wanted, to, how, on_figures=show, on_warning=warn, stop=stop)
+        done = run(spark, source_options, to, how, on_figures=show, on_warning=warn, stop=stop)
     if as_json:
         output.print_json(asdict(done))
     else:

@@ -91,7 +91,7 @@ def record(
 
 
 def record_into(
-    recorder: Recorder, url: str, settings: Settings, seconds: float | None, asked: list[int] | None
+    recorder: Recorder, url: str, settings: Settings, seconds: float | None, requested: list[int] | None
 ) -> tuple[int, str]:
     """Read the source into the recorder; how many snapshots, and what ended it."""
     with (
@@ -99,10 +99,10 @@ def record_into(
         render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen,
     ):
         recorder.names(bucket=parse(url).bucket, bucket_uuid=reader.bucket_uuid, vbuckets=reader.vbucket_count)
-        for vbid in asked or ():
+        for vbid in requested or ():
             if not 0 <= vbid < reader.vbucket_count:
                 raise ConfigError(f"there is no vbucket {vbid}", hint=f"the bucket has {reader.vbucket_count}")
-        vbids = sorted(set(asked)) if asked else list(range(reader.vbucket_count))
+        vbids = sorted(set(requested)) if requested else list(range(reader.vbucket_count))
         until = {vbid: seqno for vbid, seqno in reader.high_seqnos().items() if vbid in vbids}
         behind = {vbid for vbid, seqno in until.items() if seqno}
         timer = threading.Timer(seconds, reader.stop_reading) if seconds is not None else None

@@ -382,7 +382,7 @@ def progress_view(document: Mapping[str, Any], elapsed_s: float) -> RenderableTy
     grid.add_row(
         ProgressBar(total=1.0, completed=share, width=30),
         f"{share:6.1%}",
-        f"{number(done['seqnos_published'])} of {number(done['seqnos_wanted'])} seqnos",
+        f"{number(done['seqnos_published'])} of {number(done['seqnos_target'])} seqnos",
         f"{number(document['totals'].get('documents_per_s'))}/s",
         f"{duration(left)} left" if left is not None and share < 1 else "",
     )
@@ -398,7 +398,7 @@ def progress_line(document: Mapping[str, Any], elapsed_s: float) -> str:
     left = elapsed_s * (1 - share) / share if share > 0.01 else None
     rate = number(document["totals"].get("documents_per_s"))
     line = (
-        f"{share:.1%} done | {number(done['seqnos_published'])} of {number(done['seqnos_wanted'])} seqnos | "
+        f"{share:.1%} done | {number(done['seqnos_published'])} of {number(done['seqnos_target'])} seqnos | "
         f"{done['vbuckets_done']} of {done['vbuckets']} vbuckets | {rate}/s"
     )
     return line + (f" | {duration(left)} left" if left is not None and share < 1 else "")

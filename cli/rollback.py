@@ -1,7 +1,7 @@
 """`rollback`: take a vbucket back to a kept boundary, through its running service or without one.
 
 Knows how to ask the service, or to own the group for a moment; what a rollback is, the store knows. Invariants: with
---dry-run nothing is changed; what is printed as retracted is read from the store afterwards, not foretold; a seqno
+--dry-run nothing is changed; what is printed as retracted is read from the store afterwards, not predicted; a seqno
 below the history floor changes nothing and names the floor.
 """
 
@@ -82,12 +82,12 @@ def rollback(
     with open_view(str(path), stale_reads=True) as view:
         if vbid >= view.identity.vbucket_count:
             raise ConfigError(f"there is no vbucket {vbid}", hint=f"the bucket has {view.identity.vbucket_count}")
-        boundary, foretold = view.undone_by(vbid, to_seqno)
+        boundary, predicted = view.undone_by(vbid, to_seqno)
         before = view.state(vbid)
         since = view.token(vbid, before.branch, before.published_seqno)
         done = not dry_run and boundary.seqno < before.published_seqno
         if not done:
-            shown, counts = take(foretold, limit)
+            shown, counts = take(predicted, limit)
     result = {
         "boundary_seqno": int(boundary.seqno),
         "from_branch": int(before.branch),

@@ -161,7 +161,7 @@ def run(
             settings,
             look_up_with(SystemClock()),
             clock=SystemClock(),
-            groups_asked=settings.groups if loaded.provenance["groups"] != "default" else None,
+            required_groups=settings.groups if loaded.provenance["groups"] != "default" else None,
             until_caught_up=until_caught_up,
             reload=lambda: read().settings,
             progress=progress,

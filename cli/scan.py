@@ -32,19 +32,19 @@ def scan(
     as_json: options.JsonOption = False,
 ) -> None:
     """Print documents: with --json one object a line, otherwise vbid, seqno, key and value."""
-    wanted = as_of_from(as_of)
-    if isinstance(wanted, int) and vbid is None:
+    moment = as_of_from(as_of)
+    if isinstance(moment, int) and vbid is None:
         raise ConfigError("a seqno means something in one vbucket only", hint="give --vbid, or a time to --as-of")
     with open_view(str(options.data_directory(data, config))) as view:
-        if wanted is not None:
+        if moment is not None:
             for each in view.vbids if vbid is None else (vbid,):
-                announce(boundary_of(view, each, wanted), each)
+                announce(boundary_of(view, each, moment), each)
         for document in view.scan(
             vbid,
             prefix=prefix.encode(errors="surrogateescape"),
             collection=options.collection_from(collection),
             limit=limit,
-            as_of=wanted,
+            as_of=moment,
             deletions=deletions,
         ):
             if as_json:

@@ -23,7 +23,7 @@ from mirror.supervise.stored import stored_status
 from storage.view import View, open_view
 
 COUNT_SEQNOS_MAX = 2_000_000
-"""Documents are counted by walking the keys; of a larger mirror only when asked to (--count), for it takes seconds."""
+"""Documents are counted by walking the keys; of a larger mirror only with --count, for it takes seconds."""
 
 
 class DocumentCounter:

@@ -92,8 +92,8 @@ def verify(
         def look(vbids: list[int] | None) -> list[VbucketResult]:
             with open_view(str(path), stale_reads=True) as view:
                 same_bucket(view, reader)
-                wanted = wanted_vbuckets(view, vbids)
-                return compare(str(path), view, reader, service=service, vbids=wanted, wait_s=wait, progress=progress)
+                selected = selected_vbuckets(view, vbids)
+                return compare(str(path), view, reader, service=service, vbids=selected, wait_s=wait, progress=progress)
 
         results = look(vbid)
         broken = [result.vbid for result in results if result.state in REPAIRED] if repair else []
@@ -147,13 +147,13 @@ def same_bucket(view: View, reader: SourceReader) -> None:
         )
 
 
-def wanted_vbuckets(view: View, asked: list[int] | None) -> list[int]:
+def selected_vbuckets(view: View, requested: list[int] | None) -> list[int]:
     """The vbuckets to compare. Raises ConfigError."""
     held = [int(vbid) for vbid in view.vbids]
-    for vbid in asked or ():
+    for vbid in requested or ():
         if vbid not in held:
             raise ConfigError(f"this mirror holds no vbucket {vbid}", hint=f"it holds {held[0]} to {held[-1]}")
-    return sorted(set(asked)) if asked else held
+    return sorted(set(requested)) if requested else held
 
 
 def by_vbid(result: VbucketResult) -> int:

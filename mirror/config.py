@@ -88,7 +88,7 @@ class Settings:
     """Fail when no node of the source can be reached for this long after the start. 0: keep trying (with
     `run --until-caught-up`: 60 s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
-    """How often every node of the cluster, and every host of the source, is asked for the cluster map, besides what
+    """How often every node of the cluster, and every host of the source, is queried for the cluster map, besides what
     nodes announce. A node that was failed over without its knowledge is left within about this time."""
     seqno_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 1.0
     """How often the high seqnos of the source are requested; the reported lag is as fresh as this."""
@@ -131,7 +131,7 @@ class Settings:
     sender of a map decides which hosts the user's name and a proof of its password are sent to: with `couchbases://`
     these must have a certificate for the name."""
     dns_server: str | None = None
-    """Address (and port) of the name server that is asked for DNS SRV records. Unset: the system's. Host names are
+    """Address (and port) of the name server that resolves DNS SRV records. Unset: the system's. Host names are
     always resolved by the system."""
     password_file: Path | None = None
     """File that contains the password and nothing else. Read again at each login."""
@@ -162,7 +162,7 @@ class Settings:
     """Private key (PEM) of `listen_tls_cert_file`, where it is not in the same file."""
     listen_tls_client_ca_file: Path | None = None
     """Authorities (PEM) that sign clients' certificates. A client of a listener with `tls://` that shows one is the
-    user of its common name and needs no password; any other logs in. Unset: clients are asked for none."""
+    user of its common name and needs no password; any other logs in. Unset: clients need none."""
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = 1024
     """Connections of one listening process; further ones are closed at once. An idle connection costs about 10 KiB."""
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = 256
@@ -171,7 +171,7 @@ class Settings:
     clients come through a proxy."""
     reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = 10.0
     """A client that has not logged in after this time, the TLS handshake included, is disconnected; where no login is
-    needed, one that has asked for nothing. Such clients have a quarter of the connections of a listening process; above
+    needed, one that has requested nothing. Such clients have a quarter of the connections of a listening process; above
     that the oldest is disconnected for a new one."""
     reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
     """A client that sends nothing for this long is disconnected. SDKs send something every few seconds."""
@@ -230,7 +230,7 @@ class Settings:
     for each node and worker; a node that does not answer delays its vbuckets. Not for ephemeral buckets: they persist
     nothing."""
     persistence_poll_interval_ms: Annotated[int, Field(ge=5, le=60_000)] = 100
-    """How often the source is asked what it has persisted, while snapshots wait for that."""
+    """How often the source is queried for what it has persisted, while snapshots wait for that."""
 
     worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
     """A worker that sends no heartbeat for this long is killed and replaced."""

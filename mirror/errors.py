@@ -70,7 +70,7 @@ class ConfigError(MirrorError):
 
 
 class ClusterError(MirrorError):
-    """The source did not do what was asked."""
+    """The source did not do what was requested."""
 
     retryable = True
 
@@ -147,7 +147,7 @@ class OlderMap(ClusterError):
 
     default_hint = (
         "a node that was failed over may be back with old data, or those that know better cannot be reached: check the "
-        "nodes; they are asked again. Only if the cluster was restored to an earlier state: `run --accept-older-map`"
+        "nodes; they are queried again. Only if the cluster was restored to an earlier state: `run --accept-older-map`"
     )
 
     @staticmethod

@@ -57,7 +57,7 @@ def assess(
 ) -> Health:
     """Judge a mirror by the rows of its vbuckets (cli/JSON.md), and what workers say of their groups.
 
-    `held_count` vbuckets belong to it; None: not known yet. `source_error`: why the source could not be asked which
+    `held_count` vbuckets belong to it; None: not known yet. `source_error`: why the source could not be queried which
     bucket it has.
     """
     if source_error is not None:

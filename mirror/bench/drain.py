@@ -99,8 +99,8 @@ class _DrainClient:
 
     def request_streams(self) -> None:
         """Ask for every vbucket, from the beginning to what is there now."""
-        asked = [ev.StreamRequest(vbid, 0, 0, seqno, 0, 0, 0) for vbid, seqno in self._high_seqnos.items()]
-        self.socket.sendall(b"".join(codec_dcp.encode(each, opaque=each.vbid + 1) for each in asked))
+        requests = [ev.StreamRequest(vbid, 0, 0, seqno, 0, 0, 0) for vbid, seqno in self._high_seqnos.items()]
+        self.socket.sendall(b"".join(codec_dcp.encode(each, opaque=each.vbid + 1) for each in requests))
 
     def acknowledge(self, count: int) -> None:
         """Give the server back so many bytes of its window."""

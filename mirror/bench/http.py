@@ -134,7 +134,7 @@ class _HttpClient(asyncio.Protocol):
         self._latencies_s = latencies_s
         self._done = done
         self._buffer = b""
-        self._wanted = 0
+        self._bytes_needed = 0
         self._sent_at = 0.0
         self._transport: asyncio.Transport | None = None
 
@@ -156,7 +156,7 @@ class _HttpClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        if not self._wanted:
+        if not self._bytes_needed:
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0:
                 return
@@ -165,10 +165,10 @@ class _HttpClient(asyncio.Protocol):
                 self._fail(RuntimeError(f"the server answered {head.splitlines()[0].decode(errors='replace')}"))
                 return
             at = head.index(b"content-length: ") + 16
-            self._wanted = end + 4 + int(head[at : (head + b"\r").index(b"\r", at)])
-        if len(self._buffer) >= self._wanted:
+            self._bytes_needed = end + 4 + int(head[at : (head + b"\r").index(b"\r", at)])
+        if len(self._buffer) >= self._bytes_needed:
             self._latencies_s.append(time.perf_counter() - self._sent_at)
-            self._buffer, self._wanted = b"", 0
+            self._buffer, self._bytes_needed = b"", 0
             self._next()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -91,7 +91,7 @@ def lags_ms(written: list[Write], visible: list[Write]) -> list[float]:
 
 
 def _write(pipe: Connection) -> None:
-    """The source process: write at the rates that are asked for, and say what was written when."""
+    """The source process: write at the requested rates, and say what was written when."""
 
     async def serve() -> None:
         async with SandboxCluster(vbuckets=VBUCKETS) as cluster:
@@ -140,7 +140,7 @@ def _note_visible(consumer: Consumer, visible: list[Write]) -> None:
 
 
 def _follow(pipe: Connection, connection_string: str, path: str, sync: str) -> None:
-    """The consumer process: follow, and say once what is asked for is visible when everything became so."""
+    """The consumer process: follow, and say when everything became visible, once what was requested is."""
 
     async def follow() -> None:
         async with consuming(connection_string, path, sync) as (consumer, _):

@@ -385,9 +385,9 @@ def get_limit(path: str, sample: Sequence[bytes], vbucket_count: int) -> Timing:
          env.open_db(keys.rows_db(vbid), create=False))
         for vbid in range(vbucket_count)
     ]  # fmt: skip
-    wanted = [(b"\0" + key, *trees[keys.vbid_of(key, vbucket_count)]) for key in sample]
+    lookups = [(b"\0" + key, *trees[keys.vbid_of(key, vbucket_count)]) for key in sample]
     start, cpu_start = time.perf_counter(), time.process_time()
-    for wire_key, key_tree, row_tree in wanted:
+    for wire_key, key_tree, row_tree in lookups:
         txn = env.begin()
         txn.get(txn.get(wire_key, b"", key_tree)[:12], b"", row_tree)
         txn.abort()

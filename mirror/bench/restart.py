@@ -59,12 +59,12 @@ def restarts(
     each = max(1, documents // vbuckets)
     source, data = os.path.join(folder, "source"), os.path.join(folder, "data")
     names = (b"read::%d" % number for number in itertools.count())
-    wanted = next(name for name in names if keys.vbid_of(name, vbuckets) == VBID)
+    probe_key = next(name for name in names if keys.vbid_of(name, vbuckets) == VBID)
 
     def rows_of(vbid: int) -> list[Row]:
         rows = document_rows(vbid, vbuckets, each, 256)
         if vbid == VBID:
-            frame = records.encode_mutation(wanted, bytes(256), len(rows) + 1)
+            frame = records.encode_mutation(probe_key, bytes(256), len(rows) + 1)
             rows.append((keys.ROW.pack(1, len(rows) + 1), frame))
         return rows
 
@@ -79,10 +79,10 @@ def restarts(
             for number in range(rounds):
                 _kill(service)
                 highs = append_rows(source, missed, seed=number + 2)
-                limit = _limit(context, data, wanted)
+                limit = _limit(context, data, probe_key)
                 began = time.monotonic()
                 service = _start(context, dcp_port, kv_port, data, workers)
-                _until(service, lambda: _reads(kv_port, wanted))
+                _until(service, lambda: _reads(kv_port, probe_key))
                 first_read_s = time.monotonic() - began
                 _until(service, lambda: _caught_up(data, highs))  # noqa: B023 - called before the next round
                 yield RestartFigures(first_read_s, time.monotonic() - began, limit)
@@ -101,9 +101,9 @@ def _serve(source: str, kv: str, data: str, workers: int) -> None:
     """The service process."""
     logs.set_up("error", json=False, process="bench")
     os.environ["DCP_MIRROR_PASSWORD"] = SANDBOX_PASSWORD
-    wanted: dict[str, Any] = {"source": source, "data": Path(data), "workers": workers, "groups": GROUPS, "kv": kv}
+    values: dict[str, Any] = {"source": source, "data": Path(data), "workers": workers, "groups": GROUPS, "kv": kv}
     clock = SystemClock()
-    settings = validated(wanted | {"log_level": "error"})
+    settings = validated(values | {"log_level": "error"})
     asyncio.run(Supervisor(settings, look_up_with(clock), clock=clock).run())
 
 

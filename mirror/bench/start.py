@@ -113,7 +113,7 @@ def _mirror(connection_string: str, data: str, workers: int) -> None:
     """The service process."""
     logs.set_up("error", json=False, process="bench")
     os.environ["DCP_MIRROR_PASSWORD"] = SANDBOX_PASSWORD
-    wanted: dict[str, Any] = {"source": connection_string, "data": Path(data), "workers": workers, "groups": 8}
-    settings = validated(wanted | {"log_level": "error"})
+    values: dict[str, Any] = {"source": connection_string, "data": Path(data), "workers": workers, "groups": 8}
+    settings = validated(values | {"log_level": "error"})
     clock = SystemClock()
     asyncio.run(Supervisor(settings, look_up_with(clock), clock=clock).run())

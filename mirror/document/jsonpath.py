@@ -235,8 +235,8 @@ def insert_element(text: str, parts: list[Part], values: str) -> str:
 
 def add_unique(text: str, parts: list[Part], value: str, *, make_parents: bool) -> str:
     """Put a plain value into an array of plain values, unless it is there."""
-    wanted = json.loads(value)
-    if isinstance(wanted, dict | list):
+    added = json.loads(value)
+    if isinstance(added, dict | list):
         raise PathError(Status.SUBDOC_VALUE_CANTINSERT)
     start = _parent(text, parts)
     if start is not None and text[start] == "[":
@@ -244,7 +244,7 @@ def add_unique(text: str, parts: list[Part], value: str, *, make_parents: bool) 
             there = json.loads(text[member.value_start : member.end])
             if isinstance(there, dict | list):
                 raise PathError(Status.SUBDOC_PATH_MISMATCH)
-            if there == wanted and type(there) is type(wanted):
+            if there == added and type(there) is type(added):
                 raise PathError(Status.SUBDOC_PATH_EEXISTS)
     return push(text, parts, value, first=False, make_parents=make_parents)
 

@@ -100,16 +100,16 @@ class _JsonWalk:
             return 0, None
         while True:
             began = position
-            is_wanted = number == part
+            matches = number == part
             if is_object:
                 position = yield from self._string(position)
-                is_wanted = part is not None and self._is_name(began, position, name)
+                matches = part is not None and self._is_name(began, position, name)
                 position = yield from self._mark(position, _COLON)
             value_start = position
             position = yield from self._value(position)
             last = value_start, position
             number += 1
-            if is_wanted:
+            if matches:
                 return number, last
             self._left -= position - began + TOKEN_COST_BYTES
             if self._left < 0:

@@ -58,7 +58,7 @@ class Side:
     seqno: int
     manifest: Manifest
     purge_seqno: Callable[[], int] = lambda: 0
-    """Tombstones at or below may be gone; asked after one was missed, for it rises meanwhile."""
+    """Tombstones at or below may be gone; read after one was missed, for it rises meanwhile."""
 
     def has_collection(self, version: Fingerprint) -> bool:
         """Whether the version's collection is one here, and not begun again since."""

@@ -1,7 +1,7 @@
 """What stands between a mirror and its source, step by step, before any of it costs time: nothing is changed anywhere.
 
 Knows in which order things can fail, how to try each alone, and what fixes it. No document is fetched: streams are
-asked for with an end at their very start, so that a source says whether it would go on from there, and sends nothing.
+requested with an end at their very start, so that a source says whether it would go on from there, and sends nothing.
 Invariants: each finding is one line with a verdict, and where that is not `ok`, with a remedy; what depends on a failed
 step is left out; an end by whatever closes every connection.
 """
@@ -84,12 +84,12 @@ class Finding:
 
 @dataclass(slots=True)
 class _Answers:
-    """Waits for the answers to stream requests; whatever a stream brings is not wanted."""
+    """Waits for the answers to stream requests; whatever a stream brings is dropped."""
 
     waiting: dict[int, asyncio.Future[StreamAnswer | ClusterError]] = field(default_factory=dict)
 
     def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """None was asked for."""
+        """None was requested."""
 
     def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
         """The end of a stream that had its end at its start."""
@@ -215,10 +215,10 @@ class Doctor:
         """TLS, user, password, bucket: `enter` does them in turn, and its error says which failed."""
         source = self._access.source
         try:
-            asked = await survey(
+            surveyed = await survey(
                 self._access, self._clock, bucket_uuid=None if view is None else view.identity.bucket_uuid
             )
-            found = asked.newest
+            found = surveyed.newest
             node = next((a for each in found.nodes if (a := self._access.address_of(each)) is not None), None)
             link, handshake = await enter(self._access, node or source.addresses[0], self._clock)
         except TlsFailed as error:
@@ -239,18 +239,18 @@ class Doctor:
             self._say("login", StepVerdict.OK, f"user {source.user or 'of the client certificate'}")
             self._say("bucket", StepVerdict.OK, f"{source.bucket}, uuid {found.bucket_uuid or 'unknown'}")
             missing = [feature for feature in FEATURES if feature not in handshake.features]
-            wanted = {Feature.COLLECTIONS, Feature.SNAPPY, Feature.XATTR} & set(missing)
+            needed = {Feature.COLLECTIONS, Feature.SNAPPY, Feature.XATTR} & set(missing)
             names = ", ".join(feature.name.lower() for feature in missing)
             self._say(
                 "features",
                 StepVerdict.OK,
                 f"{len(FEATURES) - len(missing)} of {len(FEATURES)} are granted"
                 + (f", not {names}" if names else "")
-                + (": the server is older than 7.0" if Feature.COLLECTIONS in wanted else ""),
+                + (": the server is older than 7.0" if Feature.COLLECTIONS in needed else ""),
             )
         finally:
             link.close()
-        return asked
+        return surveyed
 
     def _judge_tls(self, link: Link) -> None:
         if not link.secure:
@@ -381,12 +381,12 @@ class Doctor:
                 "before 8.0 a first fill of a vbucket with purged deletions that breaks off begins again",
             )
         every = session.noop_interval_s
-        taken_as_asked = session.controls.get("set_noop_interval", False)
+        accepted = session.controls.get("set_noop_interval", False)
         self._say(
             "noop",
-            StepVerdict.OK if taken_as_asked else StepVerdict.WARN,
+            StepVerdict.OK if accepted else StepVerdict.WARN,
             f"every {every:g} s: a silent connection is noticed after {2 * every:g} s",
-            "" if taken_as_asked else "set noop_interval_s to whole seconds, 20 or more: this server takes no other",
+            "" if accepted else "set noop_interval_s to whole seconds, 20 or more: this server takes no other",
         )
 
     async def _collections(self, found: ClusterMap) -> None:
@@ -404,7 +404,7 @@ class Doctor:
                 "collections",
                 StepVerdict.WARN,
                 f"{text}; the server's own scope _system is hidden from this user, and will not be mirrored",
-                "grant the privilege SystemCollectionLookup (role Data DCP Reader) if it is wanted",
+                "grant the privilege SystemCollectionLookup (role Data DCP Reader) if it is needed",
             )
         else:
             self._say("collections", StepVerdict.OK, text)
@@ -420,8 +420,8 @@ class Doctor:
                 for vbid in range(found.vbucket_count)
                 if (node := found.node_of(vbid)) is not None and self._access.address_of(node) == session.address
             ]
-            wanted = [vbid for vbid in mine if vbid in states] if states else mine[:1]
-            answers |= await self._ask(session, wanted, states)
+            probed = [vbid for vbid in mine if vbid in states] if states else mine[:1]
+            answers |= await self._ask(session, probed, states)
         refused = {
             vbid: answer for vbid, answer in answers.items() if not isinstance(answer, StreamAccepted | StreamRollback)
         }

@@ -51,25 +51,25 @@ def resync(
     if answer is None:
         asyncio.run(_resync_here(path, source, settings, vbids, timeout_s, progress, SystemClock()))
         return
-    wanted = {first: int(answer["result"]["staging_branch"])}
+    target_branches = {first: int(answer["result"]["staging_branch"])}
     for vbid in vbids[1:]:
         answer = client.ask(Path(path), Resync(vbid))
         if answer is None:
             raise SupervisionError("the service went away", hint="start it again: it goes on with the resyncs")
-        wanted[vbid] = int(answer["result"]["staging_branch"])
+        target_branches[vbid] = int(answer["result"]["staging_branch"])
     with open_view(path, stale_reads=True) as view:
-        _wait(view, wanted, timeout_s, progress)
+        _wait(view, target_branches, timeout_s, progress)
 
 
-def _wait(view: View, wanted: dict[int, int], timeout_s: float, progress: Progress) -> None:
+def _wait(view: View, target_branches: dict[int, int], timeout_s: float, progress: Progress) -> None:
     since = time.monotonic()
-    left = dict(wanted)
+    left = dict(target_branches)
     while left:
         done = [vbid for vbid, branch in left.items() if view.pin(vbid).branch >= branch and not view.stale(vbid)]
         for vbid in done:
             del left[vbid]
             since = time.monotonic()
-            progress(len(wanted) - len(left), len(wanted))
+            progress(len(target_branches) - len(left), len(target_branches))
         if time.monotonic() - since > timeout_s:
             raise _late(left, timeout_s)
         time.sleep(POLL_S)

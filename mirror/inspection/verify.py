@@ -11,7 +11,7 @@ that changed between the two moments are looked at again, a few at a time, with 
 left that has not been seen standing still (a key that changes all the time stays `not_compared`). Without a service B
 stays what it is: what the source changed since is `not_compared`, all else is as exact.
 Three things can come in between:
-- A rollback. At the end the source is asked, as a stream request would, whether it still has (vbuuid, B) and what was
+- A rollback. At the end a query finds out, as a stream request would, whether it still has (vbuuid, B) and what was
   read of it, (vbuuid, E). Where it does not, the vbucket is compared again once the mirror has followed; a mirror that
   cannot follow (no service) is reported as `rollback`, for then it holds what the source has lost.
 - The source's purge of tombstones: it takes deletions away that both sides agree upon, never documents. Where B < E
@@ -357,5 +357,5 @@ def verify(
     progress: Progress = lambda _done, _of, _rows: None,
 ) -> list[VbucketResult]:
     """Compare the mirror at `path` with the source: a result for each vbucket. The parameters are `Verifier`'s."""
-    wanted = list(view.vbids) if vbids is None else vbids
-    return Verifier(path, view, reader, service=service, wait_s=wait_s, progress=progress).run([int(v) for v in wanted])
+    chosen = list(view.vbids) if vbids is None else vbids
+    return Verifier(path, view, reader, service=service, wait_s=wait_s, progress=progress).run([int(v) for v in chosen])

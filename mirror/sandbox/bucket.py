@@ -1,4 +1,4 @@
-"""The bucket: its vbuckets, manifest, users and map, and everything that can be asked of or done to its data directly.
+"""The bucket: its vbuckets, manifest, users and map, and everything that can be read from or done to its data directly.
 
 Knows the data and where it lives by the map; must never know listeners or connections. Invariants: one bucket per
 cluster; every replica of a vbucket is the vbucket itself (replication takes no time here); after a change of the map

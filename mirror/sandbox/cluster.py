@@ -270,17 +270,17 @@ class SandboxCluster:
 
     async def rebalance(self, numbers: Iterable[int] | None = None, *, pause_seconds: float = 0.0) -> int:
         """Spread the vbuckets evenly over these nodes (all that live), one move at a time. Returns how many moved."""
-        wanted = list(numbers) if numbers is not None else [node.number for node in self._members() if node.alive]
+        targets = list(numbers) if numbers is not None else [node.number for node in self._members() if node.alive]
         moved = 0
         for vbid, owner in enumerate(list(self.bucket.map.owners)):
-            target = wanted[vbid % len(wanted)]
+            target = targets[vbid % len(targets)]
             if owner != target:
                 self.move(vbid, target)
                 moved += 1
                 await asyncio.sleep(pause_seconds)
-        gone = {node.number for node in self.bucket.map.nodes} - set(wanted)
+        gone = {node.number for node in self.bucket.map.nodes} - set(targets)
         if gone:
-            self.bucket.map.nodes = [node for node in self.bucket.map.nodes if node.number in wanted]
+            self.bucket.map.nodes = [node for node in self.bucket.map.nodes if node.number in targets]
             self.bucket.map_changed()
         return moved
 

@@ -1,4 +1,4 @@
-"""What can be asked of a running source: each command's name, its arguments, and the call that it is.
+"""The commands of a running source: each command's name, its arguments, and the call that it is.
 
 Knows commands and what of the cluster they call; must never know sockets or clients. Numbers of nodes begin at 0.
 Invariant: a command that is not understood changes nothing, and raises what says why (ValueError and its kin).

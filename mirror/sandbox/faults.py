@@ -94,13 +94,13 @@ class Faults:
         self, reason: StreamEndReason, vbids: Iterable[int] | None = None, *, node: int | None = None
     ) -> int:
         """End open streams with any reason. Returns how many."""
-        wanted = None if vbids is None else set(vbids)
+        selected = None if vbids is None else set(vbids)
         count = 0
         for connection in self.connections(node=node):
             producer = connection.producer
             assert producer is not None
             for vbid in sorted({vbid for vbid, _ in producer.streams}):
-                if wanted is None or vbid in wanted:
+                if selected is None or vbid in selected:
                     count += producer.end_streams(vbid, reason)
         return count
 

@@ -62,7 +62,7 @@ class SandboxFilter:
         return seqno >= max(high_seqnos.get(id_, 0) for id_ in self.collections)
 
     def passes(self, item: Item) -> bool:
-        """Whether the stream shows a change. To be asked in the order of seqnos, once each: system events that pass
+        """Whether the stream shows a change. To be called in the order of seqnos, once each: system events that pass
         change what follows (a scope's new collections join, ended ones leave).
         """
         if self._hidden is not None and _is_system(item, self._hidden):

@@ -128,16 +128,16 @@ class BucketManifest:
 
     def scope_id(self, name: str) -> int | None:
         """Id of a scope; the empty name is the default scope."""
-        wanted = name or DEFAULT
-        return next((scope_id for scope_id, known in self.scopes.items() if known == wanted), None)
+        name_or_default = name or DEFAULT
+        return next((scope_id for scope_id, known in self.scopes.items() if known == name_or_default), None)
 
     def collection(self, path: str) -> CollectionEntry | None:
         """The collection at `scope.collection`."""
         scope, _, name = path.rpartition(".")
         scope_id = self.scope_id(scope)
-        wanted = name or DEFAULT
+        name_or_default = name or DEFAULT
         for entry in self.collections.values():
-            if entry.scope_id == scope_id and entry.name == wanted:
+            if entry.scope_id == scope_id and entry.name == name_or_default:
                 return entry
         return None
 
@@ -155,7 +155,7 @@ class BucketManifest:
     def create_collection(
         self, scope: str, name: str, *, max_ttl: int | None = None, collection_id: int | None = None
     ) -> list[ManifestStep]:
-        """A new collection in an existing scope, with the id that is asked for or the next one."""
+        """A new collection in an existing scope, with the requested id or the next one."""
         scope_id = self.scope_id(scope)
         if scope_id is None:
             raise ManifestError(f"no scope {scope}")
@@ -169,7 +169,7 @@ class BucketManifest:
         self.collections[collection_id] = entry
         if _is_system(name) or scope_id in self.system_scopes:
             self.system_collections.add(collection_id)
-        return [self._told(SystemEventId.COLLECTION_BEGIN, entry)]
+        return [self._step_of(SystemEventId.COLLECTION_BEGIN, entry)]
 
     def drop_collection(self, path: str) -> list[ManifestStep]:
         """A collection goes, with all that is in it."""
@@ -183,14 +183,14 @@ class BucketManifest:
         entry = self._existing(path)
         self.uid += 1
         entry = self.collections[entry.collection_id] = replace(entry, flush_uid=self.uid)
-        return [self._told(SystemEventId.COLLECTION_BEGIN, entry)]
+        return [self._step_of(SystemEventId.COLLECTION_BEGIN, entry)]
 
     def modify_collection(self, path: str, *, max_ttl: int | None, history: bool) -> list[ManifestStep]:
         """A collection gets other settings."""
         entry = self._existing(path)
         self.uid += 1
         entry = self.collections[entry.collection_id] = replace(entry, max_ttl=max_ttl, history=history)
-        return [self._told(SystemEventId.COLLECTION_MODIFY, entry)]
+        return [self._step_of(SystemEventId.COLLECTION_MODIFY, entry)]
 
     def drop_scope(self, name: str) -> list[ManifestStep]:
         """A scope goes with its collections."""
@@ -238,7 +238,7 @@ class BucketManifest:
         for collection_id, event in touched.items():
             entry = self.collections.get(collection_id)
             if entry is not None:
-                changes.append(self._told(event if collection_id in collections else begin, entry))
+                changes.append(self._step_of(event if collection_id in collections else begin, entry))
             elif collection_id in collections:
                 changes.append(self._ended(collection_id, collections[collection_id]))
         changes += [
@@ -248,7 +248,7 @@ class BucketManifest:
         uid = known[-1].uid if known else 0
         return [replace(each, uid=uid) for each in changes[:-1]] + changes[-1:]
 
-    def _told(self, event: SystemEventId, entry: CollectionEntry) -> ManifestStep:
+    def _step_of(self, event: SystemEventId, entry: CollectionEntry) -> ManifestStep:
         return ManifestStep(
             event,
             self.uid,

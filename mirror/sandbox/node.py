@@ -320,7 +320,7 @@ class SandboxNode:
                 connection.producer.end_streams(vbid, StreamEndReason.STATE_CHANGED)
 
     def announce_map(self) -> None:
-        """Send the new map to the clients that asked for it, with or without its text (SDK RFC 75)."""
+        """Send the new map to the clients that requested it, with or without its text (SDK RFC 75)."""
         for connection in self.connections:
             message = connection.session.map_notification()
             if message is not None:

@@ -126,7 +126,7 @@ class Profile:
 
     @property
     def version(self) -> bytes:
-        """What it answers when asked for its version."""
+        """Its answer to VERSION."""
         return b"%d.%d.0" % self.release
 
     @property

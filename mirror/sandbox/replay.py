@@ -5,7 +5,7 @@ the map and everything else that is not a stream is `mirror.server`'s: HELLO gra
 control gets the recorded answer where there is one. A stream request is answered with the recorded answers of its
 vbucket, in their order, and followed by the recorded messages with the opaque rewritten, those at or below the
 requested start left out. A recorded ROLLBACK is given to the very request that got it (same start, same vbuuid), as
-often as it is asked. A stream that is asked for with an end gets a STREAM_END when it is there, recorded or not.
+often as it is requested. A stream that is requested with an end gets a STREAM_END when it is there, recorded or not.
 
 Invariants: flow control is kept as a server keeps it; what is sent was recorded, but for opaques, failover logs of
 requests that were never made, and the ends of streams. For a source that any number of clients is to find whole there
@@ -72,7 +72,7 @@ OPERATIONS: dict[int, Operation[Session]] = requests.OPERATIONS | dcp_requests.O
 class Exchange:
     """A stream request, its answer, and what the server sent for it."""
 
-    asked: ev.StreamRequest
+    request: ev.StreamRequest
     status: int
     body: bytes
     messages: list[Frame] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Script:
     exchanges: dict[int, list[Exchange]]
     failover_logs: dict[int, bytes] = field(default_factory=dict)
     controls: dict[bytes, int] = field(default_factory=dict)
-    """Key and value, as they were asked for, -> status."""
+    """Key and value of the request -> status."""
     bucket: str = "default"
     bucket_uuid: str = "b0"
     vbucket_count: int = VBUCKETS_MIN
@@ -133,16 +133,16 @@ def read_script(recording: Recording) -> Script:
 def _script_of(frames: Iterable[Passed]) -> Script:
     features: set[int] = set()
     script = Script(frozenset(), {})
-    asked: dict[tuple[int, int], Frame] = {}
+    request_of: dict[tuple[int, int], Frame] = {}
     open_now: dict[tuple[int, int], Exchange] = {}
     newest: Exchange | None = None
     for passed in frames:
         frame, name = passed.frame, (passed.conn, passed.frame.opaque)
         if passed.ours:
             if not frame.is_response:
-                asked[name] = frame
+                request_of[name] = frame
             continue
-        request = asked.get(name)
+        request = request_of.get(name)
         if frame.is_response and request is not None and request.opcode == frame.opcode:
             if frame.opcode == Opcode.HELLO and frame.status == Status.SUCCESS and len(frame.value) % 2 == 0:
                 features |= {code for (code,) in struct.iter_unpack(">H", frame.value)}
@@ -196,7 +196,7 @@ def _joined(exchanges: list[Exchange]) -> list[Exchange]:
         messages.append(to_frame(marker))
         messages += [items[seqno] for seqno in sorted(items) if last < seqno <= marker.end_seqno]
         last = marker.end_seqno
-    joined = Exchange(repeated[0].asked, repeated[0].status, repeated[0].body, messages)
+    joined = Exchange(repeated[0].request, repeated[0].status, repeated[0].body, messages)
     return [joined, *(exchange for exchange in exchanges if exchange not in repeated)]
 
 
@@ -260,13 +260,13 @@ class ReplayedSource:
         for connection in list(self._connections):
             connection.writer.transport.abort()
 
-    def choose(self, asked: ev.StreamRequest) -> Exchange:
+    def choose(self, request: ev.StreamRequest) -> Exchange:
         """The answer to a stream request."""
-        exchanges = self.script.exchanges.get(asked.vbid, [])
-        played = self.played.setdefault(asked.vbid, [])
+        exchanges = self.script.exchanges.get(request.vbid, [])
+        played = self.played.setdefault(request.vbid, [])
         for exchange in exchanges:
-            same = (exchange.asked.start_seqno, exchange.asked.vbuuid) == (asked.start_seqno, asked.vbuuid)
-            if exchange.status == Status.ROLLBACK and same and asked.start_seqno:
+            same = (exchange.request.start_seqno, exchange.request.vbuuid) == (request.start_seqno, request.vbuuid)
+            if exchange.status == Status.ROLLBACK and same and request.start_seqno:
                 return exchange
         chosen: Exchange | None = None
         for exchange in exchanges:
@@ -276,14 +276,14 @@ class ReplayedSource:
                 continue  # that was for requests before enable_noop: ours come after it
             played.append(exchange)
             chosen = exchange
-            if exchange.status != Status.SUCCESS or self.part_above(exchange, asked.start_seqno):
+            if exchange.status != Status.SUCCESS or self.part_above(exchange, request.start_seqno):
                 return exchange
         if chosen is None:
             answers = [exchange for exchange in exchanges if exchange.status != Status.ROLLBACK]
             if not answers and self.whole and not exchanges:
-                return Exchange(asked, Status.SUCCESS, NO_HISTORY)
+                return Exchange(request, Status.SUCCESS, NO_HISTORY)
             if not answers:
-                return Exchange(asked, Status.NOT_MY_VBUCKET, b"")
+                return Exchange(request, Status.NOT_MY_VBUCKET, b"")
             chosen = replace(answers[-1], messages=[])
         return chosen
 

@@ -269,8 +269,8 @@ class SandboxSession(DocumentSession):
 
     def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> FoundItem:
         """The document, if the vbucket is active here, or for GET_REPLICA a replica."""
-        wanted = VbucketRole.REPLICA if frame.opcode == Opcode.GET_REPLICA else VbucketRole.ACTIVE
-        if self.state_of(frame.vbucket) != wanted:
+        required = VbucketRole.REPLICA if frame.opcode == Opcode.GET_REPLICA else VbucketRole.ACTIVE
+        if self.state_of(frame.vbucket) != required:
             raise Refused(Status.NOT_MY_VBUCKET)
         vbucket = self.bucket.vbuckets[frame.vbucket]
         documents = self.bucket.documents

@@ -124,7 +124,7 @@ class ProducerStream:
         self._oso = False
         self._log = vbucket.log
 
-    # --- asked by the connection
+    # --- called by the connection
 
     @property
     def ended(self) -> bool:
@@ -339,8 +339,8 @@ class ProducerStream:
     def _wants_oso(self) -> bool:
         """Whether a first backfill is sent by keys: never with history, whose versions differ only in their seqnos."""
         collections, share_max = self._filter.collections, self._options.tuning.oso_share_max
-        asked = self._options.oso and not self._filter.legacy and self._filter.scope_id is None
-        if not asked or collections is None or len(collections) != 1 or self._has_history:
+        requested = self._options.oso and not self._filter.legacy and self._filter.scope_id is None
+        if not requested or collections is None or len(collections) != 1 or self._has_history:
             return False
         found = len(self.vbucket.newest.get(min(collections), ()))
         return share_max >= 1 or found <= share_max * self.vbucket.document_count

@@ -26,7 +26,7 @@ class NodeTls:
     key_file: Path | None = None
     """Its key, where it is not in the same file."""
     client_ca_file: Path | None = None
-    """Who signs clients' certificates; None: none is asked for."""
+    """Who signs clients' certificates; None: none is requested."""
     clients_need_certificate: bool = False
     """A client without a certificate of a known user is hung up on; else it may log in with a password."""
     minimum: Version = "1.2"

@@ -129,12 +129,12 @@ class SourceUser:
 
     def check(self, name: str, password: str) -> Reader | None:
         """The source's user, if this is its password. Digests are compared, so that neither length nor name shows."""
-        wanted = self._password()
+        expected = self._password()
         right = hmac.compare_digest(
-            hmac.digest(self._secret, (wanted or "").encode(), "sha256"),
+            hmac.digest(self._secret, (expected or "").encode(), "sha256"),
             hmac.digest(self._secret, password.encode(), "sha256"),
         )
-        return self.reader(name) if right and wanted is not None else None
+        return self.reader(name) if right and expected is not None else None
 
 
 class FileUsers:

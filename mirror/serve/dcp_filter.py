@@ -51,7 +51,7 @@ class ServedFilter:
 
     @property
     def empty(self) -> bool:
-        """True when nothing can ever pass again: the end of all that the client asked for was sent."""
+        """True when nothing can ever pass again: the end of all that the client requested was sent."""
         if self.scope_id is not None:
             return self._scope_ended
         return self.collections is not None and self.collections <= self._ended
@@ -101,7 +101,7 @@ def parse(
     value: bytes, manifest: Manifest, reader: Reader, *, has_collections: bool, has_stream_ids: bool
 ) -> ServedFilter:
     """The filter that a stream request asks for. Raises Refused."""
-    asked = requested_filter(
+    requested = requested_filter(
         value,
         has_collections=has_collections,
         has_stream_ids=has_stream_ids,
@@ -110,11 +110,11 @@ def parse(
         manifest_uid=manifest.uid,
     )
     found = ServedFilter(
-        collections=asked.collections,
-        scope_id=asked.scope_id,
+        collections=requested.collections,
+        scope_id=requested.scope_id,
         legacy=not has_collections,
-        stream_id=asked.stream_id,
-        purge_seqno=asked.purge_seqno,
+        stream_id=requested.stream_id,
+        purge_seqno=requested.purge_seqno,
     )
     check_reader(found, manifest, reader)
     return found

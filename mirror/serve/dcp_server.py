@@ -90,7 +90,7 @@ class DcpServer(KvServer):
     # -- the sweep
 
     def sweep(self) -> None:
-        """As for KV. Who has streams and asked for no noops may listen without a word."""
+        """As for KV. A client that has streams and requested no noops may stay silent."""
         for connection in self.connections:
             producer = connection.producer if isinstance(connection, DcpConnection) else None
             if producer is None:

@@ -2,7 +2,7 @@
 
 Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md 2.6, 2.7) and the store's
 rows; concepts are those of streaming from a replica: nothing that is not complete is sent. Must never know sockets,
-windows or tasks: it is asked for at most so many bytes and gives whole messages. Invariants:
+windows or tasks: it gives whole messages of at most so many bytes at a call. Invariants:
 - every snapshot sent ends at a seqno that the mirror had published, and is complete there for what the filter shows;
 - seqnos rise; a key comes once in a snapshot, in its newest version at the snapshot's end;
 - everything sent belongs to the history whose failover log the client was given: when that changes, or the mirror

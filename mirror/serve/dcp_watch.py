@@ -1,7 +1,7 @@
 """Who waits for which vbucket to serve something new, in one process.
 
 Knows the store's commits and callbacks; must never know connections or what is done with the news. Invariants: whatever
-is served after `follow` is reported, once or more often; without followers nothing is asked; the cost of a look does
+is served after `follow` is reported, once or more often; without followers nothing is read; the cost of a look does
 not depend on how many wait, nor, as long as nothing happens, on the number of vbuckets.
 """
 
@@ -33,7 +33,7 @@ class Watch:
         self._viewed: View | None = None
         self._commits = Commits()
         self._followers: dict[int, list[News]] = {}
-        self._wanted = asyncio.Event()
+        self._followed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -49,7 +49,7 @@ class Watch:
     def follow(self, vbid: int, news: News) -> None:
         """Report a vbucket from now on."""
         self._followers.setdefault(vbid, []).append(news)
-        self._wanted.set()
+        self._followed.set()
 
     def leave(self, vbid: int, news: News) -> None:
         """Report it no more; one call for each `follow`."""
@@ -58,7 +58,7 @@ class Watch:
         if not followers:
             del self._followers[vbid]
         if not self._followers:
-            self._wanted.clear()
+            self._followed.clear()
 
     def look(self) -> int:
         """Report what is new; returns how many vbuckets serve something else than at the last look."""
@@ -75,7 +75,7 @@ class Watch:
     async def _run(self) -> None:
         delay_s = POLL_MIN_S
         while True:
-            await self._wanted.wait()
+            await self._followed.wait()
             try:
                 delay_s = POLL_MIN_S if self.look() else next_delay_s(delay_s)
             except StorageError as error:

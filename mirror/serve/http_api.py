@@ -264,7 +264,7 @@ def _problem_of(error: Exception) -> Problem:
         return problem
     if isinstance(error, HTTPException):
         return of_http(error)
-    assert isinstance(error, Problem), "starlette gives a handler what it asked for"
+    assert isinstance(error, Problem), "starlette calls a handler with its own kind of error"
     return error
 
 

@@ -75,7 +75,7 @@ async def get_changes(request: Request) -> Response:
         position = {} if since is None else parse_position(since, count)
     if strange := set(position) - set(vbids):
         service.refuse_unavailable(strange)
-        raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not asked for")
+        raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not requested")
     for vbid, token in position.items():
         _check_since(service, vbid, token)
     owner = f"user {reader.name}" if reader.name else f"peer {request.state.slot.peer}"

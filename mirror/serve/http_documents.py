@@ -27,8 +27,8 @@ from mirror.serve.http_requests import (
     document_key_bytes,
     header,
     json_body,
+    requested_keys,
     vbucket,
-    wanted_keys,
 )
 from mirror.serve.http_service import (
     BUDGETED_BYTES,
@@ -159,20 +159,20 @@ def get_document_now(service: Service, request: Request) -> Response | None:
     reader = service.reader_or_login(request)
     if isinstance(reader, Credentials):
         return None
-    asked = DocumentRequest.of(service, request)
-    if asked.tokens:
+    parsed = DocumentRequest.of(service, request)
+    if parsed.tokens:
         return None
-    found = asked.read(service, reader, BUDGETED_BYTES)
-    return None if isinstance(found, LargeDocument) else asked.answer(service, found)
+    found = parsed.read(service, reader, BUDGETED_BYTES)
+    return None if isinstance(found, LargeDocument) else parsed.answer(service, found)
 
 
 async def get_document(request: Request) -> Response:
     """GET and HEAD of one document."""
     service: Service = request.state.service
     reader = await service.reader(request)
-    asked = DocumentRequest.of(service, request)
-    read = partial(asked.read, service, reader, LARGE_BYTES)
-    return asked.answer(service, await service.after(asked.tokens, asked.timeout_s, read))
+    parsed = DocumentRequest.of(service, request)
+    read = partial(parsed.read, service, reader, LARGE_BYTES)
+    return parsed.answer(service, await service.after(parsed.tokens, parsed.timeout_s, read))
 
 
 async def get_documents(request: Request) -> Response:
@@ -183,7 +183,7 @@ async def get_documents(request: Request) -> Response:
     collection = collection_name(request.path_params["collection"])
     as_of = parameters.as_of()
     tokens, timeout_s = service.tokens(parameters)
-    keys = wanted_keys(await json_body(request))
+    keys = requested_keys(await json_body(request))
     view = service.view
     vbids = {view.vbid_of(key) for key in keys}
     service.refuse_unavailable(vbids)
@@ -216,7 +216,7 @@ async def scan_documents(request: Request) -> Response:
     text = parameters.text("page")
     if text is not None:
         if extra := [name for name in first if parameters.all(name)]:
-            raise Problem("bad-request", f"{extra[0]} with page", hint="a page's token holds what was asked at first")
+            raise Problem("bad-request", f"{extra[0]} with page", hint="a page's token holds the first parameters")
         page = Page.parse(text, view.identity.vbucket_count)
         service.judge(reader, collection, ())  # a name; what the token says is judged when it is read
         known = collection_id(view.manifest_of(page.pin), collection) if isinstance(collection, str) else collection

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the HTTP API: what may be asked, what comes back, and every way it can fail.
+"""The OpenAPI description of the HTTP API: requests, answers, and every way it can fail.
 
 Knows the routes' shapes as data, and the bounds of `http_requests`; never how an answer is made. Invariant: the test
 suite asks the API what this document allows, and what it does not, and holds each answer against it.
@@ -317,7 +317,7 @@ def _paths() -> dict[str, Schema]:
         "/v1/collections/{collection}/multi-get": {
             "post": _operation(
                 "get_documents", "Several documents; those of one group of vbuckets as of one moment",
-                {"200": _json("Documents", "What was found, in the order asked for."),
+                {"200": _json("Documents", "What was found, in the order of the request."),
                  **_problems(404, 408, 409, 410, 413, 421, 504)},
                 [COLLECTION, AS_OF, TOKEN, TIMEOUT],
                 requestBody={"required": True, "content": {

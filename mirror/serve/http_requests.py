@@ -223,7 +223,7 @@ def _too_large() -> Problem:
     return Problem("too-large", f"a body has {BODY_BYTES_MAX} bytes at most", hint="ask for fewer keys at once")
 
 
-def wanted_keys(body: Any) -> list[bytes]:
+def requested_keys(body: Any) -> list[bytes]:
     """The keys of a multi-get: `keys` as text, `keys_b64` as base64url; each once, in their order."""
     if not isinstance(body, dict):
         raise _bad("the body is not an object", '{"keys": ["a", "b"]}')
@@ -247,7 +247,7 @@ def wanted_keys(body: Any) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Where a scan goes on: everything that was asked for, the vbucket it is in and what it saw of it at its start."""
+    """Where a scan goes on: everything that was requested, the vbucket it is in and what it saw of it at its start."""
 
     pin: Pin
     start: bytes

@@ -1,8 +1,8 @@
 """One HTTP process: the application on its sockets, from its start to its end.
 
 Knows settings, sockets and uvicorn's protocol; what it answers, `http_api` knows. It is a child of the supervisor,
-which gives it its sockets, asks it how it does, and starts another when it dies. Invariants: what it was asked before a
-stop is answered within the time that is left; streams end at once, so that their readers find another process.
+which gives it its sockets, asks it how it does, and starts another when it dies. Invariants: what was requested before
+a stop is answered within the time that is left; streams end at once, so that their readers find another process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SWITCH_INTERVAL_S = 0.0005
 some requests take altogether.
 """
 DRAIN_S = 5.0
-"""For answers that are on their way when the process is asked to stop."""
+"""For answers that are on their way when the process is to stop."""
 STREAMS_SHARE = 8
 """Of its connections, a process has one in so many for streams of changes."""
 STREAMS_PER_READER_SHARE = 2

@@ -303,9 +303,9 @@ class Service:
     def refuse_unavailable(self, vbids: Iterable[int]) -> None:
         """Raise Problem for vbuckets that are resynced, unless their old copy is good enough, or not held here."""
         view = self.view
-        wanted = sorted(vbids)
+        requested = sorted(vbids)
         held = view.vbids
-        for vbid in wanted:
+        for vbid in requested:
             if vbid not in held:
                 raise Problem(
                     "not-held",
@@ -315,11 +315,11 @@ class Service:
                 )
         if self.stale_reads:
             return
-        if len(wanted) > FEW:
+        if len(requested) > FEW:
             published = dict(zip(self.view.vbids, self.view.published(), strict=True))
-            stale = [vbid for vbid in wanted if published[vbid].stale]
+            stale = [vbid for vbid in requested if published[vbid].stale]
         else:
-            stale = [vbid for vbid in wanted if view.stale(vbid)]
+            stale = [vbid for vbid in requested if view.stale(vbid)]
         for vbid in stale:
             raise Problem(
                 "unavailable",

@@ -2,7 +2,7 @@
 
 Knows the control socket's manners and the shape that `cli/JSON.md` promises; never how either is drawn. The report
 comes from the service when it runs, and from the store otherwise. Invariants: however many readers ask, the service
-is asked once a second at most; what is kept of the past is bounded. Whether the mirror is ready is the report's own
+is queried once a second at most; what is kept of the past is bounded. Whether the mirror is ready is the report's own
 judgement (`reasons`).
 """
 
@@ -60,7 +60,7 @@ async def ask_service(data: Path) -> Report | None:
 
 
 def reads_of(report: Report) -> dict[str, int]:
-    """How much every living server process was asked for, by its name."""
+    """How many requests every living server process has had, by its name."""
     found = {}
     for server in report.get("servers") or ():
         counters = server.get("counters") or {}
@@ -97,7 +97,7 @@ class StatusReporter:
         *,
         lag_limit_s: float,
     ) -> None:
-        """`stored` makes the report from the store alone; `own_reads` counts what this process was asked for."""
+        """`stored` makes the report from the store alone; `own_reads` counts the requests of this process."""
         self._mirror = mirror
         self._stored = stored
         self._own_reads = own_reads

@@ -18,7 +18,7 @@ Stamp = tuple[tuple[int, int], ...]
 
 
 class Mirror:
-    """The view, and what is asked of it as a whole."""
+    """The view, and queries that concern it as a whole."""
 
     def __init__(self, data: Path, *, verify_reads: bool = True) -> None:
         """Open nothing yet."""

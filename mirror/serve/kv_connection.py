@@ -53,7 +53,7 @@ TURN_S = 0.001
 than one turn of each, and one request."""
 
 LATER_MAX = 64
-"""Requests of one client that take time; more are told `busy`."""
+"""Requests of one client that take time; more are answered `busy`."""
 
 _REQUEST, _FLEX_REQUEST = int(Magic.REQUEST), int(Magic.FLEX_REQUEST)
 _GET = int(Opcode.GET)
@@ -106,7 +106,7 @@ class KvConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._pieces: list[bytes] = []
         self._size = 0
-        self._wanted = HEADER_SIZE
+        self._bytes_needed = HEADER_SIZE
         """Bytes that must be here before there is something to do."""
         self._skip = 0
         """Bytes of a refused request that are still to come."""
@@ -167,13 +167,13 @@ class KvConnection(asyncio.Protocol):
         self._size += len(data)
         if self._paused or self._waiting or self._held:
             return
-        if self._is_busy and self._size >= self._wanted:
+        if self._is_busy and self._size >= self._bytes_needed:
             self._wait_for_turn()
         else:
             self._work()
 
     def pause_writing(self) -> None:
-        """The client does not take what it asked for."""
+        """The client does not take what it requested."""
         self._paused = True
         self.transport.pause_reading()
         self._takes_nothing()
@@ -236,7 +236,7 @@ class KvConnection(asyncio.Protocol):
 
     def _work(self) -> None:
         """Answer what is here, as far as limits let it."""
-        if self._size < self._wanted and not self._skip:
+        if self._size < self._bytes_needed and not self._skip:
             return
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
@@ -267,7 +267,7 @@ class KvConnection(asyncio.Protocol):
             self._pieces.append(data[pos:] if pos else data)
         if self._held:
             self.transport.pause_reading()
-        elif self._size >= self._wanted and not self._paused:
+        elif self._size >= self._bytes_needed and not self._paused:
             self._wait_for_turn()
 
     def _wait_for_turn(self) -> None:
@@ -310,7 +310,7 @@ class KvConnection(asyncio.Protocol):
         while left > 0:
             if end - pos < HEADER_SIZE:
                 fr.frame_size(data, pos)  # a first byte that begins no frame is an error at once
-                self._wanted = HEADER_SIZE
+                self._bytes_needed = HEADER_SIZE
                 return pos
             count = 0
             if data[pos + 1] == _GET:
@@ -323,7 +323,7 @@ class KvConnection(asyncio.Protocol):
                     self._skip = max(size - (end - pos), 0)
                     size = min(size, end - pos)
                 elif end - pos < size:
-                    self._wanted = size
+                    self._bytes_needed = size
                     return pos
                 else:
                     frame, _ = fr.decode(data, pos)
@@ -334,7 +334,7 @@ class KvConnection(asyncio.Protocol):
                 pos += size
                 count = 1
             left -= count
-            self._wanted = HEADER_SIZE
+            self._bytes_needed = HEADER_SIZE
             if gathered > BYTES_MAX:
                 self._flush(out)
                 gathered = 0

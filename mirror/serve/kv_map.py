@@ -55,8 +55,8 @@ def named_nodes(text: str) -> list[MapNode]:
     parts = [part.partition("=") for part in text.split(",")]
     addresses = parse_addresses(",".join(where for where, _, _ in parts), "kv_nodes")
     found = []
-    for address, (_, told, held) in zip(addresses, parts, strict=True):
-        range_ = vbucket_range(held.strip(), "kv_nodes") if told else None
+    for address, (_, separator, held) in zip(addresses, parts, strict=True):
+        range_ = vbucket_range(held.strip(), "kv_nodes") if separator else None
         plain, tls = (None, address.port) if address.tls else (address.port, None)
         found.append(MapNode(address.host, plain, tls, range_))
     return found

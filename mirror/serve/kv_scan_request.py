@@ -46,7 +46,7 @@ class ScanBounds:
     xattrs: bool
     start: bytes
     end: bytes | None
-    """The first key that is not wanted any more."""
+    """The first key beyond the range."""
     samples: int | None
     seed: int
     requirements: Requirements | None
@@ -56,7 +56,7 @@ class ScanBounds:
 class Scan:
     """An open scan."""
 
-    wanted: ScanBounds
+    bounds: ScanBounds
     pin: Pin
     reader: Reader
     ends_s: float
@@ -108,22 +108,22 @@ def _requirements(found: dict[str, Any]) -> Requirements:
 def parse(value: bytes, *, takes_xattrs: bool) -> ScanBounds:
     """What a RANGE_SCAN_CREATE asks for. Raises Refused."""
     try:
-        asked = json.loads(value)
+        fields = json.loads(value)
     except (ValueError, RecursionError):
         raise Refused(Status.EINVAL, "not JSON") from None
-    if not isinstance(asked, dict):
+    if not isinstance(fields, dict):
         raise Refused(Status.EINVAL, "not a JSON object")
-    collection = _field(asked, "collection", str)
+    collection = _field(fields, "collection", str)
     if collection is not None and not re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", collection):
         raise Refused(Status.EINVAL, "collection is no id")
-    if len((_field(asked, "name", str) or "").encode(errors="replace")) > NAME_BYTES_MAX:
+    if len((_field(fields, "name", str) or "").encode(errors="replace")) > NAME_BYTES_MAX:
         raise Refused(Status.EINVAL, f"name exceeds {NAME_BYTES_MAX} bytes")
-    keys_only, xattrs = (bool(_field(asked, flag, bool)) for flag in ("key_only", "include_xattrs"))
+    keys_only, xattrs = (bool(_field(fields, flag, bool)) for flag in ("key_only", "include_xattrs"))
     if xattrs and not takes_xattrs:
         raise Refused(Status.NOT_SUPPORTED, "the client does not take xattrs")
     if xattrs and keys_only:
         raise Refused(Status.EINVAL, "key_only and include_xattrs exclude each other")
-    range_, sampling = _field(asked, "range", dict), _field(asked, "sampling", dict)
+    range_, sampling = _field(fields, "range", dict), _field(fields, "sampling", dict)
     if (range_ is None) == (sampling is None):
         raise Refused(Status.EINVAL, "either range or sampling must be there")
     start, end, samples, seed = b"", None, None, 0
@@ -134,7 +134,7 @@ def parse(value: bytes, *, takes_xattrs: bool) -> ScanBounds:
         end = last if end_excluded else last + b"\0"
     elif sampling is not None:
         samples, seed = _number(sampling, "samples"), _field(sampling, "seed", int) or 0
-    required = _field(asked, "snapshot_requirements", dict)
+    required = _field(fields, "snapshot_requirements", dict)
     return ScanBounds(
         int(collection or "0", 16),
         keys_only,

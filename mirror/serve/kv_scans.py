@@ -28,7 +28,7 @@ from storage.large import LargeDocument
 from storage.model import Document
 
 SCANS_MAX = 64
-"""Open scans of one connection; the next one is told `busy`, at which SDKs wait for one of theirs to end. Each is a
+"""Open scans of one connection; the next one is answered `busy`, at which SDKs wait for one of theirs to end. Each is a
 kilobyte at most."""
 LIFETIME_S = 180.0
 """As long as the engine lets a scan live (`range_scan_max_lifetime`)."""
@@ -47,10 +47,10 @@ _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
 class _Creating:
     """A scan that is being made: it may have to wait for a seqno, and a sample for the number of documents."""
 
-    def __init__(self, session: KvSession, vbid: int, wanted: ScanBounds) -> None:
+    def __init__(self, session: KvSession, vbid: int, bounds: ScanBounds) -> None:
         self._session = session
         self._vbid = vbid
-        self._wanted = wanted
+        self._bounds = bounds
         self._reader = session.known_reader
         self._begun_s = session.bucket.clock.monotonic()
         self._scan: Scan | None = None
@@ -61,15 +61,15 @@ class _Creating:
             self._scan = self._begin()
             if self._scan is None:
                 return None
-        if self._wanted.samples is not None:
-            return self._count(self._scan, self._wanted.samples)
+        if self._bounds.samples is not None:
+            return self._count(self._scan, self._bounds.samples)
         self._peek(self._scan)
         return self._made(self._scan)
 
     def _begin(self) -> Scan | None:
         """The scan at a moment that is as required; None: not yet."""
-        bucket, wanted = self._session.bucket, self._wanted
-        bucket.check_collection(self._vbid, wanted.collection_id, self._reader)
+        bucket, bounds = self._session.bucket, self._bounds
+        bucket.check_collection(self._vbid, bounds.collection_id, self._reader)
         pin = bucket.pin(self._vbid)
         state = bucket.served_state(self._vbid)
         if not bucket.ready(self._vbid):
@@ -77,7 +77,7 @@ class _Creating:
         if state.branch != pin.branch:
             return None  # a rollback came in between
         now_s = bucket.clock.monotonic()
-        required = wanted.requirements
+        required = bounds.requirements
         if required is not None:
             if required.vbuuid != state.failover_log[0].vbuuid:
                 raise Refused(Status.VB_UUID_NOT_EQUAL, "the vbucket has another history")
@@ -87,14 +87,14 @@ class _Creating:
                 return None
             if required.seqno_exists and not bucket.holds_seqno(self._vbid, required.seqno):
                 raise Refused(Status.NOT_STORED, "nothing has that seqno any more")
-        return Scan(wanted, pin, self._reader, now_s + LIFETIME_S, wanted.start)
+        return Scan(bounds, pin, self._reader, now_s + LIFETIME_S, bounds.start)
 
     def _peek(self, scan: Scan) -> None:
         """Refuse an empty range."""
         position = scan.position
         for limit in PEEKS:
             found, large, position = self._session.bucket.page(
-                scan.pin, scan.wanted.collection_id, position, scan.wanted.end, limit, PAGE_BYTES
+                scan.pin, scan.bounds.collection_id, position, scan.bounds.end, limit, PAGE_BYTES
             )
             if found or large:
                 return
@@ -103,7 +103,7 @@ class _Creating:
 
     def _count(self, scan: Scan, samples: int) -> Reply | None:
         found, large, scan.position = self._session.bucket.page(
-            scan.pin, scan.wanted.collection_id, scan.position, None, COUNT_ITEMS, None
+            scan.pin, scan.bounds.collection_id, scan.position, None, COUNT_ITEMS, None
         )
         self._counted += len(found) + (large is not None)
         if scan.position:
@@ -111,7 +111,7 @@ class _Creating:
         if not self._counted:
             raise Refused(Status.KEY_ENOENT)
         if self._counted > samples:
-            scan.chosen = sampler(scan.wanted.seed, samples / self._counted)
+            scan.chosen = sampler(scan.bounds.seed, samples / self._counted)
         return self._made(scan)
 
     def _made(self, scan: Scan) -> Reply:
@@ -135,8 +135,8 @@ def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
 def _create(session: KvSession, frame: Frame) -> Later:
     if frame.datatype != JSON:
         raise Refused(Status.EINVAL, "the datatype of a scan request is JSON")
-    wanted = parse(frame.value, takes_xattrs=Feature.XATTR in session.features)
-    return Later(_Creating(session, frame.vbucket, wanted).step, POLL_S if wanted.requirements else 0)
+    bounds = parse(frame.value, takes_xattrs=Feature.XATTR in session.features)
+    return Later(_Creating(session, frame.vbucket, bounds).step, POLL_S if bounds.requirements else 0)
 
 
 def _continue(session: KvSession, frame: Frame) -> Later:
@@ -176,30 +176,30 @@ def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
 
 
 def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Reply | Later | None:
-    """The next page; None: nothing of what was looked at is wanted."""
-    wanted = scan.wanted
+    """The next page; None: nothing of what was looked at is selected."""
+    bounds = scan.bounds
     session.bucket.check_fresh(scan.pin.vbid)
     documents, large, scan.position = session.bucket.page(
-        scan.pin, wanted.collection_id, scan.position, wanted.end, items_max, bytes_max
+        scan.pin, bounds.collection_id, scan.position, bounds.end, items_max, bytes_max
     )
     if scan.chosen is not None:
         documents = [each for each in documents if scan.chosen(each.key)]
         large = large if large is not None and scan.chosen(large.document.key) else None
-    if large is not None and wanted.keys_only:
+    if large is not None and bounds.keys_only:
         documents.append(large.document)
     elif large is not None:
-        return _large_item(session, wanted, large, has_more=bool(scan.position))
+        return _large_item(session, bounds, large, has_more=bool(scan.position))
     if scan.position and not documents:
         return None
-    items = [ScanItem(each.key) if wanted.keys_only else _item(session, wanted, each) for each in documents]
+    items = [ScanItem(each.key) if bounds.keys_only else _item(session, bounds, each) for each in documents]
     return Reply(
         Status.RANGE_SCAN_MORE if scan.position else Status.RANGE_SCAN_COMPLETE,
-        extras=_KEYS if wanted.keys_only else _DOCUMENTS,
+        extras=_KEYS if bounds.keys_only else _DOCUMENTS,
         value=codec_kv.encode_scan_items(items),
     )
 
 
-def _large_item(session: KvSession, wanted: ScanBounds, large: LargeDocument, *, has_more: bool) -> Later:
+def _large_item(session: KvSession, bounds: ScanBounds, large: LargeDocument, *, has_more: bool) -> Later:
     """The page that a large document is."""
 
     def reply_with(body: Pieces, datatype: int) -> Reply:
@@ -212,11 +212,11 @@ def _large_item(session: KvSession, wanted: ScanBounds, large: LargeDocument, *,
             pieces=body,
         )
 
-    return session.large_body(large, reply_with, with_xattrs=wanted.xattrs)
+    return session.large_body(large, reply_with, with_xattrs=bounds.xattrs)
 
 
-def _item(session: KvSession, wanted: ScanBounds, document: Document) -> ScanItem:
-    if wanted.xattrs:
+def _item(session: KvSession, bounds: ScanBounds, document: Document) -> ScanItem:
+    if bounds.xattrs:
         value, datatype = document.value, document.datatype
         if not session.snappy:
             value, datatype = values.inflate(value, datatype)

@@ -1,6 +1,6 @@
 """The KV endpoint of one process: its listeners, its connections, and the limits over all of them.
 
-Knows the event loop and the connections; must never know what is asked. Who may connect is `admission`'s. Invariants:
+Knows the event loop and the connections; must never know requests. Who may connect is `admission`'s. Invariants:
 a connection that is silent, or takes nothing of its answers for too long, is hung up on; when readers together take too
 little, the one with most unsent bytes goes, so that memory is bounded whatever they do; stopping closes the listeners
 first and then gives connections a moment to take what was written.

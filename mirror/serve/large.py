@@ -156,7 +156,7 @@ def drop(pieces: Pieces) -> bool:
 
 
 def taken(pieces: Pieces) -> Iterator[bytes]:
-    """The pieces, each of which is let go of when the next one is wanted."""
+    """The pieces, each of which is let go of when the next one is requested."""
     for at, piece in enumerate(pieces):
         pieces[at] = b""
         yield bytes(piece)

@@ -95,7 +95,7 @@ class LoginAttempt(Protocol[T_co]):
 
 
 class CheckedAtOnce(Generic[T]):
-    """A login that is checked when it is asked for."""
+    """A login that is checked when it is requested."""
 
     def __init__(self, check: Callable[[], T | None]) -> None:
         """`check` is called by `poll`."""

@@ -39,7 +39,7 @@ from storage.writer import GroupWriter
 IDENTITY_FILE = "backfill.json"
 POLL_S = 0.05
 SEQNO_POLL_S = 0.2
-"""A group is done when the source has been asked how far it is."""
+"""A group is done when the source has said how far it is."""
 SILENCE_S = 120.0
 """A task to which the source sends nothing for so long, although it is behind, gives up."""
 
@@ -133,7 +133,7 @@ def backfill(
 
 
 async def _identity(source: str, settings: Settings, groups: int | None) -> Identity:
-    """Whose mirror it is going to be, asked of the source."""
+    """Whose mirror it is going to be, as the source says."""
     found = await discover(Access.of(parse(source), settings), SystemClock())
     if not found.bucket_name or not found.bucket_uuid or not found.vbucket_count:
         raise NotSupported(
@@ -144,7 +144,7 @@ async def _identity(source: str, settings: Settings, groups: int | None) -> Iden
         held = vbucket_range(settings.vbuckets, "vbuckets")
         if held[1] >= found.vbucket_count:
             raise ConfigError(
-                f"vbuckets {held[0]}-{held[1]} are asked for, and the bucket has {found.vbucket_count}",
+                f"vbuckets {held[0]}-{held[1]} are requested, and the bucket has {found.vbucket_count}",
                 hint=f"give a range up to {found.vbucket_count - 1}",
                 setting="vbuckets",
             )
@@ -164,13 +164,13 @@ async def _identity(source: str, settings: Settings, groups: int | None) -> Iden
 def _begin(folder: Path, identity: Identity) -> None:
     """Go on with what an earlier run left, if it is of this identity; else begin again."""
     note = folder / IDENTITY_FILE
-    wanted = json.dumps(asdict(identity), sort_keys=True)
+    expected = json.dumps(asdict(identity), sort_keys=True)
     try:
-        if not note.exists() or note.read_text() != wanted:
+        if not note.exists() or note.read_text() != expected:
             for each in folder.iterdir():
                 if each.is_dir():
                     shutil.rmtree(each)
-            note.write_text(wanted)
+            note.write_text(expected)
         for left in folder.glob("*.new"):  # of attempts that were killed while they handed over
             shutil.rmtree(left, ignore_errors=True)
     except OSError as error:

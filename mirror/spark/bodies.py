@@ -57,7 +57,7 @@ class Reading:
 AS_DECLARED = Reading()
 """What is read where nothing is said."""
 MISFITS_MAX = 0.01
-"""The share of documents that may not fit the schema, unless told otherwise."""
+"""The share of documents that may not fit the schema, by default."""
 
 
 class DocumentDoesNotFit(MirrorError):

@@ -3,7 +3,7 @@
 Knows views, positions and leases; must never know Spark. Invariants: the rows of a vbucket between two offsets are a
 function of these two alone. Argument: an offset names (branch, seqno) at a published boundary. Branches are never
 renumbered, their parents and bases never change, and a row never does, so the way from one to the other (back to where
-the two histories part, with what is void and what is valid again there; then forward) is the same whenever it is asked
+the two histories part, with what is void and what is valid again there; then forward) is the same whenever it is read
 for, also when a rollback has meanwhile left the later one. What can change is that the purger takes versions away: it
 does not while a lease holds the earlier offset, and once it has passed the later one, or has removed a tombstone above
 the earlier one or a retracted row, the store refuses (`View.check_way`), which is lost history, and nothing is guessed.
@@ -171,7 +171,7 @@ class LocalChanges:
         return Lag(base_seqno, at_of(front), bool(lost) or base_seqno < at.seqno, weight or 1e-18), bool(lost)
 
     def _lost(self, vbid: int, at: At, front: Boundary) -> str:
-        """Why what changed since a position cannot be told; empty: it can."""
+        """Why what changed since a position cannot be found out; empty: it can."""
         if not at.seqno:
             return ""
         try:

@@ -33,7 +33,7 @@ def main() -> None:
 def work(worker: Any, sock: Any, authenticated: bool) -> int:
     """PySpark's worker, ending as it does where Spark has stopped listening (a `limit` that is full), without a trace.
 
-    What fails in a task is told to Spark by the worker itself; a broken pipe behind another error is not left out.
+    What fails in a task is reported to Spark by the worker itself; a broken pipe behind another error is not left out.
     """
     try:
         return int(worker(sock, authenticated))

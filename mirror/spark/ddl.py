@@ -66,10 +66,10 @@ class _Reader:
             raise self.wrong(repr(token), self._token)
         self.take()
 
-    def wrong(self, wanted: str, found: str | None) -> ConfigError:
+    def wrong(self, expected: str, found: str | None) -> ConfigError:
         where = f"at {self._at}" if found is not None else "at its end"
         return ConfigError(
-            f"schema {self._text!r}: expected {wanted} {where}, found {found!r}",
+            f"schema {self._text!r}: expected {expected} {where}, found {found!r}",
             hint="write it as for Spark, for example: total double, items array<struct<sku:string,count:int>>",
         )
 

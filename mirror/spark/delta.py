@@ -123,17 +123,17 @@ def commit_parts(
     `table` (None: as the first). Raises CommitConflict when that version is somebody else's.
     """
     actions: list[AddAction | RemoveAction] = [part.add_action() for part in parts]
-    wanted = Schema.from_arrow(schema)
+    expected = Schema.from_arrow(schema)
     how = only_next(marks, metadata)
     try:
-        if table is not None and _has_local_times(wanted) and not _has_local_times(table.schema()):
+        if table is not None and _has_local_times(expected) and not _has_local_times(table.schema()):
             # delta-rs would commit such a column to a table without the feature, which nothing can read then
             table.alter.add_feature(TableFeatures.TimestampWithoutTimezone, allow_protocol_versions_increase=True)
         if table is None:
-            create_table_with_add_actions(folder.url, wanted, actions, mode="error", commit_properties=how)  # type: ignore[arg-type]
+            create_table_with_add_actions(folder.url, expected, actions, mode="error", commit_properties=how)  # type: ignore[arg-type]
         else:
             mode: Literal["overwrite", "append"] = "overwrite" if overwrite else "append"
-            table.create_write_transaction(actions, mode, wanted, [], commit_properties=how)
+            table.create_write_transaction(actions, mode, expected, [], commit_properties=how)
     except (DeltaError, OSError) as error:
         raise conflict_or(folder, table, error) from error
 

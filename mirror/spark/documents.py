@@ -215,8 +215,8 @@ class DocumentsTable:
             )
         marks = self._layout.marks
         same_reading = all(self.table.transaction_version(each.app_id) == each.version for each in marks)
-        wanted_types = {each.name: each.type for each in Schema.from_arrow(self._layout.schema).fields}
-        if same_reading and wanted_types == {each.name: each.type for each in self.table.schema().fields}:
+        expected_types = {each.name: each.type for each in Schema.from_arrow(self._layout.schema).fields}
+        if same_reading and expected_types == {each.name: each.type for each in self.table.schema().fields}:
             return
         if self.table.file_uris() and not self._layout.overwrite_schema:
             check_columns(self.folder, self.table, self._layout.schema)
@@ -437,7 +437,7 @@ class DocumentsTable:
 
 @contextmanager
 def opened(changes: Folder, names: Iterable[str]) -> Iterator[list[pq.ParquetFile]]:
-    """Files of `changes`, all of them before a merge begins: within it no object store can be asked."""
+    """Files of `changes`, all of them before a merge begins: within it no object store can be read."""
     with ExitStack() as stack:
         with readable():
             files = [pq.ParquetFile(stack.enter_context(changes.open(name))) for name in names]

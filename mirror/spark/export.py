@@ -40,7 +40,7 @@ from mirror.spark.delta import (
     remove_orphans,
     require_absent_or_table,
 )
-from mirror.spark.local import Counts, Job, Shape, Wanted, hold, plan, read
+from mirror.spark.local import Counts, Job, Restriction, Shape, hold, plan, read
 from mirror.spark.options import Options
 from mirror.spark.parts import Part, PartWriter, run_name, run_of, text_keys
 from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
@@ -134,7 +134,7 @@ def export(
             place.check_schema(shape.schema)
         count = runner.parallelism * TASKS_PER_CORE
         options = Options(path=str(data), collections=collections, as_of_ms=as_of_ms, partitions=count)
-        job, shares = plan(options, Wanted())
+        job, shares = plan(options, Restriction())
         lease = hold(job)
         try:
             url = place.folder.url
@@ -191,7 +191,7 @@ class _Target(ABC):
         self.run = run_name()
 
     def check(self, parts: Sequence[Part]) -> None:
-        """Every file that was told of must be here, too: executors may have written to a folder of their own."""
+        """Every file that was reported must be here, too: executors may have written to a folder of their own."""
         try:
             for part in parts:
                 if self.folder.size(part.name) != part.size:

@@ -1,7 +1,7 @@
 """One line for a user's mistake, instead of the traceback of some worker process.
 
 Knows how PySpark's worker processes pass an exception on; must never hide a programmer's error, whose traceback is what
-one wants to see. Invariant: what leaves `clearly` for a foreseen reason is a MirrorSourceError of one line.
+one wants to see. Invariant: what leaves `clear_errors` for a foreseen reason is a MirrorSourceError of one line.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def show_tracebacks() -> None:
 
 
 @contextmanager
-def clearly() -> Iterator[None]:
+def clear_errors() -> Iterator[None]:
     """Turn errors that were foreseen into one line.
 
-    PySpark's processes end after they told of an exception.
+    PySpark's processes end after they reported an exception.
     """
     try:
         yield
@@ -53,12 +53,12 @@ def clearly() -> Iterator[None]:
         raise MirrorSourceError(" ".join(str(error).split())) from None
 
 
-def told_clearly(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, its foreseen errors told by `clearly`. Not for generators."""
+def with_clear_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, within `clear_errors`. Not for generators."""
 
     @wraps(function)
-    def telling(*args: P.args, **kwargs: P.kwargs) -> T:
-        with clearly():
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        with clear_errors():
             return function(*args, **kwargs)
 
-    return telling
+    return wrapper

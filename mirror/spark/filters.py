@@ -1,8 +1,8 @@
 """Filters of a query that a read of documents can answer by itself: on key, collection and vbucket.
 
 Knows PySpark's filters and the order of keys; never a store. What is accepted is removed from Spark's plan, so it is
-wanted only where the source's answer is exact: Spark compares strings by their bytes, as the key trees do, and none of
-the three columns is ever null. Invariant: a row is in `Wanted` iff it passes every accepted filter.
+accepted only where the source's answer is exact: Spark compares strings by their bytes, as the key trees do, and none
+of the three columns is ever null. Invariant: a row is in `Restriction` iff it passes every accepted filter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pyspark.sql.datasource import (
     StringStartsWith,
 )
 
-from mirror.spark.local import Wanted
+from mirror.spark.local import Restriction
 
 NEXT = b"\0"
 """Appended to a key: the smallest one above it."""
@@ -37,56 +37,56 @@ _COMPARISONS: dict[type[Filter], Callable[[int, int], bool]] = {
 }
 
 
-def accept(filters: Iterable[Filter], mark: str, wanted: Wanted) -> Iterator[Filter]:
-    """Take into `wanted` what is exact; generate the others. `mark` stands in front of the columns' names."""
+def accept(filters: Iterable[Filter], mark: str, restriction: Restriction) -> Iterator[Filter]:
+    """Take into `restriction` what is exact; generate the others. `mark` stands in front of the columns' names."""
     for each in filters:
         column = getattr(each, "attribute", ("",))
         name = column[0].removeprefix(mark) if len(column) == 1 and column[0].startswith(mark) else ""
         taker = _TAKERS.get(name)
-        if taker is None or not (isinstance(each, IsNotNull) or taker(each, wanted)):
+        if taker is None or not (isinstance(each, IsNotNull) or taker(each, restriction)):
             yield each
 
 
-def _take_vbid(each: Filter, wanted: Wanted) -> bool:
+def _take_vbid(each: Filter, restriction: Restriction) -> bool:
     value = getattr(each, "value", None)
     if isinstance(each, In) and all(type(one) is int for one in each.value):
         values = frozenset(each.value)
-        wanted.vbid_tests.append(lambda vbid: vbid in values)
+        restriction.vbid_tests.append(lambda vbid: vbid in values)
         return True
     compare = _COMPARISONS.get(type(each))
     if compare is None or type(value) is not int:
         return False
-    wanted.vbid_tests.append(lambda vbid: compare(vbid, value))
+    restriction.vbid_tests.append(lambda vbid: compare(vbid, value))
     return True
 
 
-def _take_collection(each: Filter, wanted: Wanted) -> bool:
+def _take_collection(each: Filter, restriction: Restriction) -> bool:
     values: Any = each.value if isinstance(each, In) else (getattr(each, "value", None),)
     if not isinstance(each, In | EqualTo) or not all(isinstance(one, str) for one in values):
         return False
     names = frozenset(values)
-    wanted.collections = names if wanted.collections is None else wanted.collections & names
+    restriction.collections = names if restriction.collections is None else restriction.collections & names
     return True
 
 
-def _take_key(each: Filter, wanted: Wanted) -> bool:
+def _take_key(each: Filter, restriction: Restriction) -> bool:
     text = getattr(each, "value", None)
     if not isinstance(text, str):
         return False
     key = text.encode()
     if isinstance(each, EqualTo):
-        wanted.key = key
-        wanted.narrow(key, key + NEXT)
+        restriction.key = key
+        restriction.narrow(key, key + NEXT)
     elif isinstance(each, GreaterThan):
-        wanted.narrow(key + NEXT)
+        restriction.narrow(key + NEXT)
     elif isinstance(each, GreaterThanOrEqual):
-        wanted.narrow(key)
+        restriction.narrow(key)
     elif isinstance(each, LessThan):
-        wanted.narrow(end=key)
+        restriction.narrow(end=key)
     elif isinstance(each, LessThanOrEqual):
-        wanted.narrow(end=key + NEXT)
-    elif isinstance(each, StringStartsWith) and key.startswith(wanted.prefix):
-        wanted.prefix = key
+        restriction.narrow(end=key + NEXT)
+    elif isinstance(each, StringStartsWith) and key.startswith(restriction.prefix):
+        restriction.prefix = key
     else:
         return False
     return True

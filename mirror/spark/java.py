@@ -52,7 +52,7 @@ def home() -> str:
 
 
 def _candidates() -> list[Path]:
-    """What the system offers: JAVA_HOME, then PATH; through links, for the folder around bin is wanted."""
+    """What the system offers: JAVA_HOME, then PATH; through links, for the folder around bin is needed."""
     named = os.environ.get("JAVA_HOME")
     java = shutil.which("java")
     offered = [Path(named, "bin", "java")] if named else []

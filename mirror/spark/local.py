@@ -30,14 +30,14 @@ from storage.view import Pin, Time, View, open_view
 
 
 @dataclass
-class Wanted:
+class Restriction:
     """What filters have left of all keys, collections and vbuckets."""
 
     start: bytes = b""
     end: bytes | None = None
     prefix: bytes = b""
     key: bytes | None = None
-    """The one key that is asked for, if it is one: it names the vbucket, too."""
+    """The one key that is requested, if it is one: it names the vbucket, too."""
     collections: frozenset[str] | None = None
     vbid_tests: list[Callable[[int], bool]] = field(default_factory=list)
 
@@ -93,7 +93,7 @@ def opened(path: str) -> View:
 
 
 def chosen_vbids(view: View, options: Options) -> list[int]:
-    """The vbuckets that were asked for. Raises ConfigError for one that is not there."""
+    """The vbuckets that were requested. Raises ConfigError for one that is not there."""
     if options.vbuckets is None:
         return list(view.vbids)
     missing = sorted(options.vbuckets - set(view.vbids))
@@ -113,13 +113,13 @@ def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]
     return [order[first:last] for first, last in pairwise(cuts)]
 
 
-def plan(options: Options, wanted: Wanted) -> tuple[Job, list[list[int]]]:
+def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int]]]:
     """Choose the boundaries of what filters have left, hold them, and deal the vbuckets to tasks."""
     assert options.path is not None
     with opened(options.path) as view:
-        chosen = [vbid for vbid in chosen_vbids(view, options) if wanted.takes(vbid)]
-        if wanted.key is not None:
-            chosen = [vbid for vbid in chosen if vbid == view.vbid_of(wanted.key)]
+        chosen = [vbid for vbid in chosen_vbids(view, options) if restriction.takes(vbid)]
+        if restriction.key is not None:
+            chosen = [vbid for vbid in chosen if vbid == view.vbid_of(restriction.key)]
         as_of = None if options.as_of_ms is None else Time(options.as_of_ms)
         now = None if as_of is not None else time.time()
         pins = tuple(view.pin(vbid, as_of, now=now) for vbid in chosen)
@@ -128,9 +128,9 @@ def plan(options: Options, wanted: Wanted) -> tuple[Job, list[list[int]]]:
                 check_collection(view, pins, name)
         group_count = view.identity.group_count
     collections = options.collections
-    if wanted.collections is not None:
-        collections = tuple(sorted(wanted.collections & set(collections or wanted.collections)))
-    job = Job(options.path, uuid.uuid4().hex, options.lease_seconds, pins, collections, wanted.keys)
+    if restriction.collections is not None:
+        collections = tuple(sorted(restriction.collections & set(collections or restriction.collections)))
+    job = Job(options.path, uuid.uuid4().hex, options.lease_seconds, pins, collections, restriction.keys)
     hold(job).leave()
     return job, dealt(chosen, options.partitions, group_count)
 

@@ -8,24 +8,24 @@ that names the option and the remedy.
                         a cluster, an embedded source or a mirror's downstream port. One of them; load("...") gives
                         `path`
     table               documents (default) or changes
-    collection          scope.collection, or several by comma; all unless told
-    vbuckets            such as 0-511,600; all unless told
-    partitions          tasks that the vbuckets are dealt to; as many as this machine has cores unless told
+    collection          scope.collection, or several by comma; all by default
+    vbuckets            such as 0-511,600; all by default
+    partitions          tasks that the vbuckets are dealt to; as many as this machine has cores by default
     columns             of the table's columns these, in this order. Not beside a schema of one's own
     asOf                documents as of a time in ISO 8601: of each vbucket the newest kept boundary not after it.
                         Only with path
     mode                what to do with a document that does not fit the schema given: failfast (default): an error;
                         permissive: null in the fields that do not fit; dropmalformed: no row
     columnNameOfCorruptRecord   a string column of the schema given that has the text of each document that does not
-                        fit it, else null. _corrupt_record unless told
+                        fit it, else null. _corrupt_record by default
     timeZone            of times in documents that do not name one: UTC, Europe/Berlin, +01:00. The session's
-                        (spark.sql.session.timeZone) unless told
-    epoch               times in documents are numbers: seconds, millis or micros since 1970. Unless told they are
+                        (spark.sql.session.timeZone) by default
+    epoch               times in documents are numbers: seconds, millis or micros since 1970. By default they are
                         text, and seconds where they are numbers
     pushdown            true: filters on key, collection and vbid are answered by the source; needs the setting
-                        spark.sql.python.filterPushdown.enabled of the session. false unless told
-    maxRowsPerBatch     events of a micro-batch, about: whole snapshots only, and one at least. 1000000 unless told
-    maxBytesPerBatch    stored bytes of a micro-batch, estimated by the mean row; units k, m, g. 1g unless told
+                        spark.sql.python.filterPushdown.enabled of the session. false by default
+    maxRowsPerBatch     events of a micro-batch, about: whole snapshots only, and one at least. 1000000 by default
+    maxBytesPerBatch    stored bytes of a micro-batch, estimated by the mean row; units k, m, g. 1g by default
     startingFrom        where a stream without a checkpoint begins: earliest (default) or latest
     onLostHistory       what a stream does whose position is no longer kept: fail (default) or resync: a row of kind
                         resync for the vbucket, then all of it from the beginning
@@ -58,7 +58,7 @@ UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for."""
+    """The options of a read, checked."""
 
     path: str | None = None
     connection: str | None = None
@@ -79,7 +79,7 @@ class Options:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns of the table that were asked for."""
+        """The columns of the table that were requested."""
         return self.columns or tuple(TABLES[self.table].names)
 
     @property

@@ -1,9 +1,9 @@
-"""Parquet files as parts of a table: written where the data is read, told of in a few hundred bytes.
+"""Parquet files as parts of a table: written where the data is read, reported in a few hundred bytes.
 
 Knows Arrow batches and one folder (places.py); never what a table is, who commits the parts, or Spark.
-Invariants: a part that was told of is complete and synced; an unfinished one is never told of, and its file is removed
-where the process lives on (a killed process leaves it: an orphan, which the name gives away). Memory is bounded by one
-row group.
+Invariants: a part that was reported is complete and synced; an unfinished one is never reported, and its file is
+removed where the process lives on (a killed process leaves it: an orphan, which the name gives away). Memory is bounded
+by one row group.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Listener(StreamingQueryListener):
         self._applied: dict[int, Applied] = {}
 
     def applied(self, batch: int, done: Applied) -> None:
-        """What a batch did to the tables, told before Spark tells of the batch."""
+        """What a batch did to the tables, reported before Spark reports the batch."""
         self._applied[batch] = done
         while len(self._applied) > BATCHES_HELD_MAX:
             del self._applied[next(iter(self._applied))]

@@ -26,7 +26,7 @@ from typing import IO, Any
 from mirror.errors import ConfigError
 from mirror.feed.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.spark.changes import ChangesTask, LostHistory, Way
-from mirror.spark.local import Maker, Shape, Wanted, dealt
+from mirror.spark.local import Maker, Restriction, Shape, dealt
 from mirror.spark.offsets import At, Lag, Offset, admit, decode
 from mirror.spark.options import Options
 from mirror.spark.rows import change_row, control_row
@@ -44,7 +44,7 @@ ORIGIN = "connection"
 AGAIN = "start the query again: it looks at its position again"
 FRAMES_AT_ONCE = 2_000
 SUSPECTS = 16
-"""Vbuckets whose failover log is asked for with each batch though nothing new is in them."""
+"""Vbuckets whose failover log is requested with each batch though nothing new is in them."""
 LENGTH_BYTES = 4
 SPOOL_BYTES = 4 * 1024 * 1024
 """Rows of a vbucket that are held in memory; what is more goes to disk."""
@@ -90,7 +90,7 @@ KEPT = SourceConnections()
 
 
 def chosen_vbids(reader: SourceReader, options: Options) -> list[int]:
-    """The vbuckets that were asked for. Raises ConfigError for one that is not there."""
+    """The vbuckets that were requested. Raises ConfigError for one that is not there."""
     vbids = range(reader.vbucket_count)
     missing = sorted((options.vbuckets or frozenset()) - set(vbids))
     if missing:
@@ -109,7 +109,7 @@ class ReadJob:
 
     until: Mapping[int, int]
     names: Mapping[int, str]
-    wanted_names: frozenset[str] | None
+    selected_names: frozenset[str] | None
     keys: tuple[bytes, bytes, bytes | None]
     """start, prefix, end"""
     now_ms: int
@@ -117,19 +117,19 @@ class ReadJob:
     """The newest cluster map that the driver knows; tasks follow no older one."""
 
 
-def plan(options: Options, wanted: Wanted) -> tuple[ReadJob, list[list[int]]]:
+def plan(options: Options, restriction: Restriction) -> tuple[ReadJob, list[list[int]]]:
     """How far to read each vbucket, and the tasks."""
     assert options.connection is not None
     with SourceReader(options.connection, collections=options.collections, ca=options.ca_file) as reader:
-        chosen = [vbid for vbid in chosen_vbids(reader, options) if wanted.takes(vbid)]
-        if wanted.key is not None:
-            chosen = [vbid for vbid in chosen if vbid == keys.vbid_of(wanted.key, reader.vbucket_count)]
+        chosen = [vbid for vbid in chosen_vbids(reader, options) if restriction.takes(vbid)]
+        if restriction.key is not None:
+            chosen = [vbid for vbid in chosen if vbid == keys.vbid_of(restriction.key, reader.vbucket_count)]
         high_seqnos = reader.high_seqnos()
         names = reader.collection_names()
         followed = reader.followed
     until = {vbid: high_seqnos[vbid] for vbid in chosen if high_seqnos.get(vbid)}
-    key_range = (wanted.start, wanted.prefix, wanted.end)
-    job = ReadJob(until, names, wanted.collections, key_range, int(time.time() * 1000), followed)
+    key_range = (restriction.start, restriction.prefix, restriction.end)
+    job = ReadJob(until, names, restriction.collections, key_range, int(time.time() * 1000), followed)
     return job, dealt(list(until), options.partitions, 1)
 
 
@@ -171,7 +171,7 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Map
     pin = Pin(Vbid(vbid), Branch(0), Seqno(0), 0, job.now_ms)
     for collection_id, rows in sorted(by_collection.items()):
         name = names.get(collection_id) or job.names.get(collection_id)
-        if name is None or (job.wanted_names is not None and name not in job.wanted_names):
+        if name is None or (job.selected_names is not None and name not in job.selected_names):
             continue  # without a name it was dropped meanwhile, and its documents with it
         length = len(keys.encode_collection_id(collection_id))
         if start or prefix or end is not None:
@@ -306,8 +306,8 @@ class RemoteChanges:
         return decode(given, ORIGIN, self.bucket_uuid, self._options.selection)
 
     def _high_seqnos(self) -> dict[int, int]:
-        wanted = set(self._vbids)
-        return {vbid: seqno for vbid, seqno in self._reader.high_seqnos().items() if vbid in wanted}
+        selected = set(self._vbids)
+        return {vbid: seqno for vbid, seqno in self._reader.high_seqnos().items() if vbid in selected}
 
     def latest(self, start: Offset, limited: bool) -> Offset:
         """Where the next batch ends. Raises LostHistory."""
@@ -354,19 +354,19 @@ class RemoteChanges:
             raise LostHistory(f"vbucket {vbid}: {lost}")
 
     def _lost(self, vbid: int, at: At, log: FailoverLog) -> str:
-        """Why what changed since a position cannot be told; empty: it can."""
+        """Why what changed since a position cannot be found out; empty: it can."""
         if not at.seqno:
             return ""
         gone = not_on(at, log)
         if gone:
             return gone
-        asked = (vbid, at.vbuuid, at.seqno)
-        if asked not in self._probed and not self._probed_vbid(vbid):
+        probe = (vbid, at.vbuuid, at.seqno)
+        if probe not in self._probed and not self._probed_vbid(vbid):
             position = Position(at.vbuuid, at.seqno)
             for item in self._reader.read({vbid: position}, {vbid: at.seqno}):
                 if isinstance(item, SourceRolledBack):
                     return f"the source can no longer tell what was deleted since seqno {at.seqno}"
-        self._probed.add(asked)
+        self._probed.add(probe)
         return ""
 
     def _probed_vbid(self, vbid: int) -> bool:

@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 POLL_INTERVAL_S = 0.5
 
 _MARK = "dcp-mirror-error:"
-_TOLD = re.compile(r"MirrorSourceError: (.+?)(?: SQLSTATE: \w+)?$", re.MULTILINE)
+_REPORTED = re.compile(r"MirrorSourceError: (.+?)(?: SQLSTATE: \w+)?$", re.MULTILINE)
 """How the data source tells of an error that was foreseen (failures.py), among Spark's own words."""
 
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(mirror|storage|pyarrow|lmdb|deltalake)\b")
@@ -58,7 +58,7 @@ class LocalRunner:
     """Several processes of this machine."""
 
     def __init__(self, processes: int | None = None, prepare: Callable[[], None] | None = None) -> None:
-        """As many processes as cores unless told; `prepare`, a module's own function, is called in each of them."""
+        """As many processes as cores by default; `prepare`, a module's own function, is called in each of them."""
         self.parallelism = processes or len(os.sched_getaffinity(0))
         self._prepare = prepare
 
@@ -83,7 +83,7 @@ class LocalRunner:
                     progress(done, len(tasks))
         except BaseException as error:
             for process in set(multiprocessing.active_children()) - before:
-                process.kill()  # what the others would still do is not wanted
+                process.kill()  # what the others would still do is not needed
             if isinstance(error, BrokenProcessPool):
                 raise MirrorError(
                     "a process of this job died", hint="was it killed, or is memory short? Nothing was committed"
@@ -214,8 +214,8 @@ def error_of(error: BaseException) -> BaseException:
             f"the Python of an executor has no package {missing[1]}",
             hint="pip install 'dcp-mirror[spark]' on every executor, and set spark.pyspark.python to that Python",
         )
-    told = _TOLD.search(text)
-    if told is not None:
-        return MirrorError(told[1].strip())
+    reported = _REPORTED.search(text)
+    if reported is not None:
+        return MirrorError(reported[1].strip())
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return MirrorError(f"Spark: {first}", hint="DCP_MIRROR_LOG_LEVEL=debug shows all of it")

@@ -21,7 +21,7 @@ WORKERS: dict[str, str] = {
     # A task's worker is forked from a process that has imported everything; talking to it by TCP costs 20 ms a task.
     "spark.python.daemon.module": "mirror.spark.daemon",
     "spark.python.unix.domain.socket.enabled": "true",
-    # The source takes filters only where it is told to (option pushdown); without this it must not even know of them.
+    # The source takes filters only with the option pushdown; without this it must not even know of them.
     "spark.sql.python.filterPushdown.enabled": "true",
 }
 LOCAL: dict[str, str] = {
@@ -45,7 +45,7 @@ def session(
     if active is not None:
         return active
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    wanted = dict(settings or {})
+    conf = dict(settings or {})
     submitted = GATEWAY in os.environ
     if submitted:
         SparkContext._ensure_initialized()
@@ -53,15 +53,15 @@ def session(
     else:
         os.environ["JAVA_HOME"] = java.home()
         given = set()
-        wanted["spark.master"] = master or wanted.get("spark.master") or f"local[{len(os.sched_getaffinity(0))}]"
-    local = wanted.get("spark.master", "").startswith("local")
+        conf["spark.master"] = master or conf.get("spark.master") or f"local[{len(os.sched_getaffinity(0))}]"
+    local = conf.get("spark.master", "").startswith("local")
     if local:
         defaults = WORKERS | LOCAL | {"spark.sql.shuffle.partitions": str(len(os.sched_getaffinity(0)))}
     else:
         defaults = WORKERS
     builder = SparkSession.builder.appName(name)
-    for key, value in (defaults | wanted).items():
-        if key not in given or key in wanted:
+    for key, value in (defaults | conf).items():
+        if key not in given or key in conf:
             builder = builder.config(key, value)
     made = builder.getOrCreate()
     if local:

@@ -2,7 +2,7 @@
 
 Knows Spark's interface for writers in Python; never what becomes of the parts. Executors write them; Spark hands what
 the successful tasks said to `commit`, in a Python process of the driver's machine, which leaves it in a file that the
-driver reads: `write_parts` is all of that in one call. Invariant: parts of failed or doubled attempts are not told of.
+driver reads: `write_parts` is all of that in one call. Invariant: parts of failed or doubled attempts are not reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "dcp_mirror_parts"
 
 
 @dataclass
-class Told(WriterCommitMessage):
+class PartsWritten(WriterCommitMessage):
     """What a task wrote, or why it could not."""
 
     parts: list[Part]
@@ -44,40 +44,40 @@ class PartsSink(DataSource):
 
     def writer(self, schema: Any, overwrite: bool) -> Writer:
         """For one data frame."""
-        return Writer(self.options["folder"], self.options["prefix"], self.options["told"])
+        return Writer(self.options["folder"], self.options["prefix"], self.options["result_file"])
 
 
 class Writer(DataSourceArrowWriter):
     """Of one data frame."""
 
-    def __init__(self, folder: str, prefix: str, told: str) -> None:
-        """`told` is the file that the driver reads."""
+    def __init__(self, folder: str, prefix: str, result_file: str) -> None:
+        """`result_file`: what the driver reads."""
         self._folder = folder
         self._prefix = prefix
-        self._told = told
+        self._result_file = result_file
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Told:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> PartsWritten:
         """A task's rows. What goes wrong is reported, not raised: trying four times would not fix it."""
         try:
             with PartWriter(self._folder, self._prefix, CHANGES) as parts:
                 for batch in iterator:
                     parts.write(text_keys(batch.cast(CHANGES)))  # Spark sends times in the session's zone
         except MirrorError as error:
-            return Told([], as_text(error))
-        return Told(parts.finished)
+            return PartsWritten([], as_text(error))
+        return PartsWritten(parts.finished)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """All tasks have succeeded."""
-        told = [each for each in messages if isinstance(each, Told)]
-        problem = next((each.problem for each in told if each.problem is not None), None)
-        parts = [part for each in told for part in each.parts]
-        Path(self._told).write_text(json.dumps({"problem": problem, "parts": parts}))
+        written = [each for each in messages if isinstance(each, PartsWritten)]
+        problem = next((each.problem for each in written if each.problem is not None), None)
+        parts = [part for each in written for part in each.parts]
+        Path(self._result_file).write_text(json.dumps({"problem": problem, "parts": parts}))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Some task has failed for good: what the others wrote is not wanted."""
+        """Some task has failed for good: what the others wrote is removed."""
         folder = folder_at(self._folder)
-        for told in messages:
-            for part in told.parts if isinstance(told, Told) else ():
+        for message in messages:
+            for part in message.parts if isinstance(message, PartsWritten) else ():
                 folder.remove(part.name)
 
 
@@ -85,10 +85,10 @@ def write_parts(frame: Any, folder: Folder, prefix: str) -> list[Part]:
     """Write a data frame with the columns of CHANGES into parts. Raises what a task raised."""
     frame.sparkSession.dataSource.register(PartsSink)
     with tempfile.TemporaryDirectory(prefix="dcp-mirror-") as scratch:
-        told = Path(scratch) / "told.json"
-        options = {"folder": folder.url, "prefix": prefix, "told": str(told)}
+        result_file = Path(scratch) / "result.json"
+        options = {"folder": folder.url, "prefix": prefix, "result_file": str(result_file)}
         frame.write.format(NAME).mode("append").options(**options).save()
-        found = json.loads(told.read_text())
+        found = json.loads(result_file.read_text())
     if found["problem"] is not None:
         raise error_of(RuntimeError(found["problem"]))
     return [Part(*each) for each in found["parts"]]

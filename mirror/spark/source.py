@@ -34,9 +34,9 @@ from mirror.spark import local
 from mirror.spark.bodies import Bodies
 from mirror.spark.carry import Carried
 from mirror.spark.columns import DOCUMENTS, TABLES
-from mirror.spark.failures import clearly, hide_tracebacks, show_tracebacks, told_clearly
+from mirror.spark.failures import clear_errors, hide_tracebacks, show_tracebacks, with_clear_errors
 from mirror.spark.filters import accept
-from mirror.spark.local import Shape, Wanted
+from mirror.spark.local import Restriction, Shape
 from mirror.spark.options import Options, parse
 from mirror.spark.stream import ChangesReader, ChangesStream
 from mirror.spark.times import machine_zone
@@ -62,7 +62,7 @@ READ_ONLY = ConfigError(
 class MirrorSource(DataSource):
     """`spark.read.format("mirror")` and `spark.readStream.format("mirror")`; options: `mirror.spark.options`."""
 
-    @told_clearly
+    @with_clear_errors
     def __init__(self, options: Mapping[str, str]) -> None:
         """Refuses options that are wrong in themselves."""
         super().__init__(dict(options))
@@ -76,14 +76,14 @@ class MirrorSource(DataSource):
         """`mirror`."""
         return "mirror"
 
-    @told_clearly
+    @with_clear_errors
     def schema(self) -> StructType:
-        """The columns of the table, as far as asked for. Only called where the user gives no schema to Spark."""
+        """The columns of the table, as far as requested. Only called where the user gives no schema to Spark."""
         self._own_schema = False
         schema = TABLES[self._options.table]
         return from_arrow_schema(pa.schema([schema.field(name) for name in self._options.names]))
 
-    @told_clearly
+    @with_clear_errors
     def reader(self, schema: StructType) -> DataSourceReader:
         """For a batch."""
         options = self._options
@@ -100,17 +100,17 @@ class MirrorSource(DataSource):
             return PushdownDocumentsReader(options, shape, mark)
         return DocumentsReader(options, shape, mark)
 
-    @told_clearly
+    @with_clear_errors
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """None."""
         raise READ_ONLY
 
-    @told_clearly
+    @with_clear_errors
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         """None."""
         raise READ_ONLY
 
-    @told_clearly
+    @with_clear_errors
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """For a stream."""
         refusal = None
@@ -122,8 +122,8 @@ class MirrorSource(DataSource):
 
 
 def of_table(fields: Any, options: Options) -> bool:
-    """True for columns that are the table's own, as a catalog gives back what it was told: nobody else says so, since
-    JSON has neither a binary `value` nor a change's columns.
+    """True for columns that are the table's own, as a catalog gives back what was put into it: nobody else says so,
+    since JSON has neither a binary `value` nor a change's columns.
     """
     table = TABLES[options.table]
     known = all(field.name in table.names and field.type == table.field(field.name).type for field in fields)
@@ -175,23 +175,23 @@ class DocumentsReader(Carried, DataSourceReader):
         self._options = options
         self._shape = shape
         self._mark = mark
-        self._wanted = Wanted()
+        self._restriction = Restriction()
 
-    @told_clearly
+    @with_clear_errors
     def partitions(self) -> Sequence[InputPartition]:
         """Choose the boundaries that the job reads, and deal them out."""
         if self._options.connection is not None:
             from mirror.spark import remote
 
-            far, shares = remote.plan(self._options, self._wanted)
+            far, shares = remote.plan(self._options, self._restriction)
             return [Share(far, vbids) for vbids in shares]
-        near, shares = local.plan(self._options, self._wanted)
+        near, shares = local.plan(self._options, self._restriction)
         return [Share(near, vbids) for vbids in shares]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """The batches of a task."""
         assert isinstance(partition, Share)
-        with clearly():
+        with clear_errors():
             if isinstance(partition.job, local.Job):
                 yield from local.read(partition.job, partition.vbids, in_session(self._shape))
             else:
@@ -211,4 +211,4 @@ class PushdownDocumentsReader(DocumentsReader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take those whose answer is exact; give the others back."""
         show_tracebacks()
-        return list(accept(filters, self._mark, self._wanted))
+        return list(accept(filters, self._mark, self._restriction))

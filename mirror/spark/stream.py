@@ -1,4 +1,4 @@
-"""Changes, as a stream and as a batch: what PySpark asks of a reader, told to whom it concerns.
+"""Changes, as a stream and as a batch: what PySpark asks of a reader, passed on to the part that answers it.
 
 Knows PySpark's interface; what an offset is and what lies between two of them is `changes`' (path) and `remote`'s
 (connection). The driver's side lives as long as the query does, in a process of its own; the tasks' side is pickled.
@@ -19,7 +19,7 @@ from mirror.errors import ConfigError
 from mirror.spark import changes
 from mirror.spark.carry import Carried
 from mirror.spark.changes import LocalChanges
-from mirror.spark.failures import clearly, told_clearly
+from mirror.spark.failures import clear_errors, with_clear_errors
 from mirror.spark.options import Options
 from mirror.spark.rows import change_batches
 
@@ -46,16 +46,16 @@ def driver_of(options: Options) -> LocalChanges | RemoteChanges:
 def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
     """The batches of a task."""
     assert isinstance(task, StreamTask)
-    with clearly():
-        wanted = options.collections
+    with clear_errors():
+        collections = options.collections
         if options.path is not None:
             rows = changes.read(options.path, task.work)
         else:
             from mirror.spark import remote
 
             rows = remote.read_changes(options, task.work)
-        if wanted is not None:
-            rows = (row for row in rows if row[1] is None or row[1] in wanted)
+        if collections is not None:
+            rows = (row for row in rows if row[1] is None or row[1] in collections)
         yield from change_batches(rows, options.names)
 
 
@@ -66,7 +66,7 @@ class ChangesReader(Carried, DataSourceReader):
         """Nothing is opened."""
         self._options = options
 
-    @told_clearly
+    @with_clear_errors
     def partitions(self) -> Sequence[InputPartition]:
         """From the beginning to what is published."""
         driver = driver_of(self._options)
@@ -107,7 +107,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
             self._opened = driver_of(self._options)
         return self._opened
 
-    @told_clearly
+    @with_clear_errors
     def initialOffset(self) -> dict[str, Any]:
         """Where a query without a checkpoint begins. Spark asks more than once, and keeps no answer."""
         if self._initial is None:
@@ -119,7 +119,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         """The limit in rows; that in bytes is obeyed with it."""
         return ReadMaxRows(self._options.max_rows)
 
-    @told_clearly
+    @with_clear_errors
     def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """Where the next batch ends. With startingFrom=latest the first batch is empty: its end is what tells a query
         that is started again where it had begun.
@@ -131,17 +131,17 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         driver = self._driver
         return driver.latest(driver.decode(start), not isinstance(limit, ReadAllAvailable)).encode()
 
-    @told_clearly
+    @with_clear_errors
     def prepareForTriggerAvailableNow(self) -> None:
         """What is published now is where the query ends."""
         self._driver.stop_at_front()
 
-    @told_clearly
+    @with_clear_errors
     def reportLatestOffset(self) -> dict[str, Any]:
         """What is published now, for the query's status."""
         return self._driver.front().encode()
 
-    @told_clearly
+    @with_clear_errors
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
         driver = self._driver

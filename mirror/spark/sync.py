@@ -116,12 +116,12 @@ def offsets_of(folder: Path, batch_number: int) -> str:
 
 def check_source(options: Mapping[str, str], settings: Settings) -> None:
     """Raise what is wrong with a source by its own name, before Java is started and anything is made."""
-    wanted = parse({**options, "table": "changes"})
-    if wanted.path is not None:
-        with open_view(wanted.path) as view:
-            chosen_vbids(view, wanted)
-    elif wanted.connection is not None:
-        asyncio.run(discover(Access.of(connection_string.parse(wanted.connection), settings), SystemClock()))
+    parsed = parse({**options, "table": "changes"})
+    if parsed.path is not None:
+        with open_view(parsed.path) as view:
+            chosen_vbids(view, parsed)
+    elif parsed.connection is not None:
+        asyncio.run(discover(Access.of(connection_string.parse(parsed.connection), settings), SystemClock()))
 
 
 class SyncTarget:

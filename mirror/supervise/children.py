@@ -90,7 +90,7 @@ class Child:
         self._process = process
         self._channel = channel
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._asked = 0
+        self._request_count = 0
         self._watch: asyncio.Task[None] | None = None
 
     def facts(self, now_ms: int) -> WorkerFacts:
@@ -121,8 +121,8 @@ class Child:
         """The answer to a command. Raises WorkerRefused; SupervisionError when the process dies or hangs."""
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"worker {self.slot} takes no commands")
-        self._asked += 1
-        number = self._asked
+        self._request_count += 1
+        number = self._request_count
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         self.send(Request(number, command))

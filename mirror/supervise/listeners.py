@@ -66,21 +66,21 @@ class Listeners:
 
         An address that stays is held all the time. Raises ConfigError when one cannot be had; nothing has changed then.
         """
-        wanted = check_servers(settings)
-        fresh = self._taken(wanted)
+        desired = check_servers(settings)
+        fresh = self._taken(desired)
         kept = {id(each.socket) for _, _, each in _each(fresh)}
         for _, _, each in _each(self._held):
             if id(each.socket) not in kept:
                 each.release()
-        self._addresses, self._held = wanted, fresh
+        self._addresses, self._held = desired, fresh
         self._announced &= {(kind, each.address) for kind, _, each in _each(fresh)}
 
-    def _taken(self, wanted: dict[str, list[Address]]) -> Held:
+    def _taken(self, desired: dict[str, list[Address]]) -> Held:
         """Hold these addresses: those that are held already are not taken again. Raises ConfigError."""
         found: Held = {}
         new: list[Reserved] = []
         try:
-            for kind, addresses in wanted.items():
+            for kind, addresses in desired.items():
                 found[kind] = {}
                 for address in addresses:
                     reserved = self._reserved(kind, address)
@@ -97,8 +97,8 @@ class Listeners:
     def _reserved(self, kind: str, address: Address) -> Reserved | None:
         """The socket that holds an address for a kind now, with or without TLS."""
         place = _place(address)
-        for asked, reserved in self._held.get(kind, {}).items():
-            if place in (_place(asked), _place(reserved.address)):
+        for configured, reserved in self._held.get(kind, {}).items():
+            if place in (_place(configured), _place(reserved.address)):
                 return reserved
         return None
 

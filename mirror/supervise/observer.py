@@ -86,7 +86,7 @@ class Observer:
                 known.resyncs_begun = known.node = known.silent_since_ms = None
 
     def source_answers(self, error: str | None, now_ms: int) -> list[Event]:
-        """At a start of the service: why the source cannot be asked which bucket it has; None: it has answered."""
+        """At a start of the service: why the source cannot be queried which bucket it has; None: it has answered."""
         since_ms = self._unreachable_since_ms
         if error is not None:
             self._unreachable_since_ms = now_ms if since_ms is None else since_ms

@@ -98,7 +98,7 @@ def plan(
 
     `stop_grace_ms` is how long a worker may take to commit and close before it is killed: that costs no data.
     """
-    wanted = {} if stopping else dict(desired)
+    target = {} if stopping else dict(desired)
     actions: list[Action] = []
     for worker in actual:
         if worker.phase in (ProcessPhase.STARTING, ProcessPhase.RUNNING):
@@ -106,7 +106,7 @@ def plan(
                 actions.append(KillProcess(worker.slot, "no heartbeat"))
             elif stopping:
                 actions.append(StopProcess(worker.slot, "the service stops"))
-            elif wanted.get(worker.slot) != worker.groups:
+            elif target.get(worker.slot) != worker.groups:
                 actions.append(StopProcess(worker.slot, "its groups move"))
             elif worker.outdated:
                 actions.append(StopProcess(worker.slot, "the settings changed"))
@@ -114,7 +114,7 @@ def plan(
             actions.append(KillProcess(worker.slot, "did not stop in time"))
     held = {group for worker in actual if worker.alive for group in worker.groups}
     known = {worker.slot: worker for worker in actual}
-    for slot, groups in sorted(wanted.items()):
+    for slot, groups in sorted(target.items()):
         worker_known = known.get(slot)
         if worker_known is not None and (worker_known.alive or now_ms < worker_known.not_before_ms):
             continue

@@ -1,4 +1,4 @@
-"""A bucket that was recreated: its old mirror is set aside by name, never overwritten, and only when asked for.
+"""A bucket that was recreated: its old mirror is set aside by name, never overwritten, and only on request.
 
 Knows the source's identity and the directory's; never a row. Invariants: while a service runs on the directory nothing
 is touched; a directory of the same bucket, or an empty one, is left as it is; setting aside is one rename.
@@ -19,7 +19,7 @@ log = get_logger("supervisor")
 async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str | None:
     """Rename the data directory when it mirrors another bucket than the source has; returns its new name.
 
-    Raises ClusterError when the source cannot be asked, SupervisionError while a service runs, StorageError.
+    Raises ClusterError when the source cannot be reached, SupervisionError while a service runs, StorageError.
     """
     if settings.data is None:
         raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")

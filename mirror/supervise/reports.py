@@ -29,7 +29,7 @@ from mirror.supervise.status import CatchUp, Row, Trend, bucket_fields, reported
 from mirror.supervise.systemd import Notifier
 
 REPORT_INTERVAL_S = 1.0
-"""How often workers are asked for a full report, at most."""
+"""How often workers send a full report, at most."""
 VBUCKETS_PER_REPORT_S = 256
 """Reports of more vbuckets than this come more rarely: they cost the supervisor some 0.1 ms each, and workers less."""
 REPORT_TIMEOUT_S = 10.0
@@ -103,7 +103,7 @@ class Reports:
         self._observer.fill_begins()
 
     def source_answered(self, error: str | None) -> None:
-        """Note why the source cannot be asked which bucket it has; None: it has answered."""
+        """Note why the source cannot be queried which bucket it has; None: it has answered."""
         self._source_error = error
         for event in self._observer.source_answers(error, self._context.now_ms()):
             self._event_log.add(event)

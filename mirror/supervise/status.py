@@ -237,7 +237,7 @@ class Trend:
 
 
 class CatchUp:
-    """Whether every vbucket has published what the source had when it was first asked.
+    """Whether every vbucket has published what the source had at the first look.
 
     The mark of a vbucket is the source's high seqno of the first report in which its stream is open; a rollback takes
     the mark away, and the next report sets it again. A vbucket whose mark is 0 is done once its stream is accepted.
@@ -278,12 +278,12 @@ class CatchUp:
 
     def progress(self) -> dict[str, Any]:
         """Figures for people."""
-        wanted = sum(self._marks.values())
+        target = sum(self._marks.values())
         have = sum(min(self._published.get(vbid, 0), mark) for vbid, mark in self._marks.items())
         return {
             "vbuckets": self._vbucket_count,
             "vbuckets_done": self.vbuckets_done,
-            "seqnos_wanted": wanted,
+            "seqnos_target": target,
             "seqnos_published": have,
-            "share": round(have / wanted, 4) if wanted else (1.0 if self.done else 0.0),
+            "share": round(have / target, 4) if target else (1.0 if self.done else 0.0),
         }

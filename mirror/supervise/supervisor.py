@@ -84,7 +84,7 @@ class Supervisor:
         look_up: LookUp,
         *,
         clock: Clock,
-        groups_asked: int | None = None,
+        required_groups: int | None = None,
         until_caught_up: bool = False,
         reload: Callable[[], Settings] | None = None,
         progress: Progress | None = None,
@@ -94,16 +94,16 @@ class Supervisor:
         announce: Callable[[str], None] | None = None,
         accept_older_map: bool = False,
     ) -> None:
-        """`groups_asked` is a number that the operator gave, which must then fit; `progress` gets each new status, and
-        `announce` a line for each address that readers can connect to. With `accept_older_map` the first map that is
-        found is followed, however old.
+        """`required_groups` is a number that the operator gave, which must then fit; `progress` gets each new status,
+        and `announce` a line for each address that readers can connect to. With `accept_older_map` the first map that
+        is found is followed, however old.
         """
         if settings.data is None:
             raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
         if settings.source is None:
             raise ConfigError("no source is given", hint="give --source couchbase://user@host/bucket", setting="source")
         self._context = ServiceContext(settings, settings.data, clock)
-        self._setup = Setup(self._context, look_up, required_groups=groups_asked, accept_older_map=accept_older_map)
+        self._setup = Setup(self._context, look_up, required_groups=required_groups, accept_older_map=accept_older_map)
         self._clock = clock
         self._until_caught_up = until_caught_up
         self._reload = reload

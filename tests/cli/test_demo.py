@@ -20,7 +20,7 @@ def test_the_whole_story_ends_well(tmp_path: Path) -> None:
     told = result.json
     assert told["ok"] is True
     assert told["kill"]["requested_again_bytes"] == 0
-    assert told["kill"]["vbuckets_asked_below_published"] == 0
+    assert told["kill"]["vbuckets_requested_below_published"] == 0
     assert told["kill"]["vbuckets"] == 32
     assert told["failover"]["rolled_back"] >= 1
     assert told["failover"]["retracted_seqnos"] >= 1

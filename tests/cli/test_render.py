@@ -166,7 +166,7 @@ def test_the_one_line_says_the_same() -> None:
 
 
 def test_progress_shows_share_rate_and_time_left() -> None:
-    catch_up = {"vbuckets": 4, "vbuckets_done": 1, "seqnos_wanted": 1000, "seqnos_published": 250, "share": 0.25}
+    catch_up = {"vbuckets": 4, "vbuckets_done": 1, "seqnos_target": 1000, "seqnos_published": 250, "share": 0.25}
     line = render.progress_line(document(catch_up=catch_up), elapsed_s=10)
     assert line == "25.0% done | 250 of 1,000 seqnos | 1 of 4 vbuckets | 1,500/s | 30 s left"
     assert "25.0%" in drawn(render.progress_view(document(catch_up=catch_up), 10))

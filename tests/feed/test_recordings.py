@@ -123,7 +123,7 @@ def before_beyond_high(name: str) -> list[Step]:
 def before_purge(name: str) -> list[Step]:
     """The documents whose tombstones were purged meanwhile, still alive at seqno 100."""
     ((vbid, state),) = states_of(name).items()
-    vbuuid = read_script(name).exchanges[vbid][0].asked.vbuuid
+    vbuuid = read_script(name).exchanges[vbid][0].request.vbuuid
     purged = [key for key, held in state["keys"].items() if held is None]
     held = stored_events(state, vbid, 100)
     events = [marker(vbid, 0, 100), *ghosts(vbid, list(range(1, 1 + len(purged))), purged), *held]
@@ -194,7 +194,7 @@ async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> Non
 
 def end_of(script: Script, source: RecordedSource, vbid: int) -> int:
     """Where a vbucket ends: the last snapshot's end, or where the source said to resume and sent nothing more."""
-    return source.last_end.get(vbid) or script.exchanges[vbid][-1].asked.start_seqno
+    return source.last_end.get(vbid) or script.exchanges[vbid][-1].request.start_seqno
 
 
 def is_at_end(mirror: Mirror, script: Script, source: RecordedSource, vbid: int) -> bool:
@@ -216,7 +216,7 @@ def assert_window_is_whole(mirror: Mirror, source: RecordedSource) -> None:
 
 def assert_request_was_the_recorded_one(name: str, source: RecordedSource) -> None:
     recorded = next(iter(read_script(name).exchanges.values()))
-    wanted = {(exchange.asked.start_seqno, exchange.asked.vbuuid) for exchange in recorded}
+    wanted = {(exchange.request.start_seqno, exchange.request.vbuuid) for exchange in recorded}
     first = source.requests[0]
     assert (first.start_seqno, first.vbuuid) in wanted
 

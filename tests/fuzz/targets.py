@@ -199,7 +199,7 @@ def http_parameters(data: bytes) -> None:
         http_requests.vbucket(text, VBUCKETS)
     body = _json_body(data)
     with suppress(Problem):
-        http_requests.wanted_keys(body)
+        http_requests.requested_keys(body)
     request = Request({"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": data})
     with suppress(Problem):
         known = http_requests.Parameters(request, {"as_of", "limit", "key", "deletions"})

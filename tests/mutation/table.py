@@ -416,8 +416,8 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/serve/http_documents.py",
-        "return None if isinstance(found, LargeDocument) else asked.answer(service, found)",
-        "return asked.answer(service, found)",
+        "return None if isinstance(found, LargeDocument) else parsed.answer(service, found)",
+        "return parsed.answer(service, found)",
         "tests/serve/test_http_protocol.py -k in_pieces",
     ),
     Mutation("mirror/serve/http_protocol.py", "if left_s > 0:", "if False:", _OF_IDLE),

@@ -69,7 +69,7 @@ async def test_recordings_of_real_engines_are_sources(tmp_path: Path) -> None:
 async def test_a_recorded_rollback_is_given_to_the_request_that_got_it(tmp_path: Path) -> None:
     script = read_script(Recording(unpack("72_d3_rollback_unknown_vbuuid", tmp_path)))
     ((vbid, exchanges),) = script.exchanges.items()
-    refused = exchanges[0].asked
+    refused = exchanges[0].request
 
     def read(url: str) -> None:
         with SourceReader(url, password="demo") as reader:

@@ -116,7 +116,7 @@ def test_more_keys_than_may_be_read_are_not_even_looked_at(monkeypatch: pytest.M
     for body in ({"keys": ["a"] * 200_000}, {"keys": ["a"] * 600, "keys_b64": ["_w"] * 600}):
         seen.clear()
         with pytest.raises(Problem, match="1000 at most"):
-            requests.wanted_keys(body)
+            requests.requested_keys(body)
         assert len(seen) <= 600
 
 
@@ -149,15 +149,15 @@ def test_parameters_are_known_single_and_within_bounds() -> None:
 
 
 def test_the_keys_of_a_multi_get() -> None:
-    assert requests.wanted_keys({"keys": ["b", "a", "b"], "keys_b64": ["_w"]}) == [b"b", b"a", b"\xff"]
-    assert requests.wanted_keys({}) == []
+    assert requests.requested_keys({"keys": ["b", "a", "b"], "keys_b64": ["_w"]}) == [b"b", b"a", b"\xff"]
+    assert requests.requested_keys({}) == []
     bodies: tuple[object, ...] = (
         [], {"key": "a"}, {"keys": "a"}, {"keys": [1]}, {"keys": [""]}, {"keys_b64": ["!"]},
         {"keys": ["x" * 251]}, {"keys": [str(n) for n in range(1001)]}, {"keys": ["\ud800"]},
     )  # fmt: skip
     for wrong in bodies:
         with pytest.raises(Problem):
-            requests.wanted_keys(wrong)
+            requests.requested_keys(wrong)
 
 
 def test_collections_and_vbuckets() -> None:

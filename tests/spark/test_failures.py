@@ -7,7 +7,7 @@ import os
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.spark.failures import MirrorSourceError, clearly, hide_tracebacks, show_tracebacks, told_clearly
+from mirror.spark.failures import MirrorSourceError, clear_errors, hide_tracebacks, show_tracebacks, with_clear_errors
 from storage.errors import CorruptedError
 
 
@@ -18,14 +18,14 @@ def tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_foreseen_error_is_one_line_without_a_traceback() -> None:
-    with pytest.raises(MirrorSourceError) as raised, clearly():
+    with pytest.raises(MirrorSourceError) as raised, clear_errors():
         raise CorruptedError("a row\nis damaged", path="/data", vbid=3, hint="run check")
     assert str(raised.value) == "/data: vbucket 3: a row is damaged (run check)"
     assert os.environ["SPARK_HIDE_TRACEBACK"] == "1"
 
 
 def test_a_function_tells_likewise() -> None:
-    @told_clearly
+    @with_clear_errors
     def fails(what: str) -> None:
         raise ConfigError(what, hint="fix it")
 
@@ -34,7 +34,7 @@ def test_a_function_tells_likewise() -> None:
 
 
 def test_what_nobody_foresaw_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError), clearly():
+    with pytest.raises(ZeroDivisionError), clear_errors():
         divmod(1, 0)
     assert not os.environ["SPARK_HIDE_TRACEBACK"]
 

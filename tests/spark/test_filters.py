@@ -23,7 +23,7 @@ from pyspark.sql.datasource import (
 )
 
 from mirror.spark.filters import accept
-from mirror.spark.local import Wanted
+from mirror.spark.local import Restriction
 
 KEYS = ["", "a", "ab", "abc", "b", "ba", "é", "\U0001f600"]
 COLLECTIONS = ["_default._default", "shop.orders"]
@@ -63,28 +63,28 @@ def passes(each: Any, row: dict[str, Any]) -> bool:
     return bool(COMPARISONS[type(each)](found, value))
 
 
-def left(wanted: Wanted, row: dict[str, Any]) -> bool:
-    start, prefix, end = wanted.keys
+def left(restriction: Restriction, row: dict[str, Any]) -> bool:
+    start, prefix, end = restriction.keys
     key = row["key"].encode()
     return (
         key >= start
         and key.startswith(prefix)
         and (end is None or key < end)
-        and wanted.takes(row["vbid"])
-        and (wanted.collections is None or row["collection"] in wanted.collections)
+        and restriction.takes(row["vbid"])
+        and (restriction.collections is None or row["collection"] in restriction.collections)
     )
 
 
 @given(st.lists(st.one_of(ON_KEYS, ON_VBIDS, ON_COLLECTIONS), max_size=5))
 def test_a_row_is_wanted_exactly_if_it_passes_what_was_accepted(filters: list[Filter]) -> None:
-    wanted = Wanted()
-    refused = list(accept(filters, "", wanted))
+    restriction = Restriction()
+    refused = list(accept(filters, "", restriction))
     accepted = [each for each in filters if not any(each is other for other in refused)]
     for key in KEYS:
         for vbid in range(4):
             for collection in COLLECTIONS:
                 row = {"key": key, "vbid": vbid, "collection": collection}
-                assert left(wanted, row) == all(passes(each, row) for each in accepted), (row, accepted)
+                assert left(restriction, row) == all(passes(each, row) for each in accepted), (row, accepted)
 
 
 def test_what_is_not_exact_is_left_to_spark() -> None:
@@ -100,16 +100,16 @@ def test_what_is_not_exact_is_left_to_spark() -> None:
         EqualTo(("body", "key"), "x"),
         EqualTo(("value",), b"x"),
     ]
-    wanted = Wanted()
-    assert list(accept(filters, "", wanted)) == filters
-    assert wanted == Wanted()
+    restriction = Restriction()
+    assert list(accept(filters, "", restriction)) == filters
+    assert restriction == Restriction()
 
 
 def test_columns_that_are_never_null_are_not_asked_for_it() -> None:
-    assert list(accept([IsNotNull(("key",)), IsNotNull(("seqno",))], "", Wanted())) == [IsNotNull(("seqno",))]
+    assert list(accept([IsNotNull(("key",)), IsNotNull(("seqno",))], "", Restriction())) == [IsNotNull(("seqno",))]
 
 
 def test_in_a_schema_of_ones_own_only_marked_columns_are_ours() -> None:
-    wanted = Wanted()
-    assert list(accept([EqualTo(("key",), "x"), EqualTo(("_key",), "y")], "_", wanted)) == [EqualTo(("key",), "x")]
-    assert wanted.key == b"y"
+    restriction = Restriction()
+    assert list(accept([EqualTo(("key",), "x"), EqualTo(("_key",), "y")], "_", restriction)) == [EqualTo(("key",), "x")]
+    assert restriction.key == b"y"

@@ -12,14 +12,14 @@ import pytest
 from mirror.errors import ConfigError
 from mirror.spark import local
 from mirror.spark.columns import DOCUMENTS
-from mirror.spark.local import Shape, Wanted, dealt, plan, read
+from mirror.spark.local import Restriction, Shape, dealt, plan, read
 from mirror.spark.options import Options, parse
 from storage.errors import NotAMirror, UnknownCollection, ViewInvalidated
 from storage.purge import Window
 from storage.view import open_view
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders
 
-SEVEN = Wanted(key=b"order::000007", start=b"order::000007", end=b"order::000007\0")
+SEVEN = Restriction(key=b"order::000007", start=b"order::000007", end=b"order::000007\0")
 PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
 
 
@@ -36,8 +36,8 @@ def options(small: SmallMirror, **more: str) -> Options:
     return parse({"path": str(small.path), "partitions": "3"} | more)
 
 
-def rows(options: Options, wanted: Wanted | None = None, shape: Shape = PLAIN) -> list[dict[str, Any]]:
-    job, shares = plan(options, wanted or Wanted())
+def rows(options: Options, restriction: Restriction | None = None, shape: Shape = PLAIN) -> list[dict[str, Any]]:
+    job, shares = plan(options, restriction or Restriction())
     return [row for vbids in shares for batch in read(job, vbids, shape) for row in batch.to_pylist()]
 
 
@@ -74,7 +74,7 @@ def test_vbuckets_are_dealt_evenly_and_by_group() -> None:
 
 def test_what_was_planned_is_read_whatever_is_written_or_rolled_back_meanwhile(small: SmallMirror) -> None:
     before = by_key(scanned(small))
-    job, shares = plan(options(small), Wanted())
+    job, shares = plan(options(small), Restriction())
     small.put(orders(50, 100))
     for vbid in range(VBUCKETS):
         small.roll_back(vbid, 1)
@@ -83,7 +83,7 @@ def test_what_was_planned_is_read_whatever_is_written_or_rolled_back_meanwhile(s
 
 
 def test_history_that_is_gone_fails_the_job_and_says_so(small: SmallMirror) -> None:
-    job, shares = plan(options(small), Wanted())
+    job, shares = plan(options(small), Restriction())
     small.put(orders(0, 100))
     for writer in small.writers:
         writer.background.purger.window = Window(boundaries=1)
@@ -108,17 +108,17 @@ def test_expired_documents_are_absent(small: SmallMirror) -> None:
 
 def test_filters_leave_what_they_should(small: SmallMirror) -> None:
     documents = scanned(small)
-    for wanted, test in (
-        (Wanted(prefix=b"order::00001"), lambda row: row["key"].startswith("order::00001")),
-        (Wanted(start=b"order::000090"), lambda row: row["key"] >= "order::000090"),
-        (Wanted(vbid_tests=[lambda vbid: vbid == 2]), lambda row: row["vbid"] == 2),
-        (Wanted(collections=frozenset({"shop.orders"})), lambda row: False),
+    for restriction, test in (
+        (Restriction(prefix=b"order::00001"), lambda row: row["key"].startswith("order::00001")),
+        (Restriction(start=b"order::000090"), lambda row: row["key"] >= "order::000090"),
+        (Restriction(vbid_tests=[lambda vbid: vbid == 2]), lambda row: row["vbid"] == 2),
+        (Restriction(collections=frozenset({"shop.orders"})), lambda row: False),
         (
-            Wanted(key=b"order::000007", start=b"order::000007", end=b"order::000007\0"),
+            Restriction(key=b"order::000007", start=b"order::000007", end=b"order::000007\0"),
             lambda row: row["seqno"] and row["key"] == "order::000007",
         ),
     ):
-        assert by_key(rows(options(small), wanted)) == by_key([row for row in documents if test(row)])
+        assert by_key(rows(options(small), restriction)) == by_key([row for row in documents if test(row)])
     job, shares = plan(options(small), SEVEN)
     assert [len(share) for share in shares] == [1]
     assert len(job.pins) == 1
@@ -134,14 +134,14 @@ def test_bodies_beside_columns_in_the_order_of_the_schema(small: SmallMirror) ->
 
 
 def test_batches_are_few_and_large_however_small_vbuckets_are(small: SmallMirror) -> None:
-    job, shares = plan(options(small, partitions="1"), Wanted())
+    job, shares = plan(options(small, partitions="1"), Restriction())
     assert [batch.num_rows for batch in read(job, shares[0], PLAIN)] == [99]
 
 
 def test_what_is_not_there_is_named(small: SmallMirror, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not hold vbucket 99 \(it holds 0 to 7\)"):
-        plan(options(small, vbuckets="99"), Wanted())
+        plan(options(small, vbuckets="99"), Restriction())
     with pytest.raises(UnknownCollection, match=r"no collection 'shop.orders'.*_default._default"):
-        plan(options(small, collection="shop.orders"), Wanted())
+        plan(options(small, collection="shop.orders"), Restriction())
     with pytest.raises(NotAMirror):
         local.opened(str(tmp_path / "nowhere"))

@@ -13,7 +13,7 @@ from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark import remote
 from mirror.spark.changes import LostHistory
 from mirror.spark.columns import CHANGES, DOCUMENTS
-from mirror.spark.local import Shape, Wanted
+from mirror.spark.local import Restriction, Shape
 from mirror.spark.options import Options, parse
 from mirror.spark.remote import KEPT, RemoteChanges, plan, read_changes, read_documents
 from storage.model import Manifest
@@ -57,8 +57,8 @@ def there(source: SandboxThread) -> dict[str, tuple[int, bytes]]:
     return source.call(look)
 
 
-def documents(options: Options, wanted: Wanted | None = None) -> list[Row]:
-    job, shares = plan(options, wanted or Wanted())
+def documents(options: Options, restriction: Restriction | None = None) -> list[Row]:
+    job, shares = plan(options, restriction or Restriction())
     return [
         row for vbids in shares for batch in read_documents(options, job, vbids, PLAIN) for row in batch.to_pylist()
     ]
@@ -117,7 +117,7 @@ def test_documents_are_what_the_source_holds(source: SandboxThread) -> None:
     assert {row["key"]: (row["seqno"], row["value"]) for row in found} == there(source)
     assert len(found) == 199
     assert {row["collection"] for row in found} == {"_default._default"}
-    only = documents(options(source, "documents", vbuckets="1"), Wanted(prefix=b"k1"))
+    only = documents(options(source, "documents", vbuckets="1"), Restriction(prefix=b"k1"))
     assert {row["key"] for row in only} == {row["key"] for row in found if row["vbid"] == 1 and row["key"][:2] == "k1"}
 
 
@@ -131,7 +131,7 @@ def test_documents_of_a_collection(source: SandboxThread) -> None:
         "shop.orders",
     }
     assert len(documents(options(source, "documents", collection="shop.orders"))) == 20
-    assert len(documents(options(source, "documents"), Wanted(collections=frozenset({"shop.orders"})))) == 20
+    assert len(documents(options(source, "documents"), Restriction(collections=frozenset({"shop.orders"})))) == 20
     source.call(source.cluster.bucket.drop_collection, "shop.orders")
     assert len(documents(options(source, "documents"))) == 30
     with pytest.raises(ConfigError, match=r"no collection 'shop\.orders'"):

@@ -1,4 +1,4 @@
-"""The writer's own words, without Spark: what tasks tell, what is committed, what is taken away."""
+"""The writer's own words, without Spark: what tasks report, what is committed, what is taken away."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import pytest
 from mirror.errors import MirrorError
 from mirror.spark.parts import Part
 from mirror.spark.runner import error_of
-from mirror.spark.sink import PartsSink, Told, Writer
+from mirror.spark.sink import PartsSink, PartsWritten, Writer
 from tests.spark.events import event, table_of
 
 PREFIX = "part-0123456789abcdef-b7"
 
 
-def writer(folder: Path, told: Path) -> Writer:
-    options = {"folder": str(folder), "prefix": PREFIX, "told": str(told)}
+def writer(folder: Path, result_file: Path) -> Writer:
+    options = {"folder": str(folder), "prefix": PREFIX, "result_file": str(result_file)}
     made = PartsSink(options).writer(None, overwrite=False)
     assert isinstance(made, Writer)
     return made
 
 
-def test_what_tasks_wrote_is_told_to_the_driver(tmp_path: Path) -> None:
-    sink = writer(tmp_path, tmp_path / "told.json")
+def test_what_tasks_wrote_is_reported_to_the_driver(tmp_path: Path) -> None:
+    sink = writer(tmp_path, tmp_path / "result.json")
     batches = table_of([event("mutation", "a", (1, 1)), event("deletion", "b", (1, 2))]).to_batches()
-    told = sink.write(iter(batches))
+    written = sink.write(iter(batches))
     nothing = sink.write(iter([]))
-    sink.commit([told, None, nothing])
-    found = json.loads((tmp_path / "told.json").read_text())
+    sink.commit([written, None, nothing])
+    found = json.loads((tmp_path / "result.json").read_text())
     assert found["problem"] is None
     (part,) = (Part(*each) for each in found["parts"])
     assert part.name.startswith(PREFIX)
@@ -43,28 +43,28 @@ def test_times_come_in_the_sessions_zone_and_are_written_in_utc(tmp_path: Path) 
     at = datetime(2026, 1, 31, 12, tzinfo=UTC)
     table = table_of([event("mutation", "a", (1, 1), event_time=at)])
     schema = table.schema.set(len(table.schema) - 1, pa.field("event_time", pa.timestamp("us", "Asia/Tokyo")))
-    told = writer(tmp_path, tmp_path / "told.json").write(iter(table.cast(schema).to_batches()))
-    assert pq.read_table(tmp_path / told.parts[0].name).column("event_time").to_pylist() == [at]
+    written = writer(tmp_path, tmp_path / "result.json").write(iter(table.cast(schema).to_batches()))
+    assert pq.read_table(tmp_path / written.parts[0].name).column("event_time").to_pylist() == [at]
 
 
 def test_a_task_that_could_not_write_says_why_once(tmp_path: Path) -> None:
-    sink = writer(tmp_path / "absent", tmp_path / "told.json")
-    told = sink.write(iter(table_of([event("mutation", "a", (1, 1))]).to_batches()))
-    sink.commit([told])
-    problem = json.loads((tmp_path / "told.json").read_text())["problem"]
+    sink = writer(tmp_path / "absent", tmp_path / "result.json")
+    written = sink.write(iter(table_of([event("mutation", "a", (1, 1))]).to_batches()))
+    sink.commit([written])
+    problem = json.loads((tmp_path / "result.json").read_text())["problem"]
     found = error_of(RuntimeError(problem))
     assert isinstance(found, MirrorError)
     assert "cannot be written on" in found.what
 
 
 def test_parts_of_a_job_that_failed_are_removed(tmp_path: Path) -> None:
-    sink = writer(tmp_path, tmp_path / "told.json")
-    told = sink.write(iter(table_of([event("mutation", "a", (1, 1))]).to_batches()))
+    sink = writer(tmp_path, tmp_path / "result.json")
+    written = sink.write(iter(table_of([event("mutation", "a", (1, 1))]).to_batches()))
     (tmp_path / "another.parquet").touch()
-    sink.abort([told, None, Told([])])
+    sink.abort([written, None, PartsWritten([])])
     assert [path.name for path in tmp_path.iterdir()] == ["another.parquet"]
 
 
-def test_a_writer_needs_to_be_told_where(tmp_path: Path) -> None:
+def test_a_writer_needs_its_options(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         PartsSink({"folder": str(tmp_path)}).writer(None, overwrite=False)

@@ -88,7 +88,7 @@ async def test_another_buckets_data_is_left_as_it_is(tmp_path: Path, identity: I
 async def test_the_number_of_groups_cannot_change_but_the_number_of_workers_can(tmp_path: Path) -> None:
     directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
     with pytest.raises(ConfigError, match="4 groups, not 2"):
-        await service_of(tmp_path, groups_asked=2).run()
+        await service_of(tmp_path, required_groups=2).run()
     async with serving(service_of(tmp_path, settings=settings_for(tmp_path, workers=3, groups=8))) as service:
         await eventually(running(service, 3))
         assert [worker["groups"] for worker in service.status_document()["workers"]] == [[0, 3], [1], [2]]
