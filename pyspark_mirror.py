@@ -1,4 +1,4 @@
-"""The door through which PySpark finds the data source `mirror` by itself, and users its session helper.
+"""The module by which PySpark finds the data source `mirror` by itself, and users its session helper.
 
 PySpark imports every top-level module named `pyspark_*` and registers its `DefaultSource`. Knows where things are, and
 nothing else.

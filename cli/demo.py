@@ -237,7 +237,7 @@ def demo(
         counter = DocumentCounter(place)
         with render.Screen(to_stderr=as_json, plain_interval_s=PLAIN_INTERVAL_S) as screen:
             with contextlib.suppress(KeyboardInterrupt):
-                perform(stage, story, counter, screen, seconds)
+                run_story(stage, story, counter, screen, seconds)
             ok = story.reckon(counter)
             screen.finish(render.demo_end(story.lines), story.lines)
         finish(story, ok, data, as_json=as_json)
@@ -245,7 +245,9 @@ def demo(
         raise CommandEnded(ExitCode.FAILED)
 
 
-def perform(stage: Stage, story: Story, counter: DocumentCounter, screen: render.Screen, seconds: float | None) -> None:
+def run_story(
+    stage: Stage, story: Story, counter: DocumentCounter, screen: render.Screen, seconds: float | None
+) -> None:
     """Look, go on with the story, draw; until the time is over and all steps are done."""
     rates: deque[float] = deque(maxlen=render.SPARKS_MAX)
     said = 0

@@ -227,7 +227,7 @@ def running(name: str, master: str | None, spark: bool, processes: int | None) -
 
 @contextmanager
 def tasks_shown(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    """Tasks done, on stderr; not beside JSON under spark-submit, which makes one stream of stderr and stdout."""
+    """Tasks done, on stderr; not with JSON under spark-submit, which makes one stream of stderr and stdout."""
     if as_json and under_spark_submit():
         yield lambda _done, _of: None
         return

@@ -82,7 +82,7 @@ def rollback(
     with open_view(str(path), stale_reads=True) as view:
         if vbid >= view.identity.vbucket_count:
             raise ConfigError(f"there is no vbucket {vbid}", hint=f"the bucket has {view.identity.vbucket_count}")
-        boundary, predicted = view.undone_by(vbid, to_seqno)
+        boundary, predicted = view.retracted_by(vbid, to_seqno)
         before = view.state(vbid)
         since = view.token(vbid, before.branch, before.published_seqno)
         done = not dry_run and boundary.seqno < before.published_seqno

@@ -172,7 +172,7 @@ LINK_FAULTS = ("cut", "slow", "garble", "silence", "truncate", "stop-mid-snapsho
 STREAM_FAULTS = ("refuse-streams", "end-streams", "mute-streams", "withhold-noops")
 
 
-FAULT_HELP = """Ask a running sandbox for trouble, and print its answer as JSON.
+FAULT_HELP = """Make a running sandbox fail on purpose, and print its answer as JSON.
 
 CONNECTIONS, each with [node=N] [name=TEXT] [future=true]; clear ends it
   cut, silence, truncate, stop-mid-snapshot, slow bytes_per_second=N
@@ -221,7 +221,7 @@ def fault(
     port: Annotated[int | None, typer.Option("--port", "-p", help="Or its first port.", show_default=False)] = None,
     control: ControlOption = None,
 ) -> None:
-    """Ask a running sandbox for trouble, and print its answer as JSON."""
+    """Make a running sandbox fail on purpose, and print its answer as JSON."""
     given = arguments_from(arguments or [])
     where = socket_of(source, port, control)
     if kind in LINK_FAULTS + STREAM_FAULTS:

@@ -100,10 +100,10 @@ class Stage:
         ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
         line = process.stdout.readline().decode().strip() if ready else ""
         if not line:
-            raise SupervisionError("the sandbox did not start", hint=self._last_words("source"))
+            raise SupervisionError("the sandbox did not start", hint=self._last_log_line("source"))
         return line
 
-    def _last_words(self, name: str) -> str:
+    def _last_log_line(self, name: str) -> str:
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
         return lines[-1] if lines else "empty"
 
@@ -114,7 +114,7 @@ class Stage:
             if (code := process.poll()) is not None:
                 raise SupervisionError(
                     f"the demo's {name} (process {process.pid}) has ended: {exit_words(code)}",
-                    hint=f"start the demo again; its log: {self._last_words(name)}",
+                    hint=f"start the demo again; its log: {self._last_log_line(name)}",
                 )
 
     def status(self) -> dict[str, Any] | None:

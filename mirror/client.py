@@ -90,5 +90,5 @@ def _read_line(line: socket.socket) -> dict[str, Any]:
     except ValueError:
         raise ConnectionResetError("the service went away in mid-answer") from None
     if not isinstance(answer, dict):
-        raise SupervisionError("the service's answer makes no sense", hint="is it of another version?")
+        raise SupervisionError("invalid answer from the service", hint="is it of another version?")
     return answer

@@ -4,12 +4,13 @@ make columns of them.
 Knows the key and row trees and who is visible; must never know what becomes of the rows. Invariants: the same documents
 as `View.scan` of the boundary finds, whatever is written, purged or rolled back meanwhile, or ViewInvalidated; a chunk
 is read in one transaction and holds `rows_max` rows or `CHUNK_BYTES` at most (and a run of `GET_ROWS` rows), so neither
-the purger nor memory is held up by a long read.
+the purger nor memory suffers from a long read.
 
 Two ways: rows from the newest to the oldest, taking the first that is met of each key, is some times faster than
 looking each row up; but it needs the keys remembered, and it walks over older versions and over what is not requested.
-It begins so, and goes on by keys where that does not pay. A damaged row is an error either way, unless nothing tells it
-from one that is not requested; a row that is not there at all is missed by keys alone (and by `check`).
+It begins so, and goes on by keys where that does not pay. A damaged row is an error either way, unless nothing
+distinguishes it from one that is not requested; a row that is not there at all is missed by keys alone (and by
+`check`).
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class _Read:
         self._reader = view.reader(pin.vbid)
         self._environment = self._reader.environment
         with self._environment.read() as txn:
-            self._standing = validity.standing(self._reader, txn, pin)
-            manifest = self._reader.manifest(txn, self._standing.manifest_key)
+            self._served = validity.served_at(self._reader, txn, pin)
+            manifest = self._reader.manifest(txn, self._served.manifest_key)
         selected = manifest.collections if collection_ids is None else manifest.collections.keys() & set(collection_ids)
         self._collections = sorted(
             (keys.encode_collection_id(each), each, manifest.collections[each].begin_seqno.to_bytes(8, "big"))
@@ -109,7 +110,7 @@ class _Read:
         self._rows_max = rows_max
         self._limits = {
             keys.PREFIX.pack(each.branch): keys.ROW.pack(each.branch, each.cut) + _FOREVER
-            for each in self._standing.links
+            for each in self._served.links
         }
 
     def in_order_of_rows(self) -> Iterator[Chunk]:
@@ -118,7 +119,7 @@ class _Read:
         """
         seen: set[bytes] = set()
         row_count = 0
-        for link in self._standing.links:
+        for link in self._served.links:
             first = keys.ROW.pack(link.branch, link.base_seqno) + _FOREVER
             position = keys.ROW.pack(link.branch, link.cut) + _FOREVER
             while position:
@@ -241,7 +242,7 @@ class _Read:
     def _transaction(self) -> Iterator[Transaction]:
         """A read of what is certainly there still."""
         with self._environment.read() as txn:
-            validity.check(self._reader, txn, self._standing)
+            validity.check(self._reader, txn, self._served)
             yield txn
 
     def _versions(
@@ -273,4 +274,4 @@ def collection_names(view: View, pin: Pin) -> dict[int, str]:
     """`scope.collection` of each collection that `pin` sees, by id."""
     reader = view.reader(pin.vbid)
     with reader.environment.read() as txn:
-        return names_of(reader.manifest(txn, validity.standing(reader, txn, pin).manifest_key))
+        return names_of(reader.manifest(txn, validity.served_at(reader, txn, pin).manifest_key))

@@ -99,7 +99,7 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
     Raises ViewInvalidated where it is not kept, or a resync lies between.
     """
     with reader.environment.read() as txn:
-        served = reader.readable(txn) if end is None else validity.standing(reader, txn, end)
+        served = reader.readable(txn) if end is None else validity.served_at(reader, txn, end)
         if start is None:
             return Range(served, (), Seqno(0))
         reader.chain_of_position(txn, start.branch, start.seqno, start.history_id)

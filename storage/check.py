@@ -1,6 +1,6 @@
 """The integrity walk: every invariant of FORMAT.md, over every row of every vbucket.
 
-Reads through one transaction per vbucket, so a running service is not held up and its file does not grow. It verifies
+Reads through one transaction per vbucket, so a running service is not delayed and its file does not grow. It verifies
 that what is stored is consistent in itself. It does not verify that it equals the source: `verify` does.
 """
 

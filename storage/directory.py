@@ -159,7 +159,7 @@ def _other_format(stored_format: object, path: str) -> FormatTooNew:
 def load(path: str) -> Identity:
     """The identity of the mirror at `path`.
 
-    Raises NotAMirror, ReadOnly (no permission), FormatTooNew, or CorruptedError when `mirror.json` makes no sense.
+    Raises NotAMirror, ReadOnly (no permission), FormatTooNew, or CorruptedError when `mirror.json` is invalid.
     """
     file_path = os.path.join(path, FILE)
     try:

@@ -14,7 +14,7 @@ from storage.model import Boundary, Manifest
 from storage.view import Token, View
 
 
-class Front(NamedTuple):
+class PublishedPosition(NamedTuple):
     """How far a vbucket is published, and how far a reader's position has that history in common with it."""
 
     boundary: Boundary | None
@@ -25,7 +25,7 @@ class Front(NamedTuple):
     mean_row_bytes: int
 
 
-def front(view: View, vbid: int, since: Token | None) -> Front:
+def published(view: View, vbid: int, since: Token | None) -> PublishedPosition:
     """What is published, as seen from a position; None is the beginning."""
     reader = view.reader(vbid)
     with reader.environment.read() as txn:
@@ -41,7 +41,7 @@ def front(view: View, vbid: int, since: Token | None) -> Front:
             except ViewInvalidated:
                 common = None
         boundary = chain.newest_boundary(txn, reader.vbid, served.links, served.seqno)
-        return Front(boundary, common, int(stat["entries"]), max(1, mean))
+        return PublishedPosition(boundary, common, int(stat["entries"]), max(1, mean))
 
 
 def newest(view: View, vbid: int, to_seqno: int) -> Boundary | None:

@@ -53,7 +53,7 @@ class Window:
     """Bytes of rows of a vbucket above its floor."""
 
 
-class Pace:
+class AdaptiveStepSize:
     """How many rows a step may take, by how long the last ones took: disks and neighbours differ."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Purger:
         self._short: dict[int, int] = {}  # served branches whose chains are not worth a look: a chain never gets longer
         self.moved: merge.Moved | None = None
         """What the last step moved from one branch to another."""
-        self.pace = Pace()
+        self.step_size = AdaptiveStepSize()
         self.removed_rows = 0
 
     def plan(self, now_ms: int) -> Vbid | None:
@@ -124,9 +124,9 @@ class Purger:
             self._removal = Removal(vbid, dead)
         if self._removal is not None:
             self._announce_gap(txn, vbid, self._removal.dead)
-            return self._removal.step(txn, self.pace.rows)
+            return self._removal.step(txn, self.step_size.rows)
         if numbers := self._forgettable(txn, vbid, now_ms):
-            branches.forget(txn, vbid, numbers[: self.pace.rows])
+            branches.forget(txn, vbid, numbers[: self.step_size.rows])
             # The count that `_forgettable` goes by is the group's: another vbucket may open as many as went here.
             self._forgotten.pop(vbid, None)
             return 0
@@ -137,13 +137,13 @@ class Purger:
         if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
             return self._purge_versions(txn, vbid, links, purged, floor)
         if purged == floor and (pair := self._next_pair(txn, vbid, links, floor)) is not None:
-            self.moved = merge.step(txn, vbid, pair, self.pace.rows)
+            self.moved = merge.step(txn, vbid, pair, self.step_size.rows)
             self._ranges.pop(vbid, None)  # what was found dead, and empty, may have rows now
             self._forgotten.pop(vbid, None)
             return 0
-        for key in merge.old_rollbacks(txn, vbid, floor, self.pace.rows):
+        for key in merge.old_rollbacks(txn, vbid, floor, self.step_size.rows):
             txn.delete(keys.DB_ROLLBACK, key)
-        target = self._target_floor(txn, vbid, links, floor, now_ms, self.pace.rows)
+        target = self._target_floor(txn, vbid, links, floor, now_ms, self.step_size.rows)
         if target > floor:
             txn.put_pub(vbid, pub._replace(floor_seqno=target))
         return 0
@@ -152,7 +152,7 @@ class Purger:
         """A step was committed: what it removed, and how long it took."""
         self.removed_rows += removed_rows
         self._walk = self._next_walk
-        self.pace.took(elapsed_ms)
+        self.step_size.took(elapsed_ms)
         if self._removal is not None and not self._removal.settle():
             self._removal = None
 
@@ -227,7 +227,7 @@ class Purger:
 
     def _purge_versions(self, txn: Transaction, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> int:
         """Visit rows in (purged, floor]: each makes its predecessors go, a tombstone perhaps itself. How many went."""
-        limit = self.pace.rows
+        limit = self.step_size.rows
         victims = _Victims(txn, vbid, links, floor)
         boundaries: list[bytes] = []
         aborts, position = prepares.old_aborts(txn, vbid, links, purged, floor, limit)
@@ -372,7 +372,7 @@ class Purger:
         for tree in (keys.DB_SPAN, keys.DB_MANIFEST):  # their keys are of the same form
             cursor = txn.cursor(tree)
             there = cursor.set_range(keys.SPAN_KEY.pack(vbid, dead.branch, dead.after_seqno + 1))
-            for _ in range(self.pace.rows):
+            for _ in range(self.step_size.rows):
                 if not there or not cursor.key() or cursor.key() > last:
                     break
                 there = cursor.delete()

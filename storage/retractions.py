@@ -35,7 +35,7 @@ class Undone(NamedTuple):
     reference: bytes
 
 
-def undone_by(reader: VbucketReader, to_seqno: int, raw: bool) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
+def retracted_by(reader: VbucketReader, to_seqno: int, raw: bool) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
     """What a rollback to `to_seqno` would do now: its boundary, then its retractions and restorations.
 
     Raises NoSuchBoundary below the history floor.

@@ -1,11 +1,11 @@
 """Rows of a vbucket in the order of seqnos, for those who send them on: as stored, one version of each key, up to a
 boundary that was served.
 
-Knows both trees of a vbucket, its chain and its state; never who reads. What a follower is sent in one `standing`, and
-each piece of `rows`, is of one LMDB transaction; between pieces nothing is held. Invariants: the rows of a range up to
-a boundary are those whose key has no later version that is visible there, and every system event; their seqnos rise;
-a piece costs what it looks at, and looks at no more than the limit given; `Left` says that the rest of a range is gone,
-before a single row of it was given that contradicts the others.
+Knows both trees of a vbucket, its chain and its state; never who reads. What a follower is sent in one `served_state`,
+and each piece of `rows`, is of one LMDB transaction; between pieces nothing is held. Invariants: the rows of a range up
+to a boundary are those whose key has no later version that is visible there, and every system event; their seqnos rise;
+a piece costs what it looks at, and looks at no more than the limit given; `HistoryUnavailable` says that the rest of a
+range is gone, before a single row of it was given that contradicts the others.
 
 What may be missing: tombstones at or below `Standing.purge_seqno`. The store's own purger took those up to
 local_purge_seqno. Those that the source had purged before it sent its first snapshot lie at or below its purge seqno
@@ -35,7 +35,7 @@ Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and frame."""
 
 
-class Left(Exception):
+class HistoryUnavailable(Exception):
     """A range cannot be read to its end: history went another way, or is gone."""
 
     def __init__(self, message: str, *, rolled_back: bool) -> None:
@@ -71,7 +71,7 @@ class ServedState(NamedTuple):
         return chain.sees(self.links, branch, seqno)
 
 
-def standing(view: View, vbid: int) -> ServedState:
+def served_state(view: View, vbid: int) -> ServedState:
     """What a vbucket serves now. Raises StorageError."""
     reader = view.reader(vbid)
     with reader.environment.read() as txn:
@@ -156,7 +156,7 @@ def rows(
     `begins` names the selected collections, and the seqno that their rows must be above; None: all there are.
     With `tombstones_from` the reader holds documents from before that seqno, so no tombstone above it may be missing.
     With `sync_writes` the prepares that are open at the end, and the aborts, are among them.
-    Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises Left.
+    Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises HistoryUnavailable.
     """
     reader = view.reader(vbid)
     with reader.environment.read() as txn:
@@ -193,7 +193,7 @@ def last_document_seqno(
     """Seqno of the last row of these collections in (after_seqno, pinned.seqno]; `after_seqno` without one.
     `sync_writes`: as in `rows`.
 
-    Walks backwards, a transaction for each piece of the way. Raises Left.
+    Walks backwards, a transaction for each piece of the way. Raises HistoryUnavailable.
     """
     reader = view.reader(vbid)
     if sync_writes and reader.environment.has(keys.DB_PREPARE):
@@ -212,7 +212,7 @@ def last_document_seqno(
 
 
 def _last_prepare(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
-    """Seqno of the last prepare or abort that `rows` gives; `after_seqno` without one. Raises Left."""
+    """Seqno of the last prepare or abort that `rows` gives; `after_seqno` without one. Raises HistoryUnavailable."""
     last, at = after_seqno, after_seqno
     while at < pinned.seqno:
         with reader.environment.read() as txn:
@@ -228,15 +228,15 @@ def _check(reader: VbucketReader, txn: Transaction, pinned: ServedState, tombsto
     try:
         validity.check_unmoved(reader, txn, pinned.links)
     except ViewInvalidated as error:
-        raise Left(error.message, rolled_back=False) from error
+        raise HistoryUnavailable(error.message, rolled_back=False) from error
     if branch != pinned.branch or seqno < pinned.seqno:
         links = reader.chain_at(txn, branch, seqno)
         if not chain.sees(links, pinned.branch, pinned.seqno):
-            raise Left(f"a rollback or resync passed seqno {pinned.seqno}", rolled_back=True)
+            raise HistoryUnavailable(f"a rollback or resync passed seqno {pinned.seqno}", rolled_back=True)
     if floor > pinned.seqno:
-        raise Left(f"history before seqno {floor} is gone", rolled_back=False)
+        raise HistoryUnavailable(f"history before seqno {floor} is gone", rolled_back=False)
     if tombstones_from is not None and tombstones_from < branches.purge_row(txn, reader.vbid).local_purge_seqno:
-        raise Left(f"tombstones above seqno {tombstones_from} are gone", rolled_back=False)
+        raise HistoryUnavailable(f"tombstones above seqno {tombstones_from} are gone", rolled_back=False)
 
 
 def _look(

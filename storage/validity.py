@@ -16,7 +16,7 @@ from storage.vbucket_reader import Served, VbucketReader
 _AGAIN = "start the read again"
 
 
-def standing(reader: VbucketReader, txn: Transaction, at: Pin | Token) -> Served:
+def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token) -> Served:
     """What is seen at a position, for as long as all of it is kept: a rollback does not end it, the purger does.
 
     Raises ViewInvalidated where it is not kept any more.

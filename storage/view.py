@@ -343,11 +343,11 @@ class View(PointReads):
         """
         return events.resolve_range(self.reader(end.vbid), start, end).after_seqno
 
-    def undone_by(
+    def retracted_by(
         self, vbid: int, to_seqno: int, *, raw: bool = False
     ) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
         """What a rollback to `to_seqno` would do now: its boundary, then its retractions and restorations.
 
         Raises NoSuchBoundary below the history floor.
         """
-        return retractions.undone_by(self.reader(vbid), to_seqno, raw)
+        return retractions.retracted_by(self.reader(vbid), to_seqno, raw)

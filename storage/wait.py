@@ -60,7 +60,7 @@ class MutationToken:
         )
 
 
-class Retreat(Protocol):
+class RollbackRecord(Protocol):
     """A rollback that readers went through."""
 
     @property
@@ -82,7 +82,7 @@ class Histories(Protocol):
     def state(self, vbid: int) -> VbucketState:
         """The stored state."""
 
-    def rollbacks(self, vbid: int) -> Sequence[Retreat]:
+    def rollbacks(self, vbid: int) -> Sequence[RollbackRecord]:
         """All rollbacks that are kept, oldest first."""
 
 
@@ -94,16 +94,16 @@ class WriteStatus(Enum):
     LOST = "lost"
 
 
-def standing(view: Histories, token: MutationToken) -> WriteStatus:
+def write_status(view: Histories, token: MutationToken) -> WriteStatus:
     """How the write stands now. Raises StorageError for a vbucket that does not exist."""
     state = view.state(token.vbid)
-    found = standing_in(state, token)
+    found = write_status_in(state, token)
     if found is None:
         return WriteStatus.LOST if _was_rolled_back(view, state, token) else WriteStatus.WAITING
     return found
 
 
-def standing_in(state: VbucketState, token: MutationToken) -> WriteStatus | None:
+def write_status_in(state: VbucketState, token: MutationToken) -> WriteStatus | None:
     """How the write stands by one state of its vbucket; None: its history is not in the failover log."""
     resyncing = state.staging_branch != state.branch
     here = WriteStatus.PUBLISHED if state.published_seqno >= token.seqno and not resyncing else WriteStatus.WAITING
@@ -139,7 +139,7 @@ def wait_for(
     """
     deadline = monotonic() + timeout_s
     delay = POLL_MIN_S
-    while (now := standing(view, token)) is not WriteStatus.PUBLISHED:
+    while (now := write_status(view, token)) is not WriteStatus.PUBLISHED:
         if now is WriteStatus.LOST:
             raise lost(token)
         left = deadline - monotonic()

@@ -150,7 +150,7 @@ def _follow(pipe: Connection, connection_string: str, path: str, sync: str) -> N
             while len(consumer.source_high_seqnos()) < VBUCKETS:  # noqa: ASYNC110 - looks on from outside
                 await asyncio.sleep(0.02)
             pipe.send(None)
-            while newest := await asyncio.to_thread(_heard, pipe):
+            while newest := await asyncio.to_thread(_received, pipe):
                 while not consumer.caught_up(newest):  # noqa: ASYNC110 - the same
                     await asyncio.sleep(0.02)
                 pipe.send(visible)
@@ -161,7 +161,7 @@ def _follow(pipe: Connection, connection_string: str, path: str, sync: str) -> N
     asyncio.run(follow())
 
 
-def _heard(pipe: Connection) -> Any:
+def _received(pipe: Connection) -> Any:
     try:
         return pipe.recv()
     except (EOFError, OSError):

@@ -1,4 +1,5 @@
-"""`bench spark`: a mirror read by Spark, beside Spark reading Parquet of the same documents, from_json and plain Arrow.
+"""`bench spark`: a mirror read by Spark, next to Spark reading the same documents as Parquet, by from_json and
+by plain Arrow.
 
 Knows Spark jobs and how to take their time; never where documents come from. Everything reads the same documents: two
 mirrors of them, one with `FEW` vbuckets and one with `MANY`, and Parquet files that Spark wrote with its own defaults
@@ -41,17 +42,17 @@ class Bar(NamedTuple):
 
     name: str
     job: str
-    beside: str
+    baseline: str
     at_most: float | None = None
 
 
 BARS = (
-    Bar("documents, beside Spark reading Parquet", "documents", "parquet", 3.0),
-    Bar("typed documents, beside from_json on the same rows", "typed", "from_json", 0.6),
-    Bar("1,024 vbuckets, beside 64", "documents_1024", "documents", 1.3),
-    Bar("typed documents, beside Parquet and from_json", "typed", "parquet_from_json"),
-    Bar("documents to Parquet, beside Parquet to Parquet", "to_parquet", "parquet_to_parquet"),
-    Bar("documents to Parquet, beside the export without Spark", "to_parquet", "arrow_export"),
+    Bar("documents, next to Spark reading Parquet", "documents", "parquet", 3.0),
+    Bar("typed documents, next to from_json on the same rows", "typed", "from_json", 0.6),
+    Bar("1,024 vbuckets, next to 64", "documents_1024", "documents", 1.3),
+    Bar("typed documents, next to Parquet and from_json", "typed", "parquet_from_json"),
+    Bar("documents to Parquet, next to Parquet to Parquet", "to_parquet", "parquet_to_parquet"),
+    Bar("documents to Parquet, next to the export without Spark", "to_parquet", "arrow_export"),
 )
 
 
@@ -154,6 +155,6 @@ def ratios(found: Sequence[Mapping[str, float]]) -> list[Ratio]:
     """What the rounds say of the bars."""
     answers = []
     for bar in BARS:
-        each = [seconds[bar.job] / seconds[bar.beside] for seconds in found]
+        each = [seconds[bar.job] / seconds[bar.baseline] for seconds in found]
         answers.append(Ratio(bar, statistics.median(each), min(each), max(each)))
     return answers

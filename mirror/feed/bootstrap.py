@@ -177,7 +177,7 @@ def read_map(config: bytes, address: NodeAddress, settings: Settings, *, network
             chosen = network_of(config, address.host, address.port)
         found = parse_cluster_map(config, address.host, network=chosen)
     except MalformedClusterMap as error:
-        raise HandshakeFailed(f"{address} sent a cluster map that makes no sense: {error}", node=str(address)) from None
+        raise HandshakeFailed(f"invalid cluster map from {address}: {error}", node=str(address)) from None
     if settings.source_hosts is not None:
         for node in found.nodes:
             if node.host != address.host and not host_allowed(node.host, settings.source_hosts):
@@ -249,9 +249,7 @@ async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
     try:
         return SourceManifest.parse(answer.value)
     except MalformedManifest as error:
-        raise HandshakeFailed(
-            f"{link.address} sent collections that make no sense: {error}", node=str(link.address)
-        ) from None
+        raise HandshakeFailed(f"invalid collections from {link.address}: {error}", node=str(link.address)) from None
 
 
 # -- the steps ----------------------------------------------------------------------------------------------------

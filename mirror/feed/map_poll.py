@@ -117,7 +117,7 @@ class MapPoller:
         try:
             epoch, rev, bucket, config = decode_clustermap_notification(frame)
         except RemoteProtocolError as error:
-            log.warning("announcement of a map makes no sense", node=str(address), error=str(error))
+            log.warning("invalid announcement of a map", node=str(address), error=str(error))
             return
         if bucket not in (b"", self._access.source.bucket.encode()):
             return

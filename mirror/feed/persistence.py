@@ -231,7 +231,7 @@ class PersistencePoller:
             try:
                 return common_persisted(codec_kv.decode_observe_seqno(frame.value), vbuuid)
             except RemoteProtocolError as error:
-                log.warning("an answer to OBSERVE_SEQNO makes no sense", node=str(address), error=str(error))
+                log.warning("invalid answer to OBSERVE_SEQNO", node=str(address), error=str(error))
                 return None
         if frame.status in (Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):
             raise NotSupported(

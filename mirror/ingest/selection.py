@@ -29,7 +29,7 @@ MANIFEST_BYTES_MAX = 4 * 1024 * 1024
 
 
 class MalformedManifest(Exception):
-    """The source sent a manifest that makes no sense."""
+    """The source sent an invalid manifest."""
 
 
 @dataclass(frozen=True, slots=True)

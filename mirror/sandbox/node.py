@@ -67,7 +67,7 @@ class NodeConnection(asyncio.Protocol):
         """Fault: fall silent inside of a snapshot, once this many more pieces of snapshots were sent."""
         self._transport: asyncio.Transport
         self._buffer = FrameBuffer()
-        self._heard_s = asyncio.get_running_loop().time()
+        self._last_received_s = asyncio.get_running_loop().time()
 
     # --- asyncio
 
@@ -89,7 +89,7 @@ class NodeConnection(asyncio.Protocol):
         if self.link.silent:
             return
         self._buffer.feed(data)
-        self._heard_s = asyncio.get_running_loop().time()
+        self._last_received_s = asyncio.get_running_loop().time()
         try:
             while (frame := self._buffer.next_frame()) is not None and not self._transport.is_closing():
                 self._dispatch(frame)
@@ -163,7 +163,7 @@ class NodeConnection(asyncio.Protocol):
     @property
     def silence_s(self) -> float:
         """Seconds since the client last sent something."""
-        return asyncio.get_running_loop().time() - self._heard_s
+        return asyncio.get_running_loop().time() - self._last_received_s
 
     def write(self, data: bytes) -> None:
         """Send bytes."""

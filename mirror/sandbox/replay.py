@@ -122,7 +122,7 @@ def read_script(recording: Recording) -> Script:
     try:
         script = _script_of(recording.frames())
     except ProtocolError as error:
-        raise ConfigError(f"{recording.path}: a frame that makes no sense: {error}") from None
+        raise ConfigError(f"{recording.path}: invalid frame: {error}") from None
     header = recording.header
     script.bucket = str(header.get("bucket") or script.bucket)
     script.bucket_uuid = str(header.get("bucket_uuid") or script.bucket_uuid)

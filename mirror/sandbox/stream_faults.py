@@ -1,4 +1,4 @@
-"""Trouble with streams on request: which vbuckets' requests are refused, and which streams and noops are kept back.
+"""Faults of streams on request: which vbuckets' requests are refused, and which streams and noops are kept back.
 
 Knows vbids, numbers of nodes and statuses; must never know connections or data: who answers stream requests and who
 sends asks here first. Invariants: without a fault nothing is refused or held; a refusal with `times` is used up by as

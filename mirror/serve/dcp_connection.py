@@ -82,8 +82,8 @@ class DcpSession(KvSession):
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         """The source's failover log and what is published, of a vbucket that can be streamed."""
-        standing = self.bucket.standing(vbid)
-        return VbucketHistory(standing.failover_log, standing.seqno, standing.seqno)
+        served = self.bucket.state_for_dcp(vbid)
+        return VbucketHistory(served.failover_log, served.seqno, served.seqno)
 
     def open_producer(self, name: str, flags: int) -> None:
         """Make this a DCP connection; another one of that name is closed."""
@@ -118,7 +118,7 @@ class DcpConnection(KvConnection):
     @property
     def silence_s(self) -> float:
         """Seconds since the client last sent something, a second old at most."""
-        return self._dcp_host.now_s - self.heard_s
+        return self._dcp_host.now_s - self.last_received_s
 
     def open_producer(self, name: str, controls: Controls) -> DcpProducer:
         """Make this a DCP connection; another one of that name is closed."""

@@ -55,15 +55,13 @@ class DcpCounters:
 class PublishedHistory(StreamHistory):
     """Where a vbucket is, with what its stream begins from."""
 
-    standing: ServedState | None = None
+    served: ServedState | None = None
 
 
-def published_history(standing: ServedState) -> PublishedHistory:
+def published_history(served: ServedState) -> PublishedHistory:
     """What stream requests are judged by: the source's failover log, cut at what is published here."""
-    log = FailoverLog.of((vbuuid, min(seqno, standing.seqno)) for vbuuid, seqno in standing.failover_log)
-    return PublishedHistory(
-        log, standing.seqno, standing.purge_seqno, answered_log=standing.failover_log, standing=standing
-    )
+    log = FailoverLog.of((vbuuid, min(seqno, served.seqno)) for vbuuid, seqno in served.failover_log)
+    return PublishedHistory(log, served.seqno, served.purge_seqno, answered_log=served.failover_log, served=served)
 
 
 class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
@@ -143,14 +141,14 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
     # -- the judgement of a stream request
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        self._bucket.standing(request.vbid)  # before the filter: what it names may come with the first snapshot
+        self._bucket.state_for_dcp(request.vbid)  # before the filter: what it names may come with the first snapshot
         if request.flags & StreamRequestFlag.TAKEOVER:
             raise Refused(Status.NOT_SUPPORTED, "a mirror cannot hand a vbucket over")
         return request
 
     def _parse_filter(self, request: StreamRequest) -> ServedFilter:
         assert self.reader is not None, "a DCP client has logged in"
-        own = self._bucket.standing(request.vbid).manifest  # perhaps newer than what is remembered of the bucket
+        own = self._bucket.state_for_dcp(request.vbid).manifest  # perhaps newer than what is remembered of the bucket
         return dcp_filter.parse(
             request.value,
             max(self._bucket.manifest(), own, key=lambda each: each.uid),
@@ -160,7 +158,7 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
         )
 
     def _history(self, request: StreamRequest, stream_filter: ServedFilter) -> PublishedHistory:
-        return published_history(self._bucket.standing(request.vbid))
+        return published_history(self._bucket.state_for_dcp(request.vbid))
 
     def _rollback_seqno(self, request: StreamRequest, history: StreamHistory, seqno: int) -> int:
         """Below what the rule answers where the client holds what the source lost (docs/protocol.md 4.2)."""
@@ -170,16 +168,16 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
         if not seqno or end_seqno is None or held_seqno <= end_seqno:
             return seqno
         assert isinstance(history, PublishedHistory)
-        assert history.standing is not None
+        assert history.served is not None
         try:
-            return store.shared_seqno(self._bucket.view, request.vbid, history.standing, seqno)
+            return store.shared_seqno(self._bucket.view, request.vbid, history.served, seqno)
         except StorageError as error:
             raise Refused(Status.ETMPFAIL, f"the store cannot be read: {error}") from error
 
     def _open_stream(self, request: StreamRequest, stream_filter: ServedFilter, history: StreamHistory) -> DcpStream:
         assert isinstance(history, PublishedHistory)
-        assert history.standing is not None
-        return DcpStream(request, history.standing, stream_filter, replace(self.controls), lambda: self._bucket.view)
+        assert history.served is not None
+        return DcpStream(request, history.served, stream_filter, replace(self.controls), lambda: self._bucket.view)
 
     def _opened(self, stream: DcpStream) -> None:
         self._counters.opened_streams += 1

@@ -96,7 +96,7 @@ class DcpServer(KvServer):
             if producer is None:
                 continue
             if producer.streams and not producer.controls.noop_enabled:
-                connection.heard_s = self.now_s
+                connection.last_received_s = self.now_s
             if producer.reader != connection.session.reader:  # it logged in again, or failed to
                 producer.permit(connection.session.reader)
         super().sweep()

@@ -25,7 +25,7 @@ from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamR
 from mirror.wire.frame import with_stream_id
 from storage import stream as store
 from storage.errors import StorageError
-from storage.stream import Left, ServedState
+from storage.stream import HistoryUnavailable, ServedState
 from storage.view import View
 
 DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
@@ -49,12 +49,12 @@ class DcpStream:
     def __init__(
         self,
         request: StreamRequest,
-        standing: ServedState,
+        served: ServedState,
         stream_filter: ServedFilter,
         controls: Controls,
         view: Callable[[], View],
     ) -> None:
-        """`standing` is what the request was judged by; `view` gives the view to read through, now."""
+        """`served` is what the request was judged by; `view` gives the view to read through, now."""
         self.vbid = request.vbid
         self.opaque = request.opaque
         self.stream_id = stream_filter.stream_id
@@ -62,7 +62,7 @@ class DcpStream:
         """Everything up to here was sent, or held back by the filter."""
         self.end_seqno = request.end_seqno
         if request.flags & (StreamRequestFlag.TO_LATEST | StreamRequestFlag.DISK_ONLY):
-            self.end_seqno = min(self.end_seqno, standing.seqno)
+            self.end_seqno = min(self.end_seqno, served.seqno)
         self.ended = False
         self.waiting = False
         """Nothing to say until something is published."""
@@ -71,8 +71,8 @@ class DcpStream:
         self.uncounted_bytes = 0
         """Bytes that flow control counts beyond those sent."""
         self._view = view
-        self._branch = standing.branch
-        self._failover_log = standing.failover_log
+        self._branch = served.branch
+        self._failover_log = served.failover_log
         self.filter = stream_filter
         self._encoder = RowEncoder(controls, stream_filter)
         self._tells_advance = controls.collections
@@ -112,7 +112,7 @@ class DcpStream:
                     pieces += 1
                 else:
                     self._finish(out)
-        except Left as left:
+        except HistoryUnavailable as left:
             log.info("a stream ends", vbid=self.vbid, why=str(left))
             out += self.end(StreamEndReason.STATE_CHANGED if left.rolled_back else StreamEndReason.SLOW)
         except (StorageError, ProtocolError, ValueError) as error:
@@ -131,7 +131,7 @@ class DcpStream:
 
     def _begin(self, out: bytearray) -> None:
         """Begin the next snapshot, or see why there is none."""
-        now = store.standing(self._view(), self.vbid)
+        now = store.served_state(self._view(), self.vbid)
         position = self.position_seqno
         shared = now.has(self._branch, max(position, self._shared_seqno))
         if not (now.whole and shared) or now.failover_log != self._failover_log:

@@ -184,8 +184,8 @@ def _page(name: str, media_type: str) -> Callable[[Request], Any]:
     return get_page
 
 
-class Surroundings:
-    """What is around the application: counting, and the net under it."""
+class GuardedApp:
+    """The application, with its requests counted and unexpected errors answered."""
 
     def __init__(self, app: ASGIApp, document: Route, service: Service) -> None:
         """`app` answers, with `document` the route of a document in it; `service` counts."""
@@ -272,7 +272,7 @@ async def _answer_problem(_: Request, error: Exception) -> Response:
     return _problem_of(error).response()
 
 
-def make_app(service: Service) -> Surroundings:
+def make_app(service: Service) -> GuardedApp:
     """The application over one service."""
     collection = "/v1/collections/{collection}"
     get = ["GET"]
@@ -295,4 +295,4 @@ def make_app(service: Service) -> Surroundings:
     handlers = dict.fromkeys((Problem, StorageError, HTTPException), _answer_problem)
     service.description = dumps(description(__version__))
     app = ExceptionMiddleware(Router(routes, redirect_slashes=False), handlers)
-    return Surroundings(app, routes[0], service)
+    return GuardedApp(app, routes[0], service)

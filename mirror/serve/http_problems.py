@@ -34,7 +34,7 @@ TYPE_PREFIX = "urn:dcp-mirror:"
 DETAIL_LENGTH_MAX = 1_000
 
 TITLES: dict[str, tuple[int, str]] = {
-    "bad-request": (400, "The request makes no sense"),
+    "bad-request": (400, "Invalid request"),
     "not-authenticated": (401, "Log in first"),
     "forbidden": (403, "This user may not read that"),
     "not-found": (404, "Nothing is here"),

@@ -298,12 +298,12 @@ class Page:
             if isinstance(as_of, list):
                 word, moment = as_of
                 if word != "t" or type(moment) is not int or abs(moment) > 2**53:
-                    raise ValueError("as_of makes no sense")
+                    raise ValueError("invalid as_of")
                 at: AsOf = Time(moment)
             elif as_of is None or (type(as_of) is int and 0 <= as_of <= SEQNO_MAX):
                 at = as_of
             else:
-                raise ValueError("as_of makes no sense")
+                raise ValueError("invalid as_of")
             keys = [from_base64url(key) for key in (start, prefix)]
             stop = None if end is None else from_base64url(end)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:

@@ -41,7 +41,7 @@ from storage.errors import StorageError
 from storage.large import LargeDocument
 from storage.records import DATATYPE_XATTR
 from storage.view import AsOf, Pin, ServedPosition, View
-from storage.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, standing
+from storage.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, write_status
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
 CREDENTIALS_LENGTH_MAX = 4096
@@ -390,7 +390,7 @@ class Service:
     def _stand(self, tokens: Sequence[MutationToken]) -> bool:
         """Whether all are published. Raises Problem when one is lost."""
         for token in tokens:
-            now = standing(self.view, token)
+            now = write_status(self.view, token)
             if now is WriteStatus.LOST:
                 raise Problem(
                     "write-lost",

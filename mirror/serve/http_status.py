@@ -27,7 +27,7 @@ ASK_TIMEOUT_S = 10.0
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
 """The status of 65,536 vbuckets is a tenth of it."""
 FRESH_S = 1.0
-SURROUNDINGS_FRESH_S = 5.0
+HISTORY_FRESH_S = 5.0
 SAMPLE_INTERVAL_S = 5.0
 SAMPLES_MAX = 180
 """A quarter of an hour."""
@@ -106,8 +106,8 @@ class StatusReporter:
         self._lock = asyncio.Lock()
         self._report: Report | None = None
         self._report_at = float("-inf")
-        self._surroundings: Report = {}
-        self._surroundings_at = float("-inf")
+        self._disk_and_history: Report = {}
+        self._disk_and_history_at = float("-inf")
         self._samples: deque[Report] = deque(maxlen=SAMPLES_MAX)
         self._reads: tuple[float, dict[str, int]] | None = None
 
@@ -128,18 +128,18 @@ class StatusReporter:
         """Ask again the next time, however fresh the report is."""
         async with self._lock:
             self._report = None
-            self._surroundings_at = float("-inf")
+            self._disk_and_history_at = float("-inf")
 
     async def whole(self) -> Report:
         """The report with disk, history, rollbacks and resyncs, and the lag that counts as too much."""
         report = await self.report()
         async with self._lock:
-            if self._clock.monotonic() - self._surroundings_at >= SURROUNDINGS_FRESH_S:
-                self._surroundings = await asyncio.to_thread(self._look_around, report)
-                self._surroundings_at = self._clock.monotonic()
-        return report | self._surroundings | {"lag_limit_s": self.lag_limit_s}
+            if self._clock.monotonic() - self._disk_and_history_at >= HISTORY_FRESH_S:
+                self._disk_and_history = await asyncio.to_thread(self._read_disk_and_history, report)
+                self._disk_and_history_at = self._clock.monotonic()
+        return report | self._disk_and_history | {"lag_limit_s": self.lag_limit_s}
 
-    def _look_around(self, report: Report) -> Report:
+    def _read_disk_and_history(self, report: Report) -> Report:
         data = self._mirror.data
         usage = shutil.disk_usage(data)
         disk = {"mirror_bytes": self._mirror.file_bytes(), "free_bytes": usage.free, "total_bytes": usage.total}

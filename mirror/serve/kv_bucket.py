@@ -195,7 +195,7 @@ class KvBucket:
             raise Refused(Status.ETMPFAIL, "the vbucket is being filled")
         return state
 
-    def standing(self, vbid: int) -> ServedState:
+    def state_for_dcp(self, vbid: int) -> ServedState:
         """What DCP clients get of a vbucket. Raises Refused.
 
         Before its first snapshot is complete, and while it is read again from 0, a vbucket is not here: clients ask
@@ -205,7 +205,7 @@ class KvBucket:
         if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
         try:
-            found = stream.standing(self.view, vbid)
+            found = stream.served_state(self.view, vbid)
         except StorageError as error:
             raise self.failed(error) from error
         if not found.whole:

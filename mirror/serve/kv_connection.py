@@ -95,7 +95,7 @@ class KvConnection(asyncio.Protocol):
         """Not connected yet; `address` is the listener's."""
         self.address = address
         self.slot = slot
-        self.heard_s = host.now_s
+        self.last_received_s = host.now_s
         self.paused_s: float | None = None
         """Since when nothing of an answer was taken."""
         self.unsent_seen = 0
@@ -160,7 +160,7 @@ class KvConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
-        self.heard_s = self._host.now_s
+        self.last_received_s = self._host.now_s
         if self._ended:
             return
         self._pieces.append(data)

@@ -186,7 +186,7 @@ class KvServer:
             if not connection.ended:
                 self._check_rights(connection)
             if connection.paused_s is None:
-                if self.now_s - connection.heard_s > self._limits.idle_timeout_s:
+                if self.now_s - connection.last_received_s > self._limits.idle_timeout_s:
                     self._drop(connection, "silent for too long")
                 continue
             unsent = connection.unsent_bytes

@@ -150,7 +150,9 @@ class KvSession(DocumentSession):
     def scram_server(self, mechanism: str) -> ScramServer:
         """The server's side of a SCRAM login."""
         users = self.users
-        return ScramServer(mechanism, verifier_of=users.verifiers(mechanism), nobody=users.nobody(mechanism))
+        return ScramServer(
+            mechanism, verifier_of=users.verifiers(mechanism), placeholder_of=users.placeholders(mechanism)
+        )
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> Attempt[T]:
         """Checked in a thread, and later after others failed."""

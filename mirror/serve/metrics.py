@@ -195,7 +195,7 @@ def families(report: Report) -> Iterator[Metric]:
                 [([own], (row.get("counters") or {}).get(counter)) for own, row in named], (kind,),
             )  # fmt: skip
     yield _latencies(report.get("servers") or ())
-    yield from _surroundings(report)
+    yield from _disk_and_history(report)
 
 
 def _holders(report: Report) -> Iterator[Metric]:
@@ -236,7 +236,7 @@ def _add_histogram(
     family.add_metric(labels, buckets, figures["sum_s"])
 
 
-def _surroundings(report: Report) -> Iterator[Metric]:
+def _disk_and_history(report: Report) -> Iterator[Metric]:
     disk, history = report.get("disk"), report.get("history")
     if disk is not None:
         yield _gauge("store_bytes", "What the groups take on the disk.", [([], disk["mirror_bytes"])])

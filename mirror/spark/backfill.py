@@ -229,7 +229,7 @@ async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> 
     )
     running = asyncio.create_task(consumer.run())
     marks: dict[int, int] = {}
-    received, heard_s = -1, time.monotonic()
+    received, last_received_s = -1, time.monotonic()
     try:
         while True:
             await asyncio.wait({running}, timeout=POLL_S)
@@ -245,8 +245,8 @@ async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> 
                 raise MirrorError(f"group {task.group}: {problem}")
             now_received = status["counters"]["received_bytes"]
             if now_received != received:
-                received, heard_s = now_received, time.monotonic()
-            elif time.monotonic() - heard_s > task.silence_s:
+                received, last_received_s = now_received, time.monotonic()
+            elif time.monotonic() - last_received_s > task.silence_s:
                 late = next(row for row in status["vbuckets"] if row["vbid"] not in marks or not _there(row, marks))
                 raise SourceTimeout(
                     f"vbucket {late['vbid']} does not come on: {late['last_error'] or late['state']}",

@@ -101,18 +101,18 @@ class LocalChanges:
         """Before everything."""
         return Offset(ORIGIN, self.bucket_uuid, selection=self._options.selection)
 
-    def front(self) -> Offset:
+    def published(self) -> Offset:
         """All that is published now. Raises Unavailable for a vbucket that is being resynced."""
         found = {}
         for vbid in self._vbids:
-            front = positions.front(self._view, vbid, None).boundary
-            if front is not None:
-                found[vbid] = at_of(front)
+            published = positions.published(self._view, vbid, None).boundary
+            if published is not None:
+                found[vbid] = at_of(published)
         return Offset(ORIGIN, self.bucket_uuid, found, selection=self._options.selection)
 
-    def stop_at_front(self) -> None:
+    def stop_at_published(self) -> None:
         """Nothing that is published later is given from now on."""
-        self._target = {vbid: at.seqno for vbid, at in self.front().at.items()}
+        self._target = {vbid: at.seqno for vbid, at in self.published().at.items()}
 
     def decode(self, given: Mapping[str, Any]) -> Offset:
         """An offset of this stream."""
@@ -142,40 +142,44 @@ class LocalChanges:
     def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
         """What there is to go on with, and whether it is everything, again."""
         try:
-            seen = positions.front(self._view, vbid, token(self._view, vbid, at))
+            seen = positions.published(self._view, vbid, token(self._view, vbid, at))
         except Unavailable:
             return None, False  # wait: the position is looked at again when it is there
-        front = seen.boundary
-        if front is not None and self._target is not None and front.seqno > (limit := self._target.get(vbid, 0)):
-            front = positions.newest(self._view, vbid, limit) if limit else None
-            if front is None and limit:  # the end that was planned is not kept any more: the next one is as good
-                front = positions.following(self._view, vbid, limit)
-        if front is None or (vbid in self._known and place(at) == place(at_of(front))):
+        published = seen.boundary
+        if (
+            published is not None
+            and self._target is not None
+            and published.seqno > (limit := self._target.get(vbid, 0))
+        ):
+            published = positions.newest(self._view, vbid, limit) if limit else None
+            if published is None and limit:  # the end that was planned is not kept any more: the next one is as good
+                published = positions.following(self._view, vbid, limit)
+        if published is None or (vbid in self._known and place(at) == place(at_of(published))):
             return None, False
-        ahead = at.branch == front.branch and at.seqno > front.seqno and at.vbuuid == front.vbuuid
+        ahead = at.branch == published.branch and at.seqno > published.seqno and at.vbuuid == published.vbuuid
         if ahead and at.history_id in self._view.history_ids(vbid, at.branch):
             return None, False  # wait: after a power cut the mirror fetches its last commits again
-        lost = self._lost(vbid, at, front)
+        lost = self._lost(vbid, at, published)
         if lost:
             if not self._options.resync and vbid not in self._undelivered:
                 raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}")
             base_seqno = 0
-        elif place(at) == place(at_of(front)):
+        elif place(at) == place(at_of(published)):
             return None, False
         else:
             base_seqno = min(at.seqno, seen.common_seqno or 0)
         weight = 0.0
         if limited:
             weight = max(1 / self._options.max_rows, seen.mean_row_bytes / self._options.max_bytes)
-            weight *= min(1.0, seen.row_count / max(1, front.seqno - base_seqno))
-        return Lag(base_seqno, at_of(front), bool(lost) or base_seqno < at.seqno, weight or 1e-18), bool(lost)
+            weight *= min(1.0, seen.row_count / max(1, published.seqno - base_seqno))
+        return Lag(base_seqno, at_of(published), bool(lost) or base_seqno < at.seqno, weight or 1e-18), bool(lost)
 
-    def _lost(self, vbid: int, at: At, front: Boundary) -> str:
+    def _lost(self, vbid: int, at: At, published: Boundary) -> str:
         """Why what changed since a position cannot be found out; empty: it can."""
         if not at.seqno:
             return ""
         try:
-            self._view.check_way(token(self._view, vbid, at), token(self._view, vbid, at_of(front)))
+            self._view.check_way(token(self._view, vbid, at), token(self._view, vbid, at_of(published)))
             if vbid not in self._known:
                 there = positions.boundaries_between(self._view, vbid, at.branch, at.seqno - 1, at.seqno)
                 if there and there[0].vbuuid != at.vbuuid:

@@ -280,7 +280,7 @@ class _Delta(_Target):
 
 
 class _Folder(_Target):
-    """A folder of Parquet files, made beside its place and moved there."""
+    """A folder of Parquet files, made next to its place and moved there."""
 
     def __init__(self, target: Path, overwrite: bool) -> None:
         """Refuse before anything is done. Raises ConfigError, MirrorError."""

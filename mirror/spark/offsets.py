@@ -2,8 +2,8 @@
 
 Knows numbers only: no store, no connection, no Spark. Invariants: an offset names published boundaries (over a
 connection: seqnos) with their branch and vbuuid, so that two offsets alone decide what is between them; what `admit`
-returns lies between start and front, is a boundary of each vbucket, and moves on whenever there is something to move
-to, however small the limit.
+returns lies between start and what is published, is a boundary of each vbucket, and moves on whenever there is
+something to move to, however small the limit.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Lag(NamedTuple):
 
     base_seqno: int
     """Up to here, start and front have one history."""
-    front: At
+    published: At
     turned: bool
     """The start lies beyond the base: there is something to take back, whatever comes after."""
     weight: float
@@ -150,9 +150,9 @@ def admit(
     cut = None
     for vbid in order:
         lag = lags[vbid]
-        end: At | None = lag.front
+        end: At | None = lag.published
         allowed = int(left / lag.weight) if left > 0 else 0
-        if lag.front.seqno - lag.base_seqno > allowed:
+        if lag.published.seqno - lag.base_seqno > allowed:
             end = newest(vbid, lag.base_seqno + allowed)
             if end is not None and end.seqno < lag.base_seqno + (0 if lag.turned else 1):
                 end = None

@@ -11,7 +11,7 @@ that names the option and the remedy.
     collection          scope.collection, or several by comma; all by default
     vbuckets            such as 0-511,600; all by default
     partitions          tasks that the vbuckets are dealt to; as many as this machine has cores by default
-    columns             of the table's columns these, in this order. Not beside a schema of one's own
+    columns             of the table's columns these, in this order. Not with a schema of one's own
     asOf                documents as of a time in ISO 8601: of each vbucket the newest kept boundary not after it.
                         Only with path
     mode                what to do with a document that does not fit the schema given: failfast (default): an error;

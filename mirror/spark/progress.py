@@ -82,12 +82,12 @@ class Listener(StreamingQueryListener):
 
 
 def lag_of(sources: Any) -> int | None:
-    """What the source's own figure for its front says, less where the batch ended: seqnos, over all vbuckets."""
+    """What the source says is published, less where the batch ended: seqnos, over all vbuckets."""
     try:
-        end, front = (seqnos_of(text) for text in (sources[0].endOffset, sources[0].latestOffset))
+        end, published = (seqnos_of(text) for text in (sources[0].endOffset, sources[0].latestOffset))
     except (IndexError, KeyError, TypeError, ValueError, AttributeError):
         return None
-    return sum(max(0, seqno - end.get(vbid, 0)) for vbid, seqno in front.items())
+    return sum(max(0, seqno - end.get(vbid, 0)) for vbid, seqno in published.items())
 
 
 def seqnos_of(text: str) -> dict[str, int]:

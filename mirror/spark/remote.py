@@ -287,7 +287,7 @@ class RemoteChanges:
         """Before everything."""
         return Offset(ORIGIN, self.bucket_uuid, selection=self._options.selection)
 
-    def front(self) -> Offset:
+    def published(self) -> Offset:
         """All that the source has now."""
         found = {}
         for vbid, seqno in self._high_seqnos().items():
@@ -297,7 +297,7 @@ class RemoteChanges:
             ORIGIN, self.bucket_uuid, found, self._reader.collection_names(), selection=self._options.selection
         )
 
-    def stop_at_front(self) -> None:
+    def stop_at_published(self) -> None:
         """Nothing that comes later is given from now on."""
         self._target = self._high_seqnos()
 
@@ -328,7 +328,7 @@ class RemoteChanges:
                 continue
             weight = 1 / self._options.max_rows if limited else 1e-18
             lags[vbid] = Lag(0 if lost else at.seqno, At(at.branch, seqno, log[0].vbuuid), bool(lost), weight)
-        ends, self._turn = admit(lags, self._turn, lambda *_: None, lambda vbid, _: lags[vbid].front)
+        ends, self._turn = admit(lags, self._turn, lambda *_: None, lambda vbid, _: lags[vbid].published)
         moved = {}
         for vbid, end in ends.items():
             at = start.of(vbid)

@@ -71,7 +71,7 @@ class ChangesReader(Carried, DataSourceReader):
         """From the beginning to what is published."""
         driver = driver_of(self._options)
         try:
-            return [StreamTask(work) for work in driver.plan(driver.beginning(), driver.front())] or [
+            return [StreamTask(work) for work in driver.plan(driver.beginning(), driver.published())] or [
                 StreamTask(changes.ChangesTask(()))
             ]
         finally:
@@ -112,7 +112,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         """Where a query without a checkpoint begins. Spark asks more than once, and keeps no answer."""
         if self._initial is None:
             driver = self._driver
-            self._initial = (driver.front() if self._options.latest else driver.beginning()).encode()
+            self._initial = (driver.published() if self._options.latest else driver.beginning()).encode()
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -134,12 +134,12 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
     @with_clear_errors
     def prepareForTriggerAvailableNow(self) -> None:
         """What is published now is where the query ends."""
-        self._driver.stop_at_front()
+        self._driver.stop_at_published()
 
     @with_clear_errors
     def reportLatestOffset(self) -> dict[str, Any]:
         """What is published now, for the query's status."""
-        return self._driver.front().encode()
+        return self._driver.published().encode()
 
     @with_clear_errors
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:

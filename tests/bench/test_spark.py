@@ -17,9 +17,9 @@ from tests.spark.mirrors import order
 
 
 def test_a_ratio_is_of_one_round_and_a_bar_is_held_against_the_median() -> None:
-    names = {name for bar in spark_bench.BARS for name in (bar.job, bar.beside)}
+    names = {name for bar in spark_bench.BARS for name in (bar.job, bar.baseline)}
     found = [dict.fromkeys(names, 1.0) | {"documents": seconds, "typed": 0.5} for seconds in (2.0, 4.0, 3.0)]
-    by_job = {(each.bar.job, each.bar.beside): each for each in spark_bench.ratios(found)}
+    by_job = {(each.bar.job, each.bar.baseline): each for each in spark_bench.ratios(found)}
     documents = by_job["documents", "parquet"]
     assert documents[1:] == (3.0, 2.0, 4.0)
     assert documents.met is True
@@ -29,8 +29,8 @@ def test_a_ratio_is_of_one_round_and_a_bar_is_held_against_the_median() -> None:
     ratios = spark_bench.ratios(found)
     assert [each.bar.job for each in ratios if each.met is False] == ["typed"]
     lines = bar_lines(ratios)
-    assert lines[0] == "documents, beside Spark reading Parquet: 3.00 of its time (at most 3 wanted; 2.00 to 4.00)"
-    assert lines[1].startswith("MISSED typed documents, beside from_json on the same rows: 0.70 of its time")
+    assert lines[0] == "documents, next to Spark reading Parquet: 3.00 of its time (at most 3 wanted; 2.00 to 4.00)"
+    assert lines[1].startswith("MISSED typed documents, next to from_json on the same rows: 0.70 of its time")
 
 
 def test_a_mirror_for_the_benchmark_is_a_sound_one(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ async def test_map_is_read_or_refused_by_name(tmp_path: Path) -> None:
         found = await fetch_map(link, access.settings)
         assert (found.rev_epoch, found.rev, found.bucket_uuid, found.vbucket_count) == (2, 7, "u", 2)
         assert found.nodes[0].host == "127.0.0.1"
-        for answer, said in ((refuse(Status.NO_BUCKET), "NO_BUCKET"), (refuse(0, b"<html>"), "makes no sense")):
+        for answer, said in ((refuse(Status.NO_BUCKET), "NO_BUCKET"), (refuse(0, b"<html>"), "invalid cluster map")):
             node.answers[Opcode.GET_CLUSTER_CONFIG] = answer
             with pytest.raises(HandshakeFailed, match=said):
                 await fetch_map(link, access.settings)

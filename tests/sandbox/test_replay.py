@@ -88,7 +88,7 @@ def test_a_file_of_frames_that_make_no_sense_is_one_clear_error(tmp_path: Path) 
         f'{{"t": 1, "dir": "s2c", "hex": "{encode(response(asked)).hex()}"}}',
     ]
     (tmp_path / "file").write_text("\n".join(lines) + "\n")
-    with pytest.raises(ConfigError, match="makes no sense"):
+    with pytest.raises(ConfigError, match="invalid frame"):
         read_script(Recording(tmp_path / "file"))
 
 

@@ -298,8 +298,8 @@ class Client:
         """Ask for a stream until one is accepted; a vbucket that is being filled has none."""
         world = self.world
         for _ in range(20):
-            standing = stream.standing(world.view, 0)
-            if not standing.whole:
+            served = stream.served_state(world.view, 0)
+            if not served.whole:
                 self._count("not whole")
                 self.stream = None
                 return
@@ -316,12 +316,12 @@ class Client:
                 0, 0, start, NO_END_SEQNO, self.log.vbuuid_at(start), snap_start, snap_end, opaque=7
             )
             stream_filter = ServedFilter(collections=self.collections, purge_seqno=purge_seqno)
-            answer = judge(request, published_history(standing), stream_filter.purge_seqno)
+            answer = judge(request, published_history(served), stream_filter.purge_seqno)
             if isinstance(answer, Accept):
                 self._count("middle" if middle else "accepted")
-                self.log = standing.failover_log
+                self.log = served.failover_log
                 controls = replace(self.controls)
-                self.stream = WatchedStream(request, standing, stream_filter, controls, lambda: world.view)
+                self.stream = WatchedStream(request, served, stream_filter, controls, lambda: world.view)
                 self.stream.branch_of = {}
                 return
             assert isinstance(answer, RollbackAnswer), answer

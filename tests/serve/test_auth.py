@@ -33,7 +33,7 @@ def written(path: Path, document: Any) -> Path:
 def scram(users: Users, mechanism: str, name: str, password: str) -> None:
     client, server = (
         ScramClient(mechanism, name, password),
-        ScramServer(mechanism, verifier_of=users.verifiers(mechanism), nobody=users.nobody(mechanism)),
+        ScramServer(mechanism, verifier_of=users.verifiers(mechanism), placeholder_of=users.placeholders(mechanism)),
     )
     client.verify(server.outcome(client.final(server.challenge(client.first()))))
 
@@ -109,7 +109,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(file: Pat
         ({"users": {"a": {"read": ["*.x"], "verifiers": {}}}}, "neither"),
         ({"users": {"a": {"read": []}}}, "verifiers"),
         ({"users": {"a": {"read": [], "verifiers": {"MD5": {}}}}}, "verifiers"),
-        ({"users": {"a": {"read": [], "verifiers": {"SCRAM-SHA1": {}}}}}, "makes no sense"),
+        ({"users": {"a": {"read": [], "verifiers": {"SCRAM-SHA1": {}}}}}, "invalid verifier"),
         (
             {
                 "users": {
@@ -121,7 +121,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(file: Pat
                     }
                 }
             },
-            "makes no sense",
+            "invalid verifier",
         ),
         (
             {
@@ -134,7 +134,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(file: Pat
                     }
                 }
             },
-            "makes no sense",
+            "invalid verifier",
         ),
         ({"anonymous": 1}, "`anonymous`"),
         ({"salt_key": 1}, "`salt_key`"),
@@ -171,7 +171,9 @@ def test_without_a_file_the_sources_user_reads_and_so_does_this_machine() -> Non
 
 def challenge(users: Users, name: str, mechanism: str = "SCRAM-SHA256") -> tuple[bytes, bytes]:
     """Salt and iterations that a client is sent."""
-    server = ScramServer(mechanism, verifier_of=users.verifiers(mechanism), nobody=users.nobody(mechanism))
+    server = ScramServer(
+        mechanism, verifier_of=users.verifiers(mechanism), placeholder_of=users.placeholders(mechanism)
+    )
     _, salt, iterations = server.challenge(f"n,,n={name},r=abc".encode()).split(b",")
     return salt, iterations
 

@@ -33,7 +33,7 @@ from mirror import client as control
 from mirror.messages import GetStatus
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.wire import codec_kv
-from storage.wait import WriteStatus, standing
+from storage.wait import WriteStatus, write_status
 from tests.crash.service import Service, until
 from tests.serve.kv_rig import Client, MirrorThread, serving
 
@@ -212,7 +212,7 @@ def test_observe_seqno_tells_when_a_write_is_there_and_when_it_is_lost(
     assert (seen.vbuuid, seen.persisted_seqno) == (token.vbuuid, seen.current_seqno)
     source.call(lambda: source.cluster.failover(token.vbid, lose=1))
     with open_view(mirror.path) as view:
-        until("the loss is known here", lambda: standing(view, token) is WriteStatus.LOST)
+        until("the loss is known here", lambda: write_status(view, token) is WriteStatus.LOST)
         with pytest.raises(WriteLost):
             view.wait_for(token, 20)
     seen = mirror.run(observe_in_thread(observe, 2**63))

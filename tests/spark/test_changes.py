@@ -173,7 +173,7 @@ def test_limits_cut_at_snapshots_in_rows_and_in_bytes(small: SmallMirror) -> Non
         assert max(sizes) <= 60
         follower.driver.close()
     follower = Follower(options(small, maxRowsPerBatch="60"))
-    assert follower.driver.latest(follower.start, False) == follower.driver.front()
+    assert follower.driver.latest(follower.start, False) == follower.driver.published()
     follower.driver.close()
 
 
@@ -182,7 +182,7 @@ def test_what_is_published_after_available_now_was_asked_for_is_left(small: Smal
     first = dict(small.seqnos)
     small.put(orders(50, 50))
     follower = Follower(options(small))
-    follower.driver.stop_at_front()
+    follower.driver.stop_at_published()
     small.put(orders(100, 50))
     follower.run()
     assert len(follower.state) == 100
@@ -196,7 +196,7 @@ def test_what_is_published_after_available_now_was_asked_for_is_left(small: Smal
 def test_a_stream_from_latest_begins_with_what_comes(small: SmallMirror) -> None:
     small.put(orders(0, 50))
     follower = Follower(options(small))
-    follower.start = follower.driver.front()
+    follower.start = follower.driver.published()
     small.put(orders(50, 5))
     follower.run()
     assert len(follower.log) == 5
@@ -425,7 +425,7 @@ def test_a_run_to_what_is_there_now_outlives_the_history_also_of_vbuckets_that_i
         small.put(orders(first, 20))
     follower = Follower(options(small, maxRowsPerBatch="10"))
     asked = lease_all(small, monkeypatch)
-    follower.driver.stop_at_front()
+    follower.driver.stop_at_published()
     then = scanned(small.path)
     while follower.step():
         small.put(orders(0, 200))
@@ -454,7 +454,7 @@ def test_a_batch_whose_end_was_purged_before_anything_was_sent_is_planned_again(
 def test_an_end_that_was_purged_after_the_run_began_is_replaced_by_the_next(small: SmallMirror) -> None:
     small.put(orders(0, 100))
     follower = Follower(options(small))
-    follower.driver.stop_at_front()
+    follower.driver.stop_at_published()
     small.put(orders(0, 100))
     purge(small, Window(boundaries=1))
     follower.run()

@@ -53,8 +53,8 @@ def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: p
         assert [each.get(key).value for each in (view, other)] == [b"old", b"old"]  # type: ignore[union-attr]
         reader = other.reader(0)
         with reader.environment.read() as txn:
-            standing = validity.standing(reader, txn, other.pin(0))
-        scan = changes.rows(reader, standing, 0, 1, raw=False)
+            served = validity.served_at(reader, txn, other.pin(0))
+        scan = changes.rows(reader, served, 0, 1, raw=False)
         os.rename(folder, folder + ".aside")
         with pytest.raises(CorruptedError, match="data file is missing"):
             view.get(key)

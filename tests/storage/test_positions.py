@@ -35,7 +35,7 @@ def ends(view: View) -> list[int]:
 
 
 def test_an_empty_vbucket_has_nowhere_to_go(view: View) -> None:
-    assert positions.front(view, 0, None).boundary is None
+    assert positions.published(view, 0, None).boundary is None
     assert positions.following(view, 0, 0) is None
     assert positions.newest(view, 0, 99) is None
 
@@ -61,15 +61,22 @@ def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
 
 def test_a_front_is_seen_from_where_a_reader_stands(writer: GroupWriter, view: View) -> None:
     fill(writer, 1, 3, 4)
-    front = positions.front(view, 0, view.token(0, 1, 3))
-    assert front.boundary is not None
-    assert (front.boundary.branch, front.boundary.seqno, front.common_seqno) == (1, 7, 3)
-    assert front.row_count >= 7
-    assert front.mean_row_bytes > 30
+    published = positions.published(view, 0, view.token(0, 1, 3))
+    assert published.boundary is not None
+    assert (published.boundary.branch, published.boundary.seqno, published.common_seqno) == (1, 7, 3)
+    assert published.row_count >= 7
+    assert published.mean_row_bytes > 30
     writer.rollback(0, 3)
     known = [view.token(0, *at) for at in ((1, 3), (1, 7), (2, 3))]
     strange = [replace(known[0], history_id=5), replace(known[0], branch=Branch(9))]
-    assert [positions.front(view, 0, at).common_seqno for at in (None, *known, *strange)] == [0, 3, 3, 3, None, None]
+    assert [positions.published(view, 0, at).common_seqno for at in (None, *known, *strange)] == [
+        0,
+        3,
+        3,
+        3,
+        None,
+        None,
+    ]
 
 
 def test_collections_are_those_of_the_position(writer: GroupWriter, view: View) -> None:

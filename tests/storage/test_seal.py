@@ -38,7 +38,7 @@ READS: dict[str, Callable[[View], object]] = {
     "documents in bulk by key": lambda view: list(
         bulk.documents(view, view.pin(0), key_range=bulk.KeyRange(start=b"\0"))
     ),
-    "rows for DCP": lambda view: stream.rows(view, 0, stream.standing(view, 0), 0, bytes_max=1 << 20),
+    "rows for DCP": lambda view: stream.rows(view, 0, stream.served_state(view, 0), 0, bytes_max=1 << 20),
 }
 
 

@@ -11,7 +11,7 @@ from storage import stream
 from storage.branches import PurgeRow
 from storage.errors import StorageError
 from storage.model import Collection, Seqno
-from storage.stream import Commits, Left
+from storage.stream import Commits, HistoryUnavailable
 from storage.view import View, open_view
 from tests.serve.kv_rig import DEFAULT, Store
 
@@ -36,7 +36,7 @@ def seqnos(rows: list[stream.Row]) -> list[int]:
 
 def all_rows(view: View, *, rows_max: int, after: int = 0, **options: object) -> list[int]:
     """Every piece up to what is served now."""
-    pinned = stream.standing(view, 0)
+    pinned = stream.served_state(view, 0)
     found: list[int] = []
     while after < pinned.seqno:
         rows, after = stream.rows(view, 0, pinned, after, bytes_max=1 << 20, rows_max=rows_max, **options)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_versions_of_a_history_that_was_left_replace_nothing(store: Store, view:
 def test_a_piece_ends_with_the_row_that_reaches_its_bytes(store: Store, view: View) -> None:
     for seqno in range(1, 11):
         store.put(b"k%d" % seqno, b"x" * 1000, seqno)
-    pinned = stream.standing(view, 0)
+    pinned = stream.served_state(view, 0)
     rows, position = stream.rows(view, 0, pinned, 0, bytes_max=1500)
     assert (seqnos(rows), position) == ([1, 2], 2)
     rows, position = stream.rows(view, 0, pinned, 9, bytes_max=1)
@@ -94,23 +94,23 @@ def test_the_last_document_of_a_collection_is_found_backwards(
     store.put(b"a", b"v", 1)
     for seqno in range(2, 8):
         store.put(b"c%d" % seqno, b"v", seqno, cid=9)
-    pinned = stream.standing(view, 0)
+    pinned = stream.served_state(view, 0)
     assert stream.last_document_seqno(view, 0, pinned, 0, {0: 0}) == 1
     assert stream.last_document_seqno(view, 0, pinned, 0, {0: 0, 9: 0}) == 7
     assert stream.last_document_seqno(view, 0, pinned, 1, {0: 0}) == 1
     store.writer.rollback(0, 4)
-    with pytest.raises(Left):
+    with pytest.raises(HistoryUnavailable):
         stream.last_document_seqno(view, 0, pinned, 0, {0: 0})
-    assert stream.last_document_seqno(view, 0, stream.standing(view, 0), 0, {0: 0}) == 1
+    assert stream.last_document_seqno(view, 0, stream.served_state(view, 0), 0, {0: 0}) == 1
 
 
 def test_a_rollback_below_what_is_read_is_told_and_one_above_is_not(store: Store, view: View) -> None:
     for seqno in (1, 2, 3):
         store.put(b"k%d" % seqno, b"v", seqno)
-    high = stream.standing(view, 0)
+    high = stream.served_state(view, 0)
     store.writer.rollback(0, 2)
-    low = stream.standing(view, 0)
-    with pytest.raises(Left) as caught:
+    low = stream.served_state(view, 0)
+    with pytest.raises(HistoryUnavailable) as caught:
         stream.rows(view, 0, high, 0, bytes_max=1 << 20)
     assert caught.value.rolled_back
     assert low.has(high.branch, 2)
@@ -121,45 +121,45 @@ def test_a_rollback_below_what_is_read_is_told_and_one_above_is_not(store: Store
 
 def test_a_resync_is_not_whole_and_shares_nothing(store: Store, view: View) -> None:
     store.put(b"a", b"v", 5)
-    before = stream.standing(view, 0)
+    before = stream.served_state(view, 0)
     assert before.whole
     store.writer.begin_resync(0)
-    assert not stream.standing(view, 0).whole
+    assert not stream.served_state(view, 0).whole
     assert seqnos(stream.rows(view, 0, before, 0, bytes_max=1 << 20)[0]) == [5], "the old copy is still there"
     store.log(0, (9, 0))
     store.put(b"b", b"v", 9)
-    after = stream.standing(view, 0)
+    after = stream.served_state(view, 0)
     assert after.whole
     assert not after.has(before.branch, 0)
-    with pytest.raises(Left):
+    with pytest.raises(HistoryUnavailable):
         stream.rows(view, 0, before, 0, bytes_max=1 << 20)
 
 
 def test_a_fresh_vbucket_is_whole_once_its_source_said_that_it_has_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path, vbuckets=1)
     with open_view(store.path) as view:
-        assert not stream.standing(view, 0).whole
+        assert not stream.served_state(view, 0).whole
         store.log(0, (7, 0))
-        assert not stream.standing(view, 0).whole, "its stream was accepted: all may be yet to come"
+        assert not stream.served_state(view, 0).whole, "its stream was accepted: all may be yet to come"
         store.writer.publish(0, 0, 0)
         store.writer.commit()
-        assert stream.standing(view, 0).whole
+        assert stream.served_state(view, 0).whole
         store.put(b"a", b"v", 1, publish=False)
-        assert not stream.standing(view, 0).whole
+        assert not stream.served_state(view, 0).whole
         with pytest.raises(StorageError):
-            stream.standing(view, 1)
+            stream.served_state(view, 1)
     store.close()
 
 
 def test_what_may_be_missing_is_what_was_purged_here_or_before_the_first_snapshot(store: Store, view: View) -> None:
     store.put(b"a", b"v", 50)
-    assert stream.standing(view, 0).purge_seqno == 50, "nobody told what the source had purged"
+    assert stream.served_state(view, 0).purge_seqno == 50, "nobody told what the source had purged"
     store.writer.save_failover_log(0, store.writer.state(0).failover_log, 20)
     store.put(b"b", b"v", 60)
-    assert stream.standing(view, 0).purge_seqno == 20
+    assert stream.served_state(view, 0).purge_seqno == 20
     store.writer.save_failover_log(0, store.writer.state(0).failover_log, 55)
     store.put(b"b", b"v", 61)
-    assert stream.standing(view, 0).purge_seqno == 50, "what came after the first snapshot came whole"
+    assert stream.served_state(view, 0).purge_seqno == 50, "what came after the first snapshot came whole"
 
 
 def test_a_missing_tombstone_is_told_to_those_who_need_it(
@@ -168,9 +168,9 @@ def test_a_missing_tombstone_is_told_to_those_who_need_it(
     store.put(b"a", b"v", 1)
     store.put(b"b", b"v", 2)
     monkeypatch.setattr("storage.branches.purge_row", lambda *_: PurgeRow(2, 2))
-    pinned = stream.standing(view, 0)
+    pinned = stream.served_state(view, 0)
     assert pinned.purge_seqno == 2
-    with pytest.raises(Left) as caught:
+    with pytest.raises(HistoryUnavailable) as caught:
         stream.rows(view, 0, pinned, 1, bytes_max=1, tombstones_from=1)
     assert not caught.value.rolled_back
     stream.rows(view, 0, pinned, 1, bytes_max=1, tombstones_from=2)
@@ -190,11 +190,11 @@ def test_news_are_told_once(store: Store, view: View) -> None:
 def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(store: Store, view: View) -> None:
     for seqno in (1, 4, 9):
         store.put(b"k%d" % seqno, b"v", seqno)
-    assert [stream.shared_seqno(view, 0, stream.standing(view, 0), seqno) for seqno in (3, 4, 8, 9)] == [1, 4, 4, 9]
+    assert [stream.shared_seqno(view, 0, stream.served_state(view, 0), seqno) for seqno in (3, 4, 8, 9)] == [1, 4, 4, 9]
     store.writer.rollback(0, 4)
     for seqno in (6, 8):
         store.put(b"k%d" % seqno, b"v", seqno)
-    standing = stream.standing(view, 0)
-    assert [stream.shared_seqno(view, 0, standing, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
-    raised = standing._replace(floor_seqno=4)
+    pinned = stream.served_state(view, 0)
+    assert [stream.shared_seqno(view, 0, pinned, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
+    raised = pinned._replace(floor_seqno=4)
     assert stream.shared_seqno(view, 0, raised, 3) == 0, "what is not kept is no boundary any more"

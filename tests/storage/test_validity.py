@@ -22,11 +22,11 @@ def check(view: View, pinned: Served) -> None:
         validity.check(reader, txn, pinned)
 
 
-def served_and_standing(view: View) -> tuple[Served, Served]:
+def served_and_pinned(view: View) -> tuple[Served, Served]:
     """What a scan keeps, and what a reader keeps whose position survives a rollback."""
     reader = view.reader(0)
     with reader.environment.read() as txn:
-        return reader.served(txn), validity.standing(reader, txn, view.pin(0))
+        return reader.served(txn), validity.served_at(reader, txn, view.pin(0))
 
 
 def fill(writer: GroupWriter) -> None:
@@ -36,26 +36,26 @@ def fill(writer: GroupWriter) -> None:
 
 def test_a_later_snapshot_ends_no_read(writer: GroupWriter, view: View) -> None:
     fill(writer)
-    served, standing = served_and_standing(view)
+    served, pinned = served_and_pinned(view)
     publish(writer, 0, [(A, b"4", 4)])
     check(view, served)
-    check(view, standing)
+    check(view, pinned)
 
 
 def test_a_rollback_ends_a_scan_above_its_boundary_but_not_a_position(writer: GroupWriter, view: View) -> None:
     fill(writer)
-    served, standing = served_and_standing(view)
+    served, pinned = served_and_pinned(view)
     writer.rollback(0, 2)
     with pytest.raises(ViewInvalidated, match="a rollback or resync passed seqno 3"):
         check(view, served)
-    check(view, standing)
-    for each in served_and_standing(view):
+    check(view, pinned)
+    for each in served_and_pinned(view):
         check(view, each)
 
 
 def test_the_purger_ends_every_read_below_the_floor(writer: GroupWriter, view: View, clock: Clock) -> None:
     fill(writer)
-    both = served_and_standing(view)
+    both = served_and_pinned(view)
     publish(writer, 0, [(A, b"4", 4)])
     writer.background.purger.window = Window(boundaries=1)
     while (vbid := writer.background.purger.plan(clock.now)) is not None:

@@ -11,7 +11,7 @@ from mirror import MutationToken
 from storage.errors import NotPublished, StorageError, WriteLost
 from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
 from storage.view import View
-from storage.wait import POLL_MAX_S, POLL_MIN_S, WriteStatus, next_delay_s, standing, wait_for
+from storage.wait import POLL_MAX_S, POLL_MIN_S, WriteStatus, next_delay_s, wait_for, write_status
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.test_writer import open_writer, publish
@@ -39,9 +39,9 @@ def writer(path: str) -> Iterator[GroupWriter]:
 
 
 def test_a_write_is_waited_for_until_it_is_published(view: View, writer: GroupWriter) -> None:
-    assert standing(view, token(OLD, 10)) is WriteStatus.PUBLISHED
-    assert standing(view, token(OLD, 11)) is WriteStatus.WAITING
-    assert standing(view, token(0, 10)) is WriteStatus.PUBLISHED
+    assert write_status(view, token(OLD, 10)) is WriteStatus.PUBLISHED
+    assert write_status(view, token(OLD, 11)) is WriteStatus.WAITING
+    assert write_status(view, token(0, 10)) is WriteStatus.PUBLISHED
     view.wait_for(token(OLD, 10), 0)
     with pytest.raises(NotPublished, match="0:77:11 is not published after") as caught:
         view.wait_for(token(OLD, 11), 0.01)
@@ -63,46 +63,46 @@ def test_a_write_is_waited_for_until_it_is_published(view: View, writer: GroupWr
 def test_a_write_that_a_failover_undid_is_lost_at_once(view: View, writer: GroupWriter) -> None:
     """Between the rollback and the source's new log nothing is said of what may come again."""
     writer.rollback(0, 7)
-    assert standing(view, token(OLD, 7)) is WriteStatus.PUBLISHED
-    assert standing(view, token(OLD, 8)) is WriteStatus.WAITING
-    assert standing(view, token(OLD, 10)) is WriteStatus.WAITING
+    assert write_status(view, token(OLD, 7)) is WriteStatus.PUBLISHED
+    assert write_status(view, token(OLD, 8)) is WriteStatus.WAITING
+    assert write_status(view, token(OLD, 10)) is WriteStatus.WAITING
     writer.save_failover_log(0, log_of((NEW, 8), (OLD, 0)))
     writer.commit()
-    assert standing(view, token(OLD, 8)) is WriteStatus.WAITING
-    assert standing(view, token(OLD, 9)) is WriteStatus.LOST
-    assert standing(view, token(NEW, 9)) is WriteStatus.WAITING
+    assert write_status(view, token(OLD, 8)) is WriteStatus.WAITING
+    assert write_status(view, token(OLD, 9)) is WriteStatus.LOST
+    assert write_status(view, token(NEW, 9)) is WriteStatus.WAITING
     with pytest.raises(WriteLost, match="0:77:10 was lost") as caught:
         view.wait_for(token(OLD, 10), 60)
     assert not caught.value.retryable
     publish(writer, 0, [(A, b"new", 9)])
-    assert standing(view, token(OLD, 8)) is WriteStatus.PUBLISHED
-    assert standing(view, token(OLD, 9)) is WriteStatus.LOST
-    assert standing(view, token(NEW, 9)) is WriteStatus.PUBLISHED
+    assert write_status(view, token(OLD, 8)) is WriteStatus.PUBLISHED
+    assert write_status(view, token(OLD, 9)) is WriteStatus.LOST
+    assert write_status(view, token(NEW, 9)) is WriteStatus.PUBLISHED
 
 
 def test_a_log_that_tells_of_the_loss_before_any_rollback_is_believed(view: View, writer: GroupWriter) -> None:
     writer.save_failover_log(0, log_of((NEW, 10), (OLD, 0)))
     writer.commit()
-    assert standing(view, token(OLD, 10)) is WriteStatus.PUBLISHED
-    assert standing(view, token(OLD, 11)) is WriteStatus.LOST
+    assert write_status(view, token(OLD, 10)) is WriteStatus.PUBLISHED
+    assert write_status(view, token(OLD, 11)) is WriteStatus.LOST
 
 
 def test_a_history_that_was_left_whole_is_lost_once_the_source_told_its_own(view: View, writer: GroupWriter) -> None:
     """The source failed over to a node that never knew the mirror's newest history."""
     writer.save_failover_log(0, log_of((NEW, 8), (OLD, 0)))
     publish(writer, 0, [(A, b"11", 11)])
-    assert standing(view, token(NEW, 11)) is WriteStatus.PUBLISHED
+    assert write_status(view, token(NEW, 11)) is WriteStatus.PUBLISHED
     writer.rollback(0, 7)
-    assert standing(view, token(NEW, 11)) is WriteStatus.WAITING
+    assert write_status(view, token(NEW, 11)) is WriteStatus.WAITING
     writer.save_failover_log(0, log_of((NEWER, 7), (OLD, 0)))
     writer.commit()
-    assert standing(view, token(NEW, 11)) is WriteStatus.LOST
-    assert standing(view, token(NEW, 8)) is WriteStatus.LOST
-    assert standing(view, token(OLD, 7)) is WriteStatus.PUBLISHED
+    assert write_status(view, token(NEW, 11)) is WriteStatus.LOST
+    assert write_status(view, token(NEW, 8)) is WriteStatus.LOST
+    assert write_status(view, token(OLD, 7)) is WriteStatus.PUBLISHED
 
 
 def test_a_history_nobody_heard_of_is_waited_for(view: View, writer: GroupWriter) -> None:
-    assert standing(view, token(NEWER, 3)) is WriteStatus.WAITING
+    assert write_status(view, token(NEWER, 3)) is WriteStatus.WAITING
     with pytest.raises(NotPublished):
         view.wait_for(token(NEWER, 3), 0)
     writer.save_failover_log(0, log_of((NEWER, 10), (OLD, 0)))
@@ -114,10 +114,10 @@ def test_while_a_vbucket_is_filled_anew_nothing_counts(view: View, writer: Group
     writer.begin_resync(0)
     writer.save_failover_log(0, log_of((NEW, 0)))
     writer.commit()
-    assert standing(view, token(NEW, 3)) is WriteStatus.WAITING
-    assert standing(view, token(0, 3)) is WriteStatus.WAITING
+    assert write_status(view, token(NEW, 3)) is WriteStatus.WAITING
+    assert write_status(view, token(0, 3)) is WriteStatus.WAITING
     publish(writer, 0, [(A, b"3", 3)])
-    assert standing(view, token(NEW, 3)) is WriteStatus.PUBLISHED
+    assert write_status(view, token(NEW, 3)) is WriteStatus.PUBLISHED
 
 
 def test_a_vbucket_that_does_not_exist_is_an_error(view: View) -> None:
