@@ -6,7 +6,7 @@ users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {
 it changes; one that has become unreadable leaves the users of before. Invariants: without a file the mirror's own
 user at the source may read everything, and so may everybody on this machine; with one, those who do not log in read
 only what `anonymous` says, and only on this machine; a user who does not exist cannot be distinguished from one who
-does, by salt, iterations or work (`placeholders`).
+does, by salt, iterations or work (`decoys`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Users(Protocol):
     def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]:
         """The lookup that a SCRAM exchange of a mechanism needs."""
 
-    def placeholders(self, mechanism: str) -> Callable[[str], ScramVerifier]:
+    def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
         """The lookup of the verifier that an unknown user is challenged by."""
 
     def reader(self, name: str) -> Reader | None:
@@ -119,9 +119,9 @@ class SourceUser:
 
         return verifier_of
 
-    def placeholders(self, mechanism: str) -> Callable[[str], ScramVerifier]:
+    def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
         """A verifier with a salt that is made like the user's."""
-        return lambda name: ScramVerifier.placeholder(mechanism, name, self._secret)
+        return lambda name: ScramVerifier.decoy(mechanism, name, self._secret)
 
     def proven(self, name: str, password: str) -> Reader | None:
         """The source's user, if this is its password."""
@@ -195,7 +195,7 @@ class FileUsers:
         self._refresh()
         return lambda name: self._verifiers.get(name, {}).get(mechanism)
 
-    def placeholders(self, mechanism: str) -> Callable[[str], ScramVerifier]:
+    def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
         """A verifier like that of some user of the file, always the same one for a name."""
         self._refresh()
         verifiers, secret = self._verifiers, self._secret
@@ -203,11 +203,9 @@ class FileUsers:
         def verifier_of(name: str) -> ScramVerifier:
             models = [kept[mechanism] for kept in verifiers.values() if mechanism in kept]
             if not models:
-                return ScramVerifier.placeholder(mechanism, name, secret)
+                return ScramVerifier.decoy(mechanism, name, secret)
             model = models[int.from_bytes(salt_of(mechanism, name, secret + b"model", 8)) % len(models)]
-            return ScramVerifier.placeholder(
-                mechanism, name, secret, iterations=model.iterations, salt_bytes=len(model.salt)
-            )
+            return ScramVerifier.decoy(mechanism, name, secret, iterations=model.iterations, salt_bytes=len(model.salt))
 
         return verifier_of
 
@@ -224,7 +222,7 @@ class FileUsers:
         self._refresh()
         verifier = self._verifier(name)
         mechanism = next(iter(self._verifiers.get(name, HASHES)))
-        if not (verifier or self.placeholders(mechanism)(name)).proves(mechanism, password) or verifier is None:
+        if not (verifier or self.decoys(mechanism)(name)).proves(mechanism, password) or verifier is None:
             return None
         self._proven[name] = (verifier, self._digest(password))
         return self._readers.get(name)

@@ -150,9 +150,7 @@ class KvSession(DocumentSession):
     def scram_server(self, mechanism: str) -> ScramServer:
         """The server's side of a SCRAM login."""
         users = self.users
-        return ScramServer(
-            mechanism, verifier_of=users.verifiers(mechanism), placeholder_of=users.placeholders(mechanism)
-        )
+        return ScramServer(mechanism, verifier_of=users.verifiers(mechanism), decoy_of=users.decoys(mechanism))
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> Attempt[T]:
         """Checked in a thread, and later after others failed."""

@@ -136,7 +136,7 @@ class ScramVerifier:
         return ScramVerifier(salt, iterations, stored_key, _hmac(name, salted, b"Server Key"))
 
     @staticmethod
-    def placeholder(
+    def decoy(
         mechanism: str, username: str, secret: bytes, *, iterations: int = ITERATIONS_DEFAULT, salt_bytes: int = 16
     ) -> ScramVerifier:
         """The verifier of a user who does not exist: looks like one who does, and proves no password."""
@@ -167,11 +167,11 @@ class ScramServer:
         iterations: int = ITERATIONS_DEFAULT,
         salt: bytes | None = None,
         nonce: str | None = None,
-        placeholder_of: Callable[[str], ScramVerifier] | None = None,
+        decoy_of: Callable[[str], ScramVerifier] | None = None,
     ) -> None:
         """One of `password_of` and `verifier_of` knows the users, None for an unknown one (refused only at the end).
 
-        `placeholder_of` gives the verifier that an unknown user is challenged by, which must look like a known user's.
+        `decoy_of` gives the verifier that an unknown user is challenged by, which must look like a known user's.
         """
         assert (password_of is None) != (verifier_of is None), "either passwords or verifiers"
         self._mechanism = mechanism
@@ -181,9 +181,7 @@ class ScramServer:
         self._iterations = iterations
         self._salt = salt
         secret = secrets.token_bytes(16)
-        self._placeholder_of = placeholder_of or (
-            lambda username: ScramVerifier.placeholder(mechanism, username, secret)
-        )
+        self._decoy_of = decoy_of or (lambda username: ScramVerifier.decoy(mechanism, username, secret))
         self._own_nonce = nonce or secrets.token_hex(16)
         self._nonce = ""
         self._exchange = ""
@@ -212,7 +210,7 @@ class ScramServer:
         self.username = _unescape(fields["n"])
         found = self._find(self.username)
         self._known = found is not None
-        self._verifier = found or self._placeholder_of(self.username)
+        self._verifier = found or self._decoy_of(self.username)
         self._nonce = fields["r"] + self._own_nonce
         reply = f"r={self._nonce},s={_base64(self._verifier.salt)},i={self._verifier.iterations}"
         self._exchange = f"{bare},{reply}"

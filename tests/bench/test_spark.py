@@ -29,7 +29,7 @@ def test_a_ratio_is_of_one_round_and_a_bar_is_held_against_the_median() -> None:
     ratios = spark_bench.ratios(found)
     assert [each.bar.job for each in ratios if each.met is False] == ["typed"]
     lines = bar_lines(ratios)
-    assert lines[0] == "documents, next to Spark reading Parquet: 3.00 of its time (at most 3 wanted; 2.00 to 4.00)"
+    assert lines[0] == "documents, next to Spark reading Parquet: 3.00 of its time (at most 3 required; 2.00 to 4.00)"
     assert lines[1].startswith("MISSED typed documents, next to from_json on the same rows: 0.70 of its time")
 
 

@@ -33,7 +33,7 @@ def written(path: Path, document: Any) -> Path:
 def scram(users: Users, mechanism: str, name: str, password: str) -> None:
     client, server = (
         ScramClient(mechanism, name, password),
-        ScramServer(mechanism, verifier_of=users.verifiers(mechanism), placeholder_of=users.placeholders(mechanism)),
+        ScramServer(mechanism, verifier_of=users.verifiers(mechanism), decoy_of=users.decoys(mechanism)),
     )
     client.verify(server.outcome(client.final(server.challenge(client.first()))))
 
@@ -171,9 +171,7 @@ def test_without_a_file_the_sources_user_reads_and_so_does_this_machine() -> Non
 
 def challenge(users: Users, name: str, mechanism: str = "SCRAM-SHA256") -> tuple[bytes, bytes]:
     """Salt and iterations that a client is sent."""
-    server = ScramServer(
-        mechanism, verifier_of=users.verifiers(mechanism), placeholder_of=users.placeholders(mechanism)
-    )
+    server = ScramServer(mechanism, verifier_of=users.verifiers(mechanism), decoy_of=users.decoys(mechanism))
     _, salt, iterations = server.challenge(f"n,,n={name},r=abc".encode()).split(b",")
     return salt, iterations
 

@@ -309,7 +309,7 @@ async def test_a_reader_gets_only_collections_that_it_may_read(store: Store) -> 
     class Limited:
         anonymous = Reader("", ("_default._default",))
         verifiers = users().verifiers
-        placeholders = users().placeholders
+        decoys = users().decoys
 
         def proven(self, name: str, password: str) -> Reader | None:
             return self.reader(name)

@@ -179,10 +179,10 @@ def test_a_server_that_keeps_verifiers_knows_no_password(mechanism: str) -> None
 
 def test_an_unknown_user_has_one_salt_as_a_known_one_has() -> None:
     def salt_of(user: str, secret: bytes) -> bytes:
-        def placeholder_of(name: str) -> ScramVerifier:
-            return ScramVerifier.placeholder("SCRAM-SHA512", name, secret)
+        def decoy_of(name: str) -> ScramVerifier:
+            return ScramVerifier.decoy("SCRAM-SHA512", name, secret)
 
-        server = ScramServer("SCRAM-SHA512", verifier_of=lambda _: None, placeholder_of=placeholder_of)
+        server = ScramServer("SCRAM-SHA512", verifier_of=lambda _: None, decoy_of=decoy_of)
         return server.challenge(f"n,,n={user},r=abc".encode()).partition(b"s=")[2].partition(b",")[0]
 
     assert salt_of("a", b"secret") == salt_of("a", b"secret")
