@@ -54,6 +54,7 @@ def set_up(level: str, *, json: bool = False, process: str = "") -> None:
     if json:
         processors.append(structlog.processors.JSONRenderer())
     else:
+        processors.append(_drop_unknown)
         processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0))
     structlog.configure(
         processors=processors,
@@ -63,3 +64,8 @@ def set_up(level: str, *, json: bool = False, process: str = "") -> None:
     )
     if process:
         structlog.contextvars.bind_contextvars(process=process)
+
+
+def _drop_unknown(_logger: Any, _level: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a line for people what is not known; JSON says null."""
+    return {name: value for name, value in event.items() if value is not None}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from mirror.log import get_logger
 from mirror.supervise import logs
 
 
@@ -33,6 +34,17 @@ def test_as_json_each_line_is_an_object(capsys: pytest.CaptureFixture[str]) -> N
     structlog.get_logger().debug("shown", bucket="demo")
     line = json.loads(capsys.readouterr().err)
     assert (line["event"], line["bucket"], line["process"], line["level"]) == ("shown", "demo", "worker 3", "debug")
+
+
+def test_a_line_leaves_out_what_is_not_known_and_json_says_null(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("info")
+    get_logger("test").info("rollback", vbuckets=32, from_seqno=None)
+    line = capsys.readouterr().err
+    assert "vbuckets" in line
+    assert "from_seqno" not in line
+    logs.set_up("info", json=True)
+    get_logger("test").info("rollback", vbuckets=32, from_seqno=None)
+    assert json.loads(capsys.readouterr().err)["from_seqno"] is None
 
 
 def test_a_reader_that_left_does_not_end_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
