@@ -212,7 +212,8 @@ class Environment:
             raise found from error
         self._file = _identity_of(self.path)
         self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._unregistered else LOOK_INTERVAL_S
-        self._look_at = time.monotonic() + self._look_interval_s
+        self.look_at = time.monotonic() + self._look_interval_s
+        """When `look` is due, by `time.monotonic`; 0: always."""
         self.replaced = False
         """The group's folder or file was moved, removed or replaced: what is open is not read any more."""
         try:
@@ -246,7 +247,7 @@ class Environment:
 
     def look_now(self) -> bool:
         """`look`, whenever the last one was."""
-        self._look_at = 0.0
+        self.look_at = 0.0
         return self.look()
 
     def look(self) -> bool:
@@ -255,14 +256,16 @@ class Environment:
         Raises ReadOnly once a writer runs and the reader cannot be registered.
         """
         now = time.monotonic()
-        if now >= self._look_at and not self.replaced:
-            self._look_at = now + self._look_interval_s
+        if now >= self.look_at and not self.replaced:
+            self.look_at = now + self._look_interval_s
             if self._unregistered:
                 _refuse_unregistered(self.path)
             try:
                 self.replaced = _identity_of(self.path) != self._file
             except OSError:
                 self.replaced = True
+            if self.replaced:
+                self.look_at = 0.0
         return self.replaced
 
     def missing_bytes(self) -> int:

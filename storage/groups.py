@@ -7,6 +7,8 @@ the last transaction on it ends.
 
 from __future__ import annotations
 
+from time import monotonic
+
 from storage import directory, keys
 from storage.environment import SHARED, Environment
 from storage.errors import Closed, NotHeld, StorageError
@@ -28,16 +30,20 @@ class Groups:
         self.verify_reads = verify_reads
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
-        self._readers: dict[int, VbucketReader] = {}
+        self.readers: dict[int, VbucketReader] = {}
+        """Those of vbuckets that were read: not to be used from `look_at` of their environment on."""
         self._closed: str | None = None
 
     def reader(self, vbid: int) -> VbucketReader:
         """The reader of a vbucket. Raises Closed, NotHeld, StorageError."""
-        reader = self._readers.get(vbid)
-        if reader is None or (not reader.environment.writable and reader.environment.look()):
-            environment = self.environment(vbid)
-            reader = VbucketReader(environment, vbid, stale_reads=self.stale_reads, verify_reads=self.verify_reads)
-            self._readers[vbid] = reader
+        reader = self.readers.get(vbid)
+        if reader is not None and (
+            monotonic() < reader.environment.look_at or reader.environment.writable or not reader.environment.look()
+        ):
+            return reader
+        environment = self.environment(vbid)
+        reader = VbucketReader(environment, vbid, stale_reads=self.stale_reads, verify_reads=self.verify_reads)
+        self.readers[vbid] = reader
         return reader
 
     def environment(self, vbid: int) -> Environment:
@@ -87,12 +93,12 @@ class Groups:
             if environment.look_now():
                 del self._environments[group]
                 SHARED.release(environment)
-        self._readers.clear()
+        self.readers.clear()
 
     def close(self) -> None:
         """Release the environments; later calls raise Closed."""
         self._closed = self._closed or "the view is closed"
-        self._readers.clear()
+        self.readers.clear()
         for environment in self._environments.values():
             SHARED.release(environment)
         self._environments.clear()
@@ -100,5 +106,5 @@ class Groups:
     def leave_to_parent(self) -> None:
         """Close without a call to LMDB, in a forked child: transactions and reader slots belong to the parent."""
         self._closed = "opened before fork; open another view in the child"
-        self._readers.clear()
+        self.readers.clear()
         self._environments.clear()

@@ -1,8 +1,8 @@
 """Reading documents by key: one, many, or one by the key that stands on the wire.
 
 Knows the key tree and the row tree of a vbucket through its reader. The common case (newest version, default
-collection, served branch) is `newest_row_key`. Invariants: an answer is read in one LMDB transaction; what is
-remembered of a vbucket is used in a transaction of the same commit only.
+collection, served branch) is written out where it is needed. Invariants: an answer is read in one LMDB transaction;
+what is remembered of a vbucket is used in a transaction of the same commit only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterable
+from time import monotonic
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -23,10 +24,10 @@ from storage.errors import AnswerTooLarge
 from storage.groups import Groups
 from storage.large import HEAD_BYTES_MAX, LargeDocument, large_row
 from storage.model import Branch, Document, Manifest
-from storage.records import MUTATION, ROW_KEY
+from storage.records import KIND, MUTATION, ROW_KEY
 from storage.tokens import AsOf
 from storage.transaction import Transaction
-from storage.vbucket_reader import VbucketReader, Visible
+from storage.vbucket_reader import VbucketReader, Visible, end_of_references
 
 _unpack_dup = keys.DUP.unpack
 decode_row = records.decode_row
@@ -97,15 +98,19 @@ class ReadRun:
         byte. None: there is more to say than this row, or it has more than `bytes_max`. Expiry is the caller's.
         """
         try:
-            txn, (_, branch, seqno, begin_seqno, flags, manifest) = self.begun(reader)
+            txn, (_, branch, above, up_to, _, flags, manifest) = self.begun(reader)
             if wire_key[0]:
                 collection = manifest.collections.get(wire_key[0])
-                begin_seqno = -1 if collection is None else collection.begin_seqno
-            if flags or begin_seqno < 0:
+                above = b"" if collection is None else end_of_references(branch, collection.begin_seqno)
+            if flags or not above:
                 return None
-            row_key = newest_row_key(reader, txn, branch, seqno, begin_seqno, wire_key)
-            if not row_key:
+            cursor = txn.cursor(reader.keys)
+            if not cursor.set_key(wire_key) or not cursor.last_dup():
                 return None
+            dup = cursor.value()
+            if not above < dup <= up_to or dup[KIND] != MUTATION:
+                return None
+            row_key = dup[ROW_KEY]
             views = self._views.get(reader.environment)
             if views is None:
                 views = self._views[reader.environment] = reader.environment.begin(buffers=True)
@@ -113,28 +118,11 @@ class ReadRun:
             if view is None or len(view) > bytes_max:
                 return None
             stored = bytes(view)
-        except (struct.error, lmdb.Error) as error:
+        except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
         if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
         return stored
-
-
-def newest_row_key(
-    reader: VbucketReader, txn: Any, branch: int, seqno: int, begin_seqno: int, wire_key: bytes
-) -> bytes | None:
-    """The key of the row of a document of a collection that began at `begin_seqno`; empty: there is no such document;
-    None: the newest version of the key does not say all, and the general way has it. `get` and `get_many` have this
-    written out.
-    """
-    cursor = txn.cursor(reader.keys)
-    if not cursor.set_key(wire_key) or not cursor.last_dup():
-        return b""
-    dup: bytes = cursor.value()
-    dup_branch, dup_seqno, kind = _unpack_dup(dup)
-    if dup_branch != branch or not begin_seqno < dup_seqno <= seqno:
-        return None
-    return dup[ROW_KEY] if kind == MUTATION else b""
 
 
 class PointReads:
@@ -146,6 +134,7 @@ class PointReads:
         """For the modules of this package that read through a view."""
         self.reader = groups.reader
         """The same, for one vbucket."""
+        self._readers = groups.readers
         self._path = groups.path
         self._group_count = groups.count
         self._vbucket_count = groups.vbucket_count
@@ -170,22 +159,33 @@ class PointReads:
         """
         if isinstance(key, str):
             key = key.encode()
-        reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
-        txn = reader.begin_read()
+        # `Groups.reader` and `VbucketReader.begin_read`, written out:
+        vbid = ((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count
+        reader = self._readers.get(vbid)
+        if reader is None or monotonic() >= reader.environment.look_at:
+            reader = self.reader(vbid)
+        running = reader.running
+        running.append(None)
+        try:
+            txn = None if reader.environment.remapping else reader.begin()
+        except lmdb.Error:
+            txn = None
+        if txn is None:
+            running.pop()
+            txn = reader.environment.begin()
         try:
             if as_of is None and collection is None:
                 visible = reader.visible
                 if visible[0] != txn.id():
                     visible = reader.look(txn)
-                _, branch, seqno, begin_seqno, _, _ = visible
-                if begin_seqno >= 0:  # from here on as in `newest_row_key`
+                _, branch, above, up_to, _, _, _ = visible
+                if above:  # from here on as in `ReadRun.row`
                     cursor = txn.cursor(reader.keys)
                     if not cursor.set_key(b"\0" + key) or not cursor.last_dup():
                         return None
                     dup = cursor.value()
-                    dup_branch, dup_seqno, kind = _unpack_dup(dup)
-                    if dup_branch == branch and begin_seqno < dup_seqno <= seqno:
-                        if kind != MUTATION:
+                    if above < dup <= up_to:
+                        if dup[KIND] != MUTATION:
                             return None
                         row_key = dup[ROW_KEY]
                         stored = txn.get(row_key, b"", reader.rows)
@@ -197,11 +197,11 @@ class PointReads:
                         return document
             options = _Options(collection, as_of, now, raw)
             return self._get(reader, Transaction(reader.environment, txn), key, options)
-        except (struct.error, lmdb.Error) as error:
+        except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
         finally:
             txn.abort()
-            reader.running.pop()
+            running.pop()
 
     def get_many(
         self,
@@ -238,15 +238,14 @@ class PointReads:
                     if known is None:
                         txn, visible = run.begun(reader)
                         known = found_in[vbid] = reader, txn, txn.cursor(reader.keys), visible
-                    _, txn, cursor, (_, branch, seqno, begin_seqno, _, _) = known
+                    _, txn, cursor, (_, branch, above, up_to, _, _, _) = known
                     row_key = None
-                    if is_plain and begin_seqno >= 0:  # from here on as in `newest_row_key`
+                    if is_plain and above:  # from here on as in `ReadRun.row`
                         if not cursor.set_key(b"\0" + key) or not cursor.last_dup():
                             continue
                         dup = cursor.value()
-                        dup_branch, dup_seqno, kind = _unpack_dup(dup)
-                        if dup_branch == branch and begin_seqno < dup_seqno <= seqno:
-                            if kind != MUTATION:
+                        if above < dup <= up_to:
+                            if dup[KIND] != MUTATION:
                                 continue
                             row_key = dup[ROW_KEY]
                     if row_key is not None:
@@ -260,7 +259,7 @@ class PointReads:
                         document = self._get(reader, Transaction(reader.environment, txn), key, options)
                         if document is None:
                             continue
-                except (struct.error, lmdb.Error) as error:
+                except (struct.error, IndexError, lmdb.Error) as error:
                     raise reader.damaged(error) from error
                 found[key] = document
                 if bytes_max is not None:
@@ -286,7 +285,7 @@ class PointReads:
         links: chain.Chain | None = None
         now = options.now
         if options.as_of is None:
-            _, branch, seqno, _, flags, manifest = reader.served_in(txn.raw)
+            _, branch, _, _, seqno, flags, manifest = reader.served_in(txn.raw)
             if flags & keys.PUB_UNAVAILABLE:
                 reader.readable(txn)
         else:
@@ -322,7 +321,7 @@ class PointReads:
         txn = reader.begin_read()
         try:
             found = self._reference(reader, Transaction(reader.environment, txn), key, options)
-        except (struct.error, lmdb.Error) as error:
+        except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
         finally:
             reader.environment.end(txn)
@@ -350,7 +349,7 @@ class PointReads:
         branch = next((each.branch for each in links if each.base_seqno < seqno <= each.cut), None)
         if branch is None:
             return None
-        views = reader.begin_read(buffers=True)
+        views = reader.environment.begin(buffers=True)
         try:
             stored = views.get(keys.ROW.pack(branch, seqno), None, reader.rows)
             head = b"" if stored is None else bytes(stored[:HEAD_BYTES_MAX])
@@ -373,7 +372,7 @@ class PointReads:
         document = large = unread = None
         txn = Transaction(reader.environment, reader.begin_read())
         try:
-            _, branch, seqno, _, flags, manifest = reader.served_in(txn.raw)
+            _, branch, _, _, seqno, flags, manifest = reader.served_in(txn.raw)
             collection = manifest.collections.get(collection_id)
             stale = bool(flags & keys.PUB_STALE)
             if collection is not None and (dup := _newest(reader, txn, wire_key, branch, seqno)) is not None:
@@ -383,7 +382,7 @@ class PointReads:
                         unread = dup
                     else:
                         document = reader.document(txn, dup, True)
-        except (struct.error, lmdb.Error) as error:
+        except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
         finally:
             reader.environment.end(txn.raw)
@@ -408,7 +407,7 @@ def document_or_large(
     copy a row to say how long it is.
     """
     row_key = reference[ROW_KEY]
-    txn = reader.begin_read(buffers=True)
+    txn = reader.environment.begin(buffers=True)
     try:
         view = txn.get(row_key, None, reader.rows)
         if view is None:
@@ -417,7 +416,7 @@ def document_or_large(
         if large is not None:
             return None, large
         stored = bytes(view)
-    except (struct.error, lmdb.Error) as error:
+    except (struct.error, IndexError, lmdb.Error) as error:
         raise reader.damaged(error) from error
     finally:
         reader.environment.end(txn)

@@ -42,8 +42,10 @@ VALUE_LENGTH_MAX = 32 * 1024 * 1024
 
 _MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
 _MUTATION_EXTRAS = 31
-_READ_MUTATION = struct.Struct(">2xHxBxxI4xQQQII4xHx").unpack_from
-"""key length, datatype, body length, cas, seqno, rev_seqno, flags, expiry, nmeta: what a reader needs of a mutation."""
+_READ_MUTATION = struct.Struct(">xBHBBxxI4xQQQII4xHxB").unpack_from
+"""opcode, key length, extras length, datatype, body length, cas, seqno, rev_seqno, flags, expiry, nmeta, first byte of
+the key: what a reader needs of a mutation.
+"""
 _READ_ANSWER = struct.Struct(">2xHxBxxI4xQ16xII4xHx").unpack_from
 """The same without seqno and rev_seqno."""
 _new_tuple = tuple.__new__
@@ -60,6 +62,8 @@ MUTATION, DELETION, SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.DELETION), int(K
 
 ROW_KEY = slice(0, keys.ROW_KEY_SIZE)
 """Where the row's key stands in a reference (a dup of `k<vbid>`), and in the key of a boundary."""
+KIND = keys.ROW_KEY_SIZE
+"""Where the kind of the row stands in a reference."""
 BRANCH, SEQNO = slice(0, 4), slice(4, keys.ROW_KEY_SIZE)
 """Where branch and seqno stand in the same, as bytes that sort like the numbers."""
 AFTER_BRANCH = slice(4, None)
@@ -83,7 +87,7 @@ def seqno_of(row_key: bytes) -> int:
 
 def kind_of(reference: bytes) -> int:
     """Kind of the row that a reference names."""
-    return reference[12]
+    return reference[KIND]
 
 
 def is_system_event(frame: bytes) -> bool:
@@ -124,13 +128,17 @@ def decode_row(
     Raises CorruptedError when the bytes contradict the format.
     """
     end = len(frame) - tail_bytes
-    if end >= _MUTATION.size and frame[1] == MUTATION and frame[4] == _MUTATION_EXTRAS:
-        key_length, datatype, body_length, cas, seqno, rev_seqno, flags, expiry, nmeta = _READ_MUTATION(frame)
+    if end > _MUTATION.size:
+        (
+            opcode, key_length, extras_length, datatype, body_length, cas, seqno, rev_seqno, flags, expiry, nmeta,
+            collection_id,
+        ) = _READ_MUTATION(frame)  # fmt: skip
+        if opcode != MUTATION or extras_length != _MUTATION_EXTRAS:
+            return _decode_other(vbid, branch, frame[:end], raw, lenient)
         value_start = 55 + key_length
         if 24 + body_length != end or value_start + nmeta > end:
             raise CorruptedError("a row's lengths do not add up", vbid=vbid, hint="run `dcp-mirror check`")
         value = frame[value_start : end - nmeta]
-        collection_id = frame[55]
         key = frame[56:value_start]
         if collection_id >= 0x80:
             collection_id, key = _split_key(frame[55:value_start], vbid)

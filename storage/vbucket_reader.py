@@ -25,13 +25,19 @@ CHAINS_MAX = 8
 MANIFESTS_MAX = 2
 """Manifests of a vbucket that are remembered; each holds every collection."""
 
-Visible = tuple[int, Branch, int, int, int, Manifest]
+Visible = tuple[int, Branch, bytes, bytes, int, int, Manifest]
 """What a vbucket serves in one commit of its environment, as point reads need it: the commit's number, served branch,
-published seqno, begin of the default collection, flags of `pub`, manifest. The begin is -1 where the default collection
-is not simply there to be read: it was dropped, or readers wait for a resync.
+`above` and `up_to` of the default collection, published seqno, flags of `pub`, manifest. A reference to a row of the
+default collection on the served branch that is visible sorts above `above`, and not above `up_to`; `above` is empty
+where that collection is not simply there to be read: it was dropped, or readers wait for a resync.
 """
 _INITIAL = Manifest.initial()
-_UNKNOWN: Visible = (-1, Branch(0), 0, -1, 0, _INITIAL)
+_UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
+
+
+def end_of_references(branch: int, seqno: int) -> bytes:
+    """What sorts behind each reference to a row of a branch at or below a seqno, and before those above it."""
+    return keys.DUP.pack(branch, seqno, 0xFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +101,17 @@ class VbucketReader:
         self.visible = _UNKNOWN
         """Of the commit that was looked at last. In a transaction of the same commit it is true; `look` replaces it."""
 
-    def begin_read(self, *, buffers: bool = False) -> Any:
-        """An lmdb.Transaction to read in, begun at the least cost; the caller ends it by `Environment.end`. `buffers`:
-        it returns views of the map, which are wrong after its end.
-        """
+    def begin_read(self) -> Any:
+        """An lmdb.Transaction to read in, begun at the least cost; the caller ends it by `Environment.end`."""
         running = self.running
         running.append(None)
         try:
             if not self.environment.remapping:
-                return self.begin(buffers=buffers)
+                return self.begin()
         except lmdb.Error:
             pass  # `Environment.begin` knows what to do about it
         running.pop()
-        return self.environment.begin(buffers=buffers)
+        return self.environment.begin()
 
     def served_in(self, txn: Any) -> Visible:
         """What a transaction (an lmdb.Transaction) sees. `PointReads.get` has this written out."""
@@ -120,11 +124,12 @@ class VbucketReader:
         manifest = _INITIAL
         if m_branch:
             manifest = self.manifest(Transaction(self.environment, txn), (m_branch, m_seqno))
-        begin_seqno = -1
+        above = b""
         default = manifest.collections.get(DEFAULT_COLLECTION)
         if default is not None and flags < keys.PUB_UNAVAILABLE:
-            begin_seqno = default.begin_seqno
-        self.visible = visible = (txn.id(), branch, seqno, begin_seqno, flags, manifest)
+            above = end_of_references(branch, default.begin_seqno)
+        up_to = end_of_references(branch, seqno)
+        self.visible = visible = (txn.id(), branch, above, up_to, seqno, flags, manifest)
         return visible
 
     # -- chains and manifests -------------------------------------------------------------------------------------
@@ -256,7 +261,7 @@ class VbucketReader:
         return stored[seal.FRAME]
 
     def damaged(self, error: Exception) -> StorageError:
-        """What a struct.error or lmdb.Error says about this vbucket."""
+        """What a struct.error, IndexError or lmdb.Error says about this vbucket."""
         if isinstance(error, lmdb.Error):
             return storage_error(error, self.environment.path)
         return CorruptedError(f"a record is damaged: {error}", path=self.environment.path, vbid=self.vbid)

@@ -278,7 +278,7 @@ class View(PointReads):
         reader = self.reader(vbid)
         txn = reader.begin_read()
         try:
-            return bool(reader.served_in(txn)[4] & PUB_STALE)
+            return bool(reader.served_in(txn)[5] & PUB_STALE)
         except (struct.error, lmdb.Error) as error:
             raise reader.damaged(error) from error
         finally:

@@ -423,6 +423,18 @@ MUTATIONS = (
     Mutation("mirror/serve/http_protocol.py", "if left_s > 0:", "if False:", _OF_IDLE),
     Mutation(
         "storage/point_reads.py",
+        "if not above < dup <= up_to or",
+        "if not above < dup or",
+        "tests/storage/test_point_reads.py -k not_followed",
+    ),
+    Mutation(
+        "storage/point_reads.py",
+        "txn = None if reader.environment.remapping else reader.begin()",
+        "txn = reader.begin()",
+        "tests/storage/test_point_reads.py -k taken_over",
+    ),
+    Mutation(
+        "storage/point_reads.py",
         "visible if visible[0] == known[1] else reader.look(known[0])",
         "visible if visible[0] >= 0 else reader.look(known[0])",
         "tests/storage/test_vbucket_reader.py -k once_a_commit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -39,6 +40,22 @@ def test_a_vbucket_that_the_bucket_does_not_have_is_named(path: str) -> None:
     with pytest.raises(StorageError, match="there is no vbucket 4; this bucket has 4"):
         groups.reader(4)
     groups.close()
+
+
+def test_a_file_that_another_view_has_found_replaced_is_not_read_until_the_next_look(path: str) -> None:
+    key = keys_of(0, 1)[0]
+    writer = open_writer(path)
+    publish(writer, 0, [(key, b"old", 1)])
+    writer.close()
+    folder = directory.group_path(path, 0)
+    with open_view(path) as view:
+        assert view.get(key) is not None
+        before = view.reader(0).environment
+        os.rename(folder, folder + ".aside")
+        shutil.copytree(folder + ".aside", folder)
+        assert before.look_now()
+        assert view.get(key) is not None
+        assert view.groups.readers[0].environment is not before
 
 
 def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from storage import records
+from storage import keys, records, seal
 from storage.environment import Environment
 from storage.errors import UnknownCollection
 from storage.model import Collection, Seqno
+from storage.point_reads import ReadRun
 from storage.view import View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, span
@@ -149,3 +150,73 @@ def test_find_gives_the_document_and_what_an_answer_needs_beside_it(writer: Grou
     assert not view.find(b"\xac\x02" + A).collection_exists
     writer.begin_resync(0)
     assert view.find(b"\0" + A).stale
+
+
+@pytest.mark.parametrize(
+    ("branch", "seqno"),
+    [(1, 4), (2, 3), (2, 1)],
+    ids=["not published", "of another branch", "of another branch, below"],
+)
+def test_a_reference_that_is_not_visible_is_not_followed(
+    writer: GroupWriter, view: View, branch: int, seqno: int
+) -> None:
+    """While key rows are made before a publish, and after a rollback, the newest reference is not the one to read."""
+    put(writer, A, 2, b"visible")
+    put(writer, B, 3)
+    commit(writer, 3)
+    wire_key = b"\0" + A
+    hidden = [
+        (keys.keys_db(0), wire_key, keys.DUP.pack(branch, seqno, records.MUTATION)),
+        (keys.rows_db(0), keys.ROW.pack(branch, seqno), seal.sealed(records.encode_mutation(A, b"hidden", seqno))),
+    ]
+    environment = writer.environment
+    with environment.begin(write=True) as txn:
+        for tree, key, value in hidden:
+            txn.put(key, value, db=environment.db(tree))
+    try:
+        found = [view.get(A), view.get_many([A])[A], view.find(wire_key).document]
+        with ReadRun() as run:
+            rows = [run.row(view.reader(0), b"\0" + key, 1000) for key in (A, B)]
+    finally:
+        with environment.begin(write=True) as txn:
+            for tree, key, value in hidden:
+                txn.delete(key, value, db=environment.db(tree))
+    assert [each and each.value for each in found] == [b"visible"] * 3
+    assert [row is None for row in rows] == [True, False]
+
+
+def test_a_row_of_a_collection_as_it_was_before_a_flush_is_not_read(writer: GroupWriter, view: View) -> None:
+    orders = Collection(9, 8, "orders", Seqno(1))
+    system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
+    put(writer, A, 2, cid=9)
+    put(writer, B, 3, cid=9)
+    system_event(writer, 4, DEFAULT, Collection(9, 8, "orders", Seqno(4)), scopes=SCOPES)
+    put(writer, B, 5, cid=9)
+    commit(writer, 5)
+    with ReadRun() as run:
+        rows = [run.row(view.reader(0), b"\x09" + key, 1000) for key in (A, B, C)]
+    assert [row is None for row in rows] == [True, False, True]
+
+
+def test_a_read_that_meets_a_map_that_is_being_taken_over_waits_for_it(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(writer, A, 1)
+    commit(writer, 1)
+    assert view.get(A) is not None
+    environment = view.reader(0).environment
+    begin = Environment.begin
+    waited = []
+
+    def begin_after(self: Environment, **options: Any) -> Any:
+        waited.append(self.remapping)
+        self.remapping = False
+        return begin(self, **options)
+
+    monkeypatch.setattr(Environment, "begin", begin_after)
+    for read in (lambda: view.get(A), lambda: view.find(b"\0" + A).document):
+        environment.remapping = True
+        assert read() is not None
+        assert environment.running == []
+    assert waited[:1] == [True]
+    assert waited.count(True) == 2
