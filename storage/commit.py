@@ -149,7 +149,8 @@ def settle(vbucket: PendingVbucket, plan: Plan) -> None:
     """Bring memory up to date after the commit."""
     vbucket.counters = plan.counters
     vbucket.prepares_written(plan.staged_seqno)
-    vbucket.manifests_written(plan.manifest_count)
+    if plan.manifest_count:
+        vbucket.manifests_written(plan.manifest_count)
     vbucket.rows_written(plan.row_count)
     indexed_rows = 0
     if plan.published:

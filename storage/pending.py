@@ -9,7 +9,6 @@ has changed nothing; `PendingBytes.count` is the sum over the group of rows, pre
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import replace
 from itertools import islice
 from operator import itemgetter, lt
 from typing import Any
@@ -111,11 +110,11 @@ class PendingVbucket:
     @property
     def state(self) -> VbucketState:
         """Everything accepted so far; published_seqno counts commits only."""
-        return replace(self.base, staged_seqno=Seqno(self.staged_seqno), open_snapshot=self.open_snapshot)
+        return self.base._replace(staged_seqno=Seqno(self.staged_seqno), open_snapshot=self.open_snapshot)
 
     def change(self, **fields: Any) -> None:
         """Replace fields of the state that change rarely."""
-        self.base = replace(self.base, **fields)
+        self.base = self.base._replace(**fields)
 
     @property
     def commit_worthy(self) -> bool:
@@ -263,6 +262,8 @@ class PendingVbucket:
 
     def manifest_key_at(self, seqno: int) -> branches.ManifestKey:
         """The newest manifest row at or below a seqno, of those on the disk and those that are pending."""
+        if not self.manifest_keys and not self.manifest_changes:
+            return self.manifest_key
         branch = self.base.staging_branch
         staged = [at for _, at in self.manifest_keys] + [at for at, _ in self.manifest_changes]
         below = [at for at in staged if at <= seqno]
