@@ -83,7 +83,7 @@ def assess(
     degraded.append(_named(rows, [row for row in held_up if row["node"] is not None], "waiting after an error"))
     disk_full = _named(rows, [row for row in unwritten if failed[row["group"]]], "cannot be written, the disk is full")
     behind = [
-        _named(rows, [row for row in rows if not (row["published_seqno"] or row["lag_seqnos"] == 0)], "not published"),
+        _named(rows, [row for row in (*going, *unwritten) if not _published(row)], "not published"),
         _named(rows, [row for row in rows if _late(row, lag_limit_s)], f"more than {lag_limit_s:g} s behind"),
         _named(rows, [row for row in going if row["node"] and row["lag_seqnos"] is None], "of unknown lag"),
     ]
@@ -92,6 +92,10 @@ def assess(
         return Health(DEGRADED if any(degraded) else DISK_FULL, reasons)
     caught_up = not reasons and all(row["lag_seqnos"] == 0 for row in rows)
     return Health(CAUGHT_UP if caught_up else CATCHING_UP, reasons)
+
+
+def _published(row: Mapping[str, Any]) -> bool:
+    return bool(row["published_seqno"]) or row["lag_seqnos"] == 0
 
 
 def _late(row: Mapping[str, Any], limit_s: float) -> bool:

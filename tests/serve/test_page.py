@@ -224,6 +224,21 @@ def test_a_source_that_is_away_is_said_in_the_headline(page: Any, site: Site) ->
     picture(page, "away")
 
 
+def test_a_node_that_answers_nothing_leaves_its_vbuckets_waiting_though_their_streams_are_open(
+    page: Any, site: Site
+) -> None:
+    changed = report() | {"state": "source unreachable", "message": "no contact with the source: it does not answer"}
+    for row in changed["vbuckets"]:
+        row |= {"state": "streaming", "node": None, "lag_seqnos": None, "lag_s": 20.0, "source_high_seqno": None}
+        row |= {"last_rollback_ms": None, "last_error": "db1.example:11210 does not answer"}
+    changed["vbuckets"][3] |= {"state": "damaged", "lag_s": None}
+    changed["totals"] |= {"lag_seqnos": None, "lag_s": None}
+    site.stands(changed)
+    opened(page, site)
+    assert "63 waiting" in page.locator("#legend").inner_text()
+    assert page.locator("#source").inner_text() == "Source couchbase://db1.example/demo: no contact for 20 s"
+
+
 def test_each_state_is_the_first_word_and_bad_ones_stand_out(page: Any, site: Site) -> None:
     """The page's part of the table of docs/operations.md; tests/supervise/test_channels.py has the other channels."""
     for state in STATES:

@@ -41,6 +41,7 @@ from tests.storage.test_writer import Clock, open_writer, publish
         (lmdb.CorruptedError("x"), CorruptedError, "damaged"),
         (lmdb.InvalidError("x"), CorruptedError, "damaged"),
         (OSError(errno.ENXIO, "No such device"), StorageError, "No such device"),
+        (lmdb.BadTxnError("mdb_get: MDB_BAD_TXN"), StorageError, "MDB_BAD_TXN (run `dcp-mirror check`"),
     ],
 )
 def test_errors_of_the_system_get_our_names(error: Exception, kind: type[StorageError], text: str) -> None:

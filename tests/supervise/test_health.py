@@ -71,6 +71,13 @@ def test_a_broken_vbucket_degrades_the_mirror_and_is_named(state: str) -> None:
     assert found.reasons == (f"1 of 2 vbuckets {BROKEN[state]}: 1 (vb 1: the key has 600 bytes)",)
 
 
+def test_a_damaged_vbucket_is_named_once() -> None:
+    """Nothing of it is published either, and the headline said the same error twice."""
+    damaged = row(1, 0, None, None, state="damaged", detail="page not found")
+    found = assess([GOOD, damaged], 2, lag_limit_s=30)
+    assert found.reasons == ("1 of 2 vbuckets damaged: 1 (page not found)",)
+
+
 def test_a_source_that_cannot_be_asked_is_the_first_thing_said() -> None:
     found = assess([], None, lag_limit_s=30, source_error="nobody there")
     assert (found.state, found.reasons) == ("source unreachable", ("the source cannot be reached: nobody there",))

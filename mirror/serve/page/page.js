@@ -61,7 +61,7 @@ function kindOf(row, report, workers) {
   const worker = workers.get(row.group);
   if (worker && worker.phase !== "running" && worker.phase !== "starting" && worker.phase !== "stopping") return "dead";
   if (row.state === "stalled" || silent(worker)) return "stalled";
-  if (row.state === "waiting") return "waiting";
+  if (row.state === "waiting" || (!row.node && row.state !== "starting")) return "waiting";
   if (known(row.last_rollback_ms) && report.time_ms - row.last_rollback_ms < ROLLED_BACK_MS) return "rolled";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s) return "lagging";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s / 10 && !FILLING.has(row.state)) return "behind";
@@ -189,9 +189,10 @@ function sourceText(report) {
   const rows = report.vbuckets;
   const contact = rows.filter((row) => row.node).length;
   const nodes = new Set(rows.map((row) => row.node).filter(Boolean)).size;
+  const ages = rows.map((row) => row.lag_s).filter(known);  // of a damaged vbucket there is none
   let text = `Source ${report.source}: `;
   if (report.source_error) text += "not reached";  // the headline says why
-  else if (!contact) text += known(report.totals.lag_s) ? `no contact for ${span(report.totals.lag_s)}` : "no contact yet";
+  else if (!contact) text += ages.length ? `no contact for ${span(Math.max(...ages))}` : "no contact yet";
   else if (contact < rows.length) text += `${number(contact)} of ${number(rows.length)} vbuckets in contact, with ${number(nodes)} node${nodes === 1 ? "" : "s"}`;
   else text += `in contact with ${number(nodes)} node${nodes === 1 ? "" : "s"}`;
   return text;
