@@ -98,7 +98,8 @@ def storage_error(error: Exception, path: str) -> StorageError:
             hint="run `dcp-mirror check`; set the group's folder aside and start again: that group is filled again",
         )
     hint = "run `dcp-mirror check`; a group that is damaged is filled again once its folder is set aside"
-    return StorageError(f"{type(error).__name__}: {error}", path=path, hint=hint if isinstance(error, lmdb.Error) else "")
+    text = f"{type(error).__name__}: {error}"
+    return StorageError(text, path=path, hint=hint if isinstance(error, lmdb.Error) else "")
 
 
 def _identity_of(path: str) -> tuple[int, int]:

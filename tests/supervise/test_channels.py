@@ -45,6 +45,10 @@ def away(vbid: int, **more: Any) -> Report:
     return vbucket(vbid, high=None, state="waiting", last_error=NOBODY, **more)
 
 
+def mute(vbid: int) -> Report:
+    return vbucket(vbid, high=None, silent_ms=6_000, last_error="db1:11210 does not answer")
+
+
 def full(groups: Any) -> Report:
     """Group 1 cannot be written; its vbuckets have no streams."""
     rows = [
@@ -94,6 +98,9 @@ SITUATIONS: dict[str, Situation] = {
         rows_of(vbucket), "source unreachable", f"the source cannot be reached: {NOBODY}", reached=False
     ),
     "the source is away": Situation(rows_of(away), "source unreachable", f"no contact with the source: {NOBODY}"),
+    "the source answers nothing for 5 s, though its connections stand": Situation(
+        rows_of(mute), "source unreachable", "no contact with the source: db1:11210 does not answer"
+    ),
     "one of several nodes is away": Situation(
         rows_of(lambda vbid: away(vbid) if vbid % 2 else vbucket(vbid)),
         "degraded", "4 of 8 vbuckets without contact to the source: 1, 3, 5, 7",
