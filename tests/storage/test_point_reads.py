@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -214,7 +215,8 @@ def test_a_read_that_meets_a_map_that_is_being_taken_over_waits_for_it(
         return begin(self, **options)
 
     monkeypatch.setattr(Environment, "begin", begin_after)
-    for read in (lambda: view.get(A), lambda: view.find(b"\0" + A).document):
+    reads: tuple[Callable[[], object], ...] = (lambda: view.get(A), lambda: view.find(b"\0" + A).document)
+    for read in reads:
         environment.remapping = True
         assert read() is not None
         assert environment.running == []
