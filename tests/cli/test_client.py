@@ -73,8 +73,8 @@ def test_a_service_that_goes_away_in_mid_answer_is_not_there(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("answer", [b"[]\n", b'"ok"\n'])
-def test_an_answer_that_makes_no_sense(tmp_path: Path, answer: bytes) -> None:
-    with Service(tmp_path, lambda line, _: line.sendall(answer)), pytest.raises(SupervisionError, match="sense"):
+def test_an_invalid_answer(tmp_path: Path, answer: bytes) -> None:
+    with Service(tmp_path, lambda line, _: line.sendall(answer)), pytest.raises(SupervisionError, match="invalid answer"):
         client.ask(tmp_path, GetStatus())
 
 
